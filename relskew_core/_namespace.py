@@ -1,0 +1,53 @@
+"""The array library of a call, found once, in the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import array_api_compat
+
+from relskew_core._checks import describe
+from relskew_core._typing import Array, Namespace
+
+
+def namespace_of_arrays(arrays: Mapping[str, Array | None]) -> Namespace:
+    """Return the namespace of the arrays, refusing what does not share library, device and floating dtype.
+
+    The first array is the reference; errors name the argument that differs from it.
+    """
+    present = {name: array for name, array in arrays.items() if array is not None}
+    (first_name, first), *others = present.items()
+    xp = _namespace(first_name, first)
+    if not xp.isdtype(first.dtype, "real floating"):
+        raise TypeError(f"`{first_name}` must be an array of a real floating dtype, got {describe(first)}")
+    for name, array in others:
+        if _namespace(name, array) is not xp:
+            raise TypeError(
+                f"`{name}` must be an array of the library of `{first_name}` ({type(first).__name__}), got {describe(array)}"
+            )
+        if array.dtype != first.dtype:
+            raise TypeError(f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {array.dtype}")
+        check_device(name, array, first_name, first)
+    return xp
+
+
+def check_device(name: str, array: Array, first_name: str, first: Array) -> None:
+    """Refuse an ``array`` that lies on another device than ``first``."""
+    here, there = array_api_compat.device(first), array_api_compat.device(array)
+    if here != there:
+        raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got {there}")
+
+
+def _namespace(name: str, array: Array) -> Namespace:
+    try:
+        return array_api_compat.array_namespace(array)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None
+
+
+def namespace_of(library: Any) -> Namespace:
+    """Return the standard-conforming namespace of an array library given as a module."""
+    if not hasattr(library, "asarray"):
+        raise TypeError(f"`xp` must be the module of an array library, such as numpy or torch, got {describe(library)}")
+    return array_api_compat.array_namespace(library.asarray(0.0))

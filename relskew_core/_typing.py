@@ -1,0 +1,9 @@
+"""Names for types that belong to no one array library."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+# The array API standard has no nominal array type: these names document, they do not restrict.
+Array: TypeAlias = Any
+Namespace: TypeAlias = Any
