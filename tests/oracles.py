@@ -277,7 +277,7 @@ def relative_error(actual: ArrayLike, expected: ArrayLike) -> float:
 
 
 def _linear(x: Floats, name: str, weights: Mapping[str, Floats]) -> Floats:
-    y = np.einsum("...e,fe->...f", x, weights[f"{name}.weight"])
+    y: Floats = np.einsum("...e,fe->...f", x, weights[f"{name}.weight"])
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
