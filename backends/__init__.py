@@ -1,14 +1,68 @@
-"""What each array library adds to the portable code: native fast paths, looked up in one literal table.
+"""What each array library adds to the portable code: native fast paths, found in one literal table.
 
-Nothing is imported before it is asked for.
+A library's module is imported when an array of that library is first attended to, never before.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["default_library"]
+from relskew_core._checks import check_choice
+
+if TYPE_CHECKING:
+    from relskew_core._problem import Problem
+
+__all__ = ["available", "default_library"]
+
+NATIVE: dict[str, str] = {}
+"""The module of each library's fast path, by the name of the library's namespace."""
+
+
+def available() -> dict[str, list[str]]:
+    """List what this machine offers: for each installed array library its implementations.
+
+    Returns
+    -------
+    dict of str to list of str
+        ``{"numpy": ["portable"], …}``; nothing is imported to find out.
+    """
+    libraries = ("numpy", "torch", "cupy", "jax", "dask", "array_api_strict")
+    return {
+        library: ["portable", *(["native"] if library in NATIVE else [])] for library in libraries if find_spec(library)
+    }
+
+
+def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None:
+    """Return the library's fast path for a call, or ``None`` for the portable code.
+
+    Raises
+    ------
+    ValueError
+        If ``impl="native"`` and there is no fast path for this call: the message says why.
+    """
+    check_choice("impl", impl, ("auto", "portable", "native"))
+    if impl == "portable":
+        return None
+    library = library_name(call.xp)
+    if library not in NATIVE:
+        reason = f"{library} has none"
+    else:
+        module = importlib.import_module(NATIVE[library])
+        reason = module.refusal(function, call)
+        if reason is None:
+            return getattr(module, function)  # type: ignore[no-any-return]
+    if impl == "native":
+        raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
+    return None
+
+
+def library_name(xp: Any) -> str:
+    """Return the top-level name of the library behind a namespace: ``numpy``, ``torch``, ``cupy``, ``jax`` …"""
+    name = xp.__name__.removeprefix("array_api_compat.")
+    return str(name).partition(".")[0]
 
 
 def default_library() -> Any:

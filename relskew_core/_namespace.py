@@ -11,39 +11,47 @@ from relskew_core._checks import describe
 from relskew_core._typing import Array, Namespace
 
 
-def namespace_of_arrays(arrays: Mapping[str, Array | None]) -> Namespace:
-    """Return the namespace of the arrays, refusing what does not share library, device and floating dtype.
+def namespace_of_arrays(arrays: Mapping[str, Array | None], *, floating: bool = True) -> Namespace:
+    """Return the namespace of the arrays, refusing what does not share library, device and (floating) dtype.
 
     The first array is the reference; errors name the argument that differs from it.
     """
     present = {name: array for name, array in arrays.items() if array is not None}
     (first_name, first), *others = present.items()
     xp = _namespace(first_name, first)
-    if not xp.isdtype(first.dtype, "real floating"):
-        raise TypeError(f"`{first_name}` must be an array of a real floating dtype, got {describe(first)}")
+    if floating and not is_floating(first, xp=xp):
+        raise TypeError(
+            f"`{first_name}` must be an array of a real floating dtype of its library, got {describe(first)}"
+        )
     for name, array in others:
-        if _namespace(name, array) is not xp:
-            raise TypeError(
-                f"`{name}` must be an array of the library of `{first_name}` ({type(first).__name__}), got {describe(array)}"
-            )
+        check_companion(name, array, first_name, first, xp=xp)
         if array.dtype != first.dtype:
-            raise TypeError(f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {array.dtype}")
-        check_device(name, array, first_name, first)
+            raise TypeError(f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {describe(array)}")
     return xp
 
 
-def check_device(name: str, array: Array, first_name: str, first: Array) -> None:
-    """Refuse an ``array`` that lies on another device than ``first``."""
+def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
+    """Refuse an ``array`` of another library or on another device than ``first``."""
+    if _namespace(name, array) is not xp:
+        raise TypeError(
+            f"`{name}` must be an array of the library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
+        )
     here, there = array_api_compat.device(first), array_api_compat.device(array)
     if here != there:
-        raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got {there}")
+        raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
 
 
-def _namespace(name: str, array: Array) -> Namespace:
+def is_floating(array: Array, *, xp: Namespace) -> bool:
+    """Whether the dtype is a real floating one that the library itself computes with."""
     try:
-        return array_api_compat.array_namespace(array)
-    except TypeError:
-        raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None
+        return bool(xp.isdtype(array.dtype, "real floating"))
+    except TypeError:  # NumPy does not know ml_dtypes' bfloat16 and would compute with it in float32
+        return False
+
+
+def is_half(dtype: Any, *, xp: Namespace) -> bool:
+    """Whether a dtype is float16 or bfloat16, in which nothing may be accumulated."""
+    return any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
 
 
 def namespace_of(library: Any) -> Namespace:
@@ -51,3 +59,10 @@ def namespace_of(library: Any) -> Namespace:
     if not hasattr(library, "asarray"):
         raise TypeError(f"`xp` must be the module of an array library, such as numpy or torch, got {describe(library)}")
     return array_api_compat.array_namespace(library.asarray(0.0))
+
+
+def _namespace(name: str, array: Array) -> Namespace:
+    try:
+        return array_api_compat.array_namespace(array)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None

@@ -1,0 +1,204 @@
+"""The portable forward kernel: one loop over query chunks for every kind of attention.
+
+Global, causal, windowed, local, cross and cached attention differ only in the keys that a chunk may see and in the
+table columns that belong to them. Scratch is ``chunk × (chunk + keys)`` and never ``queries × keys``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from array_api_compat import device
+
+from relskew_core._problem import Operands, Options
+from relskew_core._skew import slide, unslide
+from relskew_core._softmax import softmax
+from relskew_core._table import Table
+from relskew_core._typing import Array, Namespace
+from relskew_core._visibility import Visibility
+
+SCRATCH_BYTES = 8 * 2**20
+"""Budget of one logits buffer: large enough for efficient products, small enough to stay near the caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Queries ``start … stop - 1``, the keys ``first … end - 1`` they may see, and where both meet the tables."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+    low: int  # relative position of the first table column
+    width: int  # number of table columns
+    spare: int  # column of r = -offset in the chunk, the slide's `first`
+
+    @classmethod
+    def of(cls, visibility: Visibility, start: int, stop: int, highest: int) -> Chunk:
+        """Lay out a chunk whose queries see no relative position above ``highest``."""
+        first, end = visibility.keys(start, stop)
+        n, m = stop - start, end - first
+        offset = visibility.offset + start - first
+        spare = n if n > 1 else 0  # rows after the first need one column more than the positions that occur
+        width = min(max(highest + spare + offset + 1, m + (n > 1)), spare + m)
+        return cls(start, stop, first, end, -(spare + offset), width, spare)
+
+    @property
+    def high(self) -> int:
+        """Relative position of the last table column."""
+        return self.low + self.width - 1
+
+    def absolute(self, x: Array, *, xp: Namespace) -> Array:
+        """Relative layout (..., n, width) to absolute layout (..., n, m)."""
+        return slide(x, n_keys=self.end - self.first, first=self.spare, xp=xp)
+
+    def relative(self, s: Array, *, xp: Namespace) -> Array:
+        """Absolute layout (..., n, m) to relative layout (..., n, width)."""
+        return unslide(s, width=self.width, first=self.spare, xp=xp)
+
+
+def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
+    """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
+    visibility = options.visibility
+    size = options.chunk_size or _chunk_size(operands, visibility)
+    _, highest = options.positions()
+    edges = [*range(0, visibility.n_queries, size), visibility.n_queries]
+    for start, stop in pairwise(edges):
+        yield Chunk.of(visibility, start, stop, highest)
+
+
+def _chunk_size(operands: Operands, visibility: Visibility) -> int:
+    q = operands.q
+    lead, bits = math.prod(q.shape[:-2]), 64 if "64" in str(q.dtype) else 32
+    positions = visibility.positions() or (0, 0)
+    keys = max(1, min(visibility.n_keys, positions[1] - positions[0] + 1))
+    size = SCRATCH_BYTES * 8 // (bits * max(1, lead) * keys)
+    return max(16, min(512, 1 << max(size, 1).bit_length() - 1))
+
+
+def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    tables = Tables.of(operands, options, xp=xp)
+    outs, sums = [], []
+    for chunk in chunks(operands, options):
+        out, lse = _attend(operands, options, tables, chunk, xp=xp)
+        outs.append(out)
+        sums.append(lse)
+    if not outs:
+        shape = (*operands.q.shape[:-2], 0)
+        outs = [xp.zeros((*shape, operands.v.shape[-1]), dtype=operands.q.dtype, device=device(operands.q))]
+        sums = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
+    if len(outs) == 1:
+        return outs[0], sums[0]
+    return xp.concat(outs, axis=-2), xp.concat(sums, axis=-1) if options.return_lse else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of a call, extended once to all relative positions that its chunks touch."""
+
+    rel_k: Table | None
+    rel_v: Table | None
+    rel_bias: Table | None
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options, *, xp: Namespace) -> Tables:
+        """Transpose the tables into columns and extend them where that is cheap."""
+        laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
+        low, high = min((chunk.low for chunk in laid), default=0), max((chunk.high for chunk in laid), default=0)
+
+        def table(rows: Array | None) -> Table | None:
+            if rows is None:
+                return None
+            columns = Table(xp.matrix_transpose(rows), options.span.left, options.span.beyond)
+            return columns.covering(low, high, xp=xp)
+
+        bias = operands.rel_bias
+        return cls(table(operands.rel_k), table(operands.rel_v), table(None if bias is None else bias[..., None]))
+
+
+def _attend(
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace
+) -> tuple[Array, Array | None]:
+    v = operands.v[..., chunk.first : chunk.end, :]
+    if chunk.first == chunk.end:
+        shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
+        out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
+        return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
+    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
+    weights, lse = softmax(logits, dead_rows=dead_rows, lse=options.return_lse, xp=xp)
+    out = grouped_matmul(weights, v, xp=xp)
+    if tables.rel_v is not None:
+        relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
+        if low <= high:
+            out = out + tables.rel_v.mix(relative, low, high, xp=xp)
+    return out, lse
+
+
+def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return the logits of a chunk in absolute layout, ``-inf`` where a query may not see."""
+    q = operands.q[..., chunk.start : chunk.stop, :] * options.scale
+    k = operands.k[..., chunk.first : chunk.end, :]
+    logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)
+    relative = _relative_terms(operands, options, tables, chunk, q, xp=xp)
+    if relative is not None:
+        logits = logits + chunk.absolute(relative, xp=xp)
+    if options.softcap is not None:
+        logits = xp.tanh(logits * (1 / options.softcap)) * options.softcap
+    return _masked(logits, operands.mask, options.visibility, chunk, xp=xp)
+
+
+def _relative_terms(
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, scaled_q: Array, *, xp: Namespace
+) -> Array | None:
+    """Return everything that depends on the relative position, in relative layout (..., n, width)."""
+    bias = None if tables.rel_bias is None else tables.rel_bias.spread(chunk.low, chunk.high, xp=xp)
+    if tables.rel_k is None:
+        if bias is None:
+            return None
+        return xp.broadcast_to(bias, (*bias.shape[:-2], chunk.stop - chunk.start, chunk.width))
+    if operands.rel_q is None and options.rel_scale == options.scale:
+        q = scaled_q
+    else:
+        rel_q = operands.q if operands.rel_q is None else operands.rel_q
+        q = rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
+    product = tables.rel_k.product(q, chunk.low, chunk.high, xp=xp)
+    return product if bias is None else product + bias
+
+
+def _masked(
+    logits: Array, mask: Array | None, visibility: Visibility, chunk: Chunk, *, xp: Namespace
+) -> Array:
+    visible = visibility.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(logits))
+    if mask is not None:
+        rows = slice(None) if mask.shape[-2] == 1 else slice(chunk.start, chunk.stop)
+        columns = slice(None) if mask.shape[-1] == 1 else slice(chunk.first, chunk.end)
+        mask = mask[..., rows, columns]
+        if xp.isdtype(mask.dtype, "bool"):
+            allowed = mask
+        else:
+            logits, allowed = logits + mask, mask > -math.inf
+        visible = allowed if visible is None else xp.logical_and(visible, allowed)
+    return logits if visible is None else xp.where(visible, logits, -math.inf)
+
+
+def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:
+    """Cut the relative layout to positions that some query sees, and say which: rows of a table that nobody may see
+    are never multiplied, not even by zero."""
+    lowest, highest = options.positions()
+    low, high = max(chunk.low + (chunk.spare > 0), lowest), min(chunk.high, highest)
+    return relative[..., low - chunk.low : high - chunk.low + 1], low, high
+
+
+def grouped_matmul(x: Array, y: Array, *, xp: Namespace) -> Array:
+    """Multiply (..., H, n, a) by (..., Hkv, a, b): the ``H / Hkv`` heads of a group share one ``y`` without copies."""
+    heads, groups = x.shape[-3], y.shape[-3]
+    if heads == groups:
+        return xp.matmul(x, y)
+    *lead, _, n, width = x.shape
+    product = xp.matmul(xp.reshape(x, (*lead, groups, heads // groups * n, width)), y)
+    return xp.reshape(product, (*lead, heads, n, y.shape[-1]))

@@ -1,0 +1,42 @@
+"""What the papers' algorithms share: checks of shapes, and the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from array_api_compat import device
+
+from relskew_core._checks import describe
+from relskew_core._typing import Array, Namespace
+
+
+def check_trailing(name: str, array: Array, *, exact: bool = False, **axes: int | None) -> None:
+    """Refuse an ``array`` that does not end (or is not all, if ``exact``) in ``axes``: sizes by symbol, None for any."""
+    shape = tuple(array.shape)
+    ending = shape[max(len(shape) - len(axes), 0) :]
+    fits = len(shape) == len(axes) if exact else len(shape) >= len(axes)
+    if not fits or any(size not in (None, found) for size, found in zip(axes.values(), ending, strict=True)):
+        form = ", ".join([*([] if exact else ["..."]), *axes])
+        sizes = ", ".join(f"{axis} = {size}" for axis, size in axes.items() if size is not None)
+        raise ValueError(f"`{name}` must have shape ({form}){' with ' if sizes else ''}{sizes}, got {describe(array)}")
+
+
+def check_leading(name: str, array: Array, first_name: str, first: Array) -> None:
+    """Refuse an ``array`` whose axes before the last two differ from those of ``first``."""
+    if tuple(array.shape[:-2]) != tuple(first.shape[:-2]):
+        raise ValueError(
+            f"`{name}` must have the leading axes of `{first_name}`, {tuple(first.shape[:-2])}, got {describe(array)}"
+        )
+
+
+def softmax(logits: Array, *, xp: Namespace) -> Array:
+    """Softmax over the last axis, rows in which every logit is ``-inf`` excluded (they are NaN)."""
+    exponentials = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
+    return exponentials / xp.sum(exponentials, axis=-1, keepdims=True)
+
+
+def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:
+    """Keep the entries of the last two axes at which ``visible(row, column)`` holds; ``otherwise`` elsewhere."""
+    rows = xp.expand_dims(xp.arange(x.shape[-2], device=device(x)), axis=1)
+    columns = xp.expand_dims(xp.arange(x.shape[-1], device=device(x)), axis=0)
+    return xp.where(visible(rows, columns), x, xp.full_like(x, otherwise))
