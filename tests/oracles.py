@@ -293,7 +293,7 @@ def _leads(x: Floats) -> Iterator[tuple[int, ...]]:
 
 def _of_head(table: Floats, ndim: int, lead: tuple[int, ...]) -> Floats:
     """The table of one head: the whole of a shared one (``ndim`` axes), else one entry of its first axis."""
-    return table if table.ndim == ndim else table[lead[-1]]
+    return table if table.ndim == ndim else table[lead[-1] if lead else 0]
 
 
 def _dot(a: Floats, b: Floats) -> float:

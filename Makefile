@@ -1,0 +1,51 @@
+# Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
+#   make demo    the same function on every array library here, its ONNX graph, and a picture of what it does to a tune
+#   make test    every test, with coverage        make check    the static checks
+#   make bench   time and memory beside what people use today
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
+INPUTS := pyproject.toml requirements/pins.txt
+
+.PHONY: help demo test check bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: .venv/demo.stamp
+	$(BIN)/relskew demo
+
+test: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+
+check: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: .venv/bench.stamp
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+
+.venv/demo.stamp: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.[numpy,onnx,onnxruntime,cli]'
+	@touch $@
+
+.venv/dev.stamp: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/bench.stamp: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.[numpy,torch,onnx,onnxruntime,cli]'
+	@touch $@
