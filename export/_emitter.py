@@ -1,0 +1,192 @@
+"""A small builder of ONNX graphs: readable names, constants stored once, shapes written down as they are known."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Shape: TypeAlias = tuple[int | str, ...]
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph: its name, its shape (a string is a symbolic dimension) and its element type."""
+
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+
+
+Dim: TypeAlias = "int | Value"
+"""A length: an int where it is known at export, else an int64 tensor of shape (1,)."""
+
+INT64 = np.dtype(np.int64)
+BOOL = np.dtype(np.bool_)
+
+
+class Emitter:
+    """Collects inputs, initializers and nodes; the same calls in the same order give the same bytes.
+
+    ``compute`` makes a node that works on data and ``index`` one that works on lengths and positions. Their names
+    start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can tell them apart.
+    """
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._infos: list[onnx.ValueInfoProto] = []
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
+        self._names: set[str] = set()
+
+    def input(self, name: str, shape: Shape, doc: str, dtype: np.dtype[Any] | None = None) -> Value:
+        """Declare a graph input."""
+        value = Value(self._claim(name), shape, dtype or self.dtype)
+        self._inputs.append(_info(value, doc))
+        return value
+
+    def output(self, value: Value, doc: str) -> None:
+        """Declare ``value`` a graph output."""
+        self._outputs.append(_info(value, doc))
+
+    def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
+        """Store an array under its name."""
+        tensor = numpy_helper.from_array(array, self._claim(name))
+        tensor.doc_string = doc
+        self._initializers.append(tensor)
+        return Value(name, array.shape, array.dtype)
+
+    def constant(self, values: Any, dtype: Any = INT64) -> Value:
+        """Store a constant once, however often it is asked for; its name says what it holds."""
+        array = np.asarray(values, dtype=dtype)
+        key = (array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            if array.size <= 4:
+                held = "_".join(str(item) for item in array.ravel().tolist())
+            else:
+                held = hashlib.sha256(key[2]).hexdigest()[:12]
+            shape = "x".join(map(str, array.shape)) or "scalar"
+            self._constants[key] = self.initializer(f"relskew/constant/{array.dtype.name}/{shape}/{held}", array)
+        return self._constants[key]
+
+    def compute(
+        self,
+        op_type: str,
+        inputs: Sequence[Value],
+        name: str,
+        shape: Shape,
+        dtype: np.dtype[Any] | None = None,
+        output: str | None = None,
+        **attributes: Any,
+    ) -> Value:
+        """Add a node on data; its output has the graph's element type unless ``dtype`` says otherwise."""
+        path = f"relskew/compute/{name}"
+        value = Value(output or path, shape, dtype or self.dtype)
+        self.node(op_type, inputs, path, [value], **attributes)
+        return value
+
+    def index(
+        self,
+        op_type: str,
+        inputs: Sequence[Value],
+        name: str,
+        shape: Shape = (1,),
+        dtype: np.dtype[Any] = INT64,
+        **attributes: Any,
+    ) -> Value:
+        """Add a node on lengths and positions, int64 of shape (1,) unless said otherwise."""
+        path = f"relskew/shape/{name}"
+        value = Value(path, shape, dtype)
+        self.node(op_type, inputs, path, [value], **attributes)
+        return value
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Value | None],
+        path: str,
+        outputs: Sequence[Value],
+        **attributes: Any,
+    ) -> None:
+        """Add a node with any number of outputs; ``None`` is an optional input left out."""
+        names = [self._claim(value.name) for value in outputs]
+        self._infos.extend(_info(value) for value in outputs)
+        given = ["" if value is None else value.name for value in inputs]
+        self._nodes.append(helper.make_node(op_type, given, names, name=path, **attributes))
+
+    def length(self, value: Value, axis: int, name: str) -> Dim:
+        """Return the length of an axis, as an int where it is known."""
+        known = value.shape[axis]
+        return known if isinstance(known, int) else self.index("Shape", [value], name, start=axis, end=axis + 1)
+
+    def plus(self, a: Dim, b: Dim, name: str) -> Dim:
+        """Return ``a + b``."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        return self.index("Add", [self.dim(a), self.dim(b)], name)
+
+    def minus(self, a: Dim, b: Dim, name: str) -> Dim:
+        """Return ``a - b``."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a - b
+        return self.index("Sub", [self.dim(a), self.dim(b)], name)
+
+    def dim(self, value: Dim) -> Value:
+        """Return a length as an int64 tensor of shape (1,)."""
+        return self.constant([value]) if isinstance(value, int) else value
+
+    def scalar(self, value: Dim, name: str) -> Value:
+        """Return a length as an int64 tensor of shape ()."""
+        return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
+
+    def dims(self, name: str, *parts: Dim) -> Value:
+        """Return a shape: neighbouring ints become one constant, all ints no node at all."""
+        groups: list[list[int] | Value] = []
+        for part in parts:
+            if not isinstance(part, int):
+                groups.append(part)
+            elif groups and isinstance(groups[-1], list):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        values = [self.constant(group) if isinstance(group, list) else group for group in groups]
+        rank = sum(int(value.shape[0]) for value in values)
+        return values[0] if len(values) == 1 else self.index("Concat", values, name, (rank,), axis=0)
+
+    def model(self, name: str, opset: int, ir_version: int, doc: str) -> onnx.ModelProto:
+        """Return what was collected as a model."""
+        outputs = {info.name for info in self._outputs}
+        graph = helper.make_graph(
+            self._nodes,
+            name,
+            self._inputs,
+            self._outputs,
+            initializer=self._initializers,
+            value_info=[info for info in self._infos if info.name not in outputs],
+            doc_string=doc,
+        )
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+
+    def _claim(self, name: str) -> str:
+        if name in self._names:
+            raise ValueError(f"two tensors of the graph would be called {name!r}")
+        self._names.add(name)
+        return name
+
+
+def element_type(dtype: np.dtype[Any]) -> int:
+    """Return the ONNX number of an element type."""
+    return TensorProto.BFLOAT16 if dtype.name == "bfloat16" else helper.np_dtype_to_tensor_dtype(dtype)
+
+
+def _info(value: Value, doc: str = "") -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(value.name, element_type(value.dtype), value.shape, doc_string=doc)

@@ -1,0 +1,191 @@
+"""The attention block as an ONNX model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from relskew_core import __version__
+from relskew_core._checks import describe
+from relskew_core._spec import BlockSpec
+from relskew_core.export._attend import Projected, Tables, attend
+from relskew_core.export._emitter import Emitter, Value
+from relskew_core.export._local import attend_blocks
+from relskew_core.export._plan import IR_VERSION, Plan, check_spec, make_plan
+from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
+from relskew_core.export._window import Lengths
+
+
+def to_onnx(
+    spec: BlockSpec,
+    weights: Mapping[str, Any],
+    *,
+    profile: str = "ort",
+    opset: int | None = None,
+    dtype: Any = None,
+    max_length: int | None = None,
+    past: bool = False,
+    mask: bool = False,
+    name: str = "relative_attention_block",
+) -> onnx.ModelProto:
+    """Write an attention block as an ONNX graph with dynamic batch and lengths.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    weights : mapping of str to array
+        Exactly the keys and shapes of ``spec.weight_shapes()``, arrays of any library on any device; not modified.
+    profile : {"ort", "portable", "trt"}, default "ort"
+        ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
+        other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
+    opset : int, optional
+        Version of the standard operators, the profile's own or newer; 23, 18 and 23 by default.
+    dtype : str or dtype, optional
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``, by name or as a NumPy, torch or JAX dtype; the weights'
+        own by default.
+    max_length : int, optional
+        Longest input (the past included) that the graph must run: table rows that no shorter input reads are left
+        out, and a longer input is an error where they would have been read.
+    past : bool, default False
+        Take and return a cache of keys and values: ``past_key``, ``past_value`` → ``present_key``, ``present_value``.
+    mask : bool, default False
+        Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
+    name : str, default "relative_attention_block"
+        Name of the graph.
+
+    Returns
+    -------
+    onnx.ModelProto
+        Inputs ``x (batch, query_length, E)``, ``memory (batch, memory_length, E)`` if ``spec.cross``, ``mask`` and
+        the past if asked for; output ``y (batch, query_length, E)`` and the presents. An input that reads past the
+        table's reach makes the runtime fail instead of giving wrong numbers.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument or a weight does not fit; the message names the argument or the weight's key.
+
+    Notes
+    -----
+    The relative logits are the skew of Huang et al. 2018, section 3.4.1, in the two-sided form: a window of the table
+    is multiplied, and two reshapes around a slice move columns of relative positions to columns of keys.
+
+    Examples
+    --------
+    >>> from relskew_core import Span, init_weights
+    >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
+    >>> model = to_onnx(spec, init_weights(spec, seed=0))
+    >>> [value.name for value in model.graph.input], len(model.graph.node)
+    (['x'], 19)
+    """
+    check_spec(spec)
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
+    arrays = read_weights(spec, weights)
+    plan = make_plan(
+        spec,
+        resolve_dtype(dtype, arrays),
+        profile=profile,
+        opset=opset,
+        max_length=max_length,
+        past=past,
+        mask=mask,
+    )
+    layout = graph_layout(plan, round_weights(arrays, plan.dtype))
+    g = Emitter(plan.dtype)
+    _block(g, plan, layout)
+    model = g.model(name, plan.opset, IR_VERSION, _summary(plan))
+    model.producer_name = "relskew"
+    model.producer_version = __version__
+    described = {
+        "relskew.version": __version__,
+        "relskew.spec": json.dumps(spec.to_dict(), sort_keys=True),
+        "relskew.profile": plan.profile.name,
+        "relskew.dtype": plan.dtype.name,
+        "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
+        "relskew.weights_sha256": _digest(layout),
+    }
+    onnx.helper.set_model_props(model, described)
+    return model
+
+
+def _block(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
+    """Emit projections, attention, output projection, in the order of a reader."""
+    spec = plan.spec
+    x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
+    memory = mask = past = None
+    if spec.cross:
+        memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
+    if plan.mask:
+        shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
+        doc = "True = may attend; broadcasts to (batch, heads, queries, keys)"
+        mask = g.input("mask", shape, doc, np.dtype(np.bool_))
+    if plan.past:
+        cache = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
+        past = (
+            g.input("past_key", cache, "keys of the positions before x"),
+            g.input("past_value", cache, "values of the positions before x"),
+        )
+    stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
+    source = x if memory is None else memory
+    projected = Projected(
+        *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
+    )
+    tables = Tables(stored["rel_k"], stored.get("rel_v"))
+    present = None
+    if plan.local:
+        heads = attend_blocks(g, plan, projected, tables, g.length(x, 1, "query_length"))
+    else:
+        heads, present = attend(g, plan, projected, tables, _lengths(g, x, memory, past), mask=mask, past=past)
+    g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
+    if present is not None:
+        g.output(present[0], "keys so far, the next call's past_key")
+        g.output(present[1], "values so far, the next call's past_value")
+
+
+def _lengths(g: Emitter, x: Value, memory: Value | None, past: tuple[Value, Value] | None) -> Lengths:
+    queries = g.length(x, 1, "query_length")
+    if memory is not None:
+        return Lengths(queries, g.length(memory, 1, "memory_length"), 0, "query_length", "memory_length")
+    if past is not None:
+        before = g.length(past[0], 2, "past_length")
+        return Lengths(queries, g.plus(before, queries, "total_length"), before, "query_length", "total_length")
+    return Lengths(queries, queries, 0, "query_length", "query_length")
+
+
+def _linear(g: Emitter, x: Value, name: str, stored: Mapping[str, Value], output: str | None = None) -> Value:
+    weight, bias = stored[f"{name}.weight"], stored.get(f"{name}.bias")
+    shape = (*x.shape[:2], weight.shape[1])
+    if bias is None:
+        return g.compute("MatMul", [x, weight], name, shape, output=output)
+    product = g.compute("MatMul", [x, weight], f"{name}/matmul", shape)
+    return g.compute("Add", [product, bias], name, shape, output=output)
+
+
+def _summary(plan: Plan) -> str:
+    sides = {
+        "limited": "a longer input fails",
+        "clip": "its edge row serves what lies further",
+        "zero": "what lies further contributes nothing",
+        "hidden": "nothing further is visible",
+    }
+    return (
+        "Attention with relative positions r = key position - query position. The table reaches "
+        f"{plan.left.rows} into the past ({sides[plan.left.past_edge]}) and {plan.right.rows} into the future "
+        f"({sides[plan.right.past_edge]})."
+    )
+
+
+def _digest(layout: Mapping[str, tuple[np.ndarray, str]]) -> str:
+    """SHA-256 over the weights as stored, keys included."""
+    digest = hashlib.sha256()
+    for key, (array, _) in layout.items():
+        digest.update(f"{key} {array.dtype.name} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,183 @@
+"""Everything about a graph that is decided before its first node: which rows are stored, what hides what, which form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from relskew_core._checks import check_bool, check_choice, check_int, describe
+from relskew_core._spec import BlockSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a family of runtimes takes: its opset, and how attention, table windows and causality are written."""
+
+    name: str
+    opset: int
+    fused: bool  # one Attention node, or its parts
+    slice_window: bool  # the window of the table by Slice, or by Gather
+    causal_attribute: bool  # Attention's is_causal, or causality in the mask
+    cache_inputs: bool  # Attention's past_key and past_value, or Concat
+    dead_rows: bool  # Attention gives zeros where everything is masked by -inf
+
+
+PROFILES = {
+    "ort": Profile("ort", 23, True, True, True, True, True),
+    "portable": Profile("portable", 18, False, False, False, False, False),
+    "trt": Profile("trt", 23, True, False, False, False, False),
+}
+NEWEST_OPSET = 24
+IR_VERSION = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of the table: the rows kept beyond ``r = 0`` and what lies past them.
+
+    ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
+    positions that no query may see.
+    """
+
+    rows: int
+    past_edge: Literal["limited", "clip", "zero", "hidden"]
+
+    @property
+    def spare(self) -> int:
+        """1 if a column of zeros follows the rows, for the positions past them."""
+        return int(self.past_edge != "clip")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions for one graph."""
+
+    spec: BlockSpec
+    profile: Profile
+    opset: int
+    dtype: np.dtype[Any]
+    max_length: int | None
+    past: bool
+    mask: bool
+    left: Side
+    right: Side
+    local: bool  # blocks folded into the batch; else one dense attention
+
+    @property
+    def one_sided(self) -> bool:
+        """Table columns stop at ``r = 0``: self-attention whose queries see no future."""
+        return self.spec.causal and not self.spec.cross
+
+    @property
+    def lead(self) -> int:
+        """Stored column of ``r = 0``."""
+        return self.left.rows + self.left.spare
+
+    @property
+    def columns(self) -> int:
+        """Number of stored columns."""
+        return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
+
+    @property
+    def right_spare(self) -> int:
+        """1 if a column of zeros follows the rows on the right; a limited right end needs none."""
+        return int(self.right.past_edge in ("zero", "hidden"))
+
+    @property
+    def dead_rows(self) -> bool:
+        """Some query may see no key at all."""
+        return self.mask or (self.spec.cross and self.left.past_edge == "hidden")
+
+    @property
+    def fused(self) -> bool:
+        """Whether one Attention node does the work."""
+        return (
+            self.profile.fused
+            and not self.spec.rel_values
+            and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
+            and (self.profile.dead_rows or not self.dead_rows)
+        )
+
+    @property
+    def causal_attribute(self) -> bool:
+        """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
+        return self.fused and self.profile.causal_attribute and self.one_sided and not self.local
+
+    @property
+    def masked_value(self) -> float:
+        """What stands for a key that a query may not see."""
+        if self.fused and self.dead_rows:
+            return -np.inf
+        return -65504.0 if self.dtype == np.float16 else -1e30
+
+
+def make_plan(
+    spec: Any,
+    dtype: np.dtype[Any],
+    *,
+    profile: Any = "ort",
+    opset: Any = None,
+    max_length: Any = None,
+    past: Any = False,
+    mask: Any = False,
+) -> Plan:
+    """Check the arguments of an export and decide on its form."""
+    check_spec(spec)
+    check_choice("profile", profile, tuple(PROFILES))
+    form = PROFILES[profile]
+    chosen = form.opset if opset is None else check_int("opset", opset)
+    if not form.opset <= chosen <= NEWEST_OPSET:
+        raise ValueError(f"`opset` must be {form.opset} … {NEWEST_OPSET} for profile={profile!r}, got {chosen}")
+    if max_length is not None:
+        max_length = check_int("max_length", max_length, minimum=1)
+    check_bool("mask", mask)
+    if check_bool("past", past):
+        _check_past(spec)
+    window_left, window_right = spec.window or (None, None)
+    farthest_left = _smallest(window_left, None if spec.block_size is None else 2 * spec.block_size - 1)
+    farthest_right = _smallest(window_right, 0 if spec.causal else None)
+    left = _side(spec, "past", spec.span.left, farthest_left, max_length)
+    right = _side(spec, "future", spec.span.right, farthest_right, max_length)
+    # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
+    # then local attention is causal attention. A mask is as large as a dense attention anyway.
+    local = spec.block_size is not None and left.past_edge != "limited" and not mask
+    return Plan(spec, form, chosen, dtype, max_length, past, mask, left, right, local)
+
+
+def check_spec(spec: Any) -> None:
+    """Refuse what is not a BlockSpec."""
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+
+
+def _check_past(spec: BlockSpec) -> None:
+    if spec.cross:
+        raise ValueError("`past=True` excludes `spec.cross`: a memory's keys are not appended to, got cross=True")
+    if spec.block_size is not None:
+        raise ValueError(f"`past=True` excludes `spec.block_size`, got block_size={spec.block_size}")
+    if not spec.causal:
+        raise ValueError("`past=True` requires `spec.causal`, got causal=False")
+
+
+def _smallest(*bounds: int | None) -> int | None:
+    given = [bound for bound in bounds if bound is not None]
+    return min(given) if given else None
+
+
+def _side(spec: BlockSpec, name: str, reach: int, farthest: int | None, max_length: int | None) -> Side:
+    """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest``."""
+    asked = None if max_length is None else max_length - 1
+    wanted = _smallest(farthest, asked)
+    if wanted is not None and wanted <= reach:
+        if wanted == farthest:
+            return Side(wanted, "hidden")
+        if wanted < reach or spec.span.beyond == "error":
+            return Side(wanted, "limited")
+    elif asked is not None and wanted is not None and spec.span.beyond == "error":
+        raise ValueError(
+            f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "
+            "make the table longer or choose beyond='clip' or 'zero'"
+        )
+    return Side(reach, "limited" if spec.span.beyond == "error" else spec.span.beyond)

@@ -1,0 +1,84 @@
+"""Which keys a query sees, as one boolean tensor where the table's window cannot say it."""
+
+from __future__ import annotations
+
+from relskew_core.export._emitter import BOOL, INT64_MAX, Emitter, Shape, Value
+from relskew_core.export._plan import Plan
+from relskew_core.export._window import Lengths
+
+
+def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Value | None:
+    """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
+    symbols = (lengths.query_symbol, lengths.key_symbol)
+    conditions: list[Value] = []
+    positions = _Positions(g, plan, lengths)
+
+    def compare(op_type: str, keys: Value, bounds: Value, name: str) -> None:
+        conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", symbols, BOOL))
+
+    if plan.one_sided and not plan.causal_attribute:
+        compare("LessOrEqual", positions.keys, positions.queries, "causal")
+    if plan.spec.block_size is not None and plan.left.past_edge != "limited":
+        size = g.constant(plan.spec.block_size)
+        keys = g.index("Div", [positions.keys, size], "visible/key_block", positions.keys.shape)
+        queries = g.index("Div", [positions.queries, size], "visible/query_block", positions.queries.shape)
+        previous = g.index("Sub", [queries, g.constant(1)], "visible/previous_block", queries.shape)
+        compare("GreaterOrEqual", keys, previous, "block")
+    if hides_by_condition(plan) and plan.left.past_edge == "hidden":
+        shape = positions.queries.shape
+        first = g.index("Sub", [positions.queries, g.constant(plan.left.rows)], "visible/first", shape)
+        compare("GreaterOrEqual", positions.keys, first, "past")
+    if hides_by_condition(plan) and plan.right.past_edge == "hidden" and not plan.one_sided:
+        shape = positions.queries.shape
+        last = g.index("Add", [positions.queries, g.constant(plan.right.rows)], "visible/last", shape)
+        compare("LessOrEqual", positions.keys, last, "future")
+    if mask is not None:
+        conditions.append(mask)
+    if not conditions:
+        return None
+    whole = conditions[0]
+    for index, condition in enumerate(conditions[1:]):
+        shape = (*condition.shape[:-2], *symbols)
+        whole = g.compute("And", [whole, condition], f"visible/and_{index}", shape, BOOL)
+    return whole
+
+
+def hides_by_condition(plan: Plan) -> bool:
+    """Whether hidden ends of the table must be in the condition: rows without any key must be zeroed by it."""
+    return plan.dead_rows and not plan.fused
+
+
+class _Positions:
+    """Positions of keys ``(keys,)`` and queries ``(queries, 1)``, made when first asked for."""
+
+    def __init__(self, g: Emitter, plan: Plan, lengths: Lengths) -> None:
+        self._g, self._plan, self._lengths = g, plan, lengths
+        self._keys: Value | None = None
+        self._queries: Value | None = None
+
+    @property
+    def keys(self) -> Value:
+        if self._keys is None:
+            self._keys = self._range("key", self._lengths.keys, self._lengths.key_symbol)
+        return self._keys
+
+    @property
+    def queries(self) -> Value:
+        if self._queries is None:
+            g, lengths = self._g, self._lengths
+            symbol = lengths.query_symbol
+            if self._plan.spec.cross:
+                flat = self._range("query", lengths.queries, symbol)
+            elif self._plan.past:
+                inputs = [self.keys, g.dim(lengths.past), g.constant([INT64_MAX])]
+                flat = g.index("Slice", inputs, "visible/query_positions", (symbol,))
+            else:
+                flat = self.keys
+            shape: Shape = (symbol, 1)
+            self._queries = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", shape)
+        return self._queries
+
+    def _range(self, name: str, length: int | Value, symbol: int | str) -> Value:
+        g = self._g
+        limits = [g.constant(0), g.scalar(length, f"visible/{name}_count"), g.constant(1)]
+        return g.index("Range", limits, f"visible/{name}_positions", (symbol,))

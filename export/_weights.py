@@ -1,0 +1,125 @@
+"""Weights of any array library as NumPy arrays of the graph's element type, and the layout that the graph reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from relskew_core._checks import describe
+from relskew_core._spec import BlockSpec
+from relskew_core.export._plan import Plan
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+def read_weights(spec: BlockSpec, weights: Any) -> dict[str, np.ndarray]:
+    """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
+    spec.check_weights(weights)
+    return {key: _to_numpy(key, weights[key]) for key in spec.weight_shapes()}
+
+
+def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
+    """Return the element type asked for, or the one that all weights share."""
+    if dtype is not None:
+        name = dtype_name(dtype)
+        if name not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, by name or dtype, got {dtype!r}")
+        return DTYPES[name]
+    (first_key, first), *others = weights.items()
+    for key, array in others:
+        if array.dtype != first.dtype:
+            raise ValueError(
+                f"`weights[{key!r}]` must have the dtype of `weights[{first_key!r}]`, {first.dtype}, "
+                f"unless `dtype` is given, got {array.dtype}"
+            )
+    return first.dtype
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return ``"float32"`` for the name, NumPy's, torch's and JAX's dtype alike."""
+    if isinstance(dtype, str):
+        return dtype
+    if str(dtype).startswith("torch."):
+        return str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
+
+
+def round_weights(weights: Mapping[str, np.ndarray], dtype: np.dtype[Any]) -> dict[str, np.ndarray]:
+    """Round finite weights to ``dtype``; NaN, inf and what overflows is refused by key."""
+    rounded = {}
+    for key, array in weights.items():
+        if not np.all(np.isfinite(array)):
+            raise ValueError(f"`weights[{key!r}]` must be finite, got NaN or inf in {array.dtype} of {array.shape}")
+        with np.errstate(over="ignore", under="ignore"):
+            rounded[key] = array.astype(dtype)
+        if not np.all(np.isfinite(rounded[key])):
+            largest = float(np.max(np.abs(array.astype(np.float64))))
+            raise ValueError(f"`weights[{key!r}]` must fit into {dtype.name}, got a magnitude of {largest:.6g}")
+    return rounded
+
+
+def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, str]]:
+    """Return each weight as the graph stores it, and a line that says how."""
+    layout = {}
+    for key, array in weights.items():
+        if key in ("rel_k", "rel_v"):
+            columns = _columns(plan, array)
+            if key == "rel_k":
+                columns = np.swapaxes(columns, -1, -2)
+            order = "head_dim, position" if key == "rel_k" else "position, head_dim"
+            layout[key] = (columns, f"({order}); column {plan.lead} is relative position 0")
+        elif key.startswith("q_proj"):
+            scaled = (array.astype(np.float64) * plan.spec.head_dim**-0.5).astype(plan.dtype)
+            layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")
+        else:
+            layout[key] = (array.T, "(in, out)")
+    return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
+
+
+def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:
+    """Trim a table to the rows that can be seen and add the columns for the positions past them."""
+    span, left, right = plan.spec.span, plan.left, plan.right
+    rows = table[..., span.left - left.rows : span.left + 1 + (0 if plan.one_sided else right.rows), :]
+    if plan.local:
+        # The blocks' window is always the same, -2N ... 0: store just that.
+        before, after = 2 * (plan.spec.block_size or 0) - left.rows, 0
+    else:
+        before, after = left.spare, 0 if plan.one_sided else plan.right_spare
+    clipped = plan.local and left.past_edge == "clip"
+    head = np.repeat(rows[..., :1, :], before, axis=-2) * (1 if clipped else 0)
+    tail = np.zeros_like(rows[..., :1, :]).repeat(after, axis=-2)
+    return np.concatenate([head.astype(rows.dtype), rows, tail], axis=-2)
+
+
+def _to_numpy(key: str, array: Any) -> np.ndarray:
+    if not isinstance(array, np.ndarray):
+        array = _host_copy(array)
+    if dtype_name(getattr(array, "dtype", None)) not in DTYPES:
+        raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")
+    return array
+
+
+def _host_copy(array: Any) -> Any:
+    """Bring an array of another library to NumPy without importing that library."""
+    for step in ("detach", "cpu"):  # torch
+        if hasattr(array, step):
+            array = getattr(array, step)()
+    if dtype_name(array.dtype) == "bfloat16" and hasattr(array, "float"):  # torch has no bfloat16 in NumPy
+        return array.float().numpy().astype(DTYPES["bfloat16"])
+    if hasattr(array, "__cuda_array_interface__"):  # CuPy
+        return array.get()
+    try:
+        return np.asarray(array)
+    except (TypeError, ValueError, RuntimeError):
+        return np.from_dlpack(array)
