@@ -1,4 +1,4 @@
-"""What the papers' algorithms share: checks of shapes, and the softmax."""
+"""What the papers' algorithms share: checks of shapes, masks, and the softmax."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 from array_api_compat import device
 
 from relskew_core._checks import describe
+from relskew_core._softmax import softmax
 from relskew_core._typing import Array, Namespace
 
 
 def check_trailing(name: str, array: Array, *, exact: bool = False, **axes: int | None) -> None:
-    """Refuse an ``array`` that does not end (or is not all, if ``exact``) in ``axes``: sizes by symbol, None for any."""
+    """Refuse an ``array`` that does not end in ``axes``, sizes by symbol, None for any; or has more, if ``exact``."""
     shape = tuple(array.shape)
     ending = shape[max(len(shape) - len(axes), 0) :]
     fits = len(shape) == len(axes) if exact else len(shape) >= len(axes)
@@ -29,10 +30,10 @@ def check_leading(name: str, array: Array, first_name: str, first: Array) -> Non
         )
 
 
-def softmax(logits: Array, *, xp: Namespace) -> Array:
-    """Softmax over the last axis, rows in which every logit is ``-inf`` excluded (they are NaN)."""
-    exponentials = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
-    return exponentials / xp.sum(exponentials, axis=-1, keepdims=True)
+def weigh(logits: Array, *, xp: Namespace) -> Array:
+    """Softmax over the last axis of logits of which no row is all ``-inf``."""
+    weights, _ = softmax(logits, dead_rows=False, lse=False, xp=xp)
+    return weights
 
 
 def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:

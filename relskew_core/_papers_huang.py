@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relskew_core._checks import check_int, describe
 from relskew_core._namespace import namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, softmax, where_visible
+from relskew_core._papers_common import check_leading, check_trailing, weigh, where_visible
 from relskew_core._typing import Array, Namespace
 
 
@@ -74,7 +74,8 @@ def huang_skew(x: Array) -> Array:
     _check_square("x", x)
     *lead, n, _ = x.shape
     padded = xp.concat([xp.zeros_like(x[..., :1]), x], axis=-1)
-    return xp.reshape(padded, (*lead, n + 1, n))[..., 1:, :]
+    flat = xp.reshape(padded, (*lead, n * (n + 1)))  # a step of its own, because dask only merges and splits axes
+    return xp.reshape(flat, (*lead, n + 1, n))[..., 1:, :]
 
 
 def huang_skew_local(x: Array) -> Array:
@@ -112,10 +113,9 @@ def huang_skew_local(x: Array) -> Array:
            [-5., -4., -3.]])
     """
     xp = namespace_of_arrays({"x": x})
-    check_trailing("x", x, **{"N": None, "2N-1": None})
-    *lead, n, width = x.shape
-    if n < 1 or width != 2 * n - 1:
+    if x.ndim < 2 or x.shape[-2] < 1 or x.shape[-1] != 2 * x.shape[-2] - 1:
         raise ValueError(f"`x` must have shape (..., N, 2N-1) with N >= 1, got {describe(x)}")
+    *lead, n, width = x.shape
     padded = xp.concat([x, xp.zeros_like(x[..., :1])], axis=-1)
     flat = xp.reshape(padded, (*lead, n * (width + 1)))
     flat = xp.concat([flat, xp.zeros_like(flat[..., : n - 1])], axis=-1)
@@ -182,7 +182,7 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     check_trailing("rel_k", rel_k, L=q.shape[-2], D=q.shape[-1])
     logits = (xp.matmul(q, xp.matrix_transpose(k)) + huang_logits(q, rel_k)) / q.shape[-1] ** 0.5
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i, xp=xp)
-    return xp.matmul(softmax(logits, xp=xp), v)
+    return xp.matmul(weigh(logits, xp=xp), v)
 
 
 def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_size: int) -> Array:
@@ -229,7 +229,7 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i + n, xp=xp)
     first = where_visible(logits[..., :1, :, :], float("-inf"), lambda i, j: j >= n, xp=xp)
     logits = xp.concat([first, logits[..., 1:, :, :]], axis=-3)
-    out = xp.matmul(softmax(logits, xp=xp), v)
+    out = xp.matmul(weigh(logits, xp=xp), v)
     return xp.reshape(out, (*out.shape[:-3], length, out.shape[-1]))
 
 
@@ -239,8 +239,7 @@ def _previous_block(x: Array, *, xp: Namespace) -> Array:
 
 
 def _check_square(name: str, x: Array) -> None:
-    check_trailing(name, x, L=None, **{"L ": None})
-    if x.shape[-1] < 1 or x.shape[-2] != x.shape[-1]:
+    if x.ndim < 2 or x.shape[-1] < 1 or x.shape[-2] != x.shape[-1]:
         raise ValueError(f"`{name}` must have shape (..., L, L) with L >= 1, got {describe(x)}")
 
 

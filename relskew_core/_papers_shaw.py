@@ -9,13 +9,11 @@ from array_api_compat import device
 
 from relskew_core._checks import check_choice, check_int
 from relskew_core._namespace import namespace_of, namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, softmax
+from relskew_core._papers_common import check_leading, check_trailing, weigh
 from relskew_core._typing import Array, Namespace
 
 
-def clipped_distances(
-    n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int = 0, device: Any = None
-) -> Array:
+def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int = 0, device: Any = None) -> Array:
     """Table row of every query and key: ``clip(j - (i + offset), -k, k) + k`` (Shaw et al. 2018, section 3.2).
 
     The paper's tables hold ``w_{-k} … w_k``; adding ``k`` makes the clipped distance a row number.
@@ -240,7 +238,7 @@ def shaw_attention(
     check_trailing("v", v, m=k.shape[-2], Dv=None)
     check_leading("v", v, "q", q)
     gather = form == "gather"
-    weights = softmax((shaw_gather_logits if gather else shaw_split_logits)(q, k, rel_k, offset=offset), xp=xp)
+    weights = weigh((shaw_gather_logits if gather else shaw_split_logits)(q, k, rel_k, offset=offset), xp=xp)
     if rel_v is None:
         return xp.matmul(weights, v)
     return (shaw_gather_values if gather else shaw_split_values)(weights, v, rel_v, offset=offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relskew_core._checks import check_int, describe
 from relskew_core._namespace import namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, softmax
+from relskew_core._papers_common import check_leading, check_trailing, weigh
 from relskew_core._typing import Array
 
 
@@ -19,7 +19,7 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     Parameters
     ----------
     x : array, shape (..., n, 2T-1)
-        Queries against the relative positions ``T-1 … -(T-1)``, descending; ``n <= T``.
+        Queries against the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T``.
     n_keys : int, optional
         How many keys to keep, at most ``T``, which is the default.
 
@@ -40,11 +40,10 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
            [-2., -1.]])
     """
     xp = namespace_of_arrays({"x": x})
-    check_trailing("x", x, **{"n": None, "2T-1": None})
+    if x.ndim < 2 or x.shape[-1] % 2 == 0 or not 1 <= x.shape[-2] <= (x.shape[-1] + 1) // 2:
+        raise ValueError(f"`x` must have shape (..., n, 2T-1) with 1 <= n <= T, got {describe(x)}")
     *lead, n, width = x.shape
     longest = (width + 1) // 2
-    if width % 2 == 0 or n > longest:
-        raise ValueError(f"`x` must have shape (..., n, 2T-1) with n <= T, got {describe(x)}")
     n_keys = _check_n_keys(n_keys, longest)
     flat = xp.reshape(x, (*lead, n * width))
     stacked = xp.stack([_diagonal(flat, d, n, width) for d in range(longest - 1, -1, -1)], axis=-2)
@@ -61,7 +60,7 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
     q : array, shape (..., n, D)
         Queries.
     rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
-        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``n <= T``.
+        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T``.
     n_keys : int, optional
         Number of keys, at most ``T``, which is the default.
 
@@ -78,12 +77,10 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
     """
     xp = namespace_of_arrays({"q": q, "rel_k": rel_k})
     check_trailing("q", q, n=None, D=None)
-    check_trailing("rel_k", rel_k, **{"2T-1": None, "D": q.shape[-1]})
+    _check_table(rel_k, q.shape[-1])
     longest = (rel_k.shape[-2] + 1) // 2
-    if rel_k.shape[-2] % 2 == 0 or q.shape[-2] > longest:
-        raise ValueError(
-            f"`rel_k` must have 2T-1 rows with T >= {q.shape[-2]}, the length of `q`, got {describe(rel_k)}"
-        )
+    if not 1 <= q.shape[-2] <= longest:
+        raise ValueError(f"`q` must have 1 to {longest} rows, T by the 2T-1 rows of `rel_k`, got {describe(q)}")
     return diagonal_skew(xp.matmul(q, xp.matrix_transpose(rel_k)), _check_n_keys(n_keys, longest))
 
 
@@ -97,7 +94,7 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
         Queries, keys and values with the same leading axes; ``m >= 1``.
     rel_k : array, shape (2T-1, D) or (H, 2T-1, D)
-        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``n <= T`` and ``m <= T``.
+        Rows of the relative positions ``T-1 … -(T-1)``, descending; ``1 <= n <= T`` and ``m <= T``.
 
     Returns
     -------
@@ -116,18 +113,24 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     check_trailing("v", v, m=k.shape[-2], Dv=None)
     check_leading("k", k, "q", q)
     check_leading("v", v, "q", q)
-    check_trailing("rel_k", rel_k, **{"2T-1": None, "D": q.shape[-1]})
+    _check_table(rel_k, q.shape[-1])
     if not 1 <= k.shape[-2] <= (rel_k.shape[-2] + 1) // 2:
         raise ValueError(
-            f"`k` must have 1 to T keys, T = {(rel_k.shape[-2] + 1) // 2} by the 2T-1 rows of `rel_k`, got {describe(k)}"
+            f"`k` must have 1 to {(rel_k.shape[-2] + 1) // 2} rows, T by the 2T-1 rows of `rel_k`, got {describe(k)}"
         )
     logits = xp.matmul(q, xp.matrix_transpose(k)) + diagonal_logits(q, rel_k, n_keys=k.shape[-2])
-    return xp.matmul(softmax(logits / q.shape[-1] ** 0.5, xp=xp), v)
+    return xp.matmul(weigh(logits / q.shape[-1] ** 0.5, xp=xp), v)
 
 
 def _diagonal(flat: Array, d: int, n: int, width: int) -> Array:
     """Entries ``(i, i + d)`` of the ``(n, width)`` matrix in ``flat``: one step of ``width + 1`` in row-major order."""
     return flat[..., d : d + (n - 1) * (width + 1) + 1 : width + 1]
+
+
+def _check_table(rel_k: Array, width: int) -> None:
+    check_trailing("rel_k", rel_k, **{"2T-1": None, "D": width})
+    if rel_k.shape[-2] % 2 == 0:
+        raise ValueError(f"`rel_k` must have shape (..., 2T-1, D), an odd number of rows, got {describe(rel_k)}")
 
 
 def _check_n_keys(n_keys: int | None, longest: int) -> int:

@@ -1,0 +1,349 @@
+"""The published algorithms against small known cases, the loop oracle and the functions of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import oracles
+from libraries import GATES, LIBRARIES, Library
+from relskew_core import (
+    Span,
+    papers,
+    relative_attention,
+    relative_logits,
+    relative_values,
+    skew,
+)
+
+SHAPES = [(), (3,), (2, 3)]
+"""Leading axes: none, heads, batch and heads."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.gpu else [])
+        for row in LIBRARIES
+        if row.module != "jax" and not row.traced
+    ]
+)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The matrix without its compiled rows and without JAX: this code is for reading, not for compiling."""
+    row: Library = request.param
+    reason = row.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with row.setting():
+        yield row
+
+
+def draw(*shape: int, seed: int = 0) -> NDArray[np.float64]:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def run(library: Library, function: Callable[..., Any], arrays: dict[str, Any], **options: Any) -> NDArray[np.float64]:
+    """Call ``function`` on the library's arrays, check what comes back, and bring it home."""
+    given = {name: library.asarray(array) for name, array in arrays.items() if array is not None}
+    result = library.call(function, given, **options)
+    assert isinstance(result, library.array_type())
+    assert array_api_compat.device(result) == library.device()
+    return library.to_numpy(result)
+
+
+def agree(
+    library: Library,
+    literal: Callable[..., Any],
+    real: Callable[..., Any],
+    arrays: dict[str, Any],
+) -> NDArray[np.float64]:
+    """Check that the paper's way and the package's way give the same on one library; return it."""
+    expected, actual = run(library, literal, arrays), run(library, real, arrays)
+    assert oracles.relative_error(actual, expected) < GATES["float64"]
+    return actual
+
+
+# Known small cases ----------------------------------------------------------------------------------------------------
+
+
+def test_causal_case_by_hand(library: Library) -> None:
+    """L = 5, D = 1, all queries 1, table −4 … 0: every row below the diagonal counts up to 0."""
+    table = np.arange(-4.0, 1.0)[:, None]
+    logits = run(library, papers.huang_logits, {"q": np.ones((5, 1)), "rel_k": table})
+    for i, row in enumerate(logits):
+        assert row[: i + 1].tolist() == list(range(-i, 1))
+        assert np.all(row[i + 1 :] == 0)
+    ours = run(library, relative_logits, {"q": np.ones((5, 1)), "table": table}, n_keys=5, causal=True)
+    assert np.array_equal(ours, logits)
+
+
+def test_local_case_by_hand(library: Library) -> None:
+    """N = 5, table −9 … −1: row i is −5−i … −1−i."""
+    x = np.tile(np.arange(-9.0, 0.0), (5, 1))
+    expected = [[j - i - 5 for j in range(5)] for i in range(5)]
+    assert run(library, papers.huang_skew_local, {"x": x}).tolist() == expected
+    assert run(library, skew, {"x": x}).tolist() == expected
+
+
+def test_diagonal_case_by_hand(library: Library) -> None:
+    """T = 4, table 3 … −3: the matrix S of the text, with the relative position in every place."""
+    table = np.arange(3.0, -4.0, -1.0)[:, None]
+    logits = run(library, papers.diagonal_logits, {"q": np.ones((4, 1)), "rel_k": table})
+    assert logits.tolist() == [[0, 1, 2, 3], [-1, 0, 1, 2], [-2, -1, 0, 1], [-3, -2, -1, 0]]
+
+
+def test_clipped_distances_by_hand(library: Library) -> None:
+    xp = array_api_compat.array_namespace(library.asarray(0.0))
+    rows = papers.clipped_distances(3, 5, 2, xp=xp, offset=1, device=library.device())
+    assert isinstance(rows, library.array_type())
+    assert library.to_numpy(rows).tolist() == [[1, 2, 3, 4, 4], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
+
+
+def test_mask_zeroes_what_lies_before_the_sequence(library: Library) -> None:
+    masked = run(library, papers.huang_mask, {"x": np.full((3, 3), np.nan)})
+    assert np.isnan(masked).tolist() == [[False, False, True], [False, True, True], [True, True, True]]
+    assert np.all(masked[~np.isnan(masked)] == 0)
+
+
+def test_without_the_mask_the_future_holds_the_next_queries_products() -> None:
+    x = draw(4, 4)
+    skewed = papers.huang_skew(x)
+    below = np.tril(np.ones((4, 4), dtype=bool))
+    assert np.array_equal(skewed[below], papers.huang_skew(papers.huang_mask(x))[below])
+    assert skewed[0, 2] == x[1, 0]
+    assert skewed[0, 1] == 0  # the padding
+
+
+# Shaw et al. 2018 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [-2, 0, 3])
+@pytest.mark.parametrize("k", [0, 2, 9])
+def test_lookup_equals_the_clipped_span(library: Library, k: int, offset: int) -> None:
+    """The gathered rows, read by one query of ones per column, are relative logits."""
+    n, m, d = 4, 6, 3
+    table = draw(2 * k + 1, d)
+    gathered = run(library, papers.clipped_lookup, {"table": table}, n_queries=n, n_keys=m, offset=offset)
+    assert gathered.shape == (n, m, d)
+    for column in range(d):
+        q = np.tile(np.eye(d)[column], (n, 1))
+        ours = run(library, relative_logits, {"q": q, "table": table}, span=Span.clipped(k), n_keys=m, offset=offset)
+        assert np.array_equal(ours, gathered[..., column])
+
+
+@pytest.mark.parametrize("lead", SHAPES, ids=str)
+@pytest.mark.parametrize("form", [papers.shaw_gather_logits, papers.shaw_split_logits])
+def test_shaw_logits(library: Library, form: Callable[..., Any], lead: tuple[int, ...]) -> None:
+    n, m, d, k, offset = 5, 7, 3, 2, 1
+    arrays = {"q": draw(*lead, n, d), "k": draw(*lead, m, d, seed=1), "rel_k": draw(2 * k + 1, d)}
+
+    def real(q: Any, k: Any, rel_k: Any) -> Any:
+        content = q @ array_api_compat.array_namespace(q).matrix_transpose(k)
+        return (content + relative_logits(q, rel_k, Span.clipped(2), n_keys=m, offset=offset)) / d**0.5
+
+    agree(library, lambda **given: form(**given, offset=offset), real, arrays)
+
+
+@pytest.mark.parametrize("lead", SHAPES, ids=str)
+@pytest.mark.parametrize("form", [papers.shaw_gather_values, papers.shaw_split_values])
+def test_shaw_values(library: Library, form: Callable[..., Any], lead: tuple[int, ...]) -> None:
+    n, m, d, k, offset = 5, 4, 3, 1, -1
+    arrays = {"weights": draw(*lead, n, m), "v": draw(*lead, m, d), "rel_v": draw(2 * k + 1, d)}
+
+    def real(weights: Any, v: Any, rel_v: Any) -> Any:
+        return weights @ v + relative_values(weights, rel_v, Span.clipped(k), offset=offset)
+
+    agree(library, lambda **given: form(**given, offset=offset), real, arrays)
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["rel_v", "no rel_v"])
+@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+@pytest.mark.parametrize("lead", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("form", ["gather", "split"])
+def test_shaw_attention(library: Library, form: str, lead: tuple[int, ...], by_head: bool, values: bool) -> None:
+    if by_head and form == "split":
+        pytest.skip("the split product is for heads that share a table")
+    n, d, k = 6, 4, 2
+    heads = lead[-1:] if by_head else ()
+    arrays = {
+        "q": draw(*lead, n, d),
+        "k": draw(*lead, n, d, seed=1),
+        "v": draw(*lead, n, d + 1),
+        "rel_k": draw(*heads, 2 * k + 1, d),
+        "rel_v": draw(*heads, 2 * k + 1, d + 1) if values else None,
+    }
+    out = agree(
+        library,
+        lambda **given: papers.shaw_attention(**given, form=form),
+        lambda **given: relative_attention(**given, span=Span.clipped(k)),
+        arrays,
+    )
+    assert oracles.relative_error(out, oracles.relative_attention(**arrays, span=Span.clipped(k)).out) < 1e-12
+
+
+def test_shaw_table_by_head_is_refused_by_the_split_product() -> None:
+    q = draw(2, 3, 4)
+    with pytest.raises(ValueError, match=r"`rel_k` must have shape \(R, D\)"):
+        papers.shaw_split_logits(q, q, draw(2, 3, 4))
+    with pytest.raises(ValueError, match=r"`rel_v` must have shape \(R, Dv\)"):
+        papers.shaw_split_values(draw(2, 3, 3), q, draw(2, 3, 4))
+
+
+# Huang et al. 2018 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("lead", SHAPES, ids=str)
+def test_huang_skew_equals_skew_on_and_below_the_diagonal(library: Library, lead: tuple[int, ...], length: int) -> None:
+    x = draw(*lead, length, length)
+    literal = run(library, papers.huang_skew, {"x": x})
+    wide = np.concatenate([x, np.zeros((*lead, length, length - 1))], axis=-1)
+    ours = run(library, skew, {"x": wide})
+    below = np.tril(np.ones((length, length), dtype=bool))
+    assert np.array_equal(literal[..., below], ours[..., below])
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+@pytest.mark.parametrize("lead", SHAPES, ids=str)
+def test_huang_skew_local_equals_skew(library: Library, lead: tuple[int, ...], block: int) -> None:
+    x = draw(*lead, block, 2 * block - 1)
+    assert np.array_equal(run(library, papers.huang_skew_local, {"x": x}), run(library, skew, {"x": x}))
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+def test_huang_logits(library: Library, by_head: bool, length: int) -> None:
+    arrays = {"q": draw(2, 3, length, 4), "rel_k": draw(*([3] if by_head else []), length, 4)}
+    agree(
+        library,
+        papers.huang_logits,
+        lambda q, rel_k: relative_logits(q, rel_k, n_keys=length, causal=True),
+        arrays,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+def test_huang_attention(library: Library, by_head: bool, length: int) -> None:
+    arrays = attention_arrays(length, length, length, by_head=by_head)
+    out = agree(library, papers.huang_attention, lambda **given: relative_attention(**given, causal=True), arrays)
+    assert oracles.relative_error(out, oracles.relative_attention(**arrays, causal=True).out) < 1e-12
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(1, 3), (3, 1), (3, 4)])
+@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+def test_huang_local_attention(library: Library, by_head: bool, blocks: int, size: int) -> None:
+    length = blocks * size
+    arrays = attention_arrays(length, length, 2 * size, by_head=by_head)
+    out = agree(
+        library,
+        lambda **given: papers.huang_local_attention(**given, block_size=size),
+        lambda **given: relative_attention(**given, causal=True, block_size=size),
+        arrays,
+    )
+    expected = oracles.relative_attention(**arrays, causal=True, block_size=size).out
+    assert oracles.relative_error(out, expected) < 1e-12
+
+
+# I. Ukhov 2024 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "longest", "n_keys"), [(1, 1, 1), (3, 3, 3), (2, 4, 3), (4, 4, 1), (1, 5, 5)])
+@pytest.mark.parametrize("lead", SHAPES, ids=str)
+def test_diagonal_skew_equals_skew_of_the_reversed_columns(
+    library: Library, lead: tuple[int, ...], n: int, longest: int, n_keys: int
+) -> None:
+    x = draw(*lead, n, 2 * longest - 1)
+    literal = run(library, papers.diagonal_skew, {"x": x}, n_keys=n_keys)
+    needed = np.flip(x, axis=-1)[..., longest - n : longest - 1 + n_keys]  # −(n−1) … n_keys−1, ascending
+    ours = run(library, skew, {"x": needed.copy()})
+    assert literal.shape == (*lead, n, n_keys)
+    assert np.array_equal(literal, ours)
+
+
+@pytest.mark.parametrize(("n", "m", "longest"), [(1, 1, 1), (5, 5, 5), (3, 6, 6), (4, 2, 7)])
+@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+def test_diagonal_attention(library: Library, by_head: bool, n: int, m: int, longest: int) -> None:
+    arrays = attention_arrays(n, m, 2 * longest - 1, by_head=by_head)
+    ascending = {**arrays, "rel_k": np.flip(arrays["rel_k"], axis=-2).copy()}
+    literal = run(library, papers.diagonal_attention, arrays)
+    ours = run(library, relative_attention, ascending, span=Span.full(longest))
+    assert oracles.relative_error(ours, literal) < GATES["float64"]
+    logits = run(library, papers.diagonal_logits, {"q": arrays["q"], "rel_k": arrays["rel_k"]}, n_keys=m)
+    ours = run(library, relative_logits, {"q": arrays["q"], "table": ascending["rel_k"]}, n_keys=m)
+    assert oracles.relative_error(ours, logits) < GATES["float64"]
+
+
+def attention_arrays(n: int, m: int, rows: int, *, by_head: bool) -> dict[str, NDArray[np.float64]]:
+    """Queries, keys, values and a table: two batches of three heads."""
+    return {
+        "q": draw(2, 3, n, 4),
+        "k": draw(2, 3, m, 4, seed=1),
+        "v": draw(2, 3, m, 5),
+        "rel_k": draw(*([3] if by_head else []), rows, 4),
+    }
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "name"),
+    [
+        (papers.clipped_distances, (-1, 2, 1), {"xp": np}, "n_queries"),
+        (papers.clipped_distances, (1, 2.0, 1), {"xp": np}, "n_keys"),
+        (papers.clipped_distances, (1, 2, -1), {"xp": np}, "k"),
+        (papers.clipped_distances, (1, 2, 1), {"xp": "numpy"}, "xp"),
+        (papers.clipped_distances, (1, 2, 1), {"xp": np, "offset": 0.5}, "offset"),
+        (papers.clipped_lookup, (np.zeros((4, 2)), 3, 3), {}, "table"),
+        (papers.clipped_lookup, (np.zeros(3), 3, 3), {}, "table"),
+        (papers.clipped_lookup, (np.zeros((1, 1, 3, 2)), 3, 3), {}, "table"),
+        (papers.clipped_lookup, (TABLE, -1, 3), {}, "n_queries"),
+        (papers.clipped_lookup, (TABLE, 3, None), {}, "n_keys"),
+        (papers.clipped_lookup, ([[1.0]], 3, 3), {}, "table"),
+        (papers.shaw_gather_logits, (np.zeros(3), Q, TABLE), {}, "q"),
+        (papers.shaw_gather_logits, (Q, np.zeros((3, 1)), TABLE), {}, "k"),
+        (papers.shaw_gather_logits, (Q, np.zeros((2, 3, 2)), TABLE), {}, "k"),
+        (papers.shaw_gather_logits, (Q, Q, np.zeros((3, 1))), {}, "rel_k"),
+        (papers.shaw_split_logits, (Q, Q, np.zeros((2, 2))), {}, "rel_k"),
+        (papers.shaw_split_logits, (Q, Q.astype("float32"), TABLE), {}, "k"),
+        (papers.shaw_split_logits, (Q, Q, TABLE), {"offset": "0"}, "offset"),
+        (papers.shaw_gather_values, (np.zeros(3), Q, TABLE), {}, "weights"),
+        (papers.shaw_gather_values, (SQUARE, np.zeros((2, 2)), TABLE), {}, "v"),
+        (papers.shaw_split_values, (SQUARE, Q, np.zeros((3, 3))), {}, "rel_v"),
+        (papers.shaw_attention, (Q, Q, Q, TABLE), {"form": "fast"}, "form"),
+        (papers.shaw_attention, (Q, Q, np.zeros((2, 2)), TABLE), {}, "v"),
+        (papers.shaw_attention, (Q, Q, Q, TABLE, np.zeros((3, 4))), {}, "rel_v"),
+        (papers.huang_mask, (np.zeros((3, 4)),), {}, "x"),
+        (papers.huang_skew, (np.zeros((0, 0)),), {}, "x"),
+        (papers.huang_skew, (np.zeros((3, 3), dtype=int),), {}, "x"),
+        (papers.huang_skew_local, (np.zeros((3, 6)),), {}, "x"),
+        (papers.huang_logits, (Q, np.zeros((4, 2))), {}, "rel_k"),
+        (papers.huang_attention, (np.zeros((0, 2)), Q, Q, TABLE), {}, "q"),
+        (papers.huang_attention, (Q, np.zeros((2, 2)), Q, TABLE), {}, "k"),
+        (papers.huang_attention, (Q, Q, np.zeros((1, 3, 2)), TABLE), {}, "v"),
+        (papers.huang_local_attention, (Q, Q, Q, np.zeros((4, 2))), {"block_size": 2}, "block_size"),
+        (papers.huang_local_attention, (Q, Q, Q, np.zeros((4, 2))), {"block_size": 3}, "rel_k"),
+        (papers.huang_local_attention, (Q, Q, Q, TABLE), {"block_size": 0}, "block_size"),
+        (papers.diagonal_skew, (np.zeros((3, 4)),), {}, "x"),
+        (papers.diagonal_skew, (np.zeros((3, 3)),), {}, "x"),
+        (papers.diagonal_skew, (np.zeros((3, 5)), 4), {}, "n_keys"),
+        (papers.diagonal_logits, (Q, np.zeros((4, 2))), {}, "rel_k"),
+        (papers.diagonal_logits, (Q, TABLE), {}, "q"),
+        (papers.diagonal_logits, (Q, np.zeros((5, 2))), {"n_keys": -1}, "n_keys"),
+        (papers.diagonal_attention, (Q, np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((5, 2))), {}, "k"),
+        (papers.diagonal_attention, (Q, Q, np.zeros((4, 2)), np.zeros((5, 2))), {}, "v"),
+        (papers.diagonal_attention, (Q, Q, Q, np.zeros((4, 2))), {}, "rel_k"),
+    ],
+)
+def test_errors_name_the_argument(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^`{name}` must "):
+        function(*arguments, **options)
