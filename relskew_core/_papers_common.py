@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from array_api_compat import device
 
@@ -11,7 +11,7 @@ from relskew_core._softmax import softmax
 from relskew_core._typing import Array, Namespace
 
 
-def check_trailing(name: str, array: Array, *, exact: bool = False, **axes: int | None) -> None:
+def check_trailing(name: str, array: Array, axes: Mapping[str, int | None], *, exact: bool = False) -> None:
     """Refuse an ``array`` that does not end in ``axes``, sizes by symbol, None for any; or has more, if ``exact``."""
     shape = tuple(array.shape)
     ending = shape[max(len(shape) - len(axes), 0) :]
@@ -28,6 +28,15 @@ def check_leading(name: str, array: Array, first_name: str, first: Array) -> Non
         raise ValueError(
             f"`{name}` must have the leading axes of `{first_name}`, {tuple(first.shape[:-2])}, got {describe(array)}"
         )
+
+
+def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None]) -> None:
+    """Refuse a ``table`` of a shape that is neither ``axes`` nor the heads of ``x``, then ``axes``."""
+    check_trailing(name, table, axes)
+    heads = tuple(table.shape[:-2])
+    if heads and heads != tuple(x.shape[-3:-2]):
+        form = ", ".join(axes)
+        raise ValueError(f"`{name}` must have shape ({form}) or (H, {form}), H the heads given, got {describe(table)}")
 
 
 def weigh(logits: Array, *, xp: Namespace) -> Array:

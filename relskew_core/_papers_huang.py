@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relskew_core._checks import check_int, describe
 from relskew_core._namespace import namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, weigh, where_visible
+from relskew_core._papers_common import check_leading, check_table, check_trailing, weigh, where_visible
 from relskew_core._typing import Array, Namespace
 
 
@@ -150,8 +150,8 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
            [-4, -3, -2, -1,  0]])
     """
     xp = namespace_of_arrays({"q": q, "rel_k": rel_k})
-    check_trailing("q", q, L=None, D=None)
-    check_trailing("rel_k", rel_k, L=q.shape[-2], D=q.shape[-1])
+    check_trailing("q", q, {"L": None, "D": None})
+    check_table("rel_k", rel_k, q, {"L": q.shape[-2], "D": q.shape[-1]})
     return huang_skew(huang_mask(xp.matmul(q, xp.matrix_transpose(rel_k))))
 
 
@@ -179,7 +179,7 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     array([1. , 1.5, 2. , 2.5])
     """
     xp = _check_attention(q, k, v, rel_k)
-    check_trailing("rel_k", rel_k, L=q.shape[-2], D=q.shape[-1])
+    check_table("rel_k", rel_k, q, {"L": q.shape[-2], "D": q.shape[-1]})
     logits = (xp.matmul(q, xp.matrix_transpose(k)) + huang_logits(q, rel_k)) / q.shape[-1] ** 0.5
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i, xp=xp)
     return xp.matmul(weigh(logits, xp=xp), v)
@@ -189,7 +189,7 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     """Causal attention of every block of ``N`` to itself and to the whole block before (section 3.5, figure 2).
 
     The two halves share one table: its first ``2N-1`` rows (``-(2N-1) … -1``) serve the previous block through
-    :func:`huang_skew_local`, its last ``N`` rows (``-(N-1) … 0``) the block itself through :func:`huang_logits`.
+    :func:`huang_skew_local`, its last ``N`` rows (``-(N-1) … 0``) the block itself through :func:`huang_skew`.
     The first block has no previous one. Time ``O(H·L·N·D)``, memory ``O(H·L·N)``.
 
     Parameters
@@ -215,7 +215,7 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     """
     xp = _check_attention(q, k, v, rel_k)
     n = check_int("block_size", block_size, minimum=1)
-    check_trailing("rel_k", rel_k, **{"2N": 2 * n, "D": q.shape[-1]})
+    check_table("rel_k", rel_k, q, {"2N": 2 * n, "D": q.shape[-1]})
     length = q.shape[-2]
     if length % n:
         raise ValueError(f"`block_size` must divide the length {length} of `q`, got {n}")
@@ -224,7 +224,7 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
         rel_k = xp.expand_dims(rel_k, axis=-3)
     k, v = (xp.concat([_previous_block(x, xp=xp), x], axis=-2) for x in (k, v))
     before = huang_skew_local(xp.matmul(q, xp.matrix_transpose(rel_k[..., : 2 * n - 1, :])))
-    within = huang_logits(q, rel_k[..., n:, :])
+    within = huang_skew(huang_mask(xp.matmul(q, xp.matrix_transpose(rel_k[..., n:, :]))))
     logits = (xp.matmul(q, xp.matrix_transpose(k)) + xp.concat([before, within], axis=-1)) / q.shape[-1] ** 0.5
     logits = where_visible(logits, float("-inf"), lambda i, j: j <= i + n, xp=xp)
     first = where_visible(logits[..., :1, :, :], float("-inf"), lambda i, j: j >= n, xp=xp)
@@ -245,11 +245,11 @@ def _check_square(name: str, x: Array) -> None:
 
 def _check_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Namespace:
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
-    check_trailing("q", q, L=None, D=None)
+    check_trailing("q", q, {"L": None, "D": None})
     if q.shape[-2] < 1:
         raise ValueError(f"`q` must have shape (..., L, D) with L >= 1, got {describe(q)}")
-    check_trailing("k", k, L=q.shape[-2], D=q.shape[-1])
-    check_trailing("v", v, L=q.shape[-2], Dv=None)
+    check_trailing("k", k, {"L": q.shape[-2], "D": q.shape[-1]})
+    check_trailing("v", v, {"L": q.shape[-2], "Dv": None})
     check_leading("k", k, "q", q)
     check_leading("v", v, "q", q)
     return xp

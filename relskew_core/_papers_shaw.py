@@ -9,7 +9,7 @@ from array_api_compat import device
 
 from relskew_core._checks import check_choice, check_int
 from relskew_core._namespace import namespace_of, namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, weigh
+from relskew_core._papers_common import check_leading, check_table, check_trailing, weigh
 from relskew_core._typing import Array, Namespace
 
 
@@ -136,7 +136,7 @@ def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> A
            [0., 0., 1.]])
     """
     xp = _check_logits(q, k, rel_k)
-    check_trailing("rel_k", rel_k, exact=True, R=None, D=q.shape[-1])
+    check_trailing("rel_k", rel_k, {"R": None, "D": q.shape[-1]}, exact=True)
     a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], check_int("offset", offset), xp=xp)
     content = xp.matmul(q, xp.matrix_transpose(k))
     position = _by_position(q, xp.matrix_transpose(a), xp=xp)
@@ -173,7 +173,7 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 
     array([31., 20.,  9.])
     """
     xp = _check_values(weights, v, rel_v)
-    a = _lookup("rel_v", rel_v, *weights.shape[-2:], check_int("offset", offset), xp=xp)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
     moved = xp.expand_dims(v, axis=-3) + a
     return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
 
@@ -194,8 +194,8 @@ def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0
     array([31., 20.,  9.])
     """
     xp = _check_values(weights, v, rel_v)
-    check_trailing("rel_v", rel_v, exact=True, R=None, Dv=v.shape[-1])
-    a = _lookup("rel_v", rel_v, *weights.shape[-2:], check_int("offset", offset), xp=xp)
+    check_trailing("rel_v", rel_v, {"R": None, "Dv": v.shape[-1]}, exact=True)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
     return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
 
 
@@ -233,9 +233,9 @@ def shaw_attention(
     """
     check_choice("form", form, ("gather", "split"))
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k, "rel_v": rel_v})
-    check_trailing("q", q, n=None, D=None)
-    check_trailing("k", k, m=None, D=q.shape[-1])
-    check_trailing("v", v, m=k.shape[-2], Dv=None)
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
     check_leading("v", v, "q", q)
     gather = form == "gather"
     weights = weigh((shaw_gather_logits if gather else shaw_split_logits)(q, k, rel_k, offset=offset), xp=xp)
@@ -251,7 +251,7 @@ def _distances(n: int, m: int, k: int, offset: int, *, xp: Namespace, device: An
 
 
 def _lookup(name: str, table: Array, n: int, m: int, offset: int, *, xp: Namespace) -> Array:
-    check_trailing(name, table, R=None, D=None)
+    check_trailing(name, table, {"R": None, "D": None})
     rows, d = table.shape[-2:]
     if table.ndim > 3 or rows % 2 == 0:
         raise ValueError(f"`{name}` must have shape (2k+1, D) or (H, 2k+1, D), got {tuple(table.shape)}")
@@ -270,17 +270,17 @@ def _by_position(x: Array, a: Array, *, xp: Namespace) -> Array:
 
 def _check_logits(q: Array, k: Array, rel_k: Array) -> Namespace:
     xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
-    check_trailing("q", q, n=None, D=None)
-    check_trailing("k", k, m=None, D=q.shape[-1])
-    check_trailing("rel_k", rel_k, R=None, D=q.shape[-1])
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]})
     check_leading("k", k, "q", q)
     return xp
 
 
 def _check_values(weights: Array, v: Array, rel_v: Array) -> Namespace:
     xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
-    check_trailing("weights", weights, n=None, m=None)
-    check_trailing("v", v, m=weights.shape[-1], Dv=None)
-    check_trailing("rel_v", rel_v, R=None, Dv=v.shape[-1])
+    check_trailing("weights", weights, {"n": None, "m": None})
+    check_trailing("v", v, {"m": weights.shape[-1], "Dv": None})
+    check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]})
     check_leading("v", v, "weights", weights)
     return xp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relskew_core._checks import check_int, describe
 from relskew_core._namespace import namespace_of_arrays
-from relskew_core._papers_common import check_leading, check_trailing, weigh
+from relskew_core._papers_common import check_leading, check_table, check_trailing, weigh
 from relskew_core._typing import Array
 
 
@@ -76,8 +76,8 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
            [-1.,  0.,  1.]])
     """
     xp = namespace_of_arrays({"q": q, "rel_k": rel_k})
-    check_trailing("q", q, n=None, D=None)
-    _check_table(rel_k, q.shape[-1])
+    check_trailing("q", q, {"n": None, "D": None})
+    _check_rows(rel_k, q)
     longest = (rel_k.shape[-2] + 1) // 2
     if not 1 <= q.shape[-2] <= longest:
         raise ValueError(f"`q` must have 1 to {longest} rows, T by the 2T-1 rows of `rel_k`, got {describe(q)}")
@@ -108,12 +108,12 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     array([3., 2., 2.])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})
-    check_trailing("q", q, n=None, D=None)
-    check_trailing("k", k, m=None, D=q.shape[-1])
-    check_trailing("v", v, m=k.shape[-2], Dv=None)
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
     check_leading("k", k, "q", q)
     check_leading("v", v, "q", q)
-    _check_table(rel_k, q.shape[-1])
+    _check_rows(rel_k, q)
     if not 1 <= k.shape[-2] <= (rel_k.shape[-2] + 1) // 2:
         raise ValueError(
             f"`k` must have 1 to {(rel_k.shape[-2] + 1) // 2} rows, T by the 2T-1 rows of `rel_k`, got {describe(k)}"
@@ -127,8 +127,8 @@ def _diagonal(flat: Array, d: int, n: int, width: int) -> Array:
     return flat[..., d : d + (n - 1) * (width + 1) + 1 : width + 1]
 
 
-def _check_table(rel_k: Array, width: int) -> None:
-    check_trailing("rel_k", rel_k, **{"2T-1": None, "D": width})
+def _check_rows(rel_k: Array, q: Array) -> None:
+    check_table("rel_k", rel_k, q, {"2T-1": None, "D": q.shape[-1]})
     if rel_k.shape[-2] % 2 == 0:
         raise ValueError(f"`rel_k` must have shape (..., 2T-1, D), an odd number of rows, got {describe(rel_k)}")
 

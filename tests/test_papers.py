@@ -161,15 +161,16 @@ def test_shaw_values(library: Library, form: Callable[..., Any], lead: tuple[int
 
 
 @pytest.mark.parametrize("values", [True, False], ids=["rel_v", "no rel_v"])
-@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
+@pytest.mark.parametrize(
+    ("form", "by_head"),
+    [("gather", True), ("gather", False), ("split", False)],
+    ids=["gather, table by head", "gather", "split"],
+)
 @pytest.mark.parametrize("lead", SHAPES[1:], ids=str)
-@pytest.mark.parametrize("form", ["gather", "split"])
 def test_shaw_attention(library: Library, form: str, lead: tuple[int, ...], by_head: bool, values: bool) -> None:
-    if by_head and form == "split":
-        pytest.skip("the split product is for heads that share a table")
     n, d, k = 6, 4, 2
     heads = lead[-1:] if by_head else ()
-    arrays = {
+    arrays: dict[str, Any] = {
         "q": draw(*lead, n, d),
         "k": draw(*lead, n, d, seed=1),
         "v": draw(*lead, n, d + 1),
@@ -278,7 +279,7 @@ def test_diagonal_attention(library: Library, by_head: bool, n: int, m: int, lon
     assert oracles.relative_error(ours, logits) < GATES["float64"]
 
 
-def attention_arrays(n: int, m: int, rows: int, *, by_head: bool) -> dict[str, NDArray[np.float64]]:
+def attention_arrays(n: int, m: int, rows: int, *, by_head: bool) -> dict[str, Any]:
     """Queries, keys, values and a table: two batches of three heads."""
     return {
         "q": draw(2, 3, n, 4),
@@ -311,6 +312,7 @@ SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
         (papers.shaw_gather_logits, (Q, np.zeros((3, 1)), TABLE), {}, "k"),
         (papers.shaw_gather_logits, (Q, np.zeros((2, 3, 2)), TABLE), {}, "k"),
         (papers.shaw_gather_logits, (Q, Q, np.zeros((3, 1))), {}, "rel_k"),
+        (papers.shaw_gather_logits, (Q, Q, np.zeros((1, 3, 2))), {}, "rel_k"),
         (papers.shaw_split_logits, (Q, Q, np.zeros((2, 2))), {}, "rel_k"),
         (papers.shaw_split_logits, (Q, Q.astype("float32"), TABLE), {}, "k"),
         (papers.shaw_split_logits, (Q, Q, TABLE), {"offset": "0"}, "offset"),
@@ -319,12 +321,14 @@ SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
         (papers.shaw_split_values, (SQUARE, Q, np.zeros((3, 3))), {}, "rel_v"),
         (papers.shaw_attention, (Q, Q, Q, TABLE), {"form": "fast"}, "form"),
         (papers.shaw_attention, (Q, Q, np.zeros((2, 2)), TABLE), {}, "v"),
+        (papers.shaw_gather_values, (np.zeros((2, 3, 3)), np.zeros((2, 3, 2)), np.zeros((1, 2, 3, 2))), {}, "rel_v"),
         (papers.shaw_attention, (Q, Q, Q, TABLE, np.zeros((3, 4))), {}, "rel_v"),
         (papers.huang_mask, (np.zeros((3, 4)),), {}, "x"),
         (papers.huang_skew, (np.zeros((0, 0)),), {}, "x"),
         (papers.huang_skew, (np.zeros((3, 3), dtype=int),), {}, "x"),
         (papers.huang_skew_local, (np.zeros((3, 6)),), {}, "x"),
         (papers.huang_logits, (Q, np.zeros((4, 2))), {}, "rel_k"),
+        (papers.huang_logits, (np.zeros((2, 3, 2)), np.zeros((3, 3, 2))), {}, "rel_k"),
         (papers.huang_attention, (np.zeros((0, 2)), Q, Q, TABLE), {}, "q"),
         (papers.huang_attention, (Q, np.zeros((2, 2)), Q, TABLE), {}, "k"),
         (papers.huang_attention, (Q, Q, np.zeros((1, 3, 2)), TABLE), {}, "v"),
