@@ -1,0 +1,118 @@
+"""``relskew bench``: the published algorithms, written plainly, beside ours on the same arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relskew_core import Span, papers, relative_attention
+from relskew_core.cli._console import as_bytes, as_time
+from relskew_core.cli._libraries import Library
+from relskew_core.cli._measure import measure
+
+HEADS, DIM, CLIP, DTYPE = 4, 64, 64, "float32"
+REPEATS = 3
+LENGTHS = (128, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One method at one length."""
+
+    library: str
+    device: str
+    kind: str
+    method: str
+    length: int
+    seconds: float
+    peak_bytes: int | None
+    difference: float
+
+
+Method = Callable[[Any, Any, Any, Any], Any]
+# Two questions, each with its table's rows and its answers; the last answer is ours.
+KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
+    "causal": (
+        lambda length: length,
+        {
+            "pad-reshape-slice (Huang)": papers.huang_attention,
+            "relskew": lambda q, k, v, table: relative_attention(q, k, v, table, causal=True),
+        },
+    ),
+    "clipped": (
+        lambda length: 2 * CLIP + 1,
+        {
+            "gather (Shaw)": papers.shaw_attention,
+            "relskew": lambda q, k, v, table: relative_attention(q, k, v, table, Span.clipped(CLIP)),
+        },
+    ),
+}
+
+
+def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = lambda step: None) -> list[Entry]:
+    """Time every method at every length; ``difference`` is the relative L2 distance from ours."""
+    entries = []
+    rng = np.random.default_rng(0)
+    with library.setting():
+        for length in lengths:
+            tell(f"{library.name} {library.device}, length {length}")
+            q, k, v = (library.make(a, DTYPE) for a in rng.standard_normal((3, HEADS, length, DIM)))
+            for kind, (rows, methods) in KINDS.items():
+                table = library.make(rng.standard_normal((rows(length), DIM)), DTYPE)
+                results = {}
+                for name, method in methods.items():
+                    function = library.compiled(method)
+                    results[name] = measure(
+                        lambda function=function, table=table: library.finish(function(q, k, v, table)),
+                        repeats=REPEATS,
+                        peak_of=library.peak_of,
+                    )
+                ours = library.to_numpy(results["relskew"].value)
+                for name, got in results.items():
+                    difference = np.linalg.norm(library.to_numpy(got.value) - ours) / np.linalg.norm(ours)
+                    about = (library.name, library.device, kind, name, length)
+                    entries.append(Entry(*about, got.seconds, got.peak, float(difference)))
+    return entries
+
+
+def to_dict(entries: list[Entry]) -> dict[str, Any]:
+    """Return the measurements as JSON-compatible values."""
+    return {"heads": HEADS, "dim": DIM, "clip": CLIP, "dtype": DTYPE, "entries": [asdict(entry) for entry in entries]}
+
+
+def show(entries: list[Entry], console: Console) -> None:
+    """Print the measurements, each beside ours."""
+    title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: best of {REPEATS}"
+    table = Table(title=title, title_justify="left")
+    for name in ("library", "device", "length", "kind", "method"):
+        table.add_column(name, justify="right" if name == "length" else "left", no_wrap=True)
+    for name in ("time", "peak memory", "time / ours", "memory / ours", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    ours = {(e.library, e.device, e.kind, e.length): e for e in entries if e.method == "relskew"}
+    for entry in entries:
+        own = ours[entry.library, entry.device, entry.kind, entry.length]
+        mine = entry is own
+        table.add_row(
+            entry.library,
+            entry.device,
+            str(entry.length),
+            entry.kind,
+            Text(entry.method, style="bold" if mine else ""),
+            as_time(entry.seconds),
+            as_bytes(entry.peak_bytes),
+            "" if mine else f"{entry.seconds / own.seconds:.1f}×",
+            "" if mine else _ratio(entry.peak_bytes, own.peak_bytes),
+            "" if mine else f"{entry.difference:.0e}",
+            end_section=mine,
+        )
+    console.print(table)
+
+
+def _ratio(other: int | None, own: int | None) -> str:
+    return f"{other / own:.1f}×" if other is not None and own else "–"

@@ -1,0 +1,104 @@
+"""The cases of ``relskew verify``: one block each, with inputs that every library gets alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.cli._oracle import block_oracle
+
+BATCH, QUERIES, MEMORY = 2, 128, 160
+GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
+F64 = NDArray[np.float64]
+# A block of some library: (x, memory, past) -> y, or (y, (keys, values)) with a past.
+BlockFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A block and how it is called: ``steps`` are the lengths decoded one after the other with a cache."""
+
+    name: str
+    spec: BlockSpec
+    steps: tuple[int, ...] = ()
+
+
+def cases() -> list[Case]:
+    """Return the representative cases, one for each way to use relative positions."""
+    size = (64, 4)
+    return [
+        Case("full", BlockSpec(*size, Span.full(QUERIES))),
+        Case("causal", BlockSpec(*size, Span.causal(QUERIES), causal=True)),
+        Case("cross", BlockSpec(*size, Span.full(MEMORY), cross=True)),
+        Case("window", BlockSpec(*size, Span(24, 8), window=(24, 8))),
+        Case("local", BlockSpec(*size, Span.causal(64), causal=True, block_size=32)),
+        Case("clip+values", BlockSpec(*size, Span.clipped(16), rel_values=True)),
+        Case("grouped", BlockSpec(*size, Span.causal(QUERIES), causal=True, num_kv_heads=2, shared_table=True)),
+        Case("cached", BlockSpec(*size, Span.causal(QUERIES), causal=True), steps=(QUERIES - 28, 1, 27)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a case gives to every library: float64 numbers that the dtype holds exactly, and the right answer."""
+
+    weights: dict[str, F64]
+    x: F64
+    memory: F64 | None
+    past: tuple[F64, F64] | None
+    expected: list[F64]
+
+
+def inputs(case: Case, dtype: str) -> Inputs:
+    """Draw the inputs of a case and compute the answer in float64."""
+    spec = case.spec
+    rng = np.random.default_rng(len(case.name))
+    drawn = {key: np.asarray(weight, dtype=np.float64) for key, weight in init_weights(spec, seed=0).items()}
+    # Biases start at zero, and a forgotten zero cannot be seen.
+    drawn |= {key: 0.1 * rng.standard_normal(w.shape) for key, w in drawn.items() if key.endswith(".bias")}
+    weights = {key: rounded(weight, dtype) for key, weight in drawn.items()}
+    x = rounded(rng.standard_normal((BATCH, QUERIES, spec.embed_dim)), dtype)
+    memory = rounded(rng.standard_normal((BATCH, MEMORY, spec.embed_dim)), dtype) if spec.cross else None
+    empty = np.zeros((BATCH, spec.num_kv_heads, 0, spec.head_dim))
+    past = (empty, empty) if case.steps else None
+
+    def oracle(x: F64, memory: F64 | None, past: tuple[F64, F64] | None) -> Any:
+        return block_oracle(x, weights, spec, memory=memory, past=past)
+
+    return Inputs(weights, x, memory, past, call(case, oracle, x, memory, past))
+
+
+def call(case: Case, block: BlockFunction, x: Any, memory: Any, past: Any) -> list[Any]:
+    """Call a block on arrays of any library, step by step if cached: ``[y, …]``, then the last keys and values."""
+    if not case.steps:
+        return [block(x, memory, None)]
+    parts, start = [], 0
+    for length in case.steps:
+        y, past = block(x[:, start : start + length, :], None, past)
+        parts.append(y)
+        start += length
+    return [*parts, *past]
+
+
+def relative_error(got: list[F64], expected: list[F64]) -> float:
+    """Return the largest relative L2 error of the outputs; infinite where a shape differs or a number is not finite."""
+    worst = 0.0
+    for one, other in zip(got, expected, strict=True):
+        if one.shape != other.shape or not np.all(np.isfinite(one)):
+            return float("inf")
+        worst = max(worst, float(np.linalg.norm(one - other) / np.linalg.norm(other)))
+    return worst
+
+
+def rounded(values: F64, dtype: str) -> F64:
+    """Round float64 numbers to what ``dtype`` holds."""
+    if dtype != "bfloat16":
+        return values.astype(dtype).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    to_even = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (to_even & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

@@ -1,0 +1,134 @@
+"""``relskew export`` and ``relskew validate``: a block as an ONNX file, and the file against float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relskew_core import BlockSpec, Span
+from relskew_core.cli._console import as_bytes, count
+from relskew_core.cli._errors import CliError, need, reason
+
+
+@dataclass(frozen=True, slots=True)
+class SpanOptions:
+    """The options from which the span of the tables follows."""
+
+    length: int | None
+    clip: int | None
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    block_size: int | None
+
+
+def choose_span(options: SpanOptions, table_rows: int | None) -> Span:
+    """Return the span of ``--length`` or ``--clip``, or the one that a window, a block size or a table implies."""
+    if options.length is not None and options.clip is not None:
+        raise CliError("--length and --clip exclude each other")
+    if options.clip is not None:
+        return Span.clipped(options.clip)
+    if options.length is not None:
+        return Span.causal(options.length) if options.causal else Span.full(options.length)
+    if table_rows is not None:
+        return _span_of_rows(table_rows, causal=options.causal)
+    if options.block_size is not None:
+        return Span.causal(2 * options.block_size)
+    if options.window is not None and options.window[0] is not None:
+        left, right = options.window[0], 0 if options.causal else options.window[1]
+        if right is not None:
+            return Span(left, right)
+    raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
+
+
+def _span_of_rows(rows: int, *, causal: bool) -> Span:
+    if causal:
+        return Span.causal(rows)
+    if rows % 2 == 0:
+        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric, and not --causal")
+    return Span.full((rows + 1) // 2)
+
+
+def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
+    """Read ``"LEFT,RIGHT"``, where an empty side is unbounded."""
+    if text is None:
+        return None
+    sides = [side.strip() for side in text.split(",")]
+    if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
+        raise CliError(f"--window must be LEFT,RIGHT with whole numbers or nothing for unbounded, got {text!r}")
+    left, right = (int(side) if side else None for side in sides)
+    return left, right
+
+
+def table_rows(weights: Mapping[str, Any] | None) -> int | None:
+    """Return the rows of the table ``rel_k``, if there is one with rows."""
+    shape = getattr((weights or {}).get("rel_k"), "shape", ())
+    return int(shape[-2]) if len(shape) > 1 else None
+
+
+def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:
+    """Print what was written, and how to go on."""
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    beside = [file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file()]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    size = sum(file.stat().st_size for file in (path, *beside))
+    grid.add_row("wrote", f"{path} ({as_bytes(size)}{', with ' + beside[0].name if beside else ''})")
+    grid.add_row("block", describe_block(spec))
+    span = spec.span
+    grid.add_row("table", f"{spec.table_shape}, relative positions {-span.left} … {span.right}, beyond: {span.beyond}")
+    grid.add_row("weights", origin)
+    opset = ", ".join(f"opset {entry.version}" for entry in model.opset_import)
+    nodes = count(len(model.graph.node), "node")
+    grid.add_row("graph", f"profile {metadata.get('relskew.profile')}, {opset}, {metadata.get('relskew.dtype')}, {nodes}")
+    for name, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
+        grid.add_row(name, "\n".join(_signature(value) for value in values))
+    if model.doc_string:
+        grid.add_row("reach", model.doc_string)
+    console.print(grid)
+
+
+def describe_block(spec: BlockSpec) -> str:
+    """Return a block's spec in words."""
+    words = [f"embed_dim {spec.embed_dim}", f"{count(spec.num_heads, 'head')} of {spec.head_dim}"]
+    if spec.num_kv_heads != spec.num_heads:
+        words.append(f"{count(spec.num_kv_heads, 'key head')}")
+    flags = ("causal", "cross", "shared_table", "rel_values")
+    words += [name.replace("_", " ") for name in flags if getattr(spec, name)]
+    if spec.window is not None:
+        words.append(f"window {spec.window}")
+    if spec.block_size is not None:
+        words.append(f"local blocks of {spec.block_size}")
+    if not spec.bias:
+        words.append("no bias")
+    return ", ".join(words)
+
+
+def _signature(value: Any) -> str:
+    tensor = value.type.tensor_type
+    dims = ", ".join(dim.dim_param or str(dim.dim_value) for dim in tensor.shape.dim)
+    return f"{value.name} ({dims})"
+
+
+def spec_of_model(path: Path) -> BlockSpec:
+    """Read the spec that ``export`` wrote into the model's metadata."""
+    onnx = need("onnx", "onnx", "reading a model")
+    if not path.is_file():
+        raise CliError(f"{path}: there is no such file")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf has its own exceptions
+        raise CliError(f"{path}: is not an ONNX model: {reason(error)}") from error
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    if "relskew.spec" not in metadata:
+        raise CliError(f"{path}: has no relskew.spec in its metadata: it is not a model that relskew exported")
+    try:
+        return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CliError(f"{path}: relskew.spec in its metadata cannot be read: {reason(error)}") from error

@@ -1,0 +1,183 @@
+"""The array libraries of this machine, each as the few things that ``verify`` and ``bench`` need of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from relskew_core.cli._errors import reason
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An array library on one device.
+
+    ``make`` turns a NumPy float64 array into one of the library in a dtype given by name, ``finish`` waits until a list
+    of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what people
+    do to a function before they run it, ``setting`` what must hold while the library computes.
+    """
+
+    name: str
+    device: str
+    version: str
+    dtypes: tuple[str, ...]
+    make: Callable[[Any, str], Any]
+    to_numpy: Callable[[Any], Any]
+    finish: Callable[[Any], Any] = lambda result: result
+    peak_of: Callable[[Callable[[], Any]], int | None] | None = None
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
+    setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A library or runtime that this machine lacks, or that is of no use on it, and why."""
+
+    name: str
+    reason: str
+
+
+ALL = ("float64", "float32", "float16", "bfloat16")
+
+
+def _numpy() -> Iterator[Library]:
+    yield Library("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64)
+
+
+def _strict() -> Iterator[Library]:
+    xp = importlib.import_module("array_api_strict")
+
+    def make(array: Any, dtype: str) -> Any:
+        return xp.asarray(array, dtype=getattr(xp, dtype))
+
+    yield Library("array-api-strict", "cpu", xp.__version__, ALL[:2], make, _float64)
+
+
+def _torch() -> Iterator[Library | Missing]:
+    torch = importlib.import_module("torch")
+
+    def on(device: str, **more: Any) -> Library:
+        def make(array: Any, dtype: str) -> Any:
+            # A copy: torch warns about sharing memory that it may not write to.
+            return torch.asarray(array, dtype=getattr(torch, dtype), device=device, copy=True)
+
+        def to_numpy(tensor: Any) -> Any:
+            return tensor.to(device="cpu", dtype=torch.float64).numpy()
+
+        return Library("torch", device, torch.__version__, ALL, make, to_numpy, setting=torch.no_grad, **more)
+
+    yield on("cpu")
+    if not torch.cuda.is_available():
+        yield Missing("torch cuda", "this torch sees no CUDA device")
+        return
+
+    def peak_of(call: Callable[[], Any]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    def finish(result: Any) -> Any:
+        torch.cuda.synchronize()
+        return result
+
+    yield on("cuda", finish=finish, peak_of=peak_of)
+
+
+def _cupy() -> Iterator[Library]:
+    cp = importlib.import_module("cupy")
+    cp.cuda.runtime.getDeviceCount()  # raises where there is no device or no driver
+    pool = cp.get_default_memory_pool()
+
+    def finish(result: Any) -> Any:
+        cp.cuda.Device().synchronize()
+        return result
+
+    def peak_of(call: Callable[[], Any]) -> int:
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        finish(call())
+        return int(pool.total_bytes() - before)  # the pool grows to the highest use and keeps it
+
+    def to_numpy(array: Any) -> Any:
+        return _float64(array.get())
+
+    yield Library("cupy", "cuda", cp.__version__, ALL[:3], cp.asarray, to_numpy, finish, peak_of)
+
+
+def _jax() -> Iterator[Library]:
+    jax = importlib.import_module("jax")
+    jnp = importlib.import_module("jax.numpy")
+
+    def setting() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(jax.enable_x64(True))
+        stack.enter_context(jax.default_matmul_precision("highest"))
+        return stack
+
+    def make(array: Any, dtype: str) -> Any:
+        return jnp.asarray(array, dtype=dtype)
+
+    # Compiled: eager JAX compiles every operation by itself, which takes longer than everything else here.
+    more = {"finish": jax.block_until_ready, "compiled": jax.jit, "setting": setting}
+    yield Library("jax jit", jax.default_backend(), jax.__version__, ALL, make, _float64, **more)
+
+
+def _dask() -> Iterator[Library]:
+    da = importlib.import_module("dask.array")
+    dask = importlib.import_module("dask")
+
+    def make(array: Any, dtype: str) -> Any:
+        return da.from_array(array.astype(dtype), chunks=-1)
+
+    def finish(result: Any) -> Any:
+        return dask.compute(result)[0]
+
+    yield Library("dask", "cpu", dask.__version__, ALL[:2], make, _float64, finish)
+
+
+# Each entry yields the library once a device; its import may fail in as many ways as there are installations.
+PROBES: dict[str, Callable[[], Iterator[Library | Missing]]] = {
+    "numpy": _numpy,
+    "array-api-strict": _strict,
+    "torch": _torch,
+    "cupy": _cupy,
+    "jax": _jax,
+    "dask": _dask,
+}
+
+
+def libraries(only: tuple[str, ...] = ()) -> tuple[list[Library], list[Missing]]:
+    """Return the array libraries of this machine, or the named ones, and those that are missing with the reason."""
+    found: list[Library] = []
+    missing: list[Missing] = []
+    for name, probe in PROBES.items():
+        if only and name not in only:
+            continue
+        try:
+            for one in probe():
+                if isinstance(one, Missing):
+                    missing.append(one)
+                else:
+                    found.append(one)
+        except Exception as error:  # a broken driver raises what it likes: its reason belongs in the table
+            missing.append(Missing(name, why_not(name, error)))
+    return found, missing
+
+
+def why_not(name: str, error: Exception) -> str:
+    """Return why a package cannot be used, without the traceback."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").replace("_", "-") == name:
+        return "not installed"
+    return reason(error)
+
+
+def _float64(array: Any) -> Any:
+    return np.asarray(array).astype(np.float64)

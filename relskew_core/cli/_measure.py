@@ -1,0 +1,73 @@
+"""Time and peak memory of one call, for every library alike."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a call returned, its best time in seconds and its peak memory in bytes (``None``: cannot be known here)."""
+
+    value: Any
+    seconds: float
+    peak: int | None
+
+
+def measure(
+    call: Callable[[], Any], *, repeats: int, peak_of: Callable[[Callable[[], Any]], int | None] | None = None
+) -> Measured:
+    """Call once to warm up, once for the memory and ``repeats`` times for the best time.
+
+    Parameters
+    ----------
+    call : callable
+        Returns when its result is there (a device's queue is drained).
+    repeats : int
+        How often to time it.
+    peak_of : callable, optional
+        Returns the peak memory of a call in bytes; that of the process's resident memory by default.
+    """
+    value = call()
+    peak = (resident_peak if peak_of is None else peak_of)(call)
+    seconds = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds = min(seconds, time.perf_counter() - start)
+    return Measured(value, seconds, peak)
+
+
+def resident_peak(call: Callable[[], Any]) -> int | None:
+    """Return by how much ``call`` raised the resident memory at its highest; only Linux tells."""
+    _trim()
+    try:
+        CLEAR_REFS.write_text("5")  # resets the high-water mark
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before)
+    except OSError:
+        return None
+
+
+def _status(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    if match is None:
+        raise OSError(f"{STATUS} has no {field}")
+    return int(match[1]) * 1024
+
+
+def _trim() -> None:
+    """Give freed heap pages back, so that their reuse by the call is seen."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if STATUS.exists() else None
+    if trim is not None:
+        trim(0)

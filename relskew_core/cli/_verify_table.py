@@ -1,0 +1,77 @@
+"""The findings of ``verify`` as tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relskew_core.cli._console import as_bytes, as_time, count
+from relskew_core.cli._libraries import Missing
+from relskew_core.cli._verify import Row, Verification
+
+
+def show(found: Verification, console: Console, *, every: bool = False) -> None:
+    """Print one line for each library, device and dtype, or for every case; then the failures and what is missing."""
+    table = Table(title="One block on every library here, against float64", title_justify="left")
+    for name in ("library", "device", "dtype", "case" if every else "cases (worst)"):
+        table.add_column(name, no_wrap=True)
+    for name in ("error", "gate", "time", "peak memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ok", no_wrap=True)
+    previous = ""
+    for group in _groups(found.rows):
+        if previous and previous != group[0].library:
+            table.add_section()
+        previous = group[0].library
+        for line in [[row] for row in group] if every else [group]:
+            table.add_row(*_line(line))
+    console.print(table)
+    console.print("error: relative L2, the largest of the cases; time: best of 3, mean of the cases.", style="dim")
+    show_missing(found.missing, console)
+    failures = [row for row in found.rows if not row.ok]
+    for row in failures:
+        where = f"{row.library} {row.device} {row.dtype}, {row.case}"
+        console.print(Text.assemble(("not ok ", "bold red"), f"{where}: {row.detail}"))
+    total = count(len(found.rows), "case")
+    if found.ok:
+        console.print(Text.assemble(("ok ", "bold green"), f"{total} within the gates"))
+    elif found.rows:
+        console.print(Text.assemble(("not ok ", "bold red"), f"{len(failures)} of {total} failed"))
+    else:
+        console.print(Text.assemble(("not ok ", "bold red"), "there was nothing to verify"))
+
+
+def show_missing(missing: list[Missing], console: Console) -> None:
+    """Print what this machine lacks, and why."""
+    if missing:
+        grid = Table.grid(padding=(0, 2))
+        for one in missing:
+            grid.add_row(Text("missing", style="yellow"), one.name, one.reason)
+        console.print(grid)
+
+
+def _groups(rows: list[Row]) -> list[list[Row]]:
+    """Return the rows of every library, device and dtype together."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.library, row.device, row.dtype), []).append(row)
+    return list(groups.values())
+
+
+def _line(rows: list[Row]) -> list[str | Text]:
+    worst = max(rows, key=lambda row: (not row.ok, float("inf") if row.error is None else row.error))
+    case = worst.case if len(rows) == 1 else f"{len(rows)} ({worst.case})"
+    times = [row.seconds for row in rows if row.seconds is not None]
+    peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
+    return [
+        worst.library,
+        worst.device,
+        worst.dtype,
+        case,
+        Text("–" if worst.error is None else f"{worst.error:.1e}", style="green" if worst.ok else "bold red"),
+        f"{worst.gate:.0e}",
+        as_time(sum(times) / len(times) if times else None),
+        as_bytes(max(peaks, default=None)),
+        Text("yes", style="green") if worst.ok else Text("NO", style="bold red"),
+    ]

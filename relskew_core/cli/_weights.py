@@ -1,0 +1,81 @@
+"""Weights from files, as the mapping that a block takes."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relskew_core import BlockSpec, init_weights
+from relskew_core.cli._errors import CliError, need, reason
+
+
+def load_weights(path: Path, prefix: str = "") -> dict[str, Any]:
+    """Read the arrays of a ``.npz``, ``.safetensors`` or ``.pt`` file without running any code in it.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    prefix : str, default ""
+        Take only the names that begin with it, and drop it: one block out of a whole model's file.
+    """
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise CliError(f"--weights must be a file ending in {', '.join(READERS)}, got {path}")
+    if not path.is_file():
+        raise CliError(f"--weights {path}: there is no such file")
+    try:
+        arrays = reader(path)
+    except CliError:
+        raise
+    except Exception as error:  # every format has its own ways to be broken
+        raise CliError(f"--weights {path}: cannot be read as {path.suffix}: {reason(error)}") from error
+    if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
+        raise CliError(f"--weights {path}: must hold a mapping from names to arrays, got {type(arrays).__name__}")
+    chosen = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    if "q_proj.weight" not in chosen:
+        raise CliError(f"--weights {path}: has no {prefix}q_proj.weight; {_prefixes(arrays)}")
+    return chosen
+
+
+def chosen_weights(spec: BlockSpec, path: Path | None, prefix: str, seed: int | None) -> tuple[Mapping[str, Any], str]:
+    """Return the weights that the options name, and where they are from in words."""
+    if path is None:
+        if prefix:
+            raise CliError("--prefix says which part of a file to take: it needs --weights")
+        return init_weights(spec, seed=seed or 0), f"random, seed {seed or 0}"
+    if seed is not None:
+        raise CliError("--weights and --seed exclude each other")
+    weights = load_weights(path, prefix)
+    spec.check_weights(weights)
+    return weights, f"{path}" + (f", {prefix}*" if prefix else "")
+
+
+def _npz(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):
+        raise CliError(f"--weights {path}: cannot be read as .npz: it is not a zip archive")
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+def _safetensors(path: Path) -> Any:
+    return need("safetensors.numpy", "onnx", "reading .safetensors").load_file(path)
+
+
+def _torch(path: Path) -> Any:
+    torch = need("torch", "torch", "reading .pt")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {".npz": _npz, ".safetensors": _safetensors, ".pt": _torch}
+
+
+def _prefixes(arrays: Mapping[str, Any]) -> str:
+    ends = sorted(name.removesuffix("q_proj.weight") for name in arrays if name.endswith("q_proj.weight"))
+    if ends:
+        return f"it has blocks under --prefix {' or '.join(repr(end) for end in ends[:8])}"
+    return f"its names are {', '.join(sorted(arrays)[:8]) or 'none'}"
