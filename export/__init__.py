@@ -1,7 +1,13 @@
-"""The attention block as ONNX graphs."""
+"""The attention block as ONNX graphs: made, saved safely, validated in the runtimes that will run them.
+
+Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use.
+"""
 
 from __future__ import annotations
 
 from relskew_core.export._model import to_onnx
+from relskew_core.export._report import Check, Report
+from relskew_core.export._save import save
+from relskew_core.export._validate import validate
 
-__all__ = ["to_onnx"]
+__all__ = ["Check", "Report", "save", "to_onnx", "validate"]

@@ -170,7 +170,7 @@ def _weighted_sum(g: Emitter, plan: Plan, weights: Value, values: Value) -> Valu
 
 
 def _grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shape: Shape) -> Value:
-    """Matrix product of ``(batch, H, queries, ·)`` and ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
+    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
     spec = plan.spec
     if spec.num_heads == spec.num_kv_heads:
         return g.compute("MatMul", [x, y], name, shape)

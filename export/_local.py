@@ -13,7 +13,7 @@ def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, 
 
     The length is filled up to a multiple of ``N`` with zeros, which only the queries of the filling see.
     """
-    spec, size = plan.spec, plan.spec.block_size or 0
+    size = plan.spec.block_size or 0
     q, k, v = projected.q, projected.k, projected.v
     zero = g.constant([0], g.dtype)
     negative = g.index("Neg", [g.dim(length)], "blocks/negative_length")

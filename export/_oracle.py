@@ -18,8 +18,13 @@ def reference_block(
     memory: np.ndarray | None = None,
     mask: np.ndarray | None = None,
     past: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return ``y`` and all keys and values, in float64; ``IndexError`` where a query sees past the table's reach."""
+    *,
+    rows: np.ndarray | None = None,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float]:
+    """Return ``y``, of the queries ``rows`` only if given, all keys and values, and the largest logit's size.
+
+    All in float64. Raises ``IndexError`` where one of those queries sees past the table's reach.
+    """
     double = {key: np.asarray(array, np.float64) for key, array in weights.items()}
     source = x if memory is None else memory
 
@@ -34,26 +39,30 @@ def reference_block(
         offset = past[0].shape[2]
         k = np.concatenate([np.asarray(past[0], np.float64), k], axis=2)
         v = np.concatenate([np.asarray(past[1], np.float64), v], axis=2)
-    out = np.zeros_like(q)
+    chosen = np.arange(q.shape[2]) if rows is None else rows
+    out = np.zeros((*q.shape[:2], len(chosen), q.shape[3]))
     allowed = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
-    for b, h, i in np.ndindex(q.shape[:3]):
+    peak = 0.0
+    for b, h, place in np.ndindex(out.shape[:3]):
+        i = int(chosen[place])
         keys, values = (array[b, h // (spec.num_heads // spec.num_kv_heads)] for array in (k, v))
         distance = np.arange(len(keys)) - (i + offset)
         seen = _seen(spec, distance, i + offset)
         if allowed is not None:
             seen &= allowed[b, h, i]
-        rows, present = _rows(spec, distance[_seen(spec, distance, i + offset)], distance[seen])
+        found, present = _rows(spec, distance[_seen(spec, distance, i + offset)], distance[seen])
         if not seen.any():
             continue
-        table = _head(double["rel_k"], h)[rows] * present
+        table = _head(double["rel_k"], h)[found] * present
         logits = (keys[seen] + table) @ q[b, h, i] / math.sqrt(spec.head_dim)
+        peak = max(peak, float(np.abs(logits).max()))
         share = np.exp(logits - logits.max())
         share /= share.sum()
-        out[b, h, i] = share @ values[seen]
+        out[b, h, place] = share @ values[seen]
         if spec.rel_values:
-            out[b, h, i] += share @ (_head(double["rel_v"], h)[rows] * present)
-    merged = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-    return merged @ double["out_proj.weight"].T + double.get("out_proj.bias", 0.0), (k, v)
+            out[b, h, place] += share @ (_head(double["rel_v"], h)[found] * present)
+    merged = out.transpose(0, 2, 1, 3).reshape(len(x), len(chosen), -1)
+    return merged @ double["out_proj.weight"].T + double.get("out_proj.bias", 0.0), (k, v), peak
 
 
 def _seen(spec: BlockSpec, distance: np.ndarray, position: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Everything about a graph that is decided before its first node: which rows are stored, what hides what, which form."""
+"""What is decided before a graph's first node: which rows are stored, what hides what, which form."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def dtype_name(dtype: Any) -> str:
     if str(dtype).startswith("torch."):
         return str(dtype).removeprefix("torch.")
     try:
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     except TypeError:
         return str(dtype)
 
@@ -102,9 +102,8 @@ def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:
     return np.concatenate([head.astype(rows.dtype), rows, tail], axis=-2)
 
 
-def _to_numpy(key: str, array: Any) -> np.ndarray:
-    if not isinstance(array, np.ndarray):
-        array = _host_copy(array)
+def _to_numpy(key: str, given: Any) -> np.ndarray:
+    array: np.ndarray = given if isinstance(given, np.ndarray) else _host_copy(given)
     if dtype_name(getattr(array, "dtype", None)) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")
     return array

@@ -24,9 +24,9 @@ class Lengths:
 class Window:
     """Chooses columns of the stored tables, in the order that the skew expects, by Slice or by Gather.
 
-    One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others ``queries + keys``, ``r = -queries … keys - 1``.
-    The first column is the skew's spare one: it is never read. An input too long for a limited table gets too few
-    columns, so the reshape of the skew, which names its lengths, fails.
+    One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others give ``queries + keys``,
+    ``r = -queries … keys - 1``. The first column is the skew's spare one: it is never read. An input too long for a
+    limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
     """
 
     def __init__(self, g: Emitter, plan: Plan, lengths: Lengths) -> None:

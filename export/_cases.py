@@ -1,0 +1,116 @@
+"""The inputs that a validation tries: batches, lengths around every edge of the table, pasts and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relskew_core.export._plan import Plan
+
+LENGTHS = (1, 2, 3, 7, 8, 16, 33)
+PASTS = (0, 1, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too."""
+
+    batch: int
+    queries: int
+    keys: int
+    past: int
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
+
+
+def make_cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) -> list[Case]:
+    """Return the inputs to try, each once, the ones that must fail last."""
+    cases = dict.fromkeys(_cases(plan, lengths, batches))
+    return sorted(cases, key=lambda case: not case.fits)
+
+
+def longest(plan: Plan) -> tuple[int | None, int | None]:
+    """Return the most queries (cross) or positions (self) and the most keys that the stored table serves."""
+    left = plan.left.rows + 1 if plan.left.past_edge == "limited" else None
+    right = plan.right.rows + 1 if plan.right.past_edge == "limited" else None
+    if plan.spec.cross:
+        return left, right
+    bounds = [bound for bound in (left, right) if bound is not None]
+    return (min(bounds), min(bounds)) if bounds else (None, None)
+
+
+def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Case]:
+    queries_end, keys_end = longest(plan)
+
+    def case(batch: int, queries: int, keys: int, past: int = 0) -> Case:
+        fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
+        return Case(batch, queries, keys, past, fits)
+
+    queries_tried = _tried(plan, lengths, queries_end)
+    if plan.spec.cross:
+        keys_tried = _tried(plan, lengths, keys_end)
+        size = max(len(queries_tried), len(keys_tried))
+        for index in range(size):
+            queries, keys = queries_tried[index % len(queries_tried)], keys_tried[index % len(keys_tried)]
+            opposite = keys_tried[-1 - index % len(keys_tried)]
+            for batch in batches:
+                yield case(batch, queries, keys)
+                yield case(batch, queries, opposite)
+        if queries_end is not None:
+            yield case(batches[0], queries_end + 1, keys_tried[0])
+        if keys_end is not None:
+            yield case(batches[0], queries_tried[0], keys_end + 1)
+        return
+    for length in queries_tried:
+        # Long inputs are slow, in the oracle most of all: one batch shows what is to see.
+        for batch in batches if length <= max(LENGTHS) or lengths is not None else batches[:1]:
+            for past in PASTS if plan.past else (0,):
+                if lengths is None and queries_end is not None and past + length > queries_end:
+                    continue
+                yield case(batch, length, past + length, past)
+    if queries_end is not None:
+        if plan.past and queries_end > 1:
+            yield case(batches[0], 1, queries_end, queries_end - 1)
+            yield case(batches[0], 1, queries_end + 1, queries_end)
+            yield case(batches[0], queries_end, queries_end + 1, 1)
+        yield case(batches[0], queries_end + 1, queries_end + 1)
+
+
+def _tried(plan: Plan, lengths: Sequence[int] | None, end: int | None) -> list[int]:
+    """Return the lengths for one axis: those asked for, or the usual ones, the longest, and past every soft edge."""
+    if lengths is not None:
+        return list(lengths)
+    if end is not None:
+        return sorted({length for length in LENGTHS if length < end} | {end})
+    edges = {side.rows + extra for side in (plan.left, plan.right) for extra in (1, 2, 5)}
+    size = plan.spec.block_size
+    if size is not None:
+        edges |= {size, size + 1, 2 * size, 3 * size - 1}
+    return sorted({*LENGTHS, *edges} - {0})
+
+
+def make_inputs(plan: Plan, case: Case, seed: int) -> dict[str, np.ndarray]:
+    """Draw the arrays of a case, in the graph's element type and the order of its inputs."""
+    spec, random = plan.spec, np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype(plan.dtype)
+
+    feeds = {"x": normal(case.batch, case.queries, spec.embed_dim)}
+    if spec.cross:
+        feeds["memory"] = normal(case.batch, case.keys, spec.embed_dim)
+    if plan.mask:
+        shapes = (
+            (case.batch, 1, 1, case.keys),
+            (case.batch, spec.num_heads, case.queries, case.keys),
+            (1, 1, case.queries, case.keys),
+        )
+        feeds["mask"] = random.random(shapes[seed % len(shapes)]) < 0.7
+    if plan.past:
+        shape = (case.batch, spec.num_kv_heads, case.past, spec.head_dim)
+        feeds["past_key"], feeds["past_value"] = normal(*shape), normal(*shape)
+    return feeds

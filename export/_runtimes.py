@@ -1,0 +1,190 @@
+"""The runtimes that a model can be validated in, behind one call: named arrays in, arrays out."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from relskew_core.export._weights import DTYPES
+
+Feeds: TypeAlias = Mapping[str, np.ndarray]
+Provider: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
+
+BFLOAT16 = DTYPES["bfloat16"]
+SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+
+
+class UnavailableError(RuntimeError):
+    """A runtime or provider that this machine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to run: the proto with its weights, and the file that it came from, if it is one."""
+
+    model: onnx.ModelProto
+    path: str | None
+
+    def content(self) -> str | bytes:
+        """Return what a runtime loads: the path, which external data needs, or the bytes."""
+        return self.path if self.path is not None else self.model.SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model loaded by a runtime."""
+
+    runtime: str
+    provider: str
+    run: Callable[[Feeds], list[np.ndarray]]
+    unoptimised: Callable[[Feeds], list[np.ndarray]] | None = None
+    misplaced: tuple[str, ...] = ()
+    detail: str = ""
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_onnxruntime(source: Source, provider: Provider) -> Runner:
+    """Load a model in onnxruntime, on exactly one provider beside the CPU, with and without its optimiser."""
+    runtime = _import("onnxruntime")
+    name, options = (provider, {}) if isinstance(provider, str) else (provider[0], dict(provider[1]))
+    name = SHORT_NAMES.get(name, name)
+    if name not in runtime.get_available_providers():
+        raise UnavailableError(f"{name} is not available here, only {', '.join(runtime.get_available_providers())}")
+    if name == "CUDAExecutionProvider":
+        options.setdefault("use_tf32", "0")  # on by default, and good for three digits only
+
+    def session(level: Any) -> Any:
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 4  # failures arrive as exceptions; what must fail would fill the screen
+        settings.graph_optimization_level = level
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        return runtime.InferenceSession(source.content(), settings, providers=[(name, options)])
+
+    levels = runtime.GraphOptimizationLevel
+    optimised, plain = session(levels.ORT_ENABLE_ALL), session(levels.ORT_DISABLE_ALL)
+    misplaced, placed = _placement(optimised, name)
+    used = {key: value for key, value in optimised.get_provider_options().get(name, {}).items() if key == "use_tf32"}
+    return Runner(
+        f"onnxruntime {runtime.__version__}",
+        name,
+        _onnxruntime_call(runtime, optimised),
+        _onnxruntime_call(runtime, plain),
+        misplaced,
+        "; ".join([placed, *(f"{key}={value}" for key, value in used.items())]),
+    )
+
+
+def _placement(session: Any, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the nodes that work on data yet run elsewhere, and how many nodes run where."""
+    misplaced: list[str] = []
+    counts: dict[str, int] = {}
+    for assignment in session.get_provider_graph_assignment_info():
+        nodes = assignment.get_nodes()
+        counts[assignment.ep_name] = counts.get(assignment.ep_name, 0) + len(nodes)
+        if assignment.ep_name != name:
+            misplaced += [
+                f"{node.name or node.op_type} on {assignment.ep_name}"
+                for node in nodes
+                if not node.name.startswith("relskew/shape/")
+            ]
+    if not counts.get(name):
+        misplaced.append(f"no node on {name}")
+    return tuple(misplaced), ", ".join(f"{count} nodes on {where}" for where, count in counts.items())
+
+
+def _onnxruntime_call(runtime: Any, session: Any) -> Callable[[Feeds], list[np.ndarray]]:
+    def run(feeds: Feeds) -> list[np.ndarray]:
+        if all(array.dtype != BFLOAT16 for array in feeds.values()):
+            return list(session.run(None, dict(feeds)))
+        names = [output.name for output in session.get_outputs()]
+        values = {key: _ort_value(runtime, array) for key, array in feeds.items()}
+        return [_from_ort_value(value) for value in session.run_with_ort_values(names, values)]
+
+    return run
+
+
+def _ort_value(runtime: Any, array: np.ndarray) -> Any:
+    make = runtime.OrtValue
+    if array.dtype != BFLOAT16:
+        return make.ortvalue_from_numpy(array)
+    return make.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
+
+
+def _from_ort_value(value: Any) -> np.ndarray:
+    if value.data_type() != "tensor(bfloat16)":
+        return np.asarray(value.numpy())
+    # onnxruntime has no NumPy type for bfloat16: read the two-byte numbers where they lie.
+    raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+    return np.frombuffer(raw, BFLOAT16).reshape(value.shape())
+
+
+def open_reference(source: Source, provider: Provider) -> Runner:
+    """Load a model in onnx's reference evaluator, which has no providers."""
+    del provider
+    evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator(source.model)
+
+    def run(feeds: Feeds) -> list[np.ndarray]:
+        with np.errstate(all="ignore"):
+            return list(evaluator.run(None, dict(feeds)))
+
+    return Runner(f"onnx reference {onnx.__version__}", "NumPy", run)
+
+
+def open_openvino(source: Source, provider: Provider) -> Runner:
+    """Load a model in OpenVINO on the CPU, in the model's precision."""
+    del provider
+    openvino = _import("openvino")
+    core = openvino.Core()
+    # Some processors would compute in bfloat16 unasked.
+    compiled = core.compile_model(core.read_model(source.content()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(feeds: Feeds) -> list[np.ndarray]:
+        tensors = {key: _openvino_tensor(openvino, array) for key, array in feeds.items()}
+        results = compiled(tensors)
+        return [_from_openvino(results[output]) for output in compiled.outputs]
+
+    return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run)
+
+
+def _openvino_tensor(openvino: Any, array: np.ndarray) -> Any:
+    if array.dtype != BFLOAT16:
+        return openvino.Tensor(np.ascontiguousarray(array))
+    return openvino.Tensor(array.view(np.uint16), array.shape, openvino.Type.bf16)
+
+
+def _from_openvino(value: Any) -> np.ndarray:
+    return np.array(value)
+
+
+OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {
+    "onnxruntime": open_onnxruntime,
+    "reference": open_reference,
+    "openvino": open_openvino,
+}
+
+
+def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
+    """Return what loads a model in a runtime."""
+    if runtime not in OPENERS:
+        raise UnavailableError(f"`runtimes` must be among {', '.join(map(repr, OPENERS))}, got {runtime!r}")
+    return OPENERS[runtime]
+
+
+def provider_name(provider: Any) -> str:
+    """Return the name of a provider given with or without options."""
+    name = provider[0] if isinstance(provider, Sequence) and not isinstance(provider, str) and provider else provider
+    return SHORT_NAMES.get(name, name) if isinstance(name, str) else repr(name)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} is not installed here ({error})") from None
