@@ -60,7 +60,7 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
 
 
 def library_name(xp: Any) -> str:
-    """Return the top-level name of the library behind a namespace: ``numpy``, ``torch``, ``cupy``, ``jax`` …"""
+    """Return the top-level name of the library behind a namespace, such as ``numpy`` or ``torch``."""
     name = xp.__name__.removeprefix("array_api_compat.")
     return str(name).partition(".")[0]
 

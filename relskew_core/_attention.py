@@ -8,9 +8,10 @@ from functools import reduce
 
 from relskew_core import backends
 from relskew_core._checks import describe
+from relskew_core._gradient import attention_vjp
 from relskew_core._kernel import attention
-from relskew_core._namespace import is_half, namespace_of_arrays
-from relskew_core._problem import problem
+from relskew_core._namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._problem import Gradients, problem
 from relskew_core._softmax import softmax
 from relskew_core._span import Span
 from relskew_core._typing import Array
@@ -135,6 +136,96 @@ def relative_attention(
     return call.result(out), call.result(lse, dtype=call.operands.q.dtype)
 
 
+def relative_attention_vjp(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    mask: Array | None = None,
+    offset: int = 0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    impl: str = "auto",
+) -> Gradients:
+    """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
+
+    Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
+    training loops of one's own.
+
+    Parameters
+    ----------
+    d_out : array, shape (..., H, Lq, Dv)
+        Gradient of the output.
+    q, k, v, rel_k, span, rel_v, rel_bias, rel_q, causal, window, block_size, mask, offset, scale, rel_scale, softcap
+        As in the forward call.
+    chunk_size, impl
+        As in :func:`relative_attention`.
+    out : array, shape (..., H, Lq, Dv), optional
+        The output of the forward call, which saves a pass over the weights.
+    lse : array, shape (..., H, Lq), optional
+        The log-sum-exp of the forward call; checked, and not needed: weights are computed anew from the logits.
+
+    Returns
+    -------
+    Gradients
+        A named tuple with the fields ``q, k, v, rel_k, rel_v, rel_bias, rel_q, mask``, each of the shape and dtype of
+        its argument; ``None`` for absent arguments and boolean masks.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    The gradient of the product with a table is ``unskew`` of the gradient of the logits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.zeros((3, 1))
+    >>> v, table = np.asarray([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
+    >>> gradients = relative_attention_vjp(np.ones((3, 1)), q + 1, k, v, table, causal=True)
+    >>> gradients.v
+    array([[1.83333333],
+           [0.83333333],
+           [0.33333333]])
+    >>> gradients.rel_k  # r = -2, -1, 0: only the present grows the output
+    array([[-0.44444444],
+           [-0.36111111],
+           [ 0.80555556]])
+    """
+    call = problem(
+        q, k, v, rel_k, span,
+        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, causal=causal, window=window, block_size=block_size, mask=mask,
+        offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size,
+    )  # fmt: skip
+    shape = (*q.shape[:-1], v.shape[-1])
+    for name, array, expected in (("d_out", d_out, shape), ("out", out, shape), ("lse", lse, shape[:-1])):
+        if array is not None:
+            check_companion(name, array, "q", q, xp=call.xp)
+            if tuple(array.shape) != expected:
+                raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
+    native = backends.native("attention_vjp", call, impl)
+    gradients = (native or attention_vjp)(
+        call.operand(d_out), call.operands, call.options, out=None if out is None else call.operand(out), xp=call.xp
+    )
+    return call.gradients(gradients, rel_bias=rel_bias, mask=mask)
+
+
 def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Merge attention over disjoint sets of keys into attention over their union (ring attention, split keys).
 
@@ -176,7 +267,5 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
             raise ValueError(f"`lses[{index}]` must have shape {tuple(out.shape[:-1])}, got {describe(lse)}")
     shares, lse = softmax(xp.stack(lses, axis=-1), dead_rows=True, lse=True, xp=xp)
     wide = xp.float32 if is_half(outs[0].dtype, xp=xp) else outs[0].dtype
-    parts = [
-        xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)
-    ]
+    parts = [xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)]
     return xp.astype(reduce(operator.add, parts), outs[0].dtype), lse

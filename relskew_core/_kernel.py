@@ -20,8 +20,8 @@ from relskew_core._table import Table
 from relskew_core._typing import Array, Namespace
 from relskew_core._visibility import Visibility
 
-SCRATCH_BYTES = 8 * 2**20
-"""Budget of one logits buffer: large enough for efficient products, small enough to stay near the caches."""
+SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
+"""Budget of one logits buffer: near the caches on a CPU, large enough to fill an accelerator elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ class Chunk:
         """Relative position of the last table column."""
         return self.low + self.width - 1
 
+    def of_mask(self, mask: Array) -> tuple[slice, slice]:
+        """Rows and columns of a mask, whole along axes that broadcast."""
+        rows = slice(None) if mask.shape[-2] == 1 else slice(self.start, self.stop)
+        return rows, slice(None) if mask.shape[-1] == 1 else slice(self.first, self.end)
+
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
         return slide(x, n_keys=self.end - self.first, first=self.spare, xp=xp)
@@ -75,7 +80,8 @@ def _chunk_size(operands: Operands, visibility: Visibility) -> int:
     lead, bits = math.prod(q.shape[:-2]), 64 if "64" in str(q.dtype) else 32
     positions = visibility.positions() or (0, 0)
     keys = max(1, min(visibility.n_keys, positions[1] - positions[0] + 1))
-    size = SCRATCH_BYTES * 8 // (bits * max(1, lead) * keys)
+    where = "cpu" if "cpu" in str(device(q)).lower() else "other"
+    size = SCRATCH_BYTES[where] * 8 // (bits * max(1, lead) * keys)
     return max(16, min(512, 1 << max(size, 1).bit_length() - 1))
 
 
@@ -108,7 +114,7 @@ class Tables:
     def of(cls, operands: Operands, options: Options, *, xp: Namespace) -> Tables:
         """Transpose the tables into columns and extend them where that is cheap."""
         laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
-        low, high = min((chunk.low for chunk in laid), default=0), max((chunk.high for chunk in laid), default=0)
+        low, high = min([chunk.low for chunk in laid] or [0]), max([chunk.high for chunk in laid] or [0])
 
         def table(rows: Array | None) -> Table | None:
             if rows is None:
@@ -128,7 +134,9 @@ def _attend(
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
         out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
         return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
-    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    logits = hide(
+        chunk_logits(operands, options, tables, chunk, xp=xp), operands.mask, options.visibility, chunk, xp=xp
+    )
     dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
     weights, lse = softmax(logits, dead_rows=dead_rows, lse=options.return_lse, xp=xp)
     out = grouped_matmul(weights, v, xp=xp)
@@ -140,16 +148,14 @@ def _attend(
 
 
 def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace) -> Array:
-    """Return the logits of a chunk in absolute layout, ``-inf`` where a query may not see."""
+    """Return the logits of a chunk in absolute layout, softcapped, before masks."""
     q = operands.q[..., chunk.start : chunk.stop, :] * options.scale
     k = operands.k[..., chunk.first : chunk.end, :]
     logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)
     relative = _relative_terms(operands, options, tables, chunk, q, xp=xp)
     if relative is not None:
         logits = logits + chunk.absolute(relative, xp=xp)
-    if options.softcap is not None:
-        logits = xp.tanh(logits * (1 / options.softcap)) * options.softcap
-    return _masked(logits, operands.mask, options.visibility, chunk, xp=xp)
+    return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
 
 
 def _relative_terms(
@@ -161,23 +167,24 @@ def _relative_terms(
         if bias is None:
             return None
         return xp.broadcast_to(bias, (*bias.shape[:-2], chunk.stop - chunk.start, chunk.width))
-    if operands.rel_q is None and options.rel_scale == options.scale:
-        q = scaled_q
-    else:
-        rel_q = operands.q if operands.rel_q is None else operands.rel_q
-        q = rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
+    q = relative_queries(operands, options, chunk, scaled_q)
     product = tables.rel_k.product(q, chunk.low, chunk.high, xp=xp)
     return product if bias is None else product + bias
 
 
-def _masked(
-    logits: Array, mask: Array | None, visibility: Visibility, chunk: Chunk, *, xp: Namespace
-) -> Array:
+def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_q: Array) -> Array:
+    """Return the chunk's queries that meet ``rel_k``, scaled."""
+    if operands.rel_q is None and options.rel_scale == options.scale:
+        return scaled_q
+    rel_q = operands.q if operands.rel_q is None else operands.rel_q
+    return rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
+
+
+def hide(logits: Array, mask: Array | None, visibility: Visibility, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Add an additive mask, and put ``-inf`` where a query may not see."""
     visible = visibility.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(logits))
     if mask is not None:
-        rows = slice(None) if mask.shape[-2] == 1 else slice(chunk.start, chunk.stop)
-        columns = slice(None) if mask.shape[-1] == 1 else slice(chunk.first, chunk.end)
-        mask = mask[..., rows, columns]
+        mask = mask[(..., *chunk.of_mask(mask))]
         if xp.isdtype(mask.dtype, "bool"):
             allowed = mask
         else:
@@ -187,10 +194,14 @@ def _masked(
 
 
 def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:
-    """Cut the relative layout to positions that some query sees, and say which: rows of a table that nobody may see
-    are never multiplied, not even by zero."""
+    """Cut the relative layout to the positions that some query sees, and say which.
+
+    Rows of a table that nobody may see are never multiplied, not even by zero.
+    """
     lowest, highest = options.positions()
     low, high = max(chunk.low + (chunk.spare > 0), lowest), min(chunk.high, highest)
+    if low > high:
+        return relative[..., :0], low, high
     return relative[..., low - chunk.low : high - chunk.low + 1], low, high
 
 
@@ -200,5 +211,7 @@ def grouped_matmul(x: Array, y: Array, *, xp: Namespace) -> Array:
     if heads == groups:
         return xp.matmul(x, y)
     *lead, _, n, width = x.shape
-    product = xp.matmul(xp.reshape(x, (*lead, groups, heads // groups * n, width)), y)
-    return xp.reshape(product, (*lead, heads, n, y.shape[-1]))
+    split = xp.reshape(x, (*lead, groups, heads // groups, n, width))  # dask splits and merges one axis at a time
+    product = xp.matmul(xp.reshape(split, (*lead, groups, -1, width)), y)
+    split = xp.reshape(product, (*lead, groups, heads // groups, n, y.shape[-1]))
+    return xp.reshape(split, (*lead, heads, n, y.shape[-1]))

@@ -34,7 +34,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
     """Refuse an ``array`` of another library or on another device than ``first``."""
     if _namespace(name, array) is not xp:
         raise TypeError(
-            f"`{name}` must be an array of the library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
+            f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
         )
     here, there = array_api_compat.device(first), array_api_compat.device(array)
     if here != there:

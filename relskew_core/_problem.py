@@ -25,6 +25,19 @@ class Operands(NamedTuple):
     mask: Array | None  # boolean or additive, broadcasts to (..., H, Lq, Lk), at least two axes
 
 
+class Gradients(NamedTuple):
+    """Gradients of :func:`relskew_core.relative_attention`, by argument; ``None`` for absent and boolean ones."""
+
+    q: Array
+    k: Array
+    v: Array
+    rel_k: Array | None
+    rel_v: Array | None
+    rel_bias: Array | None
+    rel_q: Array | None
+    mask: Array | None
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is not an array."""
@@ -57,6 +70,27 @@ class Problem:
         x = x if self.heads else x[0, ...]
         dtype = self.dtype if dtype is None else dtype
         return x if x.dtype == dtype else self.xp.astype(x, dtype)
+
+    def operand(self, x: Array) -> Array:
+        """Bring an array of the caller's, shaped as the queries, into the kernels' form."""
+        x = x if self.heads else x[None, ...]
+        wide = self.operands.q.dtype
+        return x if x.dtype == wide else self.xp.astype(x, wide)
+
+    def gradients(self, gradients: Gradients, *, rel_bias: Array | None, mask: Array | None) -> Gradients:
+        """Bring the kernels' gradients into the shapes and the dtype of the caller's arrays."""
+        shapes = {"rel_bias": rel_bias, "mask": mask}
+
+        def own(name: str, x: Array | None) -> Array | None:
+            if x is None:
+                return None
+            if name in ("q", "k", "v", "rel_q"):
+                return self.result(x)
+            if name in shapes:
+                x = self.xp.reshape(x, shapes[name].shape)
+            return x if x.dtype == self.dtype else self.xp.astype(x, self.dtype)
+
+        return Gradients(*(own(name, x) for name, x in gradients._asdict().items()))
 
 
 def problem(
@@ -175,10 +209,12 @@ def check_tables(
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
-            raise ValueError(f"`{name}` must have shape (..., heads, length, width) or (length, width), got {describe(x)}")
+            raise ValueError(
+                f"`{name}` must have shape (..., heads, length, width) or (length, width), got {describe(x)}"
+            )
         if x.ndim != q.ndim or tuple(x.shape[:-3]) != tuple(q.shape[:-3]):
             raise ValueError(
-                f"`{name}` must have the leading axes of `q`, {tuple(q.shape[:-3])}, before its heads, got {describe(x)}"
+                f"`{name}` must have the leading axes of `q`, {tuple(q.shape[:-3])}, and its heads, got {describe(x)}"
             )
     if k.shape[-1] != q.shape[-1] or q.shape[-1] == 0:
         raise ValueError(f"`k` must have the width of `q`, {q.shape[-1]}, at least 1, got {describe(k)}")
@@ -194,7 +230,9 @@ def _check_rel_q(q: Array, rel_k: Array | None, rel_q: Array | None) -> None:
     if rel_k is None and rel_q is not None:
         raise ValueError(f"`rel_q` needs `rel_k`, got rel_k=None and {describe(rel_q)}")
     if rel_q is not None and tuple(rel_q.shape[:-1]) != tuple(q.shape[:-1]):
-        raise ValueError(f"`rel_q` must have the shape of `q`, {tuple(q.shape[:-1])}, before its width, got {describe(rel_q)}")
+        raise ValueError(
+            f"`rel_q` must have the shape of `q`, {tuple(q.shape[:-1])}, before its width, got {describe(rel_q)}"
+        )
     multiplied, name = (q, "q") if rel_q is None else (rel_q, "rel_q")
     if rel_k is not None and rel_k.shape[-1] != multiplied.shape[-1]:
         raise ValueError(f"`rel_k` must have the width of `{name}`, {multiplied.shape[-1]}, got {describe(rel_k)}")
@@ -203,7 +241,9 @@ def _check_rel_q(q: Array, rel_k: Array | None, rel_q: Array | None) -> None:
 def _check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
     check_companion("mask", mask, "q", q, xp=xp)
     if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
-        raise TypeError(f"`mask` must be boolean (True = may attend) or have the dtype of `q`, {q.dtype}, got {mask.dtype}")
+        raise TypeError(
+            f"`mask` must be boolean (True = may attend) or have the dtype of `q`, {q.dtype}, got {mask.dtype}"
+        )
     full = (*q.shape[:-1], k.shape[-2])
     fits = mask.ndim <= len(full) and all(
         have in (1, want) for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)

@@ -54,6 +54,10 @@ class Plan:
         whole = xp.concat(pieces, axis=-1) if len(pieces) > 1 else core
         return pad_last(whole, self.zeros_before, self.zeros_after, xp=xp)
 
+    def place(self, core: Array, rows: int, *, xp: Namespace) -> Array:
+        """Put (..., stop - start) columns where they belong among ``rows``, zeros elsewhere."""
+        return pad_last(core, self.start, rows - self.stop, xp=xp)
+
     def fold(self, wide: Array, *, xp: Namespace) -> Array:
         """Return the adjoint of :meth:`widen`: sum the planned columns into (..., stop - start)."""
         begin = self.zeros_before + self.edge_before
@@ -75,6 +79,8 @@ class Table:
     columns: Array
     left: int
     beyond: Beyond
+    extension: Plan | None = None  # how the columns came from the caller's table, if they were extended
+    rows: int = 0  # of the caller's table, if they were extended
 
     def plan(self, first: int, last: int) -> Plan:
         """Plan the positions ``first … last``."""
@@ -88,7 +94,15 @@ class Table:
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
         plan = self.plan(first, last)
-        return Table(plan.widen(self.columns[..., plan.start : plan.stop], xp=xp), -first, "zero")
+        columns = plan.widen(self.columns[..., plan.start : plan.stop], xp=xp)
+        return Table(columns, -first, "zero", plan, self.columns.shape[-1])
+
+    def gradient(self, columns: Array, *, xp: Namespace) -> Array:
+        """Turn the gradient of the columns into the gradient of the caller's table, (..., rows, D)."""
+        if self.extension is not None:
+            core = self.extension.fold(columns, xp=xp)
+            columns = self.extension.place(core, self.rows, xp=xp)
+        return xp.matrix_transpose(columns)
 
     def product(self, q: Array, first: int, last: int, *, xp: Namespace) -> Array:
         """Return ``q · e_r`` for ``r = first … last``: (..., n, D) -> (..., n, last - first + 1)."""
