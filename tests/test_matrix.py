@@ -1,0 +1,273 @@
+"""Every public function on every array library, against plain loops in float64.
+
+A case is named arrays and options. Every result must be of the library, dtype and device of its arguments and lie
+within the dtype's gate of the oracle, which is given the same rounded numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import oracles
+import relskew_core as relskew
+from libraries import GATES, LIBRARIES, Library
+from oracles import Floats
+from relskew_core import BlockSpec, Span
+
+BATCH, HEADS, DIM, VALUE_DIM = 2, 4, 4, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of the arrays by argument, booleans and vetoes by name, and the options."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def data(self) -> dict[str, NDArray[Any]]:
+        """Draw the arrays; a mask is boolean where its name says so, else additive with some ``-inf``."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        drawn: dict[str, NDArray[Any]] = {}
+        for name, shape in self.shapes.items():
+            drawn[name] = rng.standard_normal(shape)
+            if name == "mask":
+                hidden = rng.random(shape) < 0.4
+                drawn[name] = ~hidden if "boolean" in self.name else np.where(hidden, -np.inf, drawn[name])
+        return drawn
+
+
+def qkv(n: int, m: int, *, heads: int = HEADS, kv_heads: int = HEADS) -> dict[str, tuple[int, ...]]:
+    """Shapes of queries, keys and values."""
+    return {
+        "q": (BATCH, heads, n, DIM),
+        "k": (BATCH, kv_heads, m, DIM),
+        "v": (BATCH, kv_heads, m, VALUE_DIM),
+    }
+
+
+ATTENTION = [
+    Case("no tables", qkv(5, 7)),
+    Case("full", {**qkv(9, 9), "rel_k": (HEADS, 17, DIM)}),
+    Case("causal in chunks", {**qkv(11, 11), "rel_k": (HEADS, 11, DIM)}, {"causal": True, "chunk_size": 4}),
+    Case("causal, full table", {**qkv(6, 6), "rel_k": (11, DIM)}, {"causal": True, "span": Span.full(6)}),
+    Case("cross", {**qkv(5, 12), "rel_k": (HEADS, 17, DIM)}, {"span": Span(5, 11)}),
+    Case("one query of a cache", {**qkv(1, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 7}),
+    Case("chunk of a cache", {**qkv(3, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 5, "chunk_size": 2}),
+    Case(
+        "clip with relative values",
+        {**qkv(9, 10), "rel_k": (5, DIM), "rel_v": (5, VALUE_DIM)},
+        {"span": Span.clipped(2), "chunk_size": 4},
+    ),
+    Case(
+        "zero beyond, relative values by head",
+        {**qkv(8, 9), "rel_k": (HEADS, 5, DIM), "rel_v": (HEADS, 5, VALUE_DIM)},
+        {"span": Span(3, 1, "zero")},
+    ),
+    Case("window", {**qkv(12, 12), "rel_k": (6, DIM)}, {"window": (3, 2), "span": Span(3, 2), "chunk_size": 5}),
+    Case("left window, causal", {**qkv(12, 12), "rel_k": (4, DIM)}, {"window": (3, None), "causal": True}),
+    Case(
+        "local blocks",
+        {**qkv(13, 13), "rel_k": (HEADS, 8, DIM), "rel_v": (8, VALUE_DIM)},
+        {"causal": True, "block_size": 4, "chunk_size": 5},
+    ),
+    Case("grouped queries", {**qkv(7, 7, kv_heads=2), "rel_k": (HEADS, 7, DIM)}, {"causal": True, "chunk_size": 3}),
+    Case("bias by head", {**qkv(7, 8), "rel_bias": (HEADS, 15)}, {"span": Span(7, 7, "zero")}),
+    Case(
+        "shared bias, clipped",
+        {**qkv(8, 8), "rel_bias": (3,), "rel_k": (HEADS, 3, DIM)},
+        {"span": Span.clipped(1), "chunk_size": 3},
+    ),
+    Case(
+        "separate relative queries and scales",
+        {**qkv(6, 9), "rel_q": (BATCH, HEADS, 6, 5), "rel_k": (HEADS, 14, 5)},
+        {"span": Span(5, 8), "scale": 0.3, "rel_scale": 0.7, "chunk_size": 4},
+    ),
+    Case("boolean mask", {**qkv(7, 9), "mask": (BATCH, 1, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4}),
+    Case("boolean key padding", {**qkv(5, 9), "mask": (BATCH, 1, 1, 9)}, {"chunk_size": 2}),
+    Case("additive mask", {**qkv(7, 9), "mask": (HEADS, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4}),
+    Case("queries that see nothing", {**qkv(6, 4), "rel_k": (4, DIM)}, {"causal": True, "offset": -3}),
+    Case("softcap", {**qkv(6, 6), "rel_k": (6, DIM), "mask": (6, 6)}, {"causal": True, "softcap": 1.5}),
+    Case("no heads axis", {"q": (6, DIM), "k": (7, DIM), "v": (7, VALUE_DIM), "rel_k": (13, DIM)}),
+    Case("no batch axis", {"q": (2, 6, DIM), "k": (2, 6, DIM), "v": (2, 6, VALUE_DIM), "rel_k": (2, 11, DIM)}),
+    Case("two batch axes", {name: (2, *shape) for name, shape in qkv(4, 4).items()} | {"rel_k": (7, DIM)}),
+]
+
+LOGITS = [
+    Case("square", {"q": (HEADS, 7, DIM), "table": (HEADS, 13, DIM)}, {"n_keys": 7}),
+    Case("more keys", {"q": (BATCH, HEADS, 3, DIM), "table": (23, DIM)}, {"n_keys": 12}),
+    Case("one query", {"q": (1, DIM), "table": (9, DIM)}, {"n_keys": 5}),
+    Case("one key", {"q": (5, DIM), "table": (9, DIM)}, {"n_keys": 1}),
+    Case("causal", {"q": (HEADS, 6, DIM), "table": (HEADS, 6, DIM)}, {"n_keys": 6, "causal": True}),
+    Case("causal cache", {"q": (HEADS, 2, DIM), "table": (6, DIM)}, {"n_keys": 6, "offset": 4, "causal": True}),
+    Case("clip", {"q": (HEADS, 9, DIM), "table": (5, DIM)}, {"n_keys": 8, "span": Span.clipped(2)}),
+    Case("zero", {"q": (HEADS, 9, DIM), "table": (4, DIM)}, {"n_keys": 8, "span": Span(1, 2, "zero")}),
+    Case("all before", {"q": (HEADS, 3, DIM), "table": (5, DIM)}, {"n_keys": 4, "offset": 20, "span": Span.clipped(2)}),
+    Case("all after", {"q": (3, DIM), "table": (5, DIM)}, {"n_keys": 4, "offset": -20, "span": Span(2, 2, "zero")}),
+]
+
+VALUES = [
+    Case("square", {"weights": (HEADS, 7, 7), "table": (HEADS, 13, VALUE_DIM)}),
+    Case("more keys", {"weights": (BATCH, HEADS, 3, 12), "table": (23, VALUE_DIM)}),
+    Case("one query", {"weights": (1, 5), "table": (9, VALUE_DIM)}),
+    Case("causal cache", {"weights": (HEADS, 2, 6), "table": (6, VALUE_DIM)}, {"offset": 4, "causal": True}),
+    Case("clip", {"weights": (HEADS, 9, 8), "table": (5, VALUE_DIM)}, {"span": Span.clipped(2)}),
+    Case("zero", {"weights": (HEADS, 9, 8), "table": (4, VALUE_DIM)}, {"span": Span(1, 2, "zero")}),
+]
+
+BLOCKS = [
+    pytest.param(BlockSpec(8, 2, Span.causal(9), causal=True), id="causal"),
+    pytest.param(BlockSpec(8, 2, Span.full(9), shared_table=True, bias=False), id="full, shared table, no bias"),
+    pytest.param(BlockSpec(8, 4, Span.clipped(3), num_kv_heads=2, rel_values=True), id="clip with values, grouped"),
+    pytest.param(BlockSpec(8, 2, Span.full(9), cross=True, head_dim=3), id="cross, own head width"),
+    pytest.param(BlockSpec(8, 2, Span.causal(6), causal=True, block_size=3), id="local blocks"),
+    pytest.param(BlockSpec(8, 2, Span(2, 1), window=(2, 1)), id="window"),
+]
+
+every_dtype = pytest.mark.parametrize(
+    ("library", "dtype"),
+    [
+        pytest.param(library, dtype, id=f"{library}-{dtype}", marks=[pytest.mark.gpu] if library.gpu else [])
+        for library in LIBRARIES
+        for dtype in library.dtypes
+    ],
+    indirect=["library"],
+)
+
+
+def cases(given: list[Case]) -> pytest.MarkDecorator:
+    """Parametrise a test over cases, with their names as ids."""
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in given])
+
+
+def draw(library: Library, case: Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the arrays of a case, and the same rounded numbers for the oracle."""
+    arrays = {
+        name: library.asarray(data, None if data.dtype == np.bool_ else dtype) for name, data in case.data().items()
+    }
+    return arrays, {name: library.to_numpy(array) for name, array in arrays.items()}
+
+
+def check(library: Library, actual: Any, expected: Floats, *, dtype: str, gate: str | None = None) -> None:
+    """Check library, device, dtype and numbers of a result."""
+    assert isinstance(actual, library.array_type())
+    assert array_api_compat.device(actual) == library.device()
+    assert str(actual.dtype).rpartition(".")[2] == dtype
+    assert oracles.relative_error(library.to_numpy(actual), expected) <= GATES[gate or dtype]
+
+
+def accumulated_in(dtype: str) -> str:
+    """Dtype of a log-sum-exp: half precision is accumulated in float32."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+@every_dtype
+@cases(ATTENTION)
+def test_relative_attention(library: Library, dtype: str, case: Case) -> None:
+    arrays, numbers = draw(library, case, dtype)
+    out, lse = library.call(relskew.relative_attention, arrays, return_lse=True, **case.options)
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    expected = oracles.relative_attention(**numbers, **options)
+    check(library, out, expected.out, dtype=dtype)
+    check(library, lse, expected.lse, dtype=accumulated_in(dtype), gate=dtype)
+
+
+@every_dtype
+@cases(LOGITS)
+def test_relative_logits(library: Library, dtype: str, case: Case) -> None:
+    arrays, numbers = draw(library, case, dtype)
+    actual = library.call(relskew.relative_logits, arrays, **case.options)
+    check(library, actual, oracles.relative_logits(**numbers, **case.options), dtype=dtype)
+
+
+@every_dtype
+@cases(VALUES)
+def test_relative_values(library: Library, dtype: str, case: Case) -> None:
+    arrays, numbers = draw(library, case, dtype)
+    actual = library.call(relskew.relative_values, arrays, **case.options)
+    check(library, actual, oracles.relative_values(**numbers, **case.options), dtype=dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 5), (5, 1), (4, 4), (3, 6), (6, 3)])
+def test_skew_and_unskew(library: Library, dtype: str, n: int, m: int) -> None:
+    arrays, numbers = draw(library, Case(f"skew {n} {m}", {"x": (2, n, n + m - 1), "s": (2, n, m)}), dtype)
+    skewed = library.call(relskew.skew, {"x": arrays["x"]})
+    unskewed = library.call(relskew.unskew, {"s": arrays["s"]})
+    check(library, skewed, oracles.skew(numbers["x"]), dtype=dtype)
+    check(library, unskewed, oracles.unskew(numbers["s"]), dtype=dtype)
+
+
+@every_dtype
+def test_merge_attention(library: Library, dtype: str) -> None:
+    """Three parts, one of which some queries do not see; the last query sees no key at all."""
+    rng = np.random.default_rng(3)
+    outs, lses = rng.standard_normal((3, 2, 5, VALUE_DIM)), 3 * rng.standard_normal((3, 2, 5))
+    lses[0, :, 1:3], lses[:, :, 4] = -np.inf, -np.inf
+    arrays = (
+        [library.asarray(out, dtype) for out in outs],
+        [library.asarray(lse, accumulated_in(dtype)) for lse in lses],
+    )
+    numbers = [[library.to_numpy(array) for array in part] for part in arrays]
+    out, lse = library.call(relskew.merge_attention, dict(zip(("outs", "lses"), arrays, strict=True)))
+    expected = oracles.merge_attention(*numbers)
+    check(library, out, expected.out, dtype=dtype)
+    check(library, lse, expected.lse, dtype=accumulated_in(dtype), gate=dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("spec", BLOCKS)
+def test_attention_block(library: Library, dtype: str, spec: BlockSpec) -> None:
+    shapes = {"x": (2, 7, spec.embed_dim), **({"memory": (2, 9, spec.embed_dim)} if spec.cross else {})}
+    arrays, numbers = draw(library, Case("block", {**shapes, **spec.weight_shapes()}), dtype)
+    inputs = {name: arrays.pop(name) for name in shapes}
+    y = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
+    expected, _, _ = block_oracle(spec, {name: numbers.pop(name) for name in shapes}, numbers)
+    check(library, y, expected, dtype=dtype)
+
+
+@every_dtype
+def test_attention_block_with_a_cache(library: Library, dtype: str) -> None:
+    spec = BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2)
+    shapes = {"x": (2, 3, 8), "past_k": (2, 2, 5, 2), "past_v": (2, 2, 5, 2)}
+    arrays, numbers = draw(library, Case("cache", {**shapes, **spec.weight_shapes()}), dtype)
+    inputs = {"x": arrays.pop("x"), "past": (arrays.pop("past_k"), arrays.pop("past_v"))}
+    y, (keys, values) = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
+    known = {"x": numbers.pop("x"), "past": (numbers.pop("past_k"), numbers.pop("past_v"))}
+    for actual, expected in zip((y, keys, values), block_oracle(spec, known, numbers), strict=True):
+        check(library, actual, expected, dtype=dtype)
+
+
+def block_oracle(spec: BlockSpec, inputs: dict[str, Any], weights: dict[str, Floats]) -> tuple[Floats, Floats, Floats]:
+    """Give the oracle what it needs of a spec."""
+    return oracles.attention_block(
+        **inputs,
+        weights=weights,
+        span=spec.span,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        causal=spec.causal,
+        window=spec.window,
+        block_size=spec.block_size,
+    )
+
+
+def test_the_same_initial_weights_in_every_library(library: Library) -> None:
+    """Bit for bit: the numbers are drawn in Python, not by the library."""
+    spec = BlockSpec(8, 2, Span.causal(5), causal=True, rel_values=True)
+    if library.module == "dask" or "second device" in library.name or library.gpu:
+        pytest.skip("arrays of `init_weights` lie on the library's default device; dask's namespace is dask.array")
+    weights = relskew.init_weights(spec, seed=1, xp=importlib.import_module(library.module))
+    expected = relskew.init_weights(spec, seed=1, xp=np)
+    assert weights.keys() == expected.keys()
+    for key, weight in weights.items():
+        assert isinstance(weight, library.array_type())
+        assert np.array_equal(library.to_numpy(weight), expected[key])
