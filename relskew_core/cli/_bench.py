@@ -14,7 +14,7 @@ from rich.text import Text
 from relskew_core import Span, papers, relative_attention
 from relskew_core.cli._console import as_bytes, as_time
 from relskew_core.cli._libraries import Library
-from relskew_core.cli._measure import measure
+from relskew_core.cli._measure import Measured, measure
 
 HEADS, DIM, CLIP, DTYPE = 4, 64, 64, "float32"
 REPEATS = 3
@@ -65,20 +65,18 @@ def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = la
             q, k, v = (library.make(a, DTYPE) for a in rng.standard_normal((3, HEADS, length, DIM)))
             for kind, (rows, methods) in KINDS.items():
                 table = library.make(rng.standard_normal((rows(length), DIM)), DTYPE)
-                results = {}
-                for name, method in methods.items():
-                    function = library.compiled(method)
-                    results[name] = measure(
-                        lambda function=function, table=table: library.finish(function(q, k, v, table)),
-                        repeats=REPEATS,
-                        peak_of=library.peak_of,
-                    )
+                results = {name: _measured(library, method, (q, k, v, table)) for name, method in methods.items()}
                 ours = library.to_numpy(results["relskew"].value)
                 for name, got in results.items():
                     difference = np.linalg.norm(library.to_numpy(got.value) - ours) / np.linalg.norm(ours)
                     about = (library.name, library.device, kind, name, length)
                     entries.append(Entry(*about, got.seconds, got.peak, float(difference)))
     return entries
+
+
+def _measured(library: Library, method: Method, arrays: tuple[Any, ...]) -> Measured:
+    function = library.compiled(method)
+    return measure(lambda: library.finish(function(*arrays)), repeats=REPEATS, peak_of=library.peak_of)
 
 
 def to_dict(entries: list[Entry]) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def to_dict(entries: list[Entry]) -> dict[str, Any]:
 
 def show(entries: list[Entry], console: Console) -> None:
     """Print the measurements, each beside ours."""
-    title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: best of {REPEATS}"
+    title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: best of up to {REPEATS}"
     table = Table(title=title, title_justify="left")
     for name in ("library", "device", "length", "kind", "method"):
         table.add_column(name, justify="right" if name == "length" else "left", no_wrap=True)

@@ -67,7 +67,8 @@ def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
 
 def table_rows(weights: Mapping[str, Any] | None) -> int | None:
     """Return the rows of the table ``rel_k``, if there is one with rows."""
-    shape = getattr((weights or {}).get("rel_k"), "shape", ())
+    table = None if weights is None else weights.get("rel_k")
+    shape: tuple[int, ...] = () if table is None else tuple(table.shape)
     return int(shape[-2]) if len(shape) > 1 else None
 
 
@@ -86,7 +87,8 @@ def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: C
     grid.add_row("weights", origin)
     opset = ", ".join(f"opset {entry.version}" for entry in model.opset_import)
     nodes = count(len(model.graph.node), "node")
-    grid.add_row("graph", f"profile {metadata.get('relskew.profile')}, {opset}, {metadata.get('relskew.dtype')}, {nodes}")
+    profile, dtype = metadata.get("relskew.profile"), metadata.get("relskew.dtype")
+    grid.add_row("graph", f"profile {profile}, {opset}, {dtype}, {nodes}")
     for name, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         grid.add_row(name, "\n".join(_signature(value) for value in values))
     if model.doc_string:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relskew_core.cli._errors import reason
+from relskew_core.cli._errors import CliError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,20 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[Library], list[Missing]]
         except Exception as error:  # a broken driver raises what it likes: its reason belongs in the table
             missing.append(Missing(name, why_not(name, error)))
     return found, missing
+
+
+def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[Library]:
+    """Return the libraries of these names; one that is missing is an error if a person ``named`` it."""
+    for name in names:
+        if name not in PROBES:
+            raise CliError(f"--library must be one of {', '.join(PROBES)}, got {name!r}")
+    found, missing = libraries(names)
+    for one in missing:
+        if named and one.name in names:
+            raise CliError(f"{one.name}: {one.reason}")
+    if not found:
+        raise CliError("there is no array library: pip install 'relskew[numpy]'")
+    return found
 
 
 def why_not(name: str, error: Exception) -> str:

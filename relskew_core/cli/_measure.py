@@ -12,6 +12,7 @@ from typing import Any
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+ENOUGH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,27 @@ class Measured:
 def measure(
     call: Callable[[], Any], *, repeats: int, peak_of: Callable[[Callable[[], Any]], int | None] | None = None
 ) -> Measured:
-    """Call once to warm up, once for the memory and ``repeats`` times for the best time.
+    """Call once to warm up, once for the memory and up to ``repeats`` times for the best time.
 
     Parameters
     ----------
     call : callable
         Returns when its result is there (a device's queue is drained).
     repeats : int
-        How often to time it.
+        How often to time it; less often once ``ENOUGH`` seconds are spent.
     peak_of : callable, optional
         Returns the peak memory of a call in bytes; that of the process's resident memory by default.
     """
     value = call()
     peak = (resident_peak if peak_of is None else peak_of)(call)
-    seconds = float("inf")
+    seconds, spent = float("inf"), 0.0
     for _ in range(repeats):
         start = time.perf_counter()
         call()
-        seconds = min(seconds, time.perf_counter() - start)
+        took = time.perf_counter() - start
+        seconds, spent = min(seconds, took), spent + took
+        if spent > ENOUGH:
+            break
     return Measured(value, seconds, peak)
 
 

@@ -51,7 +51,7 @@ def melodies() -> dict[str, Melody]:
     """Return the melodies in the package's data, by name."""
     data = json.loads(resources.files("relskew_core.cli").joinpath("data/melodies.json").read_text("utf-8"))
     return {
-        name: Melody(name, *(one[key] for key in ("title", "source", "rights")), tuple((p, d) for p, d in one["notes"]))
+        name: Melody(name, one["title"], one["source"], one["rights"], tuple((p, d) for p, d in one["notes"]))
         for name, one in data["melodies"].items()
     }
 
@@ -76,11 +76,11 @@ def features(tune: Melody) -> F64:
         row[len(pitches) + durations.index(duration)] = 0.5
     shifted = [np.concatenate([np.zeros((back, own.shape[1])), own[: len(own) - back]]) for back in range(CONTEXT)]
     joined = np.concatenate(shifted, axis=1)
-    return joined / np.linalg.norm(joined, axis=1).max()
+    return np.asarray(joined / np.linalg.norm(joined, axis=1).max())
 
 
 def recurrence(embedded: F64) -> F64:
-    """Count, for each relative position ``-(n-1) … 0`` and feature, how often it recurs beyond chance: ``(n, features)``.
+    """Count how often each feature recurs beyond chance at the relative positions ``-(n-1) … 0``: ``(n, features)``.
 
     A feature that ``p`` notes have among those with a partner at the distance ``r``, and ``m`` of them with that
     feature too, gets ``(m + c) / (p + 1) - c``, where ``c`` is the share of the notes that have it: pairs are counted

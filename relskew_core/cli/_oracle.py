@@ -1,4 +1,4 @@
-"""The attention block once more, in float64 NumPy from the formulas: it shares nothing with the library but the spec."""
+"""The attention block once more, in float64 NumPy: it shares nothing with the library but the spec."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def picture(tune: Melody) -> Picture:
     # One head: the leading axis of the table is the heads'. Both layouts hold the same numbers.
     before = scale * (q @ weights["rel_k"][0].T)[0]
     after = scale * relative_logits(q, weights["rel_k"], spec.span, n_keys=n, causal=True)[0]
-    attention = attention_block(x, weights, spec)[0, :, -n:]
+    attention = np.asarray(attention_block(x, weights, spec))[0, :, -n:]
     i, c = np.indices((n, n))
     hidden = c > i
     return Picture(
@@ -81,6 +81,13 @@ def stripes(tune: Melody, shortest: int = SHORTEST) -> list[Stripe]:
                 found.append(Stripe(lag, i - run, run))
             run = 0
     return sorted(found, key=lambda stripe: (-stripe.length, stripe.lag))
+
+
+def main_stripes(shown: Picture) -> list[Stripe]:
+    """Return the repetitions worth a mark: all if they are few, else those at least half as long as the longest."""
+    if len(shown.stripes) <= 3:
+        return shown.stripes
+    return [stripe for stripe in shown.stripes if 2 * stripe.length >= shown.stripes[0].length]
 
 
 def panels(shown: Picture) -> list[tuple[str, str, F64, float]]:

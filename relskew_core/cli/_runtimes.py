@@ -1,4 +1,4 @@
-"""The ONNX runtimes of this machine, each as a function from a model to a function from inputs to outputs."""
+"""The ONNX runtimes of this machine, each with the export profile made for it."""
 
 from __future__ import annotations
 
@@ -10,67 +10,46 @@ from typing import Any
 
 from relskew_core.cli._libraries import ALL, Missing, why_not
 
-Feeds = dict[str, Any]
-Session = Callable[[Feeds], list[Any]]
+Session = Callable[[dict[str, Any]], list[Any]]
 DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """An ONNX runtime on one device, with the export profile made for it."""
+    """An ONNX runtime on one device; ``key`` and ``provider`` are what ``relskew_core.export`` calls them."""
 
     name: str
     device: str
     version: str
     profile: str
     dtypes: tuple[str, ...]
-    load: Callable[[Any], Session]
+    key: str
+    provider: str = ""
+
+    def load(self, model: Any) -> Session:
+        """Return a function from inputs by name to the outputs in order."""
+        export = importlib.import_module("relskew_core.export._runtimes")
+        runner = export.opener(self.key)(export.Source(model, None), self.provider)
+        if runner.misplaced:
+            raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")
+        return runner.run  # type: ignore[no-any-return]
 
 
 def _onnxruntime() -> Iterator[Runtime]:
     ort = importlib.import_module("onnxruntime")
-
-    def on(provider: str) -> Runtime:
-        options = [{"use_tf32": "0"}] if provider == "CUDAExecutionProvider" else [{}]
-
-        def load(model: Any) -> Session:
-            quiet = ort.SessionOptions()
-            quiet.log_severity_level = 3
-            session = ort.InferenceSession(model.SerializeToString(), quiet, [provider], options)
-            if session.get_providers()[0] != provider:
-                raise RuntimeError(f"onnxruntime did not take {provider}, it took {session.get_providers()[0]}")
-            return lambda feeds: list(session.run(None, feeds))
-
-        return Runtime("onnxruntime", DEVICES[provider], ort.__version__, "ort", ALL[:3], load)
-
     for provider in ort.get_available_providers():
         if provider in DEVICES:
-            yield on(provider)
+            yield Runtime("onnxruntime", DEVICES[provider], ort.__version__, "ort", ALL[:3], "onnxruntime", provider)
 
 
 def _reference() -> Iterator[Runtime]:
     onnx = importlib.import_module("onnx")
-    evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator
-
-    def load(model: Any) -> Session:
-        session = evaluator(model)
-        return lambda feeds: list(session.run(None, feeds))
-
-    yield Runtime("onnx reference", "cpu", onnx.__version__, "ort", ALL[:2], load)
+    yield Runtime("onnx reference", "cpu", onnx.__version__, "ort", ALL[:2], "reference")
 
 
 def _openvino() -> Iterator[Runtime]:
     openvino = _quietly_imported_openvino()
-
-    def load(model: Any) -> Session:
-        core = openvino.Core()
-        # Some CPUs compute in bfloat16 unless told otherwise.
-        compiled = core.compile_model(
-            core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-        )
-        return lambda feeds: [result.copy() for result in compiled(feeds).to_tuple()]
-
-    yield Runtime("openvino", "cpu", openvino.__version__.partition("-")[0], "portable", ("float32",), load)
+    yield Runtime("openvino", "cpu", openvino.__version__.partition("-")[0], "portable", ("float32",), "openvino")
 
 
 def _quietly_imported_openvino() -> Any:
@@ -98,9 +77,10 @@ def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
     if not wanted:
         return [], []
     try:
-        importlib.import_module("onnx")
-    except ImportError:
-        return [], [Missing(name, "needs onnx, which is not installed: pip install 'relskew[onnx]'") for name in wanted]
+        importlib.import_module("relskew_core.export")
+    except ImportError as error:
+        reason = f"the export needs {error.name}: pip install 'relskew[onnx]'"
+        return [], [Missing(name, reason) for name in wanted]
     found: list[Runtime] = []
     missing: list[Missing] = []
     for name, probe in wanted.items():

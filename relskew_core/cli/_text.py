@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relskew_core.cli._console import count
-from relskew_core.cli._picture import Picture, Stripe, panels
+from relskew_core.cli._picture import Picture, main_stripes, panels
 
 F64 = NDArray[np.float64]
 SHADES = "·░▒▓█"
@@ -85,7 +85,7 @@ def _block(title: str, legend: str, values: F64, marks: tuple[str, str], width: 
 
 
 def _marks(shown: Picture) -> list[tuple[str, str]]:
-    """Return two lines under each panel: arrows and numbers, of the stripes' columns before the skew, of notes after."""
+    """Return two lines for under each panel, arrows and numbers: of stripes before the skew, of notes after it."""
     n = len(shown.tune.notes)
     lags = {n - 1 - stripe.lag: f"-{stripe.lag}" for stripe in main_stripes(shown)}
     notes = {j: str(j + 1) for j in range(0, n, 14)}
@@ -102,16 +102,12 @@ def _scale(labels: dict[int, str], n: int) -> tuple[str, str]:
     return "".join(arrows), "".join(numbers[:n])
 
 
-def main_stripes(shown: Picture) -> list[Stripe]:
-    """Return the repetitions worth a mark: at least half as long as the longest."""
-    return [stripe for stripe in shown.stripes if 2 * stripe.length >= shown.stripes[0].length]
-
-
 def _explanation(shown: Picture) -> Text:
     text = Text()
     for stripe in main_stripes(shown):
         last = stripe.first + stripe.length
-        text.append(f"Notes {stripe.first + 1}–{last} repeat notes {stripe.first - stripe.lag + 1}–{last - stripe.lag}: ")
+        earlier = f"{stripe.first - stripe.lag + 1}–{last - stripe.lag}"
+        text.append(f"Notes {stripe.first + 1}–{last} repeat notes {earlier}: ")
         text.append(f"the column r = -{stripe.lag} before the skew is the diagonal j = i - {stripe.lag} after it. ")
         text.append(f"Attention along it {shown.on_stripe(stripe):.0%}", style="bold")
         text.append(f", by chance {shown.by_chance(stripe):.0%}.\n")

@@ -95,11 +95,9 @@ def plan(
         few = not (every or dtypes or case_names or dtype == "float32")
         return [known[name] for name in (FEW if few else case_names or known)]
 
-    steps: list[tuple[Library | Runtime, str, list[Case]]] = [
-        (backend, dtype, chosen(dtype))
-        for backend in (*found, *more)
-        for dtype in dtypes or GATES
-        if dtype in backend.dtypes
+    backends: list[Library | Runtime] = [*found, *more]
+    steps = [
+        (backend, dtype, chosen(dtype)) for backend in backends for dtype in dtypes or GATES if dtype in backend.dtypes
     ]
     return Plan(steps, [*missing, *more_missing])
 
@@ -157,9 +155,7 @@ def _on_library(library: Library, dtype: str, case: Case, given: Inputs) -> tupl
 
 def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: Inputs) -> tuple[list[Any], float, int | None]:
     export = importlib.import_module("relskew_core.export")
-    model = export.to_onnx(
-        case.spec, given.weights, profile=runtime.profile, dtype=dtype, past=given.past is not None
-    )
+    model = export.to_onnx(case.spec, given.weights, profile=runtime.profile, dtype=dtype, past=given.past is not None)
     session = runtime.load(model)
 
     def block(x: Any, memory: Any, past: Any) -> Any:

@@ -1,0 +1,236 @@
+"""The commands and their options; what they do is in the other files, imported when it is asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from relskew_core.cli._console import count, output, progress
+from relskew_core.cli._errors import CliError, need, reason
+
+app = typer.Typer(
+    name="relskew",
+    help="Relative-position attention: see what this machine has, check it, export a block to ONNX and validate it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Names = list[str] | None
+Weights = Annotated[Path | None, typer.Option(help="A .npz, .safetensors or .pt file with the block's weights.")]
+Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
+Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line: every failure becomes one line on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(args=argv, prog_name="relskew", standalone_mode=False)
+    except typer.Abort:
+        print("relskew: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # A usage error knows how to say which option is meant.
+        told = error.format_message() if isinstance(error, typer.TyperException) else reason(error)
+        print(f"relskew: error: {' '.join(told.split())}", file=sys.stderr)
+        return 2
+    return int(status or 0)
+
+
+@app.callback(invoke_without_command=True)
+def about(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Print the help, or the version."""
+    if version:
+        from relskew_core import __version__
+
+        print(f"relskew {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def info(as_json: Json = False) -> int:
+    """Show versions, array libraries, devices, native paths and ONNX runtimes."""
+    from relskew_core.cli import _info
+
+    facts = _info.gather()
+    if as_json:
+        _print_json(facts)
+    else:
+        _info.show(facts, output())
+    return 0
+
+
+@app.command()
+def verify(
+    library: Annotated[Names, typer.Option(help="Only this library or runtime; can be repeated.")] = None,
+    dtype: Annotated[Names, typer.Option(help="Only this dtype, with every case; can be repeated.")] = None,
+    case: Annotated[Names, typer.Option(help="Only this case; can be repeated.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every case in every dtype, each on its own line.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Run one block on every array library and ONNX runtime here, against float64."""
+    from relskew_core.cli import _verify, _verify_table
+
+    what = _verify.plan(tuple(library or ()), tuple(dtype or ()), tuple(case or ()), every=every)
+    with progress("verify", len(what.steps)) as tell:
+        found = _verify.verify(what, tell)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _verify_table.show(found, output(), every=every or bool(case))
+    return 0 if found.ok else 1
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="Where to write the model.")],
+    embed_dim: Annotated[int, typer.Option(help="Width of the inputs and of the output.")],
+    num_heads: Annotated[int, typer.Option(help="Number of query heads.")],
+    length: Annotated[int | None, typer.Option(help="The table serves inputs up to this length.")] = None,
+    clip: Annotated[int | None, typer.Option(help="The table reaches this far; its edges serve beyond it.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Number of key heads, for grouped queries.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head; embed-dim / num-heads by default.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Local attention in blocks of this size.")] = None,
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key of its future.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False,
+    rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False,
+    shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False,
+    no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
+    weights: Weights = None,
+    prefix: Prefix = "",
+    seed: Seed = None,
+    profile: Annotated[str, typer.Option(help="ort, portable or trt: the runtimes that it is for.")] = "ort",
+    opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Trim the table to inputs up to this length.")] = None,
+    past: Annotated[bool, typer.Option("--past", help="With a cache of keys and values, for decoding.")] = False,
+    mask: Annotated[bool, typer.Option("--mask", help="With a boolean mask as an input.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> int:
+    """Write an attention block as an ONNX model."""
+    need("onnx", "onnx", "exporting")
+    from relskew_core import BlockSpec
+    from relskew_core.cli import _export
+    from relskew_core.cli._weights import chosen_weights, load_weights
+    from relskew_core.export import save, to_onnx
+
+    limits = _export.parse_window(window)
+    rows = _export.table_rows(load_weights(weights, prefix) if weights else None)
+    span = _export.choose_span(_export.SpanOptions(length, clip, causal, limits, block_size), rows)
+    spec = BlockSpec(
+        embed_dim,
+        num_heads,
+        span,
+        num_kv_heads=num_kv_heads,  # type: ignore[arg-type]
+        head_dim=head_dim,  # type: ignore[arg-type]
+        causal=causal,
+        cross=cross,
+        window=limits,
+        block_size=block_size,
+        shared_table=shared_table,
+        rel_values=rel_values,
+        bias=not no_bias,
+    )
+    arrays, origin = chosen_weights(spec, weights, prefix, seed)
+    model = to_onnx(
+        spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask
+    )
+    written = save(model, path, overwrite=overwrite)
+    console = output()
+    _export.show_export(written, model, spec, origin, console)
+    options = f" --weights {weights}" if weights else f" --seed {seed}" if seed else ""
+    options += f" --prefix {prefix}" if prefix else ""
+    console.print(f"[bold]next[/bold]     relskew validate {written}{options}", soft_wrap=True)
+    return 0
+
+
+@app.command()
+def validate(
+    path: Annotated[Path, typer.Argument(help="A model that relskew exported.")],
+    weights: Weights = None,
+    prefix: Prefix = "",
+    seed: Seed = None,
+    provider: Annotated[Names, typer.Option(help="onnxruntime provider: cpu, cuda …; can be repeated.")] = None,
+    runtime: Annotated[Names, typer.Option(help="onnxruntime, reference or openvino; can be repeated.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Run a model over a sweep of inputs and compare it with float64."""
+    from relskew_core.cli import _export
+    from relskew_core.cli._weights import chosen_weights
+
+    spec = _export.spec_of_model(path)
+    arrays, origin = chosen_weights(spec, weights, prefix, seed)
+    from relskew_core.export import validate as validate_model
+
+    with progress(f"validate {path.name}", 1) as tell:
+        tell("")
+        report = validate_model(
+            path,
+            spec,
+            arrays,
+            providers=tuple(provider or ("CPUExecutionProvider",)),
+            runtimes=tuple(runtime or ("onnxruntime",)),
+        )
+    if as_json:
+        print(report.to_json())
+    else:
+        console = output()
+        console.print(f"{path}: {_export.describe_block(spec)}; weights {origin}", soft_wrap=True)
+        console.print(report.table(), soft_wrap=True, markup=False)
+        failed = f"not ok: {len(report.failures)} of {count(len(report.checks), 'check')} failed"
+        console.print("ok" if report.ok else failed, style="bold green" if report.ok else "bold red")
+    return 0 if report.ok else 1
+
+
+@app.command()
+def bench(
+    length: Annotated[list[int] | None, typer.Option(help="Length to try; can be repeated.", min=1)] = None,
+    library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Time the published algorithms beside ours, shortly; the large benchmark is in benchmarks/."""
+    from relskew_core.cli import _bench
+    from relskew_core.cli._libraries import chosen_libraries
+
+    lengths = length or list(_bench.LENGTHS)
+    found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
+    entries = []
+    with progress("bench", len(found) * len(lengths)) as tell:
+        for one in found:
+            entries += _bench.bench(one, lengths, tell)
+    if as_json:
+        _print_json(_bench.to_dict(entries))
+    else:
+        _bench.show(entries, output())
+    return 0
+
+
+@app.command()
+def demo(
+    tune: Annotated[str, typer.Option(help="ah-vous-dirai-je, nun-danket or o-haupt.")] = "ah-vous-dirai-je",
+    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file too.")] = None,
+    model: Annotated[Path, typer.Option(help="Where to write the tune's block.")] = Path("demo-output/melody.onnx"),
+    picture_only: Annotated[bool, typer.Option("--picture-only", help="Show the picture and nothing else.")] = False,
+) -> int:
+    """Verify this machine, show what the skew does to a melody, export its block and validate it."""
+    from relskew_core.cli import _demo
+
+    return _demo.demo(tune, png=png, model_path=model, picture_only=picture_only, console=output())
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts, indent=2, allow_nan=False))
+
+
+__all__ = ["CliError", "app", "run"]
