@@ -1,0 +1,220 @@
+"""Biases by relative position: buckets, slopes, and the matrix that is a view."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oracles
+from libraries import GATES, Library
+from relskew_core import (
+    Span,
+    alibi_bias,
+    deberta_buckets,
+    proximal_bias,
+    relative_attention,
+    t5_buckets,
+    toeplitz,
+)
+
+SPANS = [Span(6, 6), Span(2, 1, "clip"), Span(1, 2, "zero"), Span(0, 0, "clip"), Span(9, 0, "zero"), Span(0, 9, "clip")]
+
+
+def expected(bias: Any, span: Span, n: int, m: int, offset: int = 0, *, causal: bool = False) -> Any:
+    """The matrix, one number at a time."""
+    s = np.zeros((*bias.shape[:-1], n, m))
+    for i, j in itertools.product(range(n), range(m)):
+        r = j - i - offset
+        row = None if causal and r > 0 else oracles.row_of(r, span)
+        s[..., i, j] = 0.0 if row is None else bias[..., row]
+    return s
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_toeplitz_is_the_formula(library: Library, span: Span, causal: bool) -> None:
+    bias = np.random.default_rng(0).standard_normal((2, span.rows))
+    for n, m, offset in [(4, 4, 0), (1, 5, 2), (5, 1, 0), (3, 4, 1), (2, 3, -3)]:
+        want = expected(bias, span, n, m, offset, causal=causal)
+        options = {"span": span, "n_queries": n, "n_keys": m, "offset": offset, "causal": causal}
+        got = library.call(toeplitz, {"bias": library.asarray(bias, "float64")}, **options)
+        assert isinstance(got, library.array_type())
+        np.testing.assert_array_equal(library.to_numpy(got), want)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(-8, 8), st.sampled_from(["clip", "zero"]), st.booleans())
+def test_toeplitz_of_any_shape(n: int, m: int, offset: int, beyond: Any, causal: bool) -> None:
+    span = Span(3, 2, beyond)
+    bias = np.arange(1.0, 7.0)
+    got = toeplitz(bias, span, n_queries=n, n_keys=m, offset=offset, causal=causal)
+    np.testing.assert_array_equal(got, expected(bias, span, n, m, offset, causal=causal))
+
+
+def test_toeplitz_of_numpy_is_a_read_only_view() -> None:
+    bias = np.arange(7.0)
+    matrix = toeplitz(bias, n_queries=4, n_keys=4)
+    assert np.shares_memory(matrix, bias)
+    with pytest.raises(ValueError, match="read-only"):
+        matrix[0, 0] = 1.0
+
+
+def test_toeplitz_keeps_integers_and_any_leading_axes() -> None:
+    bias = np.arange(30).reshape(2, 3, 5)
+    matrix = toeplitz(bias, n_queries=3, n_keys=3)
+    assert matrix.dtype == bias.dtype
+    assert matrix.shape == (2, 3, 3, 3)
+    np.testing.assert_array_equal(matrix[1, 2], [[27, 28, 29], [26, 27, 28], [25, 26, 27]])
+
+
+def test_gradient_of_toeplitz_sums_the_diagonals() -> None:
+    torch = pytest.importorskip("torch")
+    bias = torch.zeros(2, 7, dtype=torch.float64, requires_grad=True)
+    weights = np.random.default_rng(1).standard_normal((2, 4, 4))
+    (toeplitz(bias, n_queries=4, n_keys=4) * torch.asarray(weights)).sum().backward()
+    want = [[np.trace(w, offset=r) for r in range(-3, 4)] for w in weights]
+    np.testing.assert_allclose(bias.grad.numpy(), want, rtol=1e-12)
+
+
+def test_attention_with_a_bias_is_attention_with_its_matrix(library: Library) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v, bias = (rng.standard_normal(s) for s in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 2), (3, 4)))
+    span = Span(2, 1, "clip")
+    want = oracles.relative_attention(q, k, v, rel_bias=bias, span=span, offset=2).out
+    arrays = {name: library.asarray(x, "float64") for name, x in {"q": q, "k": k, "v": v}.items()}
+    bias = library.asarray(bias, "float64")
+    inside = library.call(relative_attention, {**arrays, "rel_bias": bias}, span=span, offset=2, chunk_size=2)
+    matrix = library.call(toeplitz, {"bias": bias}, span=span, n_queries=5, n_keys=7, offset=2)
+    outside = library.call(relative_attention, {**arrays, "mask": matrix})
+    for got in (inside, outside):
+        assert oracles.relative_error(library.to_numpy(got), want) < GATES["float64"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"n_queries": 4, "n_keys": 4}, ValueError, "`bias` reaches the relative positions -2 … 2, but queries see -3"),
+        ({"n_queries": 0, "n_keys": 4}, ValueError, "`n_queries` must be an int >= 1, got 0"),
+        ({"n_queries": 3, "n_keys": 2.0}, TypeError, "`n_keys` must be an int"),
+        ({"span": Span(1, 1), "n_queries": 1, "n_keys": 1}, ValueError, "`bias` must have the 3 rows"),
+        ({"span": 5, "n_queries": 1, "n_keys": 1}, TypeError, "`span` must be a Span or None, got int 5"),
+        ({"n_queries": 1, "n_keys": 1, "causal": 1}, TypeError, "`causal` must be a bool"),
+        ({"n_queries": 1, "n_keys": 1, "offset": 0.5}, TypeError, "`offset` must be an int"),
+    ],
+    ids=str,
+)
+def test_toeplitz_names_what_does_not_fit(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        toeplitz(np.zeros((2, 5)), **options)
+    assert words in str(caught.value)
+
+
+def test_toeplitz_refuses_what_is_no_bias() -> None:
+    with pytest.raises(ValueError, match="`bias` must have shape"):
+        toeplitz(np.zeros((2, 0)), n_queries=1, n_keys=1)
+    with pytest.raises(TypeError, match="`bias` must be an array"):
+        toeplitz([1.0], n_queries=1, n_keys=1)
+    with pytest.raises(ValueError, match="`span` must be given for `bias`: 4 rows"):
+        toeplitz(np.zeros(4), n_queries=1, n_keys=1)
+
+
+def formula_of_t5(r: int, buckets: int, furthest: int, *, bidirectional: bool) -> int:
+    """The published formula, with the logarithm rounded away from its jumps by exact powers."""
+    start, side = (buckets // 2 if r > 0 else 0, buckets // 2) if bidirectional else (0, buckets)
+    distance = abs(r) if bidirectional else max(-r, 0)
+    exact = side // 2
+    if distance < exact:
+        return start + distance
+    step = math.log(distance / exact) / math.log(furthest / exact) * (side - exact)
+    return start + min(exact + math.floor(step + 1e-9), side - 1)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False], ids=["encoder", "decoder"])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 16), (4, 2), (7, 10), (320, 800), (12, 97)])
+def test_t5_buckets_are_the_formula(buckets: int, furthest: int, bidirectional: bool) -> None:
+    if furthest <= (buckets // 2 if bidirectional else buckets) // 2:
+        pytest.skip("no room for shared buckets")
+    reach = 2 * furthest
+    got = t5_buckets(Span(reach, reach), num_buckets=buckets, max_distance=furthest, bidirectional=bidirectional)
+    want = [formula_of_t5(r, buckets, furthest, bidirectional=bidirectional) for r in range(-reach, reach + 1)]
+    assert list(got) == want
+    clipped = t5_buckets(
+        Span(furthest, furthest, "clip"), num_buckets=buckets, max_distance=furthest, bidirectional=bidirectional
+    )
+    assert set(got[:furthest]) == {clipped[0]}
+    assert set(got[-furthest:]) == {clipped[-1]}
+
+
+def test_t5_buckets_of_the_published_size() -> None:
+    buckets = t5_buckets(Span(128, 128), num_buckets=32, max_distance=128, bidirectional=True)
+    starts = [-r for r in range(-1, -129, -1) if buckets[128 + r] != buckets[128 + r + 1]]
+    assert starts == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
+    assert buckets[128:131] == (0, 17, 18)
+
+
+@pytest.mark.parametrize(("size", "furthest"), [(256, 512), (6, 10), (32, 128), (4, 4), (10, 50)])
+def test_deberta_buckets_are_the_formula(size: int, furthest: int) -> None:
+    def bucket(distance: int) -> int:
+        half, far = size // 2, abs(distance)
+        if far <= half:
+            return distance
+        step = math.log(far / half) / math.log((furthest - 1) / half) * (half - 1)
+        return int(math.copysign(math.ceil(step - 1e-9) + half, distance))
+
+    reach = 3 * furthest
+    got = deberta_buckets(Span(reach, reach), position_buckets=size, max_distance=furthest)
+    assert list(got) == [min(max(bucket(-r) + size, 0), 2 * size - 1) for r in range(-reach, reach + 1)]
+
+
+def test_deberta_rows_without_sharing_are_clipped_distances() -> None:
+    got = deberta_buckets(Span(9, 9), position_buckets=4, max_distance=None)
+    assert list(got) == [min(max(-r + 4, 0), 7) for r in range(-9, 10)]
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 3, 8, 12, 20])
+def test_alibi_slopes_fall_geometrically(library: Library, n_heads: int) -> None:
+    xp = importlib.import_module("jax.numpy" if library.module == "jax" else _module(library))
+    bias = alibi_bias(n_heads, Span(3, 2), xp=xp, dtype=xp.float32)
+    rows = np.asarray(bias.get() if hasattr(bias, "get") else bias)
+    power = 2 ** int(math.log2(n_heads))
+    slopes = sorted([2 ** (-8 * h / power) for h in range(1, power + 1)], reverse=True)
+    between = [2 ** (-8 * (h - 0.5) / power) for h in range(1, n_heads - power + 1)]
+    want = [[slope * -abs(r) for r in range(-3, 3)] for slope in slopes + between]
+    np.testing.assert_allclose(rows, want, rtol=1e-6)
+    assert str(bias.dtype).endswith("float32")
+
+
+def _module(library: Library) -> str:
+    return "dask.array" if library.module == "dask" else library.module
+
+
+def test_proximal_bias() -> None:
+    np.testing.assert_allclose(
+        proximal_bias(Span(2, 1), xp=np, dtype=np.float64), [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15
+    )
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("num_buckets", t5_buckets, {"span": Span(1, 1), "num_buckets": 2, "max_distance": 8, "bidirectional": True}),
+    ("max_distance", t5_buckets, {"span": Span(1, 1), "num_buckets": 32, "max_distance": 8, "bidirectional": True}),
+    ("bidirectional", t5_buckets, {"span": Span(1, 1), "num_buckets": 8, "max_distance": 8, "bidirectional": 1}),
+    ("span", t5_buckets, {"span": (1, 1), "num_buckets": 8, "max_distance": 8, "bidirectional": True}),
+    ("max_distance", deberta_buckets, {"span": Span(1, 1), "position_buckets": 8, "max_distance": 5}),
+    ("position_buckets", deberta_buckets, {"span": Span(1, 1), "position_buckets": 0, "max_distance": None}),
+    ("n_heads", alibi_bias, {"n_heads": 0, "span": Span(1, 1), "xp": np}),
+    ("span", alibi_bias, {"n_heads": 2, "span": 4, "xp": np}),
+    ("xp", alibi_bias, {"n_heads": 2, "span": Span(1, 1), "xp": 3}),
+    ("span", proximal_bias, {"span": None, "xp": np}),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "options"), REFUSED, ids=str)
+def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"`{name}` must be"):
+        function(**options)

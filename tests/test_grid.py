@@ -1,0 +1,284 @@
+"""Grids: tables of heights and widths, biases of both, class tokens, attention some rows at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import oracles
+from libraries import GATES, Library
+from relskew_core import Span, relative_attention_2d, relative_logits_2d, toeplitz_2d
+
+Floats = NDArray[Any]
+
+
+def logits_2d(
+    q: Floats, tables: tuple[Floats, Floats], spans: tuple[Span, Span], q_grid: Any, k_grid: Any, offset: Any = (0, 0)
+) -> Floats:
+    """Height and width, one query and one key at a time."""
+    logits = np.zeros((*q.shape[:-1], k_grid[0] * k_grid[1]))
+    for lead in np.ndindex(q.shape[:-2]):
+        for y, x, ky, kx in itertools.product(*map(range, (*q_grid, *k_grid))):
+            i, j = y * q_grid[1] + x, ky * k_grid[1] + kx
+            for r, table, span in zip((ky - y - offset[0], kx - x - offset[1]), tables, spans, strict=True):
+                row = oracles.row_of(r, span)
+                rows = table if table.ndim == 2 else table[lead[-1] if lead else 0]
+                if row is not None:
+                    logits[(*lead, i, j)] += q[(*lead, i)] @ rows[row]
+    return logits
+
+
+def bias_2d(bias: Floats, spans: tuple[Span, Span], q_grid: Any, k_grid: Any, offset: Any = (0, 0)) -> Floats:
+    """The bias of both, one query and one key at a time."""
+    matrix = np.zeros((*bias.shape[:-2], q_grid[0] * q_grid[1], k_grid[0] * k_grid[1]))
+    for y, x, ky, kx in itertools.product(*map(range, (*q_grid, *k_grid))):
+        rows = [oracles.row_of(r, s) for r, s in zip((ky - y - offset[0], kx - x - offset[1]), spans, strict=True)]
+        if None not in rows:
+            matrix[..., y * q_grid[1] + x, ky * k_grid[1] + kx] = bias[..., rows[0], rows[1]]
+    return matrix
+
+
+GRIDS = {
+    "square": ((3, 3), (3, 3), (0, 0), Span.full(3), Span.full(3)),
+    "oblong, keys elsewhere": ((2, 3), (4, 2), (1, -1), Span(9, 9), Span(9, 9)),
+    "block in its window": ((2, 2), (4, 4), (1, 1), Span(2, 2), Span(2, 2)),
+    "one query": ((1, 1), (3, 2), (2, 1), Span(2, 0), Span(1, 0)),
+    "one key": ((3, 2), (1, 1), (0, 0), Span(2, 0), Span(1, 0)),
+    "clip and zero": ((4, 5), (5, 4), (0, 1), Span(1, 1, "clip"), Span(2, 1, "zero")),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_logits_are_the_formula(library: Library, name: str) -> None:
+    q_grid, k_grid, offset, *spans = GRIDS[name]
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, q_grid[0] * q_grid[1], 4))
+    tables = (rng.standard_normal((spans[0].rows, 4)), rng.standard_normal((3, spans[1].rows, 4)))
+    want = logits_2d(q, tables, (spans[0], spans[1]), q_grid, k_grid, offset)
+    options = {"q_grid": q_grid, "k_grid": k_grid, "offset": offset, "span_h": spans[0], "span_w": spans[1]}
+    for dtype in library.dtypes:
+        arrays = {"q": q, "table_h": tables[0], "table_w": tables[1]}
+        given_arrays = {key: library.asarray(x, dtype) for key, x in arrays.items()}
+        got = library.call(relative_logits_2d, given_arrays, **options)
+        assert isinstance(got, library.array_type())
+        assert oracles.relative_error(library.to_numpy(got), want) < GATES[dtype]
+
+
+@given(*[st.integers(1, 3)] * 4, st.integers(-3, 3), st.integers(-3, 3), st.booleans())
+def test_logits_of_any_grid(qh: int, qw: int, kh: int, kw: int, down: int, right: int, heads: bool) -> None:
+    rng = np.random.default_rng(qh)
+    q = rng.standard_normal((2, qh * qw, 3) if heads else (qh * qw, 3))
+    tables = (rng.standard_normal((4, 3)), rng.standard_normal((2, 3, 3) if heads else (1, 3, 3)))
+    spans = (Span(2, 1, "clip"), Span(0, 2, "zero"))
+    got = relative_logits_2d(
+        q, *tables, q_grid=(qh, qw), k_grid=(kh, kw), span_h=spans[0], span_w=spans[1], offset=(down, right)
+    )
+    want = logits_2d(q, tables, spans, (qh, qw), (kh, kw), (down, right))
+    np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_toeplitz_2d_is_the_formula(library: Library, name: str) -> None:
+    q_grid, k_grid, offset, *spans = GRIDS[name]
+    bias = np.random.default_rng(1).standard_normal((2, spans[0].rows, spans[1].rows))
+    want = bias_2d(bias, (spans[0], spans[1]), q_grid, k_grid, offset)
+    options = {"q_grid": q_grid, "k_grid": k_grid, "offset": offset, "span_h": spans[0], "span_w": spans[1]}
+    got = library.call(toeplitz_2d, {"bias": library.asarray(bias, "float64")}, **options)
+    np.testing.assert_array_equal(library.to_numpy(got), want)
+
+
+def attention_2d(case: dict[str, Any]) -> oracles.Attention:
+    """Attention on a grid with class tokens, from the loops above."""
+    q, k, v, prefix = case["q"], case["k"], case["v"], case["prefix"]
+    spans = (case["span_h"], case["span_w"])
+    grids = (case["q_grid"], case["k_grid"], case["offset"])
+    term = np.zeros((*q.shape[:-1], k.shape[-2]))
+    cells = term[..., prefix[0] :, prefix[1] :]
+    if case.get("table_h") is not None:
+        cells += case["rel_scale"] * logits_2d(
+            q[..., prefix[0] :, :], (case["table_h"], case["table_w"]), spans, *grids
+        )
+    if case.get("rel_bias") is not None:
+        cells += bias_2d(case["rel_bias"], spans, *grids)
+    if case.get("prefix_bias") is not None:
+        term[..., prefix[0] :, : prefix[1]] += case["prefix_bias"][..., 0, None, None]
+        term[..., : prefix[0], prefix[1] :] += case["prefix_bias"][..., 1, None, None]
+        term[..., : prefix[0], : prefix[1]] += case["prefix_bias"][..., 2, None, None]
+    mask = case.get("mask")
+    if mask is not None:
+        term = np.where(mask, term, -np.inf) if mask.dtype == bool else term + mask
+    return oracles.relative_attention(q, k, v, mask=term, scale=case["scale"])
+
+
+ARRAYS = ("q", "k", "v", "table_h", "table_w", "rel_bias", "prefix_bias", "mask")
+
+
+def case(prefix: tuple[int, int] = (0, 0), *, only: tuple[str, ...] = ARRAYS, mask: str = "none") -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    n, m = prefix[0] + 12, prefix[1] + 10
+    arrays: dict[str, Any] = {
+        "q": rng.standard_normal((2, 4, n, 3)),
+        "k": rng.standard_normal((2, 2, m, 3)),
+        "v": rng.standard_normal((2, 2, m, 5)),
+        "table_h": rng.standard_normal((7, 3)),
+        "table_w": rng.standard_normal((4, 6, 3)),
+        "rel_bias": rng.standard_normal((4, 7, 6)),
+        "prefix_bias": rng.standard_normal((4, 3)),
+        "mask": {
+            "none": None,
+            "boolean": rng.random((2, 1, n, m)) < 0.6,
+            "additive": rng.standard_normal((4, n, m)),
+            "keys": rng.random((1, m)) < 0.6,
+        }[mask],
+    }
+    if mask == "boolean":
+        arrays["mask"][0, 0, 1] = False  # a query that sees nothing
+    names = (*only, "q", "k", "v", "mask")
+    return {
+        **{name: array for name, array in arrays.items() if array is not None and name in names},
+        "q_grid": (4, 3), "k_grid": (2, 5), "offset": (1, 0), "prefix": prefix,
+        "span_h": Span(4, 2), "span_w": Span(1, 4, "clip"), "scale": 0.7, "rel_scale": 1.0,
+    }  # fmt: skip
+
+
+CASES = {
+    "tables": case(only=("table_h", "table_w")),
+    "bias": case(only=("rel_bias",)),
+    "both, class token": case((1, 1)),
+    "class tokens without their bias": case((2, 1), only=("table_h", "table_w")),
+    "keys outside only": case((0, 2), mask="boolean"),
+    "queries outside only": case((1, 0), mask="additive"),
+    "prefix bias alone": case((1, 2), only=("prefix_bias",), mask="keys"),
+    "nothing but a mask": case((1, 1), only=(), mask="boolean"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_the_formula(library: Library, name: str) -> None:
+    want = attention_2d(CASES[name])
+    arrays = {key: x for key, x in CASES[name].items() if key in ARRAYS}
+    options = {key: x for key, x in CASES[name].items() if key not in ARRAYS}
+    for dtype, chunk_size in [(library.dtypes[0], None), (library.dtypes[-1], 5)]:
+        given_arrays = {key: library.asarray(x, None if x.dtype == bool else dtype) for key, x in arrays.items()}
+        out, lse = library.call(relative_attention_2d, given_arrays, **options, chunk_size=chunk_size, return_lse=True)
+        assert str(out.dtype).endswith(dtype)
+        assert oracles.relative_error(library.to_numpy(out), want.out) < GATES[dtype]
+        assert oracles.relative_error(library.to_numpy(lse), want.lse) < GATES[dtype]
+
+
+def test_results_do_not_depend_on_the_chunks_nor_on_the_heads_axis() -> None:
+    arguments = CASES["both, class token"]
+    whole: Any = relative_attention_2d(**arguments)
+    for chunk_size in (1, 4, 6, 100):
+        np.testing.assert_allclose(relative_attention_2d(**arguments, chunk_size=chunk_size), whole, rtol=1e-12)
+    one = {**arguments, "q": arguments["q"][0, 1], "k": arguments["k"][0, 0], "v": arguments["v"][0, 0]}
+    one |= {"table_w": arguments["table_w"][1:2], "rel_bias": arguments["rel_bias"][1:2]}
+    one |= {"prefix_bias": arguments["prefix_bias"][1:2]}
+    np.testing.assert_allclose(relative_attention_2d(**one), whole[0, 1], rtol=1e-12)
+
+
+def test_the_defaults_are_full_spans_and_the_usual_scale() -> None:
+    rng = np.random.default_rng(4)
+    q, table_h, table_w = rng.standard_normal((6, 4)), rng.standard_normal((3, 4)), rng.standard_normal((5, 4))
+    got = relative_attention_2d(q, q, q, table_h, table_w, q_grid=(2, 3), k_grid=(2, 3))
+    term = logits_2d(q, (table_h, table_w), (Span.full(2), Span.full(3)), (2, 3), (2, 3))
+    want = oracles.relative_attention(q, q, q, mask=term / 2).out
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_memory_grows_with_the_chunk_and_not_with_the_square() -> None:
+    side, width = 48, 16
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((1, side * side, width)).astype(np.float32)
+    tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
+    grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
+    peaks = {}
+    for chunk_size in (2 * side, side * side):
+        tracemalloc.start()
+        relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
+        peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peaks[2 * side] < peaks[side * side] / 8
+
+
+def test_gradients_flow_to_the_tables_and_the_bias() -> None:
+    torch = pytest.importorskip("torch")
+    arguments = {
+        key: torch.tensor(x, requires_grad=x.dtype != bool) if key in ARRAYS else x for key, x in case((1, 1)).items()
+    }
+    names = [name for name in ARRAYS if name in arguments]
+    others = {key: x for key, x in arguments.items() if key not in names}
+
+    def function(*arrays: Any) -> Any:
+        return relative_attention_2d(**dict(zip(names, arrays, strict=True)), **others, chunk_size=6)
+
+    assert torch.autograd.gradcheck(function, [arguments[name] for name in names])
+
+
+WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
+    ("`q_grid` must be a pair", TypeError, {"q_grid": 4}),
+    ("`q_grid[1]` must be an int >= 1, got 0", ValueError, {"q_grid": (4, 0)}),
+    ("`k_grid[0]` must be an int", TypeError, {"k_grid": (2.0, 2)}),
+    ("`offset` must be a pair", TypeError, {"offset": 1}),
+    ("`q` must have shape (..., 3 · 2, D)", ValueError, {"q_grid": (3, 2)}),
+    (
+        "`table_h` must have shape (R, D) or (H, R, D) with the width of `q`, 3",
+        ValueError,
+        {"table_h": np.zeros((3, 2))},
+    ),
+    ("`table_w` must have H = 1 heads", ValueError, {"table_w": np.zeros((2, 3, 3))}),
+    ("`span_w` must be a Span or None", TypeError, {"span_w": 3}),
+    ("`table_h` must have the 5 rows", ValueError, {"span_h": Span(2, 2)}),
+    ("`span` must be given for `table_w`: 4 rows", ValueError, {"table_w": np.zeros((4, 3))}),
+    ("`table_h` reaches the relative positions -1 … 1, but queries see -1 … 2", ValueError, {"k_grid": (3, 2)}),
+    ("`table_w` reaches the relative positions -1 … 1, but queries see -2 … 0", ValueError, {"offset": (0, 1)}),
+]
+
+
+@pytest.mark.parametrize(("words", "error", "options"), WRONG, ids=str)
+def test_errors_name_what_does_not_fit(words: str, error: type[Exception], options: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"q": np.zeros((4, 3)), "table_h": np.zeros((3, 3)), "table_w": np.zeros((3, 3))}
+    right |= {"q_grid": (2, 2), "k_grid": (2, 2)}
+    with pytest.raises(error) as caught:
+        relative_logits_2d(**{**right, **options})
+    assert words in str(caught.value)
+
+
+WRONG_ATTENTION: list[tuple[str, dict[str, Any]]] = [
+    ("`q` must have 1 + 2 · 2 rows", {"prefix": (1, 0)}),
+    ("`k` must have 2 + 2 · 2 rows", {"prefix": (0, 2)}),
+    ("`prefix[0]` must be an int >= 0", {"prefix": (-1, 0)}),
+    ("`table_w` must be given with `table_h`", {"table_w": None}),
+    ("`rel_bias` must have shape (1, Rh, Rw) or (Rh, Rw)", {"rel_bias": np.zeros((2, 3, 3))}),
+    ("`prefix_bias` must have shape (1, 3) or (3,)", {"prefix_bias": np.zeros(2)}),
+    ("`chunk_size` must be an int >= 1", {"chunk_size": 0}),
+    ("`return_lse` must be a bool", {"return_lse": 1}),
+    ("`rel_scale` must be a finite number", {"rel_scale": math.nan}),
+    ("`bias` reaches", {"rel_bias": np.zeros((1, 1))}),
+    ("`mask` must broadcast", {"mask": np.zeros((3, 4))}),
+]
+
+
+@pytest.mark.parametrize(("words", "options"), WRONG_ATTENTION, ids=str)
+def test_attention_names_what_does_not_fit(words: str, options: dict[str, Any]) -> None:
+    q, table = np.zeros((4, 3)), np.zeros((3, 3))
+    right: dict[str, Any] = {"q": q, "k": q, "v": q, "table_h": table, "table_w": table}
+    right |= {"q_grid": (2, 2), "k_grid": (2, 2)}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        relative_attention_2d(**{**right, **options})
+    assert words in str(caught.value)
+
+
+def test_toeplitz_2d_refuses_what_is_no_bias() -> None:
+    with pytest.raises(ValueError, match="`bias` must have shape"):
+        toeplitz_2d(np.zeros(3), q_grid=(1, 1), k_grid=(1, 1))
+    with pytest.raises(ValueError, match="`bias` reaches the relative positions -1 … 1, but queries see -2 … 2"):
+        toeplitz_2d(np.zeros((5, 3)), q_grid=(3, 3), k_grid=(3, 3))
