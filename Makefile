@@ -29,7 +29,7 @@ check: .venv/dev.stamp
 	$(BIN)/pyright
 
 bench: .venv/bench.stamp
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
@@ -47,5 +47,5 @@ $(BIN)/python:
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)
-	$(PIP) --editable '.[numpy,torch,onnx,onnxruntime,cli]'
+	$(PIP) --editable '.[bench]'
 	@touch $@

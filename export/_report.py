@@ -42,6 +42,11 @@ class Check:
 class Report:
     """All checks of one validation.
 
+    Parameters
+    ----------
+    checks : tuple of Check
+        In the order in which they were made.
+
     Examples
     --------
     >>> report = Report((Check("y", "onnxruntime 1.31.1", "CPU", "batch 1", True, 1e-7, 2e-6),))
