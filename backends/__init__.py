@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["available", "default_library"]
 
-NATIVE: dict[str, str] = {}
-"""The module of each library's fast path, by the name of the library's namespace."""
+NATIVE = ("torch",)
+"""The libraries that have a fast path, by the top-level name of their namespace."""
 
 
 def available() -> dict[str, list[str]]:
@@ -50,13 +50,30 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
     if library not in NATIVE:
         reason = f"{library} has none"
     else:
-        module = importlib.import_module(NATIVE[library])
+        module = _module(library)
         reason = module.refusal(function, call)
         if reason is None:
             return getattr(module, function)  # type: ignore[no-any-return]
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
     return None
+
+
+def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Cast a call's arrays where its library says so: torch in an autocast region."""
+    if type(arrays["q"]).__module__.partition(".")[0] != "torch":
+        return arrays
+    cast: dict[str, Any] = _module("torch").cast_for_autocast(arrays)
+    return cast
+
+
+def _module(library: str) -> Any:
+    """Import a library's fast path: by statements, which torch.compile can trace through."""
+    if library == "torch":
+        from relskew_core.backends import _torch
+
+        return _torch
+    raise KeyError(library)
 
 
 def library_name(xp: Any) -> str:

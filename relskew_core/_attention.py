@@ -124,10 +124,19 @@ def relative_attention(
            [1.5],
            [1. ]])
     """
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "rel_k": rel_k,
+        "rel_v": rel_v,
+        "rel_bias": rel_bias,
+        "rel_q": rel_q,
+        "mask": mask,
+    }
     call = problem(
-        q, k, v, rel_k, span,
-        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, causal=causal, window=window, block_size=block_size, mask=mask,
-        offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size, return_lse=return_lse,
+        **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
+        scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size, return_lse=return_lse,
     )  # fmt: skip
     native = backends.native("attention", call, impl)
     out, lse = (native or attention)(call.operands, call.options, xp=call.xp)

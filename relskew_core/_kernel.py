@@ -62,7 +62,8 @@ class Chunk:
 
     def relative(self, s: Array, *, xp: Namespace) -> Array:
         """Absolute layout (..., n, m) to relative layout (..., n, width)."""
-        return unslide(s, width=self.width, first=self.spare, xp=xp)
+        # In full width first: narrower rows overlap, and a query's NaN would become its neighbour's.
+        return unslide(s, width=self.spare + self.end - self.first, first=self.spare, xp=xp)[..., : self.width]
 
 
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
@@ -212,6 +213,6 @@ def grouped_matmul(x: Array, y: Array, *, xp: Namespace) -> Array:
         return xp.matmul(x, y)
     *lead, _, n, width = x.shape
     split = xp.reshape(x, (*lead, groups, heads // groups, n, width))  # dask splits and merges one axis at a time
-    product = xp.matmul(xp.reshape(split, (*lead, groups, -1, width)), y)
+    product = xp.matmul(xp.reshape(split, (*lead, groups, heads // groups * n, width)), y)
     split = xp.reshape(product, (*lead, groups, heads // groups, n, y.shape[-1]))
     return xp.reshape(split, (*lead, heads, n, y.shape[-1]))

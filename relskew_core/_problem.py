@@ -191,7 +191,7 @@ def check_tables(
         if table.ndim not in (by_head - 1, by_head):
             expected = "(R,) or (H, R)" if name == "rel_bias" else "(R, D) or (H, R, D)"
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(table)}")
-        if table.ndim == by_head and table.shape[0] not in ((1, n_heads) if name == "rel_bias" else (n_heads,)):
+        if table.ndim == by_head and table.shape[0] != n_heads and not (name == "rel_bias" and table.shape[0] == 1):
             raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
         rows = table.shape[-1] if name == "rel_bias" else table.shape[-2]
         if rows == 0:
@@ -246,7 +246,7 @@ def _check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
         )
     full = (*q.shape[:-1], k.shape[-2])
     fits = mask.ndim <= len(full) and all(
-        have in (1, want) for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)
+        have == 1 or have == want for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)
     )
     if not fits:
         raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}, got {describe(mask)}")

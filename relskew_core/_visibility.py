@@ -107,6 +107,21 @@ class Visibility:
             visible = condition if visible is None else xp.logical_and(visible, condition)
         return visible
 
+    def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""
+        low, high = start + self.offset, stop - 1 + self.offset
+        after, before = end, first
+        if self.right is not None:
+            after = max(first, min(end, low + self.right + 1))
+        if self.left is not None:
+            before = max(before, high - self.left)
+        if self.block_size is not None:
+            before = max(before, self._block_start(high))
+        before = min(before, end)
+        if after <= before:
+            return [(first, end)]
+        return [(a, b) for a, b in ((first, before), (after, end)) if a < b]
+
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys is empty."""
         if self.n_queries == 0:
