@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -140,7 +141,7 @@ def open_reference(source: Source, provider: Provider) -> Runner:
 def open_openvino(source: Source, provider: Provider) -> Runner:
     """Load a model in OpenVINO on the CPU, in the model's precision."""
     del provider
-    openvino = _import("openvino")
+    openvino = _import_openvino()
     core = openvino.Core()
     # Some processors would compute in bfloat16 unasked.
     compiled = core.compile_model(core.read_model(source.content()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -151,6 +152,17 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
         return [_from_openvino(results[output]) for output in compiled.outputs]
 
     return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run)
+
+
+def _import_openvino() -> Any:
+    """Import OpenVINO without its telemetry, which would fork this process and call home at import."""
+    if "openvino" in sys.modules or "openvino_telemetry" in sys.modules:
+        return _import("openvino")
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's way to say: not to be imported
+    try:
+        return _import("openvino")
+    finally:
+        del sys.modules["openvino_telemetry"]
 
 
 def _openvino_tensor(openvino: Any, array: np.ndarray) -> Any:

@@ -41,8 +41,8 @@ def save(
     overwrite : bool, default False
         Replace a file that is there.
     external_threshold : int, default 2**30
-        Weights of more bytes than this go to a second file beside the model, named after the model and the weights'
-        SHA-256. Weights too large for one protobuf (2 GiB) always do.
+        If the weights of 1 KiB and more come to more bytes than this, they go to a second file beside the model, named
+        after the model and their SHA-256. What is too large for one protobuf (2 GiB) always does.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def save(
     _check_target(target, overwrite)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
-    size = sum(_size(tensor) for tensor in model.graph.initializer)
+    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer if _is_large(tensor))
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
         data = None
@@ -173,7 +173,7 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
     with unnamed.open("xb") as stream:
         for tensor in model.graph.initializer:
             entry = slim.graph.initializer.add()
-            if len(tensor.raw_data) < _SMALLEST_EXTERNAL:
+            if not _is_large(tensor):
                 entry.CopyFrom(tensor)
                 continue
             _copy_fields(tensor, entry, skip="raw_data")
@@ -208,8 +208,8 @@ def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
             setattr(destination, field.name, value)
 
 
-def _size(tensor: onnx.TensorProto) -> int:
-    return len(tensor.raw_data) if tensor.HasField("raw_data") else tensor.ByteSize()
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    return len(tensor.raw_data) >= _SMALLEST_EXTERNAL
 
 
 def _write(path: Path, content: bytes) -> None:

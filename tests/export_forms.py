@@ -1,0 +1,76 @@
+"""Every form of the attention block that a graph can take, small, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relskew_core import BlockSpec, Span
+
+FULL, CAUSAL = Span.full(9), Span.causal(9)
+
+FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
+    "full": (BlockSpec(8, 2, FULL), {}),
+    "full, uneven table": (BlockSpec(8, 2, Span(8, 10)), {}),
+    "full, mask": (BlockSpec(8, 2, FULL), {"mask": True}),
+    "full, grouped": (BlockSpec(8, 4, FULL, num_kv_heads=2), {}),
+    "full, shared table": (BlockSpec(8, 2, FULL, shared_table=True), {}),
+    "full, no bias, head_dim": (BlockSpec(8, 2, FULL, bias=False, head_dim=3), {}),
+    "full, values": (BlockSpec(8, 2, FULL, rel_values=True), {}),
+    "full, values, one key head": (
+        BlockSpec(8, 4, FULL, num_kv_heads=1, rel_values=True, head_dim=3, shared_table=True),
+        {},
+    ),
+    "full, short": (BlockSpec(8, 2, Span.full(20)), {"max_length": 9}),
+    "clip": (BlockSpec(8, 2, Span(2, 1, "clip")), {}),
+    "clip, values": (BlockSpec(8, 2, Span.clipped(3), rel_values=True), {}),
+    "zero": (BlockSpec(8, 2, Span(2, 1, "zero")), {}),
+    "window": (BlockSpec(8, 2, Span(4, 4), window=(2, 1)), {}),
+    "window, past open": (BlockSpec(8, 2, Span(8, 4), window=(None, 1)), {}),
+    "window, mask": (BlockSpec(8, 2, Span(4, 4), window=(2, 1)), {"mask": True}),
+    "causal": (BlockSpec(8, 2, CAUSAL, causal=True), {}),
+    "causal, two-sided table": (BlockSpec(8, 2, Span(8, 3), causal=True, shared_table=True), {}),
+    "causal, values": (BlockSpec(8, 2, CAUSAL, causal=True, rel_values=True), {}),
+    "causal, short": (BlockSpec(8, 2, Span.causal(20), causal=True), {"max_length": 9}),
+    "causal, window": (BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)), {}),
+    "cache": (BlockSpec(8, 2, CAUSAL, causal=True), {"past": True}),
+    "cache, grouped, no bias": (BlockSpec(8, 4, CAUSAL, causal=True, num_kv_heads=2, bias=False), {"past": True}),
+    "cache, mask": (BlockSpec(8, 2, CAUSAL, causal=True), {"past": True, "mask": True}),
+    "cache, window": (BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)), {"past": True}),
+    "cache, window, mask": (
+        BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)),
+        {"past": True, "mask": True},
+    ),
+    "cache, clip": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True), {"past": True}),
+    "cache, zero, values, mask": (
+        BlockSpec(8, 2, Span(3, 0, "zero"), causal=True, rel_values=True),
+        {"past": True, "mask": True},
+    ),
+    "cross": (BlockSpec(8, 2, Span(8, 6), cross=True), {}),
+    "cross, causal": (BlockSpec(8, 2, Span(8, 0), cross=True, causal=True), {}),
+    "cross, window": (BlockSpec(8, 2, Span(8, 6), cross=True, window=(2, 1)), {}),
+    "cross, window, mask": (BlockSpec(8, 2, Span(8, 6), cross=True, window=(2, None)), {"mask": True}),
+    "cross, clip, values": (BlockSpec(8, 2, Span.clipped(2), cross=True, rel_values=True), {}),
+    "cross, clip, short": (BlockSpec(8, 2, Span(3, 7, "clip"), cross=True), {"max_length": 5}),
+    "cross, zero, short": (BlockSpec(8, 2, Span(7, 3, "zero"), cross=True), {"max_length": 5}),
+    "blocks": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {}),
+    "blocks of one": (BlockSpec(8, 2, Span.causal(2), causal=True, block_size=1), {}),
+    "blocks, short table": (BlockSpec(8, 2, Span.causal(6), causal=True, block_size=4), {}),
+    "blocks, short": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"max_length": 5}),
+    "blocks, clip, values": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_values=True), {}),
+    "blocks, zero, grouped": (BlockSpec(8, 4, Span(3, 0, "zero"), causal=True, block_size=4, num_kv_heads=2), {}),
+    "blocks, window": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, window=(5, 0)), {}),
+    "blocks, mask": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"mask": True}),
+}
+PROFILES = ("ort", "portable", "trt")
+
+
+def random_weights(spec: BlockSpec, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray[Any, Any]]:
+    """Draw weights whose biases are not zero, so that each of them shows."""
+    rng = np.random.default_rng(seed)
+    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0}
+    return {
+        key: (sizes[key.split(".")[-1]] * rng.standard_normal(shape)).astype(dtype)
+        for key, shape in spec.weight_shapes().items()
+    }

@@ -1,0 +1,296 @@
+"""`save` leaves the old file or the new one, whole, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from export_forms import FORMS, random_weights
+from relskew_core.export import save, to_onnx, validate
+
+SPEC = FORMS["causal"][0]
+
+
+def model(seed: int = 0, rows: int = 9) -> onnx.ModelProto:
+    """Make a model; one weight is padded so that it is worth an external file."""
+    made = to_onnx(SPEC, random_weights(SPEC, seed))
+    extra = np.random.default_rng(seed).standard_normal((rows, 1000)).astype(np.float32)
+    made.graph.initializer.append(numpy_helper.from_array(extra, "ballast"))
+    return made
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_file(tmp_path: Path) -> None:
+    made = model()
+    before = made.SerializeToString(deterministic=True)
+    path = save(made, os.fspath(tmp_path / "block.onnx"))
+    assert path == tmp_path / "block.onnx"
+    assert names(tmp_path) == ["block.onnx"]
+    assert onnx.load(path) == made
+    assert made.SerializeToString(deterministic=True) == before
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_external_weights(tmp_path: Path) -> None:
+    made = model()
+    path = save(made, tmp_path / "block.onnx", external_threshold=1000)
+    data = [name for name in names(tmp_path) if name != "block.onnx"]
+    assert len(data) == 1
+    assert data[0].startswith("block.onnx.")
+    bare = onnx.load(path, load_external_data=False)
+    outside = {
+        tensor.name: {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in bare.graph.initializer
+        if tensor.data_location == TensorProto.EXTERNAL
+    }
+    assert set(outside) == {"ballast"}
+    assert outside["ballast"]["location"] == data[0]
+    assert int(outside["ballast"]["offset"]) % 4096 == 0
+    whole = onnx.load(path)
+    for tensor, original in zip(whole.graph.initializer, made.graph.initializer, strict=True):
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), numpy_helper.to_array(original))
+    assert whole.graph.node == made.graph.node
+    assert whole.metadata_props == made.metadata_props
+    assert validate(path, SPEC, random_weights(SPEC), batches=(1,)).ok
+    with pytest.raises(ValueError, match="`model` must hold its weights"):
+        save(bare, tmp_path / "other.onnx")
+
+
+def test_small_weights_stay_inside(tmp_path: Path) -> None:
+    save(to_onnx(SPEC, random_weights(SPEC)), tmp_path / "block.onnx", external_threshold=0)
+    assert names(tmp_path) == ["block.onnx"]
+
+
+def test_external_name_follows_the_content(tmp_path: Path) -> None:
+    first, same, other = (tmp_path / name for name in ("a", "b", "c"))
+    for folder, seed in ((first, 0), (same, 0), (other, 1)):
+        folder.mkdir()
+        save(model(seed), folder / "block.onnx", external_threshold=0)
+    assert names(first) == names(same)
+    assert names(first) != names(other)
+
+
+def test_saving_again(tmp_path: Path) -> None:
+    path = tmp_path / "block.onnx"
+    save(model(0), path, external_threshold=0)
+    first = names(tmp_path)
+    content = path.read_bytes()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(model(1), path, external_threshold=0)
+    assert names(tmp_path) == first
+    assert path.read_bytes() == content
+    save(model(0), path, external_threshold=0, overwrite=True)
+    assert names(tmp_path) == first
+    assert path.read_bytes() == content
+    save(model(1), path, external_threshold=0, overwrite=True)
+    assert len(names(tmp_path)) == 2
+    assert names(tmp_path) != first
+    assert ballast(path) == 1
+    save(model(2), path, overwrite=True)
+    assert names(tmp_path) == ["block.onnx"]
+    (tmp_path / "notes.txt").write_text("mine")
+    save(model(2), tmp_path / "notes.txt", overwrite=True)
+    assert ballast(tmp_path / "notes.txt") == 2
+
+
+def ballast(path: Path) -> int | None:
+    """Return the seed of the model at ``path``; ``None`` if its weights are no seed's."""
+    found = next(numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if t.name == "ballast")
+    for seed in range(4):
+        if np.array_equal(found, np.random.default_rng(seed).standard_normal(found.shape).astype(np.float32)):
+            return seed
+    return None
+
+
+def test_foreign_files_are_left(tmp_path: Path) -> None:
+    """Only weights that an earlier save of this very path wrote are removed with it."""
+    path = tmp_path / "block.onnx"
+    made = model(0)
+    onnx.save(made, path, save_as_external_data=True, location="weights.bin", size_threshold=100)
+    save(model(1), path, overwrite=True)
+    assert names(tmp_path) == ["block.onnx", "weights.bin"]
+
+
+def test_symbolic_links(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    link = tmp_path / "block.onnx"
+    link.symlink_to(victim)
+    dangling = tmp_path / "dangling.onnx"
+    dangling.symlink_to(tmp_path / "nowhere")
+    for path in (link, dangling):
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match="`path` must not be a symbolic link"):
+                save(model(), path, overwrite=overwrite)
+    assert victim.read_text() == "precious"
+    assert names(tmp_path) == ["block.onnx", "dangling.onnx", "victim"]
+
+
+def test_external_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save(model(), tmp_path / "a" / "block.onnx", external_threshold=0)
+    (name,) = [name for name in names(tmp_path / "a") if name.endswith(".data")]
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / name).symlink_to(victim)
+    save(model(), tmp_path / "b" / "block.onnx", external_threshold=0)
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "b" / name).is_symlink()
+    assert ballast(tmp_path / "b" / "block.onnx") == 0
+
+
+def test_refused_arguments(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="`model` must be an onnx"):
+        save(b"model", tmp_path / "block.onnx")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`overwrite` must be a bool"):
+        save(model(), tmp_path / "block.onnx", overwrite=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`external_threshold` must be an int >= 0"):
+        save(model(), tmp_path / "block.onnx", external_threshold=-1)
+    with pytest.raises(FileNotFoundError, match="`path` must lie in a directory that exists"):
+        save(model(), tmp_path / "none" / "block.onnx")
+    with pytest.raises(ValueError, match="`path` must be a regular file"):
+        save(model(), tmp_path)
+    with pytest.raises(ValueError, match="`path` must name a file"):
+        save(model(), "/")
+    assert not names(tmp_path)
+
+
+def test_a_model_that_is_not_valid_is_not_saved(tmp_path: Path) -> None:
+    made = model()
+    made.graph.node[0].input[0] = "nobody"
+    with pytest.raises(onnx.checker.ValidationError):
+        save(made, tmp_path / "block.onnx")
+    assert not names(tmp_path)
+
+
+CALLS = ["fsync", "replace", "link"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("threshold", [0, 2**30])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_every_step_may_fail(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    existing: bool,
+    threshold: int,
+    call: str,
+    failure: BaseException,
+) -> None:
+    """Each system call in turn fails: the old model or none is there, whole, and nothing else."""
+    path = tmp_path / "block.onnx"
+    if existing:
+        save(model(0), path, external_threshold=threshold)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    real: Callable[..., Any] = getattr(os, call)
+    for broken in range(8):
+        count = 0
+
+        def fails(*args: Any, broken: int = broken, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == broken + 1:
+                raise failure
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fails)
+            with contextlib.suppress(type(failure)):
+                save(model(1), path, external_threshold=threshold, overwrite=existing)
+                break
+        found = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+        # After the rename only the directory's flush can fail, with the new model in place.
+        assert found == before or (call == "fsync" and ballast(path) == 1)
+        if found != before:
+            for name in found.keys() - before.keys():
+                (tmp_path / name).unlink()
+            for name, content in before.items():
+                (tmp_path / name).write_bytes(content)
+    else:
+        pytest.fail("no save went through")
+    assert ballast(path) == 1
+    assert len(names(tmp_path)) == (2 if threshold == 0 else 1)
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "block.onnx"
+    real = onnx.checker.check_model
+
+    def check(*args: Any) -> None:
+        real(*args)
+        path.write_text("theirs")
+
+    monkeypatch.setattr(onnx.checker, "check_model", check)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(model(), path, external_threshold=0)
+    assert names(tmp_path) == ["block.onnx"]
+    assert path.read_text() == "theirs"
+
+
+def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = save(model(), tmp_path / "block.onnx")
+    assert ballast(path) == 0
+    with pytest.raises(FileExistsError):
+        save(model(1), path)
+    assert names(tmp_path) == ["block.onnx"]
+
+
+def killed(path: Path, call: str, at: int) -> None:
+    """Save over ``path`` and die without a word at one system call."""
+    count, real = 0, getattr(os, call)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            os._exit(9)
+        return real(*args, **kwargs)
+
+    setattr(os, call, dies)
+    save(model(1), path, external_threshold=0, overwrite=True)
+
+
+@pytest.mark.parametrize(("call", "at"), [("fsync", 1), ("fsync", 2), ("replace", 1), ("replace", 2), ("replace", 3)])
+def test_a_kill_leaves_a_whole_model(tmp_path: Path, call: str, at: int) -> None:
+    path = tmp_path / "block.onnx"
+    save(model(0), path, external_threshold=0)
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(path, call, at))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert ballast(path) == 0
+    assert validate(path, SPEC, random_weights(SPEC, 0), batches=(1,)).ok
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A real one, where the system has it: /dev/full refuses every write."""
+    if not os.path.exists("/dev/full") or shutil.which("true") is None:
+        pytest.skip("this system has no /dev/full")
+    with pytest.raises(ValueError, match="`path` must be a regular file"):
+        save(model(), "/dev/full", overwrite=True)
