@@ -91,7 +91,7 @@ def test_graph_equals_the_block(form: str) -> None:
             feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past
         )
         flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)
-        for result, wanted in zip(run(None, feeds), flat, strict=True):
+        for result, wanted in zip(list[Any](run(None, feeds)), flat, strict=True):
             np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
 
 

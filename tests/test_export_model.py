@@ -17,7 +17,8 @@ from onnx import numpy_helper
 import relskew_core
 from export_forms import FORMS, PROFILES, random_weights
 from relskew_core import BlockSpec, Span
-from relskew_core.export import to_onnx
+from relskew_core._span import Beyond
+from relskew_core.export import to_onnx, validate
 
 CAUSAL = FORMS["causal"][0]
 FULL = FORMS["full"][0]
@@ -111,7 +112,8 @@ def test_same_export_same_bytes() -> None:
     )
     assert first == second
     code = (
-        "import hashlib, export_forms as f; from relskew_core.export import to_onnx\n"
+        "import hashlib, export_forms as f; from relskew_core._span import Beyond
+from relskew_core.export import to_onnx\n"
         "s, o = f.FORMS['cache, zero, values, mask']\n"
         "b = to_onnx(s, f.random_weights(s), **o).SerializeToString(deterministic=True)\n"
         "print(hashlib.sha256(b).hexdigest())"
@@ -149,6 +151,15 @@ def test_max_length_trims_the_stored_rows() -> None:
     np.testing.assert_array_equal(trimmed[:, :, 1:], np.swapaxes(weights["rel_k"][:, -4:], 1, 2))
     assert stored(export("window", max_length=100), "rel_k").shape == (2, 4, 6)
     assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
+    # Trimmed rows that a longer input would read are missed loudly, also where the table's end is soft.
+    softs: tuple[Beyond, ...] = ("clip", "zero")
+    for beyond in softs:
+        soft = BlockSpec(8, 2, Span(8, 0, beyond), causal=True)
+        model = to_onnx(soft, weights, max_length=4)
+        np.testing.assert_array_equal(stored(model, "rel_k"), trimmed)
+        report = validate(model, soft, weights, batches=(1,))
+        assert report.ok, report.table()
+        assert "batch 1, queries 5, keys 5, past 0" in {c.case for c in report.checks if c.name == "too long fails"}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +279,8 @@ def test_needs_neither_torch_nor_onnxruntime() -> None:
         "import sys\n"
         "for name in ('torch', 'onnxruntime', 'openvino', 'jax', 'cupy'): sys.modules[name] = None\n"
         "import numpy as np, relskew_core as r\n"
-        "from relskew_core.export import to_onnx, validate\n"
+        "from relskew_core._span import Beyond
+from relskew_core.export import to_onnx, validate\n"
         "spec = r.BlockSpec(4, 2, r.Span.causal(4), causal=True)\n"
         "weights = {k: np.ones(s, np.float32) for k, s in spec.weight_shapes().items()}\n"
         "model = to_onnx(spec, weights)\n"

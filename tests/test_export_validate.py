@@ -179,15 +179,9 @@ def test_lengths_and_batches_on_request() -> None:
         "batch 5, queries 12, keys 12, past 0": "too long fails",
         "batch 5, queries 10, keys 10, past 0": "too long fails",
     }
-    refusals: tuple[dict[str, Any], ...] = (
-        {"lengths": []},
-        {"lengths": [0]},
-        {"batches": "x"},
-        {"batches": 3},
-        {"runtimes": None},
-    )
-    for bad in refusals:
-        refused = validate(to_onnx(FULL, weights), FULL, weights, **bad)
+    refusals: list[tuple[str, Any]] = [("lengths", []), ("lengths", [0]), ("batches", "x"), ("batches", 3)]
+    for name, value in [*refusals, ("runtimes", None)]:
+        refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: value})
         assert not refused.ok
         assert refused.failures[0].name == "validation"
 
