@@ -1,0 +1,202 @@
+"""Random calls of relative attention: shapes, offsets, spans, patterns, masks and every option, for property tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import oracles
+from libraries import LIBRARIES
+from relskew_core import Span, relative_attention
+
+Floats = NDArray[np.float64]
+TOLERANCE = 1e-11
+"""The float64 gate, with room for the largest of thousands of random logits."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A library and an implementation that a property is tried on."""
+
+    row: str
+    impl: str
+
+    def __str__(self) -> str:
+        return f"{self.row}, {self.impl}"
+
+    def attend(self, arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
+        """Call ``relative_attention`` on NumPy arrays in this way."""
+        library = next(library for library in LIBRARIES if library.name == self.row)
+        given = {name: library.asarray(array) for name, array in arrays.items()}
+        out, lse = relative_attention(**given, **options, return_lse=True, impl=self.impl)
+        return oracles.Attention(library.to_numpy(out), library.to_numpy(lse))
+
+
+WAYS = [Way("numpy", "portable"), Way("numpy", "auto"), Way("torch, CPU", "auto")]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``relative_attention``: its arrays and its options."""
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def n(self) -> int:
+        """Number of queries."""
+        return int(self.arrays["q"].shape[-2])
+
+    @property
+    def m(self) -> int:
+        """Number of keys."""
+        return int(self.arrays["k"].shape[-2])
+
+    @property
+    def offset(self) -> int:
+        """Position of query 0."""
+        return int(self.options["offset"])
+
+    def oracle(self) -> oracles.Attention:
+        """What plain loops make of it."""
+        return oracles.relative_attention(**self.arrays, **{k: v for k, v in self.options.items() if k != "chunk_size"})
+
+    def on(self, way: Way) -> oracles.Attention:
+        """What the library makes of it."""
+        return way.attend(self.arrays, self.options)
+
+    def but(self, **changes: Any) -> Call:
+        """Return the call with other arrays or options; an array changed to ``None`` is left out."""
+        arrays = {**self.arrays, **{k: v for k, v in changes.items() if k in ARRAYS}}
+        options = {**self.options, **{k: v for k, v in changes.items() if k not in ARRAYS}}
+        return replace(self, arrays={k: v for k, v in arrays.items() if v is not None}, options=options)
+
+    def pattern(self) -> NDArray[np.bool_]:
+        """Which key which query sees, masks aside, shape (n, m)."""
+        names = ("offset", "causal", "window", "block_size")
+        given = {name: self.options[name] for name in names}
+        return np.asarray([[oracles.sees(i, j, **given) for j in range(self.m)] for i in range(self.n)], dtype=bool)
+
+    def visible(self) -> NDArray[np.bool_]:
+        """Which key which query sees, masks included, shape (..., n, m)."""
+        full = (*self.arrays["q"].shape[:-1], self.m)
+        mask = self.arrays.get("mask", np.ones(full, dtype=bool))
+        allowed = mask if mask.dtype == np.bool_ else mask > -np.inf
+        return np.broadcast_to(allowed, full) & self.pattern()
+
+    def seen_rows(self) -> set[int]:
+        """Rows of the tables that the pattern lets some query see."""
+        span = self.options["span"]
+        i, j = np.nonzero(self.pattern())
+        rows = {oracles.row_of(int(r), span) for r in j - i - self.offset}
+        return {row for row in rows if row is not None}
+
+
+ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
+
+sizes = st.integers(1, 9)
+offsets = st.integers(-12, 12)
+seeds = st.integers(0, 2**32 - 1)
+sides = st.none() | st.integers(0, 6)
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> dict[str, Any]:
+    """Which keys a query sees: all, causal, window, local blocks, and their combinations."""
+    return {
+        "offset": draw(offsets),
+        "causal": draw(st.booleans()),
+        "window": draw(st.none() | st.tuples(sides, sides)),
+        "block_size": draw(st.none() | st.integers(1, 4)),
+    }
+
+
+@st.composite
+def spans(draw: st.DrawFn, positions: list[int], beyond: str | None = None) -> Span:
+    """A span of any size; with ``beyond="error"`` it covers ``positions``."""
+    beyond = draw(st.sampled_from(["error", "clip", "zero"])) if beyond is None else beyond
+    left, right = draw(st.integers(0, 12)), draw(st.integers(0, 12))
+    if beyond == "error" and positions:
+        left, right = max(left % 3 - min(positions), 0), max(right % 3 + max(positions), 0)
+    return Span(left, right, beyond)  # type: ignore[arg-type]  # one of the three
+
+
+@st.composite
+def masks(draw: st.DrawFn, full: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any] | None:
+    """No mask, a boolean or an additive one, of any shape that broadcasts."""
+    kind = draw(st.sampled_from([None, "boolean", "additive"]))
+    if kind is None:
+        return None
+    axes = draw(st.integers(1, len(full)))
+    shape = tuple(draw(st.sampled_from([1, size])) for size in full[len(full) - axes :])
+    allowed = rng.random(shape) < draw(st.sampled_from([0.2, 0.7, 1.0]))
+    if kind == "boolean":
+        return allowed
+    return np.where(allowed, rng.standard_normal(shape), -np.inf)
+
+
+@st.composite
+def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, blocks: bool = True) -> Call:
+    """A random valid call."""
+    rng = np.random.default_rng(draw(seeds))
+    n, m, d, dv = draw(sizes), draw(sizes), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    batch = draw(st.sampled_from([None, (), (2,)]))  # None: no heads axis either
+    lead, kv_lead = ((), ()) if batch is None else ((*batch, kv_heads * group), (*batch, kv_heads))
+    options = draw(patterns())
+    if not blocks:
+        options["block_size"] = None
+    size = draw(st.sampled_from([0.3, 1.0, 5.0]))
+
+    arrays: dict[str, Any] = {
+        "q": size * rng.standard_normal((*lead, n, d)),
+        "k": rng.standard_normal((*kv_lead, m, d)),
+        "v": rng.standard_normal((*kv_lead, m, dv)),
+    }
+    call = Call(arrays, options)
+    i, j = np.nonzero(call.pattern())
+    options["span"] = draw(spans([int(r) for r in j - i - call.offset], beyond))
+    rows = options["span"].rows
+    width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # of rel_q, if there is one
+    own = draw(st.booleans()) or width != d
+    widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": ()}
+    for name in draw(st.sets(st.sampled_from(sorted(widths)))):
+        heads = lead[-1:] if draw(st.booleans()) else ()
+        arrays[name] = rng.standard_normal((*heads, rows, *widths[name]))
+    if "rel_k" in arrays and own:
+        arrays["rel_q"] = rng.standard_normal((*lead, n, width))
+    mask = draw(masks((*lead, n, m), rng)) if masked else None
+    if mask is not None:
+        arrays["mask"] = mask
+    options["scale"] = draw(st.sampled_from([None, 0.0, 0.25, -1.5]))
+    options["rel_scale"] = draw(st.sampled_from([None, 0.0, 0.5, 2.0]))
+    options["softcap"] = draw(st.sampled_from([None, 1.0, 20.0]))
+    options["chunk_size"] = draw(st.none() | st.integers(1, 10))
+    return call
+
+
+def close(actual: oracles.Attention, expected: oracles.Attention, tolerance: float = TOLERANCE) -> bool:
+    """Whether output and log-sum-exp agree, infinities included; no NaN anywhere."""
+    return all(_close(a, e, tolerance) for a, e in zip(actual, expected, strict=True))
+
+
+def _close(actual: Floats, expected: Floats, tolerance: float) -> bool:
+    assert actual.shape == expected.shape
+    finite = np.isfinite(expected)
+    if not np.array_equal(actual[~finite], expected[~finite]):
+        return False
+    size = max(1.0, float(np.max(np.abs(expected[finite]), initial=0.0)))
+    return bool(np.all(np.abs(actual[finite] - expected[finite]) <= tolerance * size))
+
+
+def pieces(draw: st.DrawFn, length: int, step: int = 1) -> Iterator[tuple[int, int]]:
+    """Cut ``range(length)`` at random multiples of ``step``."""
+    cuts = draw(st.sets(st.integers(1, max(1, (length - 1) // step)).map(lambda cut: cut * step)))
+    edges = [0, *sorted(cut for cut in cuts if cut < length), length]
+    return pairwise(edges)
