@@ -112,8 +112,7 @@ def test_same_export_same_bytes() -> None:
     )
     assert first == second
     code = (
-        "import hashlib, export_forms as f; from relskew_core._span import Beyond
-from relskew_core.export import to_onnx\n"
+        "import hashlib, export_forms as f; from relskew_core.export import to_onnx\n"
         "s, o = f.FORMS['cache, zero, values, mask']\n"
         "b = to_onnx(s, f.random_weights(s), **o).SerializeToString(deterministic=True)\n"
         "print(hashlib.sha256(b).hexdigest())"
@@ -279,8 +278,7 @@ def test_needs_neither_torch_nor_onnxruntime() -> None:
         "import sys\n"
         "for name in ('torch', 'onnxruntime', 'openvino', 'jax', 'cupy'): sys.modules[name] = None\n"
         "import numpy as np, relskew_core as r\n"
-        "from relskew_core._span import Beyond
-from relskew_core.export import to_onnx, validate\n"
+        "from relskew_core.export import to_onnx, validate\n"
         "spec = r.BlockSpec(4, 2, r.Span.causal(4), causal=True)\n"
         "weights = {k: np.ones(s, np.float32) for k, s in spec.weight_shapes().items()}\n"
         "model = to_onnx(spec, weights)\n"
