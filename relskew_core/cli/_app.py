@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+EXTRAS = {name: f"'relskew[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Names = list[str] | None
 Weights = Annotated[Path | None, typer.Option(help="A .npz, .safetensors or .pt file with the block's weights.")]
@@ -33,9 +34,13 @@ def run(argv: list[str]) -> int:
     except typer.Abort:
         print("relskew: interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        print(f"relskew: error: this needs {package}: pip install {EXTRAS.get(package, package)}", file=sys.stderr)
+        return 2
     except Exception as error:
         # A usage error knows how to say which option is meant.
-        told = error.format_message() if isinstance(error, typer.TyperException) else reason(error)
+        told = error.format_message() if hasattr(error, "format_message") else reason(error)
         print(f"relskew: error: {' '.join(told.split())}", file=sys.stderr)
         return 2
     return int(status or 0)
@@ -119,7 +124,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
-    need("onnx", "onnx", "exporting")
+    need("onnx", "'relskew[onnx]'", "exporting")
     from relskew_core import BlockSpec
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights, load_weights
@@ -146,7 +151,10 @@ def export(
     model = to_onnx(
         spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask
     )
-    written = save(model, path, overwrite=overwrite)
+    try:
+        written = save(model, path, overwrite=overwrite)
+    except FileExistsError as error:
+        raise CliError(f"{path} is there already: --overwrite replaces it") from error
     console = output()
     _export.show_export(written, model, spec, origin, console)
     options = f" --weights {weights}" if weights else f" --seed {seed}" if seed else ""
@@ -187,7 +195,7 @@ def validate(
     else:
         console = output()
         console.print(f"{path}: {_export.describe_block(spec)}; weights {origin}", soft_wrap=True)
-        console.print(report.table(), soft_wrap=True, markup=False)
+        _export.show_report(report, console)
         failed = f"not ok: {len(report.failures)} of {count(len(report.checks), 'check')} failed"
         console.print("ok" if report.ok else failed, style="bold green" if report.ok else "bold red")
     return 0 if report.ok else 1

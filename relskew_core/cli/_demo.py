@@ -14,7 +14,7 @@ from relskew_core.cli import _text, _verify, _verify_table
 from relskew_core.cli._cases import GATES
 from relskew_core.cli._console import progress
 from relskew_core.cli._errors import need
-from relskew_core.cli._export import show_export
+from relskew_core.cli._export import show_export, show_report
 from relskew_core.cli._melody import Melody, melody, melody_block
 from relskew_core.cli._picture import picture
 from relskew_core.cli._png import save_png
@@ -25,8 +25,8 @@ def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bo
     tune = melody(tune_name)
     ok = True
     if not picture_only:
-        need("onnx", "onnx", "the demo")
-        need("onnxruntime", "onnxruntime", "the demo")
+        need("onnx", "'relskew[onnx]'", "the demo")
+        need("onnxruntime", "'relskew[onnxruntime]'", "the demo")
         console.rule("1. The same block on every array library and runtime here", align="left")
         what = _verify.plan()
         with progress("verify", len(what.steps)) as tell:
@@ -63,14 +63,14 @@ def _export_and_validate(tune: Melody, path: Path, console: Console) -> bool:
     with progress(f"validate {path.name}", 1) as tell:
         tell("")
         report = validate(path, spec, single)
-    console.print(report.table(), soft_wrap=True, markup=False)
+    show_report(report, console)
     _verdict(report.ok, f"{len(report.checks) - len(report.failures)} of {len(report.checks)} checks", console)
     return good and report.ok
 
 
 def _melody_error(path: Path, x: Any, spec: BlockSpec, weights: dict[str, Any]) -> float:
     """Return the relative L2 error of the graph's output for the melody itself."""
-    ort = need("onnxruntime", "onnxruntime", "running the graph")
+    ort = need("onnxruntime", "'relskew[onnxruntime]'", "running the graph")
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {"x": x.astype(np.float32)})
     expected = attention_block(x, weights, spec)

@@ -10,12 +10,12 @@ class CliError(Exception):
     """Something the person at the keyboard can put right; its message is the whole story."""
 
 
-def need(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional ``module``, or say what it is for and which pip command brings it."""
+def need(module: str, install: str, purpose: str) -> Any:
+    """Import an optional ``module``, or say what it is for and that ``pip install`` of what brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CliError(f"{purpose} needs {module} ({reason(error)}): pip install 'relskew[{extra}]'") from error
+        raise CliError(f"{purpose} needs {module} ({reason(error)}): pip install {install}") from error
 
 
 def reason(error: BaseException) -> str:

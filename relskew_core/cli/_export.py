@@ -15,6 +15,8 @@ from relskew_core import BlockSpec, Span
 from relskew_core.cli._console import as_bytes, count
 from relskew_core.cli._errors import CliError, need, reason
 
+FAILURES = 6
+
 
 @dataclass(frozen=True, slots=True)
 class SpanOptions:
@@ -91,8 +93,8 @@ def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: C
     grid.add_row("graph", f"profile {profile}, {opset}, {dtype}, {nodes}")
     for name, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         grid.add_row(name, "\n".join(_signature(value) for value in values))
-    if model.doc_string:
-        grid.add_row("reach", model.doc_string)
+    if model.graph.doc_string:
+        grid.add_row("reach", model.graph.doc_string)
     console.print(grid)
 
 
@@ -120,7 +122,7 @@ def _signature(value: Any) -> str:
 
 def spec_of_model(path: Path) -> BlockSpec:
     """Read the spec that ``export`` wrote into the model's metadata."""
-    onnx = need("onnx", "onnx", "reading a model")
+    onnx = need("onnx", "'relskew[onnx]'", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
     try:
@@ -134,3 +136,12 @@ def spec_of_model(path: Path) -> BlockSpec:
         return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CliError(f"{path}: relskew.spec in its metadata cannot be read: {reason(error)}") from error
+
+
+def show_report(report: Any, console: Console) -> None:
+    """Print a report's table with the first of its failures."""
+    lines = report.table().splitlines()
+    shown = len(lines) - max(0, len(report.failures) - FAILURES)
+    console.print("\n".join(lines[:shown]), soft_wrap=True, markup=False)
+    if shown < len(lines):
+        console.print(f"… and {len(lines) - shown} more; --json has them all", style="dim")

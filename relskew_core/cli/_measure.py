@@ -27,28 +27,28 @@ class Measured:
 def measure(
     call: Callable[[], Any], *, repeats: int, peak_of: Callable[[Callable[[], Any]], int | None] | None = None
 ) -> Measured:
-    """Call once to warm up, once for the memory and up to ``repeats`` times for the best time.
+    """Call once to warm up, once for the memory, and up to ``repeats`` times more for the best time.
 
     Parameters
     ----------
     call : callable
         Returns when its result is there (a device's queue is drained).
     repeats : int
-        How often to time it; less often once ``ENOUGH`` seconds are spent.
+        How often to time it; not once ``ENOUGH`` seconds are spent.
     peak_of : callable, optional
         Returns the peak memory of a call in bytes; that of the process's resident memory by default.
     """
-    value = call()
-    peak = (resident_peak if peak_of is None else peak_of)(call)
-    seconds, spent = float("inf"), 0.0
-    for _ in range(repeats):
+    value, times = call(), list[float]()
+
+    def timed() -> None:
         start = time.perf_counter()
         call()
-        took = time.perf_counter() - start
-        seconds, spent = min(seconds, took), spent + took
-        if spent > ENOUGH:
-            break
-    return Measured(value, seconds, peak)
+        times.append(time.perf_counter() - start)
+
+    peak = (resident_peak if peak_of is None else peak_of)(timed)
+    while len(times) <= repeats and sum(times) < ENOUGH:
+        timed()
+    return Measured(value, min(times), peak)
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:

@@ -21,7 +21,7 @@ LEGENDS = (
 
 def save_png(shown: Picture, path: Path) -> Path:
     """Draw the melody and the three panels; matplotlib is imported here and nowhere else."""
-    need("matplotlib", "plot", "drawing a PNG")
+    need("matplotlib", "matplotlib", "drawing a PNG")
     from matplotlib.figure import Figure
 
     if path.suffix.lower() != ".png":
@@ -140,5 +140,5 @@ def _caption(shown: Picture, marked: list[tuple[Stripe, str]]) -> list[tuple[str
         )
         for stripe, colour in marked
     ]
-    about = "The table is counted from the melody, not learned. Where nothing is drawn there is no such note."
+    about = "The table is counted from the melody, not learned. Negative logits are drawn as 0."
     return [*lines, (about, FAINT)]

@@ -63,11 +63,11 @@ def _npz(path: Path) -> Any:
 
 
 def _safetensors(path: Path) -> Any:
-    return need("safetensors.numpy", "onnx", "reading .safetensors").load_file(path)
+    return need("safetensors.numpy", "'relskew[onnx]'", "reading .safetensors").load_file(path)
 
 
 def _torch(path: Path) -> Any:
-    torch = need("torch", "torch", "reading .pt")
+    torch = need("torch", "'relskew[torch]'", "reading .pt")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -1,0 +1,405 @@
+"""The command line: exit codes, one line of error, and what `info`, `export`, `validate` and `bench` do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from relskew_core import BlockSpec, Span, __version__, init_weights
+from relskew_core.cli import main
+
+onnx = pytest.importorskip("onnx")
+BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def relskew(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run what must fail: exit 2, one line on stderr, no traceback."""
+    capsys.readouterr()
+    status = relskew(*arguments)
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("relskew: error: ")
+    assert "Traceback" not in captured.out + captured.err
+    return captured.err
+
+
+def spec_in(path: str) -> BlockSpec:
+    metadata = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
+
+
+# The program
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew() == 0
+    without = capsys.readouterr().out
+    assert relskew("--help") == 0
+    told = capsys.readouterr().out
+    for command in ("info", "verify", "export", "validate", "bench", "demo"):
+        assert command in told
+        assert command in without
+        assert relskew(command, "--help") == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew("--version") == 0
+    assert capsys.readouterr().out == f"relskew {__version__}\n"
+
+
+def test_runs_under_typers_own_runner() -> None:
+    from relskew_core.cli._app import app
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert __version__ in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param(["nothing"], "nothing", id="command"),
+        pytest.param(["verify", "--wrong"], "--wrong", id="option"),
+        pytest.param(["export"], "path", id="argument"),
+        pytest.param(["export", "m.onnx", "--embed-dim", "many", "--num-heads", "2"], "--embed-dim", id="number"),
+        pytest.param(["verify", "--library", "x"], "--library must be one of numpy,", id="library"),
+        pytest.param(["verify", "--dtype", "int8"], "--dtype must be one of float64,", id="dtype"),
+        pytest.param(["verify", "--case", "x"], "--case must be one of full,", id="case"),
+        pytest.param(["bench", "--library", "x"], "--library must be one of numpy,", id="bench library"),
+        pytest.param(["bench", "--length", "0"], "--length", id="bench length"),
+    ],
+)
+def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
+    assert part in error_of(capsys, *arguments)
+
+
+def test_an_unforeseen_exception_is_one_line_with_its_class(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise KeyError("two\nlines")
+
+    monkeypatch.setattr("relskew_core.cli._info.gather", broken)
+    assert "KeyError: 'two\\nlines'" in error_of(capsys, "info")
+
+
+def test_a_missing_package_names_the_pip_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "pip install 'relskew[onnx]'" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
+
+    def lacking() -> None:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy.core")
+
+    monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
+    assert "this needs numpy: pip install 'relskew[numpy]'" in error_of(capsys, "info")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
+def test_interruption_is_not_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def interrupted() -> None:
+        raise kind
+
+    monkeypatch.setattr("relskew_core.cli._info.gather", interrupted)
+    assert relskew("info") == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_starts_without_any_array_library() -> None:
+    program = (
+        "import sys\n"
+        "from relskew_core.cli import main\n"
+        "status = main(['verify', '--help'])\n"
+        "print({'numpy', 'torch', 'jax', 'onnx'} & set(sys.modules), file=sys.stderr)\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "set()\n")
+
+
+def test_without_typer_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['typer'] = None; from relskew_core.cli import main; sys.exit(main([]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "relskew: error: the command line needs typer: pip install 'relskew[cli]'\n"
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "relskew_core.cli", "verify", "--case", "none"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("relskew: error: --case must be one of")
+    assert done.stdout == ""
+
+
+# info
+
+
+def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew("info", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["relskew"] == __version__
+    numpy = next(one for one in facts["libraries"] if one["name"] == "numpy")
+    assert numpy["version"] == np.__version__
+    assert "portable" in numpy["implementations"]
+    assert facts["packages"]["onnx"] == onnx.__version__
+    named = {one["name"] for one in facts["libraries"]} | {one["name"] for one in facts["missing"]}
+    assert {"cupy", "dask"} <= named
+    assert relskew("info") == 0
+    told = capsys.readouterr().out
+    for one in (*facts["libraries"], *facts["runtimes"], *facts["missing"]):
+        assert one["name"] in told
+
+
+# export
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(["--length", "5"], BlockSpec(8, 2, Span.full(5)), id="full"),
+        pytest.param(["--length", "5", "--causal"], BlockSpec(8, 2, Span.causal(5), causal=True), id="causal"),
+        pytest.param(["--clip", "3"], BlockSpec(8, 2, Span.clipped(3)), id="clip"),
+        pytest.param(["--length", "5", "--cross"], BlockSpec(8, 2, Span.full(5), cross=True), id="cross"),
+        pytest.param(
+            ["--block-size", "4", "--causal"], BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), id="local"
+        ),
+        pytest.param(["--window", "3,1"], BlockSpec(8, 2, Span(3, 1), window=(3, 1)), id="window"),
+        pytest.param(
+            ["--window", "3,", "--causal"], BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)), id="past window"
+        ),
+        pytest.param(
+            ["--length", "5", "--num-kv-heads", "1", "--head-dim", "6", "--rel-values", "--shared-table", "--no-bias"],
+            BlockSpec(8, 2, Span.full(5), num_kv_heads=1, head_dim=6, rel_values=True, shared_table=True, bias=False),
+            id="shape",
+        ),
+    ],
+)
+def test_export_options_become_the_spec(
+    capsys: pytest.CaptureFixture[str], options: list[str], expected: BlockSpec
+) -> None:
+    assert relskew("export", "m.onnx", *BLOCK, *options) == 0
+    assert spec_in("m.onnx") == expected
+    told = capsys.readouterr().out
+    assert "wrote    m.onnx" in told
+    assert "random, seed 0" in told
+    assert "relskew validate m.onnx" in told
+
+
+def test_export_passes_on_how_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--length", "9", "--causal", "--past", "--mask", "--profile", "portable", "--dtype", "float16"]
+    assert relskew("export", "m.onnx", *BLOCK, *options, "--max-length", "6", "--opset", "20", "--seed", "3") == 0
+    model = onnx.load("m.onnx")
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    assert metadata["relskew.profile"] == "portable"
+    assert metadata["relskew.dtype"] == "float16"
+    assert metadata["relskew.max_length"] == "6"
+    assert model.opset_import[0].version == 20
+    assert [value.name for value in model.graph.input] == ["x", "mask", "past_key", "past_value"]
+    assert "relskew validate m.onnx --seed 3" in capsys.readouterr().out
+
+
+def test_export_replaces_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0
+    before = Path("m.onnx").read_bytes()
+    assert "--overwrite replaces it" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "6")
+    assert Path("m.onnx").read_bytes() == before
+    assert relskew("export", "m.onnx", *BLOCK, "--length", "6", "--overwrite") == 0
+    assert spec_in("m.onnx").span == Span.full(6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param([], "--length N", id="no span"),
+        pytest.param(["--length", "3", "--clip", "2"], "exclude each other", id="two spans"),
+        pytest.param(["--length", "0"], "`n`", id="length"),
+        pytest.param(["--length", "3", "--num-kv-heads", "3"], "`num_kv_heads`", id="heads"),
+        pytest.param(["--length", "3", "--block-size", "2"], "`causal=True`", id="block size"),
+        pytest.param(["--length", "3", "--past"], "past", id="past"),
+        pytest.param(["--length", "3", "--profile", "x"], "`profile`", id="profile"),
+        pytest.param(["--length", "3", "--dtype", "int8"], "`dtype`", id="dtype"),
+        pytest.param(["--length", "3", "--opset", "2"], "`opset`", id="opset"),
+        pytest.param(["--window", "3;1"], "--window", id="window"),
+        pytest.param(["--window", ",1"], "--length N", id="unbounded window"),
+        pytest.param(["--length", "3", "--prefix", "a."], "--prefix", id="prefix"),
+        pytest.param(["--weights", "nothing.npz"], "nothing.npz: there is no such file", id="no file"),
+        pytest.param(["--weights", "weights.bin"], "must be a file ending in .npz,", id="ending"),
+    ],
+)
+def test_export_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
+    assert part in error_of(capsys, "export", "m.onnx", *BLOCK, *arguments)
+    assert not Path("m.onnx").exists()
+
+
+def test_export_into_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere" in error_of(capsys, "export", "nowhere/m.onnx", *BLOCK, "--length", "4")
+
+
+# Weights
+
+
+def write_weights(path: Path, weights: dict[str, Any]) -> None:
+    if path.suffix == ".npz":
+        np.savez(path, **weights)
+    elif path.suffix == ".safetensors":
+        pytest.importorskip("safetensors.numpy").save_file(weights, path)
+    else:
+        torch = pytest.importorskip("torch")
+        torch.save({key: torch.from_numpy(weight.copy()) for key, weight in weights.items()}, path)
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors", ".pt"])
+def test_weights_from_a_file_are_the_models(capsys: pytest.CaptureFixture[str], ending: str) -> None:
+    spec = BlockSpec(8, 2, Span.full(5))
+    path = Path("weights").with_suffix(ending)
+    write_weights(path, {f"layer.0.{key}": weight for key, weight in init_weights(spec, seed=7).items()})
+    # The table says its span itself.
+    assert relskew("export", "m.onnx", *BLOCK, "--weights", str(path), "--prefix", "layer.0.") == 0
+    assert spec_in("m.onnx") == spec
+    assert relskew("export", "seed.onnx", *BLOCK, "--length", "5", "--seed", "7") == 0
+    assert Path("m.onnx").read_bytes() == Path("seed.onnx").read_bytes()
+    told = capsys.readouterr().out
+    assert f"relskew validate m.onnx --weights {path} --prefix layer.0." in told
+    pytest.importorskip("onnxruntime")
+    assert relskew("validate", "m.onnx", "--weights", str(path), "--prefix", "layer.0.") == 0
+    assert "--prefix 'layer.0.'" in error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", str(path))
+    assert "has no q_proj.weight" in error_of(capsys, "validate", "m.onnx", "--weights", str(path))
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors", ".pt"])
+def test_unreadable_weights_are_one_line(capsys: pytest.CaptureFixture[str], ending: str) -> None:
+    path = Path("weights").with_suffix(ending)
+    path.write_bytes(b"nothing of the kind")
+    told = error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", str(path), "--length", "5")
+    assert f"cannot be read as {ending}" in told
+
+
+def test_a_pickle_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"q_proj.weight": Path("anything")}, "weights.pt")
+    assert "cannot be read as .pt" in error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "weights.pt")
+    torch.save([torch.zeros(2)], "list.pt")
+    assert "mapping" in error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "list.pt")
+
+
+def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = init_weights(BlockSpec(8, 2, Span(3, 2)), seed=0)
+    write_weights(Path("w.npz"), weights)
+    assert "not symmetric" in error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "w.npz")
+    told = error_of(capsys, "export", "m.onnx", *BLOCK, "--weights", "w.npz", "--length", "5")
+    assert "`weights['rel_k']`" in told
+    assert relskew("export", "m.onnx", *BLOCK, "--weights", "w.npz", "--causal") == 0
+    assert spec_in("m.onnx").span == Span.causal(6)
+    told = error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", "w.npz", "--causal", "--seed", "1")
+    assert "--weights and --seed exclude each other" in told
+    write_weights(Path("other.npz"), {"something": np.zeros(2)})
+    assert "its names are something" in error_of(capsys, "export", "n.onnx", *BLOCK, "--weights", "other.npz")
+
+
+# validate
+
+
+def test_validate_says_yes_and_no(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    assert relskew("export", "m.onnx", *BLOCK, "--length", "5", "--seed", "4") == 0
+    assert relskew("validate", "m.onnx", "--seed", "4") == 0
+    assert capsys.readouterr().out.endswith("\nok\n")
+    assert relskew("validate", "m.onnx") == 1
+    told = capsys.readouterr().out
+    assert "random, seed 0" in told
+    assert "FAILED weights" in told
+    assert "more; --json has them all" in told
+    assert "not ok: " in told
+    assert relskew("validate", "m.onnx", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert len(report["failures"]) > 6
+    assert relskew("validate", "m.onnx", "--seed", "4", "--runtime", "reference", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert any("reference" in check["runtime"] for check in report["checks"])
+
+
+def test_validate_on_a_provider_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0
+    assert relskew("validate", "m.onnx", "--provider", "NoSuchProvider", "--provider", "cpu") == 1
+    told = capsys.readouterr().out
+    assert "NoSuchProvider is not available here" in told
+    assert "not ok: 1 of" in told
+
+
+def test_validate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no such file" in error_of(capsys, "validate", "nothing.onnx")
+    Path("text.onnx").write_text("nothing of the kind")
+    assert "text.onnx" in error_of(capsys, "validate", "text.onnx")
+    assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0
+    model = onnx.load("m.onnx")
+    kept = [entry for entry in model.metadata_props if entry.key != "relskew.spec"]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    onnx.save(model, "foreign.onnx")
+    assert "not a model that relskew exported" in error_of(capsys, "validate", "foreign.onnx")
+    model.metadata_props.add(key="relskew.spec", value='{"embed_dim": 8}')
+    onnx.save(model, "broken.onnx")
+    assert "cannot be read" in error_of(capsys, "validate", "broken.onnx")
+
+
+# bench
+
+
+def test_bench_measures_methods_that_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew("bench", "--library", "numpy", "--length", "16", "--length", "40", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {(entry["length"], entry["kind"]) for entry in facts["entries"]} == {
+        (16, "causal"),
+        (16, "clipped"),
+        (40, "causal"),
+        (40, "clipped"),
+    }
+    for entry in facts["entries"]:
+        assert entry["difference"] < 2e-6
+        assert entry["seconds"] > 0
+    assert relskew("bench", "--library", "numpy", "--length", "16") == 0
+    told = capsys.readouterr().out
+    for method in ("gather (Shaw)", "pad-reshape-slice (Huang)", "relskew"):
+        assert method in told
+
+
+def test_bench_of_a_missing_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dask", None)
+    monkeypatch.setitem(sys.modules, "dask.array", None)
+    assert "dask" in error_of(capsys, "bench", "--library", "dask")
+    monkeypatch.setattr("relskew_core.cli._libraries.PROBES", {"numpy": _absent, "torch": _absent, "cupy": _absent})
+    assert "pip install 'relskew[numpy]'" in error_of(capsys, "bench")
+
+
+def _absent() -> Any:
+    raise ModuleNotFoundError("No module named 'numpy'", name="numpy")

@@ -1,0 +1,315 @@
+"""`relskew verify`: it passes what is right, catches what is wrong and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracles
+from relskew_core import attention_block
+from relskew_core.cli import _cases, _console, _measure, _verify, main
+from relskew_core.cli._cases import Case, cases
+from relskew_core.cli._errors import CliError
+from relskew_core.cli._libraries import Library, Missing, libraries
+from relskew_core.cli._oracle import block_oracle
+from relskew_core.cli._runtimes import runtimes
+
+CASES = {case.name: case for case in cases()}
+
+
+def verify(*arguments: str) -> int:
+    return main(["verify", *arguments])
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert verify("--json", *arguments) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is (status == 0)
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+# What it compares with
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_its_oracle_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cases, "QUERIES", 33)
+    monkeypatch.setattr(_cases, "MEMORY", 37)
+    monkeypatch.setattr(_cases, "BATCH", 1)
+    given = _cases.inputs(Case(case.name, case.spec, (30, 1, 2) if case.steps else ()), "float64")
+    spec = case.spec
+    past = (np.zeros((1, 4, 5, 16)), np.ones((1, 4, 5, 16))) if case.steps else None
+    y, keys, values = oracles.attention_block(
+        given.x,
+        given.weights,
+        spec.span,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        memory=given.memory,
+        past=past,
+        causal=spec.causal,
+        window=spec.window,
+        block_size=spec.block_size,
+    )
+    got = block_oracle(given.x, given.weights, spec, memory=given.memory, past=past)
+    if past is not None:
+        got, (got_keys, got_values) = got
+        np.testing.assert_allclose(got_keys, keys, atol=1e-12)
+        np.testing.assert_allclose(got_values, values, atol=1e-12)
+    assert oracles.relative_error(got, y) < 1e-13
+
+
+def test_its_oracle_refuses_positions_without_a_row() -> None:
+    given = _cases.inputs(CASES["window"], "float64")
+    with pytest.raises(ValueError, match="no row for the relative positions"):
+        block_oracle(given.x, given.weights, _cases.BlockSpec(64, 4, _cases.Span(24, 8)))
+
+
+def test_numbers_are_rounded_as_torch_rounds() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).standard_normal(1000) * 10.0 ** np.arange(-20, 20).repeat(25)
+    for dtype in ("bfloat16", "float32"):
+        # Through float32, as every library is given them.
+        expected = torch.from_numpy(values.astype(np.float32)).to(getattr(torch, dtype)).to(torch.float64).numpy()
+        assert np.array_equal(_cases.rounded(values, dtype), expected)
+    halves = _cases.rounded(values[:600], "float16")
+    assert np.array_equal(halves, values[:600].astype(np.float16).astype(np.float64))
+
+
+def test_the_error_sees_shapes_and_numbers_that_are_none() -> None:
+    right = [np.ones((2, 3)), np.full((4,), 2.0)]
+    assert _cases.relative_error(right, right) == 0
+    assert _cases.relative_error([right[0], right[1] * 1.5], right) == pytest.approx(0.5)
+    assert _cases.relative_error([right[0].T, right[1]], right) == np.inf
+    assert _cases.relative_error([right[0], right[1] * np.nan], right) == np.inf
+    with pytest.raises(ValueError, match="zip"):
+        _cases.relative_error(right[:1], right)
+
+
+# What it finds
+
+
+@pytest.mark.parametrize("library", ["numpy", "array-api-strict", "torch", "jax", "dask"])
+def test_every_library_here_passes(capsys: pytest.CaptureFixture[str], library: str) -> None:
+    found, missing = libraries((library,))
+    if not found:
+        pytest.skip(missing[0].reason)
+    rows = rows_of(capsys, 0, "--library", library, "--case", "cached", "--case", "clip+values", "--dtype", "float32")
+    cpu = [row for row in rows if row["device"] == "cpu"]
+    assert [row["case"] for row in cpu] == ["cached", "clip+values"]
+    for row in rows:
+        assert 0 < row["error"] < row["gate"] == 2e-6
+        assert row["seconds"] > 0
+        assert row["version"]
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "onnx reference", "openvino"])
+def test_every_runtime_here_passes(capsys: pytest.CaptureFixture[str], runtime: str) -> None:
+    found, missing = runtimes((runtime,))
+    if not found:
+        pytest.skip(missing[0].reason)
+    rows = rows_of(capsys, 0, "--library", runtime, "--dtype", "float32")
+    assert {row["case"] for row in rows} == set(CASES)
+
+
+def test_one_run_covers_every_case_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, 0, "--library", "numpy")
+    assert {row["case"] for row in rows if row["dtype"] == "float32"} == set(CASES)
+    assert {row["case"] for row in rows if row["dtype"] == "float64"} == set(_verify.FEW)
+    everything = rows_of(capsys, 0, "--library", "numpy", "--all")
+    assert len(everything) == 3 * len(CASES)
+
+
+def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--library", "numpy", "--library", "array-api-strict", "--dtype", "float32") == 0
+    told = capsys.readouterr().out
+    assert "8 (" in told
+    assert "within the gates" in told
+    assert max(len(line) for line in told.splitlines()) <= _console.PIPE_WIDTH
+    assert verify("--library", "numpy", "--dtype", "float32", "--all") == 0
+    told = capsys.readouterr().out
+    for case in CASES:
+        assert f"│ {case} " in told
+
+
+def _scaled(factor: float) -> Callable[..., Any]:
+    def block(*args: Any, **kwargs: Any) -> Any:
+        result = attention_block(*args, **kwargs)
+        return (result[0] * factor, result[1]) if isinstance(result, tuple) else result * factor
+
+    return block
+
+
+def _raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no\nsuch kernel")
+
+
+@pytest.mark.parametrize(
+    ("broken", "detail"),
+    [
+        pytest.param(_scaled(1 + 1e-5), "the error is above the gate", id="number"),
+        pytest.param(_scaled(float("nan")), "NaN or inf", id="nan"),
+        pytest.param(lambda *args, **kwargs: attention_block(*args, **kwargs)[:, 1:, :], "a shape differs", id="shape"),
+        pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
+    ],
+)
+def test_a_broken_function_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any], detail: str
+) -> None:
+    monkeypatch.setattr(_verify, "attention_block", broken)
+    (row,) = rows_of(capsys, 1, "--library", "numpy", "--case", "causal", "--dtype", "float32")
+    assert row["ok"] is False
+    assert detail in row["detail"]
+    assert verify("--library", "numpy", "--case", "causal", "--case", "full", "--dtype", "float32") == 1
+    told = capsys.readouterr().out
+    assert "NO" in told
+    assert detail in " ".join(told.split())
+    assert "2 of 2 cases failed" in told
+
+
+def test_a_wrong_cache_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        y, (keys, values) = attention_block(*args, **kwargs)
+        return y, (keys, values * 0.999)
+
+    monkeypatch.setattr(_verify, "attention_block", forgetful)
+    (row,) = rows_of(capsys, 1, "--library", "numpy", "--case", "cached", "--dtype", "float32")
+    assert row["error"] > row["gate"]
+
+
+def test_a_wrong_graph_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    export = pytest.importorskip("relskew_core.export")
+    to_onnx = export.to_onnx
+
+    def wrong(spec: Any, weights: Any, **options: Any) -> Any:
+        return to_onnx(spec, {**weights, "rel_k": weights["rel_k"][..., ::-1, :]}, **options)
+
+    monkeypatch.setattr(export, "to_onnx", wrong)
+    rows = rows_of(capsys, 1, "--library", "onnx reference", "--case", "full", "--case", "cached")
+    assert not any(row["ok"] for row in rows)
+
+
+# What is missing
+
+
+def test_missing_libraries_are_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    found, missing = libraries(("cupy",))
+    assert (found, missing) == ([], [Missing("cupy", "not installed")])
+    names = ["--library", "cupy", "--library", "openvino", "--library", "numpy"]
+    assert verify(*names, "--case", "full", "--dtype", "float32") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "missing cupy not installed" in told
+    assert "missing openvino" in told
+
+
+def test_nothing_to_verify_is_not_ok(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert verify("--library", "cupy") == 1
+    assert "there was nothing to verify" in capsys.readouterr().out
+
+
+def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[Library]:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+        yield
+
+    monkeypatch.setitem(_verify.PROBES, "cupy", broken)
+    assert libraries(("cupy",)) == ([], [Missing("cupy", "libcuda.so.1: cannot open shared object file")])
+
+
+def test_without_onnx_the_runtimes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "relskew_core.export", None)
+    found, missing = runtimes()
+    assert found == []
+    assert [one.name for one in missing] == ["onnxruntime", "onnx reference", "openvino"]
+    assert all("pip install 'relskew[onnx]'" in one.reason for one in missing)
+    assert runtimes(("numpy",)) == ([], [])
+
+
+def test_names_are_checked_before_anything_runs() -> None:
+    with pytest.raises(CliError, match="--library must be one of"):
+        _verify.plan(("numpyy",))
+
+
+# What it costs
+
+
+def test_peak_memory_is_that_of_the_call() -> None:
+    if not _measure.STATUS.exists():
+        pytest.skip("only Linux tells")
+
+    def call() -> int:
+        return int(np.ones(8 * 2**20).sum())  # 64 MiB, touched and freed
+
+    first, second = (_measure.resident_peak(call) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert 60 * 2**20 < first < 80 * 2**20
+    assert 60 * 2**20 < second < 80 * 2**20
+    none = _measure.resident_peak(lambda: None)
+    assert none is not None
+    assert none < 2**20
+
+
+def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(_measure, "STATUS", tmp_path / "none")
+    monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "no folder" / "none")
+    assert _measure.resident_peak(lambda: calls.append(1)) is None
+    measured = _measure.measure(lambda: calls.append(1), repeats=2)
+    assert measured.peak is None
+    assert measured.seconds >= 0
+    monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "refs")
+    (tmp_path / "none").write_text("VmSize: 1 kB\n")
+    assert _measure.resident_peak(lambda: None) is None
+
+
+def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(_measure, "ENOUGH", 0.0)
+    _measure.measure(lambda: calls.append(1), repeats=5)
+    assert len(calls) == 2
+    monkeypatch.setattr(_measure, "ENOUGH", 1e9)
+    calls.clear()
+    _measure.measure(lambda: calls.append(1), repeats=5)
+    assert len(calls) == 1 + 1 + 5
+
+
+# Words
+
+
+def test_sizes_and_times_for_people() -> None:
+    assert [_console.as_bytes(size) for size in (None, 5, 2048, 3 * 2**20, 5 * 2**30)] == [
+        "–",
+        "5 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]
+    assert [_console.as_time(seconds) for seconds in (None, 0.00123, 2.5)] == ["–", "1.23 ms", "2.50 s"]
+    assert [_console.count(number, "case") for number in (1, 2)] == ["1 case", "2 cases"]
+
+
+def test_progress_is_for_terminals_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with _console.progress("verify", 2) as tell:
+        tell("one")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with _console.progress("verify", 2) as tell:
+        tell("the first step")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "the first step" in captured.err
