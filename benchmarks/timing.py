@@ -1,0 +1,57 @@
+"""Time calls side by side: in one process, in turns, the fastest of all rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+TURN_SECONDS = 0.1
+"""A turn repeats a short call for so long: the first call after another library's meets its threads still spinning."""
+
+TURN_CALLS = 10
+
+
+@dataclass(slots=True)
+class Timing:
+    """What was measured of one contender."""
+
+    seconds: float = float("inf")  # of the fastest call
+    rounds: int = 0
+    spent: float = 0.0
+
+
+def interleave(
+    calls: Mapping[Key, Callable[[], object]], *, rounds: int, budget: float, least: int = 2
+) -> dict[Key, Timing]:
+    """Time every call in turns, starting each round with another one.
+
+    A call that has had ``least`` rounds and has taken ``budget`` seconds altogether sits out the rest. Every call must
+    have been made once before, so that what happens only once is not timed.
+    """
+    timings = {name: Timing() for name in calls}
+    names = list(calls)
+    for number in range(rounds):
+        shift = number % max(1, len(names))
+        for name in names[shift:] + names[:shift]:
+            timing = timings[name]
+            if timing.rounds < least or timing.spent < budget:
+                _turn(calls[name], timing)
+    return timings
+
+
+def _turn(call: Callable[[], object], timing: Timing) -> None:
+    began = time.perf_counter()
+    for _ in range(TURN_CALLS):
+        start = time.perf_counter()
+        result = call()
+        stop = time.perf_counter()
+        del result  # freeing is not timed
+        timing.seconds = min(timing.seconds, stop - start)
+        if stop - began >= TURN_SECONDS:
+            break
+    timing.rounds += 1
+    timing.spent += time.perf_counter() - began
