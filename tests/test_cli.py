@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
 from relskew_core.cli import main
+from relskew_core.cli._errors import reason
 
 onnx = pytest.importorskip("onnx")
 BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
@@ -145,6 +146,26 @@ def test_without_typer_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "relskew: error: the command line needs typer: pip install 'relskew[cli]'\n"
+
+
+def test_without_rich_in_this_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "relskew_core.cli._app", raising=False)
+    monkeypatch.delitem(sys.modules, "relskew_core.cli._console", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert "rich.console: pip install 'relskew[cli]'" in error_of(capsys, "info")
+
+
+def test_a_broken_installation_is_not_called_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "relskew_core.cli._app", None)
+    with pytest.raises(ModuleNotFoundError, match="_app"):
+        relskew("info")
+
+
+def test_reasons_are_one_line_and_name_files() -> None:
+    assert reason(FileNotFoundError(2, "No such file or directory", "a.npz")) == "a.npz: No such file or directory"
+    assert reason(ValueError("two\n  lines")) == "two lines"
+    assert reason(KeyError("name")) == "KeyError: 'name'"
+    assert reason(AssertionError()) == "AssertionError"
 
 
 def test_runs_as_a_module() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import oracles
-from relskew_core import attention_block
+from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.cli import _cases, _console, _measure, _verify, main
 from relskew_core.cli._cases import Case, cases
 from relskew_core.cli._errors import CliError
-from relskew_core.cli._libraries import Library, Missing, libraries
+from relskew_core.cli._libraries import PROBES, Library, Missing, libraries
 from relskew_core.cli._oracle import block_oracle
 from relskew_core.cli._runtimes import runtimes
 
@@ -70,7 +70,7 @@ def test_its_oracle_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPat
 def test_its_oracle_refuses_positions_without_a_row() -> None:
     given = _cases.inputs(CASES["window"], "float64")
     with pytest.raises(ValueError, match="no row for the relative positions"):
-        block_oracle(given.x, given.weights, _cases.BlockSpec(64, 4, _cases.Span(24, 8)))
+        block_oracle(given.x, given.weights, BlockSpec(64, 4, Span(24, 8)))
 
 
 def test_numbers_are_rounded_as_torch_rounds() -> None:
@@ -148,6 +148,11 @@ def _scaled(factor: float) -> Callable[..., Any]:
     return block
 
 
+def _shortened(*args: Any, **kwargs: Any) -> Any:
+    result: Any = attention_block(*args, **kwargs)
+    return result[:, 1:, :]
+
+
 def _raising(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no\nsuch kernel")
 
@@ -157,7 +162,7 @@ def _raising(*args: Any, **kwargs: Any) -> Any:
     [
         pytest.param(_scaled(1 + 1e-5), "the error is above the gate", id="number"),
         pytest.param(_scaled(float("nan")), "NaN or inf", id="nan"),
-        pytest.param(lambda *args, **kwargs: attention_block(*args, **kwargs)[:, 1:, :], "a shape differs", id="shape"),
+        pytest.param(_shortened, "a shape differs", id="shape"),
         pytest.param(_raising, "RuntimeError: no such kernel", id="exception"),
     ],
 )
@@ -225,7 +230,7 @@ def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.Monk
         raise OSError("libcuda.so.1: cannot open shared object file")
         yield
 
-    monkeypatch.setitem(_verify.PROBES, "cupy", broken)
+    monkeypatch.setitem(PROBES, "cupy", broken)
     assert libraries(("cupy",)) == ([], [Missing("cupy", "libcuda.so.1: cannot open shared object file")])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +41,8 @@ def run(argv: list[str]) -> int:
         return 2
     except Exception as error:
         # A usage error knows how to say which option is meant.
-        told = error.format_message() if hasattr(error, "format_message") else reason(error)
+        message: Callable[[], str] | None = getattr(error, "format_message", None)
+        told = reason(error) if message is None else message()
         print(f"relskew: error: {' '.join(told.split())}", file=sys.stderr)
         return 2
     return int(status or 0)

@@ -74,25 +74,29 @@ def _torch() -> Iterator[Library | Missing]:
     yield on("cpu")
     if not torch.cuda.is_available():
         yield Missing("torch cuda", "this torch sees no CUDA device")
-        return
+    else:  # pragma: gpu only
 
-    def peak_of(call: Callable[[], Any]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before)
+        def peak_of(call: Callable[[], Any]) -> int:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            return int(torch.cuda.max_memory_allocated() - before)
 
-    def finish(result: Any) -> Any:
-        torch.cuda.synchronize()
-        return result
+        def finish(result: Any) -> Any:
+            torch.cuda.synchronize()
+            return result
 
-    yield on("cuda", finish=finish, peak_of=peak_of)
+        yield on("cuda", finish=finish, peak_of=peak_of)
 
 
 def _cupy() -> Iterator[Library]:
     cp = importlib.import_module("cupy")
+    yield from _on_cupy(cp)  # pragma: gpu only
+
+
+def _on_cupy(cp: Any) -> Iterator[Library]:  # pragma: gpu only
     cp.cuda.runtime.getDeviceCount()  # raises where there is no device or no driver
     pool = cp.get_default_memory_pool()
 

@@ -52,8 +52,6 @@ def block_oracle(
     key_positions = np.arange(k.shape[2])
     for i in range(q.shape[2]):
         seen = np.flatnonzero(_visible(i + offset, key_positions, spec))
-        if not len(seen):
-            continue
         rows = _rows(seen - (i + offset), spec)
         logits = np.einsum("bhd,bhkd->bhk", q[:, :, i], keys[:, :, seen])
         logits += np.einsum("bhd,hkd->bhk", q[:, :, i], tables["rel_k"][:, rows])

@@ -30,9 +30,10 @@ class Runtime:
         """Return a function from inputs by name to the outputs in order."""
         export = importlib.import_module("relskew_core.export._runtimes")
         runner = export.opener(self.key)(export.Source(model, None), self.provider)
-        if runner.misplaced:
+        if runner.misplaced:  # pragma: gpu only
             raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")
-        return runner.run  # type: ignore[no-any-return]
+        run: Session = runner.run
+        return run
 
 
 def _onnxruntime() -> Iterator[Runtime]:
