@@ -199,6 +199,8 @@ def _collect(call: Call, whole: _Whole, sums: list[_Sums], operands: Operands) -
 
     mask = total("mask")
     if mask is not None and operands.mask is not None:
+        if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
+            mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
         mask = mask.reshape(operands.mask.shape)
     return Gradients(
         q=whole.q.reshape(operands.q.shape),
