@@ -9,6 +9,7 @@ from relskew_core._logits import relative_logits, relative_values
 from relskew_core._skew import skew, unskew
 from relskew_core._span import Span
 from relskew_core._spec import BlockSpec
+from relskew_core._tables import resize_table, sinusoidal_table
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,8 @@ __all__ = [
     "relative_logits",
     "relative_logits_2d",
     "relative_values",
+    "resize_table",
+    "sinusoidal_table",
     "skew",
     "t5_buckets",
     "toeplitz",

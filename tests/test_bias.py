@@ -214,7 +214,9 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "function", "options"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    ("name", "function", "options"), REFUSED, ids=[f"{f.__name__} {name} {n}" for n, (name, f, _) in enumerate(REFUSED)]
+)
 def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=f"`{name}` must be"):
         function(**options)

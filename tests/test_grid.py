@@ -243,7 +243,7 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "error", "options"), WRONG, ids=str)
+@pytest.mark.parametrize(("words", "error", "options"), WRONG, ids=[words for words, *_ in WRONG])
 def test_errors_name_what_does_not_fit(words: str, error: type[Exception], options: dict[str, Any]) -> None:
     right: dict[str, Any] = {"q": np.zeros((4, 3)), "table_h": np.zeros((3, 3)), "table_w": np.zeros((3, 3))}
     right |= {"q_grid": (2, 2), "k_grid": (2, 2)}
@@ -267,7 +267,7 @@ WRONG_ATTENTION: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "options"), WRONG_ATTENTION, ids=str)
+@pytest.mark.parametrize(("words", "options"), WRONG_ATTENTION, ids=[words for words, _ in WRONG_ATTENTION])
 def test_attention_names_what_does_not_fit(words: str, options: dict[str, Any]) -> None:
     q, table = np.zeros((4, 3)), np.zeros((3, 3))
     right: dict[str, Any] = {"q": q, "k": q, "v": q, "table_h": table, "table_w": table}

@@ -1,0 +1,115 @@
+"""Tables that are made or changed: sinusoids and interpolation."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libraries import GATES, Library
+from oracles import relative_error
+from relskew_core import Span, resize_table, sinusoidal_table
+
+
+@pytest.mark.parametrize("direction", ["past", "future"])
+@pytest.mark.parametrize("order", ["halves", "interleaved"])
+def test_sinusoids_are_the_formula(order: Any, direction: Any) -> None:
+    span = Span(30, 3000)
+    table = sinusoidal_table(span, 6, xp=np, dtype=np.float64, order=order, direction=direction, base=100.0)
+    for r in (-30, -7, 0, 1, 2999):
+        for k in range(3):
+            angle = (-r if direction == "past" else r) / 100.0 ** (2 * k / 6)
+            places = (k, 3 + k) if order == "halves" else (2 * k, 2 * k + 1)
+            assert table[r + 30, places[0]] == pytest.approx(math.sin(angle), abs=1e-12)
+            assert table[r + 30, places[1]] == pytest.approx(math.cos(angle), abs=1e-12)
+
+
+def test_sinusoids_in_every_library(library: Library) -> None:
+    name = {"jax": "jax.numpy", "dask": "dask.array"}.get(library.module, library.module)
+    xp = importlib.import_module(name)
+    table = sinusoidal_table(Span(4, 4000), 8, xp=xp, dtype=xp.float32)
+    assert str(table.dtype).endswith("float32")
+    want = sinusoidal_table(Span(4, 4000), 8, xp=np, dtype=np.float64)
+    rows = np.asarray(table.get() if hasattr(table, "get") else table)
+    assert relative_error(rows, want) < 1e-7  # far angles are not rounded before their sine
+
+
+def interpolated(column: Any, rows: int, *, align_corners: bool) -> list[float]:
+    """Linear interpolation of one column, from the definition."""
+    old, values = len(column), []
+    for row in range(rows):
+        place = row * (old - 1) / max(rows - 1, 1) if align_corners else (row + 0.5) * old / rows - 0.5
+        place = min(max(place, 0.0), old - 1.0)
+        low = min(int(place), old - 1)
+        high = min(low + 1, old - 1)
+        values.append(column[low] + (place - low) * (column[high] - column[low]))
+    return values
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize(("old", "new"), [(5, 9), (9, 5), (3, 3), (1, 4), (4, 1), (7, 100)])
+def test_linear_resizing_is_interpolation(library: Library, old: int, new: int, align_corners: bool) -> None:
+    table = np.random.default_rng(0).standard_normal((2, old, 3))
+    want = np.zeros((2, new, 3))
+    for head in range(2):
+        for column in range(3):
+            want[head, :, column] = interpolated(table[head, :, column], new, align_corners=align_corners)
+    for dtype in library.dtypes:
+        given = {"table": library.asarray(table, dtype)}
+        got = library.call(resize_table, given, rows=new, align_corners=align_corners)
+        assert str(got.dtype).endswith(dtype)
+        assert relative_error(library.to_numpy(got), want) < GATES[dtype]
+
+
+@pytest.mark.parametrize("method", ["linear", "cubic"])
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize(("old", "new"), [(5, 9), (9, 5), (7, 7), (13, 4), (1, 3)])
+def test_resizing_is_torchs(method: Any, old: int, new: int, align_corners: bool) -> None:
+    torch = pytest.importorskip("torch")
+    table = torch.randn(2, old, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if method == "linear":
+        want = torch.nn.functional.interpolate(table.mT, size=new, mode="linear", align_corners=align_corners).mT
+    else:
+        size = {"size": (new, 3), "mode": "bicubic", "align_corners": align_corners}
+        want = torch.nn.functional.interpolate(table[:, None], **size)[:, 0]
+    got = resize_table(table, new, method=method, align_corners=align_corners)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_resizing_any_axis_and_its_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    bias = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    want = torch.nn.functional.interpolate(bias[None], size=(9, 3), mode="bilinear", align_corners=False)[0]
+    got = resize_table(resize_table(bias, 9), 3, axis=-1)
+    torch.testing.assert_close(got, want)
+    assert torch.autograd.gradcheck(lambda x: resize_table(x, 9, axis=1), [bias])
+    assert resize_table(np.arange(3.0), 5, axis=0, align_corners=True).tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("span", sinusoidal_table, {"span": 3, "dim": 4, "xp": np}),
+    ("dim", sinusoidal_table, {"span": Span(1, 1), "dim": 5, "xp": np}),
+    ("dim", sinusoidal_table, {"span": Span(1, 1), "dim": 0, "xp": np}),
+    ("order", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "order": "sin"}),
+    ("direction", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "direction": "up"}),
+    ("base", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "base": 0.0}),
+    ("xp", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": None}),
+    ("table", resize_table, {"table": np.zeros((3, 2), dtype=np.int64), "rows": 5}),
+    ("table", resize_table, {"table": np.zeros((0, 2)), "rows": 5}),
+    ("table", resize_table, {"table": np.zeros(3), "rows": 5}),
+    ("rows", resize_table, {"table": np.zeros((3, 2)), "rows": 0}),
+    ("method", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "method": "nearest"}),
+    ("align_corners", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "align_corners": 1}),
+    ("axis", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "axis": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "options"), REFUSED, ids=[f"{f.__name__} {name} {n}" for n, (name, f, _) in enumerate(REFUSED)]
+)
+def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"`{name}` must"):
+        function(**options)
