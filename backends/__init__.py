@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["available", "default_library"]
 
-NATIVE = ("torch",)
+NATIVE = ("jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
 
@@ -53,7 +53,8 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
         module = _module(library)
         reason = module.refusal(function, call)
         if reason is None:
-            return getattr(module, function)  # type: ignore[no-any-return]
+            kernel: Callable[..., Any] = getattr(module, function)
+            return kernel
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
     return None
@@ -69,6 +70,14 @@ def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _module(library: str) -> Any:
     """Import a library's fast path: by statements, which torch.compile can trace through."""
+    if library == "jax":
+        from relskew_core.backends import _jax
+
+        return _jax
+    if library == "numpy":
+        from relskew_core.backends import _numpy
+
+        return _numpy
     if library == "torch":
         from relskew_core.backends import _torch
 

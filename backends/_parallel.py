@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from relskew_core._checks import check_int
 
 T = TypeVar("T")
 
@@ -46,11 +51,70 @@ def _pool(library: str, workers: int, initializer: Callable[[], None]) -> Thread
         return _pools[library, workers]
 
 
+_numpy_threads: int | None = None
+_blas_users = 0
+_blas_limits: Any = None
+
+
+def set_numpy_threads(threads: int | None) -> None:
+    """Set on how many threads NumPy's native path works; ``None`` takes the processors of this process."""
+    global _numpy_threads
+    _numpy_threads = None if threads is None else check_int("threads", threads, minimum=1)
+
+
+def numpy_threads() -> int:
+    """Return on how many threads NumPy's native path works: one where nothing can keep BLAS to one thread each."""
+    if not _can_limit_blas():
+        return 1
+    return _numpy_threads or _processors()
+
+
+@cache
+def _can_limit_blas() -> bool:
+    return find_spec("threadpoolctl") is not None
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def blas_on_one_thread() -> Iterator[None]:
+    """Keep BLAS to one thread while any native call runs: the limit is the process's, so calls share one."""
+    global _blas_users, _blas_limits
+    if numpy_threads() == 1:
+        yield
+        return
+    with _lock:
+        _blas_users += 1
+        if _blas_users == 1:
+            _blas_limits = _blas_controller().limit(limits=1, user_api="blas")
+    try:
+        yield
+    finally:
+        with _lock:
+            _blas_users -= 1
+            if _blas_users == 0:
+                _blas_limits.restore_original_limits()
+                _blas_limits = None
+
+
+@cache
+def _blas_controller() -> Any:
+    """Look once, which takes milliseconds, for the process's BLAS libraries."""
+    import threadpoolctl
+
+    return threadpoolctl.ThreadpoolController()
+
+
 def _forget_pools() -> None:
     """Start anew in a forked child, which has the pools but none of their threads."""
-    global _lock
+    global _lock, _blas_users
     _lock = threading.Lock()
+    _blas_users = 0
     _pools.clear()
+    if _blas_limits is not None:
+        _blas_limits.restore_original_limits()
 
 
 if hasattr(os, "register_at_fork"):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,22 +64,22 @@ def attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rel_k: Optional[Tensor],
-    rel_v: Optional[Tensor],
-    rel_bias: Optional[Tensor],
-    rel_q: Optional[Tensor],
-    mask: Optional[Tensor],
+    rel_k: Tensor | None,
+    rel_v: Tensor | None,
+    rel_bias: Tensor | None,
+    rel_q: Tensor | None,
+    mask: Tensor | None,
     left: int,
     right: int,
     beyond: str,
     causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
-    block_size: Optional[int],
+    window_left: int | None,
+    window_right: int | None,
+    block_size: int | None,
     offset: int,
     scale: float,
     rel_scale: float,
-    chunk_size: Optional[int],
+    chunk_size: int | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend; the log-sum-exp is empty unless asked for."""
@@ -101,26 +101,26 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("relskew::attention_vjp", mutates_args=(), device_types="cpu")
 def attention_vjp_op(
     d_out: Tensor,
-    d_lse: Optional[Tensor],
+    d_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rel_k: Optional[Tensor],
-    rel_v: Optional[Tensor],
-    rel_bias: Optional[Tensor],
-    rel_q: Optional[Tensor],
-    mask: Optional[Tensor],
+    rel_k: Tensor | None,
+    rel_v: Tensor | None,
+    rel_bias: Tensor | None,
+    rel_q: Tensor | None,
+    mask: Tensor | None,
     left: int,
     right: int,
     beyond: str,
     causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
-    block_size: Optional[int],
+    window_left: int | None,
+    window_right: int | None,
+    block_size: int | None,
     offset: int,
     scale: float,
     rel_scale: float,
-    chunk_size: Optional[int],
+    chunk_size: int | None,
     mask_gradient: bool,
 ) -> list[Tensor]:
     """Return the gradients of the eight arrays, empty ones for those that are absent or not wanted."""
@@ -134,7 +134,7 @@ def attention_vjp_op(
 
 
 @attention_vjp_op.register_fake
-def _(d_out: Tensor, d_lse: Optional[Tensor], *rest: Any) -> list[Tensor]:
+def _(d_out: Tensor, d_lse: Tensor | None, *rest: Any) -> list[Tensor]:
     operands, mask_gradient = Operands(*rest[:8]), rest[-1]
     wanted = operands if mask_gradient else operands._replace(mask=None)
     q = operands.q
@@ -160,12 +160,7 @@ def _second_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError("the native path of relative attention is differentiable once; impl='portable' is to any order")
 
 
-torch.library.register_autograd("relskew::attention", _backward, setup_context=_setup_context)
-torch.library.register_autograd("relskew::attention_vjp", _second_backward)
-
-
-@torch.library.register_vmap("relskew::attention")
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     operands, dims = Operands(*args[:8]), Operands(*in_dims[:8])
     if any(dim is not None for dim in (dims.rel_k, dims.rel_v, dims.rel_bias)):  # one table for each item: one by one
         items = [_item(args, in_dims, index) for index in range(info.batch_size)]
@@ -189,10 +184,15 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Ten
     return (out, lse), (0, 0)
 
 
-@torch.library.register_vmap("relskew::attention_vjp")
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+def _vmap_vjp(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
     items = [attention_vjp_op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
     return [torch.stack(parts) for parts in zip(*items, strict=True)], [0] * len(items[0])
+
+
+torch.library.register_autograd("relskew::attention", _backward, setup_context=_setup_context)
+torch.library.register_autograd("relskew::attention_vjp", _second_backward)
+torch.library.register_vmap("relskew::attention", _vmap)
+torch.library.register_vmap("relskew::attention_vjp", _vmap_vjp)
 
 
 def _item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:

@@ -130,7 +130,8 @@ def attention_block(
     spec.check_weights(weights)
     _check_inputs(x, spec, memory, past)
     xp = namespace_of_arrays(
-        {"x": x, "memory": memory, **{f"weights[{key!r}]": weight for key, weight in weights.items()}}
+        {"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}},
+        {"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}},
     )
 
     source = x if memory is None else memory
@@ -167,7 +168,7 @@ def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None, past: tuple[A
     for name, value in (("x", x), ("memory", memory)):
         if value is None and name == "memory":
             continue
-        shape = getattr(value, "shape", ())
+        shape = tuple(getattr(value, "shape", ()))
         if len(shape) < 2 or shape[-1] != spec.embed_dim:
             raise ValueError(f"`{name}` must have shape (..., length, {spec.embed_dim}), got {describe(value)}")
     if memory is not None and tuple(memory.shape[:-2]) != tuple(x.shape[:-2]):

@@ -69,20 +69,21 @@ class Chunk:
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
     visibility = options.visibility
-    size = options.chunk_size or _chunk_size(operands, visibility)
+    size = options.chunk_size or chunk_size(operands, visibility)
     _, highest = options.positions()
     edges = [*range(0, visibility.n_queries, size), visibility.n_queries]
     for start, stop in pairwise(edges):
         yield Chunk.of(visibility, start, stop, highest)
 
 
-def _chunk_size(operands: Operands, visibility: Visibility) -> int:
+def chunk_size(operands: Operands, visibility: Visibility, *, cpu: bool | None = None) -> int:
+    """Return how many queries the scratch budget allows; ``cpu`` says where, where the arrays do not."""
     q = operands.q
     lead, bits = math.prod(q.shape[:-2]), 64 if "64" in str(q.dtype) else 32
     positions = visibility.positions() or (0, 0)
     keys = max(1, min(visibility.n_keys, positions[1] - positions[0] + 1))
-    where = "cpu" if "cpu" in str(device(q)).lower() else "other"
-    size = SCRATCH_BYTES[where] * 8 // (bits * max(1, lead) * keys)
+    cpu = "cpu" in str(device(q)).lower() if cpu is None else cpu
+    size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)
     return max(16, min(512, 1 << max(size, 1).bit_length() - 1))
 
 

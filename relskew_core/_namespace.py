@@ -11,13 +11,15 @@ from relskew_core._checks import describe
 from relskew_core._typing import Array, Namespace
 
 
-def namespace_of_arrays(arrays: Mapping[str, Array | None], *, floating: bool = True) -> Namespace:
+def namespace_of_arrays(
+    arrays: Mapping[str, Array], optional: Mapping[str, Array | None] | None = None, *, floating: bool = True
+) -> Namespace:
     """Return the namespace of the arrays, refusing what does not share library, device and (floating) dtype.
 
-    The first array is the reference; errors name the argument that differs from it.
+    The first array is the reference; errors name the argument that differs from it. ``optional`` ones may be ``None``.
     """
-    present = {name: array for name, array in arrays.items() if array is not None}
-    (first_name, first), *others = present.items()
+    present = {name: array for name, array in (optional or {}).items() if array is not None}
+    (first_name, first), *others = {**arrays, **present}.items()
     xp = _namespace(first_name, first)
     if floating and not is_floating(first, xp=xp):
         raise TypeError(
@@ -37,7 +39,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
             f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
         )
     here, there = array_api_compat.device(first), array_api_compat.device(array)
-    if here != there:
+    if here != there and None not in (here, there):  # JAX's tracers are on no device yet
         raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
 
 

@@ -79,7 +79,7 @@ class Problem:
 
     def gradients(self, gradients: Gradients, *, rel_bias: Array | None, mask: Array | None) -> Gradients:
         """Bring the kernels' gradients into the shapes and the dtype of the caller's arrays."""
-        shapes = {"rel_bias": rel_bias, "mask": mask}
+        shapes = {name: array.shape for name, array in (("rel_bias", rel_bias), ("mask", mask)) if array is not None}
 
         def own(name: str, x: Array | None) -> Array | None:
             if x is None:
@@ -87,7 +87,7 @@ class Problem:
             if name in ("q", "k", "v", "rel_q"):
                 return self.result(x)
             if name in shapes:
-                x = self.xp.reshape(x, shapes[name].shape)
+                x = self.xp.reshape(x, shapes[name])
             return x if x.dtype == self.dtype else self.xp.astype(x, self.dtype)
 
         return Gradients(*(own(name, x) for name, x in gradients._asdict().items()))
@@ -115,10 +115,10 @@ def problem(
     return_lse: bool = False,
 ) -> Problem:
     """Check a call; every error names its argument."""
-    named = {"q": q, "k": k, "v": v, "rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "rel_q": rel_q}
-    xp = namespace_of_arrays(named)
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": rel_q})
     _check_shapes(q, k, v)
-    span = check_tables({"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}, span, q, v, causal=causal)
+    span = check_tables(tables, span, q, v, causal=causal)
     _check_rel_q(q, rel_k, rel_q)
     if block_size is not None:
         block_size = check_int("block_size", block_size, minimum=1)
@@ -144,7 +144,7 @@ def problem(
         return_lse=check_bool("return_lse", return_lse),
     )
     if mask is not None:
-        mask = _check_mask(mask, q, k, xp=xp)
+        mask = check_mask(mask, q, k, xp=xp)
     if rel_bias is not None and rel_bias.ndim == 1:
         rel_bias = rel_bias[None, :]
 
@@ -164,14 +164,14 @@ def problem(
     return Problem(operands, options, xp, q.dtype, heads)
 
 
-def default_span(name: str, rows: int, *, causal: bool) -> Span:
+def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span") -> Span:
     """Return the span of a table that comes without one: causal, or full for an odd number of rows."""
     if causal:
         return Span.causal(rows)
     if rows % 2:
         return Span.full((rows + 1) // 2)
     raise ValueError(
-        f"`span` must be given for `{name}`: {rows} rows are no full span 2n - 1; Span.full, Span.clipped or "
+        f"`{span_name}` must be given for `{name}`: {rows} rows are no full span 2n - 1; Span.full, Span.clipped or "
         f"Span(left, right) says which relative positions they stand for (causal=True takes Span.causal({rows}))"
     )
 
@@ -238,7 +238,8 @@ def _check_rel_q(q: Array, rel_k: Array | None, rel_q: Array | None) -> None:
         raise ValueError(f"`rel_k` must have the width of `{name}`, {multiplied.shape[-1]}, got {describe(rel_k)}")
 
 
-def _check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
+def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
+    """Return a mask of at least two axes, refusing what is neither boolean nor additive or does not broadcast."""
     check_companion("mask", mask, "q", q, xp=xp)
     if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(

@@ -1,0 +1,216 @@
+"""NumPy: a head and a chunk at a time, in place, on threads that each run BLAS on one thread.
+
+Everything that a chunk writes stays in the cache of one core; NumPy releases the interpreter in products and ufuncs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from relskew_core._kernel import Chunk, Tables, chunks, visible_columns
+from relskew_core._problem import Operands, Options, Problem
+from relskew_core._softmax import NEGLIGIBLE
+from relskew_core._table import Table
+from relskew_core.backends import _parallel
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+CACHE_BYTES = 2**20
+"""Budget of one logits buffer: about the second-level cache of one core."""
+
+
+def refusal(function: str, call: Problem) -> str | None:
+    """Say why there is no native path for a call, ``None`` if there is one."""
+    if function != "attention":
+        return f"NumPy's serves the forward pass, not {function}"
+    return None
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    call = _Call.of(operands, options)
+    shape = call.q.shape[:-1]
+    out = np.zeros((*shape, call.v.shape[-1]), call.q.dtype)
+    lse = np.full(shape, -math.inf, call.q.dtype) if options.return_lse else None
+    heads = [(batch, head) for batch in range(shape[0]) for head in range(shape[1])]
+    workers = _parallel.numpy_threads()
+    parts = 1 if len(heads) >= workers else workers  # few heads: their chunks are dealt to the workers
+
+    def work(task: tuple[int, int, int]) -> None:
+        batch, head, part = task
+        scratch = _Scratch(call)
+        with np.errstate(invalid="ignore", over="ignore"):  # hidden products may be anything
+            for chunk in call.chunks[part::parts]:
+                _attend(call, scratch, batch, head, chunk, out, lse)
+
+    with _parallel.blas_on_one_thread():
+        _parallel.for_each(
+            work, [(*pair, part) for pair in heads for part in range(parts)],
+            workers=workers, library="numpy", initializer=lambda: None,
+        )  # fmt: skip
+    lead = operands.q.shape[:-3]
+    return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The operands with their leading axes flattened to one batch axis, and what all chunks share."""
+
+    q: Array
+    k: Array
+    v: Array
+    rel_q: Array | None
+    mask: Array | None
+    tables: Tables
+    options: Options
+    chunks: list[Chunk]
+    dead_rows: bool
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> _Call:
+        if options.chunk_size is None:
+            options = replace(options, chunk_size=_chunk_size(options, operands.q.itemsize))
+        return cls(
+            q=_by_batch(operands.q),
+            k=_by_batch(operands.k),
+            v=_by_batch(operands.v),
+            rel_q=None if operands.rel_q is None else _by_batch(operands.rel_q),
+            mask=None
+            if operands.mask is None
+            else _by_batch(np.broadcast_to(operands.mask, (*operands.q.shape[:-1], operands.k.shape[-2]))),
+            tables=Tables.of(operands, options, xp=xp),
+            options=options,
+            chunks=[chunk for chunk in chunks(operands, options) if chunk.first < chunk.end],
+            dead_rows=operands.mask is not None or options.visibility.some_query_sees_nothing(),
+        )
+
+
+def _by_batch(x: Array) -> Array:
+    if x.ndim == 4:
+        return x
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _chunk_size(options: Options, itemsize: int) -> int:
+    low, high = options.positions()
+    keys = max(1, min(options.visibility.n_keys, high - low + 1))
+    size = CACHE_BYTES // (keys * itemsize)
+    return max(32, min(128, 1 << max(size, 1).bit_length() - 1))
+
+
+class _Scratch:
+    """Two buffers of one worker, as long as the longest chunk needs them."""
+
+    def __init__(self, call: _Call) -> None:
+        size = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
+        self._relative = np.empty(size, call.q.dtype)
+        self._absolute = np.empty(size, call.q.dtype)
+
+    def relative(self, chunk: Chunk) -> Array:
+        """Return a buffer in relative layout, (n, width)."""
+        n = chunk.stop - chunk.start
+        return self._relative[: n * chunk.width].reshape(n, chunk.width)
+
+    def absolute(self, chunk: Chunk) -> Array:
+        """Return a buffer in absolute layout, (n, m)."""
+        n, m = chunk.stop - chunk.start, chunk.end - chunk.first
+        return self._absolute[: n * m].reshape(n, m)
+
+
+def _attend(call: _Call, scratch: _Scratch, batch: int, head: int, chunk: Chunk, out: Array, lse: Array | None) -> None:
+    group = head * call.k.shape[1] // call.q.shape[1]
+    queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
+    logits = scratch.absolute(chunk)
+    q = call.q[batch, head, queries] * call.options.scale
+    np.matmul(q, call.k[batch, group, keys].T, out=logits)
+    relative = scratch.relative(chunk)
+    if call.tables.rel_k is not None or call.tables.rel_bias is not None:
+        _write_relative(call, batch, head, chunk, q, relative)
+        logits += chunk.absolute(relative, xp=xp)
+    if call.options.softcap is not None:
+        logits *= 1 / call.options.softcap
+        np.tanh(logits, out=logits)
+        logits *= call.options.softcap
+    _hide(call, batch, head, chunk, logits)
+
+    largest = logits.max(axis=-1, keepdims=True)
+    if call.dead_rows:
+        largest[largest == -math.inf] = 0.0
+    total = _write_exponentials(logits, largest)
+    dead = total == 0.0
+    if call.dead_rows:
+        total[dead] = 1.0
+    here = out[batch, head, queries]
+    np.matmul(logits, call.v[batch, group, keys], out=here)
+    if call.tables.rel_v is not None:
+        relative[...] = 0.0
+        chunk.absolute(relative, xp=xp)[...] = logits
+        seen, low, high = visible_columns(relative, chunk, call.options)
+        if low <= high:
+            plan = call.tables.rel_v.plan(low, high)
+            here += plan.fold(seen, xp=xp) @ _of_table(call.tables.rel_v, head)[:, plan.start : plan.stop].T
+    here /= total
+    if lse is not None:
+        lse[batch, head, queries] = np.where(dead, -math.inf, largest + np.log(total))[:, 0]
+
+
+def _write_exponentials(logits: Array, largest: Array) -> Array:
+    """Write ``exp(logits - largest)`` over the logits, zeros for what is negligible, and return the rows' sums."""
+    logits -= largest
+    # exp in place takes e^-inf = 0 at full speed and crawls through subnormals: none are made
+    np.copyto(logits, -math.inf, where=logits < NEGLIGIBLE)
+    np.exp(logits, out=logits)
+    return logits.sum(axis=-1, keepdims=True)
+
+
+def _write_relative(call: _Call, batch: int, head: int, chunk: Chunk, scaled: Array, x: Array) -> None:
+    """Write everything that depends on the relative position alone into ``x``, (n, width)."""
+    bias = None
+    if call.tables.rel_bias is not None:
+        spread = call.tables.rel_bias.spread(chunk.low, chunk.high, xp=xp)
+        bias = spread[head if spread.shape[0] > 1 else 0]
+    if call.tables.rel_k is None:
+        x[...] = bias
+        return
+    q = scaled
+    if call.rel_q is not None or call.options.rel_scale != call.options.scale:
+        rel_q = call.q if call.rel_q is None else call.rel_q
+        q = rel_q[batch, head, chunk.start : chunk.stop] * call.options.rel_scale
+    plan = call.tables.rel_k.plan(chunk.low, chunk.high)
+    begin = plan.zeros_before + plan.edge_before
+    end = begin + plan.stop - plan.start
+    core = x[:, begin:end]
+    np.matmul(q, _of_table(call.tables.rel_k, head)[:, plan.start : plan.stop], out=core)
+    x[:, : plan.zeros_before] = 0.0
+    x[:, plan.zeros_before : begin] = core[:, :1]
+    x[:, end : end + plan.edge_after] = core[:, -1:]
+    x[:, end + plan.edge_after :] = 0.0
+    if bias is not None:
+        x += bias
+
+
+def _of_table(table: Table, head: int) -> Array:
+    columns: Array = table.columns
+    return columns if columns.ndim == 2 else columns[head if columns.shape[0] > 1 else 0]
+
+
+def _hide(call: _Call, batch: int, head: int, chunk: Chunk, logits: Array) -> None:
+    """Add an additive mask, and put ``-inf`` where a query may not see."""
+    visibility = call.options.visibility
+    for first, end in visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end):
+        visible = visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device="cpu")
+        if visible is not None:
+            columns = logits[:, first - chunk.first : end - chunk.first]
+            np.copyto(columns, -math.inf, where=~visible)
+    if call.mask is not None:
+        mask = call.mask[batch, head, chunk.start : chunk.stop, chunk.first : chunk.end]
+        if mask.dtype == bool:
+            np.copyto(logits, -math.inf, where=~mask)
+        else:
+            logits += mask
+            np.copyto(logits, -math.inf, where=mask == -math.inf)
