@@ -280,6 +280,13 @@ def test_export_refuses_in_one_line(capsys: pytest.CaptureFixture[str], argument
     assert not Path("m.onnx").exists()
 
 
+def test_a_path_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relskew("export", "m[bold].onnx", *BLOCK, "--length", "4") == 0
+    told = capsys.readouterr().out
+    assert "wrote    m[bold].onnx" in told
+    assert "relskew validate 'm[bold].onnx'" in told
+
+
 def test_export_into_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere" in error_of(capsys, "export", "nowhere/m.onnx", *BLOCK, "--length", "4")
 

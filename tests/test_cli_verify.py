@@ -234,13 +234,15 @@ def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.Monk
     assert libraries(("cupy",)) == ([], [Missing("cupy", "libcuda.so.1: cannot open shared object file")])
 
 
-def test_without_onnx_the_runtimes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnx_the_runtimes_say_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "relskew_core.export", None)
     found, missing = runtimes()
     assert found == []
     assert [one.name for one in missing] == ["onnxruntime", "onnx reference", "openvino"]
     assert all("pip install 'relskew[onnx]'" in one.reason for one in missing)
     assert runtimes(("numpy",)) == ([], [])
+    assert verify("--library", "openvino", "--library", "numpy", "--case", "full", "--dtype", "float64") == 0
+    assert "pip install 'relskew[onnx]'" in capsys.readouterr().out
 
 
 def test_names_are_checked_before_anything_runs() -> None:

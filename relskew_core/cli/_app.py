@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,9 +160,9 @@ def export(
         raise CliError(f"{path} is there already: --overwrite replaces it") from error
     console = output()
     _export.show_export(written, model, spec, origin, console)
-    options = f" --weights {weights}" if weights else f" --seed {seed}" if seed else ""
-    options += f" --prefix {prefix}" if prefix else ""
-    console.print(f"[bold]next[/bold]     relskew validate {written}{options}", soft_wrap=True)
+    chosen = ["--weights", str(weights)] if weights else ["--seed", str(seed)] if seed else []
+    follow_up = ["relskew", "validate", str(written), *chosen, *(["--prefix", prefix] if prefix else [])]
+    console.print(f"next     {shlex.join(follow_up)}", soft_wrap=True)
     return 0
 
 

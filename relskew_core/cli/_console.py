@@ -13,9 +13,12 @@ PIPE_WIDTH = 120
 
 
 def output() -> Console:
-    """Return the console of results: the terminal's width, or 120 columns into a pipe or a log."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    """Return the console of results: the terminal's width, or 120 columns into a pipe or a log.
+
+    No markup: ``relskew[onnx]`` is a pip requirement, not a style.
+    """
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from relskew_core.cli._errors import need
 from relskew_core.cli._export import show_export, show_report
 from relskew_core.cli._melody import Melody, melody, melody_block
 from relskew_core.cli._picture import picture
-from relskew_core.cli._png import save_png
+from relskew_core.cli._png import check_png, save_png
 
 
 def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bool, console: Console) -> int:
     """Run the demo and return its exit status: 1 if a gate failed anywhere."""
     tune = melody(tune_name)
+    if png is not None:
+        check_png(png)  # before the work
     ok = True
     if not picture_only:
         need("onnx", "'relskew[onnx]'", "the demo")

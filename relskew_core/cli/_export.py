@@ -142,6 +142,6 @@ def show_report(report: Any, console: Console) -> None:
     """Print a report's table with the first of its failures."""
     lines = report.table().splitlines()
     shown = len(lines) - max(0, len(report.failures) - FAILURES)
-    console.print("\n".join(lines[:shown]), soft_wrap=True, markup=False)
+    console.print("\n".join(lines[:shown]), soft_wrap=True)
     if shown < len(lines):
         console.print(f"… and {len(lines) - shown} more; --json has them all", style="dim")

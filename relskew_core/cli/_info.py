@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from relskew_core import __version__, backends
 from relskew_core.cli._libraries import Missing, libraries
@@ -50,7 +51,8 @@ def gather() -> dict[str, Any]:
 
 def show(facts: dict[str, Any], console: Console) -> None:
     """Print :func:`gather`'s result."""
-    console.print(f"[bold]relskew {facts['relskew']}[/bold]  Python {facts['python']}  {facts['platform']}")
+    machine = f"  Python {facts['python']}  {facts['platform']}"
+    console.print(Text.assemble((f"relskew {facts['relskew']}", "bold"), machine))
     console.print("  ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items()))
     table = Table(title="Array libraries", title_justify="left")
     for name in ("library", "version", "device", "dtypes", "implementations"):

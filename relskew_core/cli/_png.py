@@ -19,13 +19,18 @@ LEGENDS = (
 )
 
 
-def save_png(shown: Picture, path: Path) -> Path:
-    """Draw the melody and the three panels; matplotlib is imported here and nowhere else."""
-    need("matplotlib", "matplotlib", "drawing a PNG")
-    from matplotlib.figure import Figure
-
+def check_png(path: Path) -> None:
+    """Refuse a path that is not a PNG's, and a machine without matplotlib, which nothing else needs."""
     if path.suffix.lower() != ".png":
         raise CliError(f"--png must be a path ending in .png, got {path}")
+    need("matplotlib", "matplotlib", "drawing a PNG")
+
+
+def save_png(shown: Picture, path: Path) -> Path:
+    """Draw the melody and the three panels."""
+    check_png(path)
+    from matplotlib.figure import Figure
+
     n = len(shown.tune.notes)
     figure = Figure(figsize=(15, 9), facecolor=PAPER, dpi=120)
     roll, *axes = (
