@@ -223,11 +223,15 @@ def relative_attention_vjp(
         offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size,
     )  # fmt: skip
     shape = (*q.shape[:-1], v.shape[-1])
+    namespace_of_arrays({"q": q, "d_out": d_out}, {"out": out})
+    if lse is not None:
+        check_companion("lse", lse, "q", q, xp=call.xp)
+        wide = call.operands.q.dtype
+        if lse.dtype != wide:
+            raise TypeError(f"`lse` must have the dtype of the forward call's, {wide}, got {describe(lse)}")
     for name, array, expected in (("d_out", d_out, shape), ("out", out, shape), ("lse", lse, shape[:-1])):
-        if array is not None:
-            check_companion(name, array, "q", q, xp=call.xp)
-            if tuple(array.shape) != expected:
-                raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
+        if array is not None and tuple(array.shape) != expected:
+            raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
     native = backends.native("attention_vjp", call, impl)
     gradients = (native or attention_vjp)(
         call.operand(d_out), call.operands, call.options, out=None if out is None else call.operand(out), xp=call.xp

@@ -91,7 +91,7 @@ def toeplitz(
 def check_span(name: str, rows: int, span: Span | None, *, causal: bool = False, span_name: str = "span") -> Span:
     """Return the span of ``rows`` rows, refusing one of another size."""
     if span is None:
-        return default_span(name, rows, causal=causal)
+        return default_span(name, rows, causal=causal, span_name=span_name)
     if not isinstance(span, Span):
         raise TypeError(f"`{span_name}` must be a Span or None, got {describe(span)}")
     if rows != span.rows:

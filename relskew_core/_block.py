@@ -42,6 +42,7 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     Examples
     --------
     >>> import numpy as np
+    >>> from relskew_core import BlockSpec, Span
     >>> weights = init_weights(BlockSpec(4, 2, Span.causal(3), causal=True), seed=0)
     >>> weights["rel_k"].shape, weights["rel_k"].dtype
     ((2, 3, 2), dtype('float32'))
@@ -115,6 +116,7 @@ def attention_block(
     Examples
     --------
     >>> import numpy as np
+    >>> from relskew_core import BlockSpec, Span
     >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
     >>> weights = init_weights(spec, seed=0)
     >>> x = np.ones((1, 3, 4), dtype=np.float32)

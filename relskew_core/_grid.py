@@ -145,9 +145,8 @@ def toeplitz_2d(
     (qh, qw), (kh, kw) = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
     offset = check_pair("offset", offset)
     lead = tuple(bias.shape[:-2])
-    for axis, n, m, start, span in ((-2, qh, kh, offset[0], span_h), (-1, qw, kw, offset[1], span_w)):
-        span = check_span("bias", bias.shape[axis], span)
-        Visibility(n, m, start).check_reach("bias", span)
+    spans = check_grid_spans("bias", bias, span_h, span_w, (qh, qw), (kh, kw), offset)
+    for axis, n, m, start, span in zip((-2, -1), (qh, qw), (kh, kw), offset, spans, strict=True):
         low = -(n - 1 + start)
         row = xp.moveaxis(bias, axis, -1)
         bias = xp.moveaxis(occurring(row, span, low, low + n + m - 2, xp=xp), -1, axis)
@@ -156,6 +155,23 @@ def toeplitz_2d(
     first = len(lead)
     order = (*range(first), first + 2, first, first + 3, first + 1)
     return xp.reshape(xp.permute_dims(full, order), (*lead, qh * qw, kh * kw))
+
+
+def check_grid_spans(
+    name: str,
+    bias: Array,
+    span_h: Span | None,
+    span_w: Span | None,
+    q_grid: tuple[int, int],
+    k_grid: tuple[int, int],
+    offset: tuple[int, int],
+) -> tuple[Span, Span]:
+    """Return the spans of a bias ``(..., Rh, Rw)``, refusing those that do not fit it or the grids."""
+    height = check_span(name, bias.shape[-2], span_h, span_name="span_h")
+    width = check_span(name, bias.shape[-1], span_w, span_name="span_w")
+    for span, n, m, start in zip((height, width), q_grid, k_grid, offset, strict=True):
+        Visibility(n, m, start).check_reach(name, span)
+    return height, width
 
 
 def _axis_logits(x: Array, table: Array, span: Span, m: int, offset: int, *, xp: Namespace) -> Array:

@@ -10,8 +10,9 @@ from array_api_compat import device
 
 from relskew_core._attention import relative_attention
 from relskew_core._checks import check_bool, check_int, check_real, describe
-from relskew_core._grid import check_grid, check_pair, relative_logits_2d, toeplitz_2d
-from relskew_core._namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
+from relskew_core._namespace import is_half, namespace_of_arrays
+from relskew_core._problem import check_mask
 from relskew_core._span import Span
 from relskew_core._typing import Array, Namespace
 
@@ -169,14 +170,14 @@ def relative_attention_2d(
            [2.5]])
     """
     xp = namespace_of_arrays(
-        {
-            "q": q, "k": k, "v": v, "table_h": table_h, "table_w": table_w,
-            "rel_bias": rel_bias, "prefix_bias": prefix_bias,
-        }
-    )  # fmt: skip
+        {"q": q, "k": k, "v": v},
+        {"table_h": table_h, "table_w": table_w, "rel_bias": rel_bias, "prefix_bias": prefix_bias},
+    )
     q_grid, k_grid = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
     prefix, offset = check_pair("prefix", prefix, minimum=0), check_pair("offset", offset)
     _check(q, k, q_grid, k_grid, prefix, table_h, table_w, rel_bias, prefix_bias)
+    if rel_bias is not None:
+        check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
     check_bool("return_lse", return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     if q.ndim == 2:  # no heads: a bias of one head loses its axis
@@ -184,12 +185,7 @@ def relative_attention_2d(
         prefix_bias = prefix_bias[0, ...] if prefix_bias is not None and prefix_bias.ndim == 2 else prefix_bias
     dtype = q.dtype
     if mask is not None:
-        check_companion("mask", mask, "q", q, xp=xp)
-        full = (*q.shape[:-1], k.shape[-2])
-        if mask.ndim > len(full) or any(
-            have not in (1, want) for have, want in zip(mask.shape[::-1], full[::-1], strict=False)
-        ):
-            raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}, got {describe(mask)}")
+        mask = check_mask(mask, q, k, xp=xp)
     if is_half(dtype, xp=xp):  # sums are float32 here as within one call of attention
         q, k, v, table_h, table_w, rel_bias, prefix_bias = (
             None if x is None else xp.astype(x, xp.float32) for x in (q, k, v, table_h, table_w, rel_bias, prefix_bias)
@@ -203,7 +199,7 @@ def relative_attention_2d(
     parts = []
 
     def attend(start: int, stop: int, bias: Array | None) -> None:
-        cut = mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., start:stop, :]
+        cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
         parts.append(
             relative_attention(
                 q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp), scale=scale,

@@ -232,7 +232,7 @@ def shaw_attention(
     array([1.8, 1.4, 1. , 0.6, 0.2])
     """
     check_choice("form", form, ("gather", "split"))
-    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k, "rel_v": rel_v})
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
     check_trailing("q", q, {"n": None, "D": None})
     check_trailing("k", k, {"m": None, "D": q.shape[-1]})
     check_trailing("v", v, {"m": k.shape[-2], "Dv": None})

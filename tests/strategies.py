@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -195,7 +195,7 @@ def _close(actual: Floats, expected: Floats, tolerance: float) -> bool:
     return bool(np.all(np.abs(actual[finite] - expected[finite]) <= tolerance * size))
 
 
-def pieces(draw: st.DrawFn, length: int, step: int = 1) -> Iterator[tuple[int, int]]:
+def pieces(draw: Callable[..., Any], length: int, step: int = 1) -> Iterator[tuple[int, int]]:
     """Cut ``range(length)`` at random multiples of ``step``."""
     cuts = draw(st.sets(st.integers(1, max(1, (length - 1) // step)).map(lambda cut: cut * step)))
     edges = [0, *sorted(cut for cut in cuts if cut < length), length]

@@ -237,7 +237,7 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("`table_w` must have H = 1 heads", ValueError, {"table_w": np.zeros((2, 3, 3))}),
     ("`span_w` must be a Span or None", TypeError, {"span_w": 3}),
     ("`table_h` must have the 5 rows", ValueError, {"span_h": Span(2, 2)}),
-    ("`span` must be given for `table_w`: 4 rows", ValueError, {"table_w": np.zeros((4, 3))}),
+    ("`span_w` must be given for `table_w`: 4 rows", ValueError, {"table_w": np.zeros((4, 3))}),
     ("`table_h` reaches the relative positions -1 … 1, but queries see -1 … 2", ValueError, {"k_grid": (3, 2)}),
     ("`table_w` reaches the relative positions -1 … 1, but queries see -2 … 0", ValueError, {"offset": (0, 1)}),
 ]
@@ -262,7 +262,7 @@ WRONG_ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("`chunk_size` must be an int >= 1", {"chunk_size": 0}),
     ("`return_lse` must be a bool", {"return_lse": 1}),
     ("`rel_scale` must be a finite number", {"rel_scale": math.nan}),
-    ("`bias` reaches", {"rel_bias": np.zeros((1, 1))}),
+    ("`rel_bias` reaches", {"rel_bias": np.zeros((1, 1))}),
     ("`mask` must broadcast", {"mask": np.zeros((3, 4))}),
 ]
 

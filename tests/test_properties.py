@@ -305,7 +305,7 @@ def test_a_query_concerns_nobody_else(way: Way, call: Call, poison: float, data:
 def test_what_a_query_may_not_see_changes_nothing(way: Way, call: Call, seed: int) -> None:
     """Query by query: other keys, other values and other numbers in the mask's hidden places make no difference."""
     clean, visible = call.on(way), call.visible()
-    everyone = visible.reshape(-1, call.n, call.m).any(axis=0)
+    everyone: NDArray[np.bool_] = np.any(visible.reshape(-1, call.n, call.m), axis=0)
     for i in range(call.n):
         hidden = ~everyone[i]
         k, v = call.arrays["k"].copy(), call.arrays["v"].copy()
@@ -329,7 +329,7 @@ def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
 
 def queries(call: Call, start: int, stop: int) -> Call:
     """Return the call of some of its queries: they stand where they stood."""
-    some = {name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays}
+    some: dict[str, Any] = {name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays}
     mask = call.arrays.get("mask")
     if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
         some["mask"] = mask[..., start:stop, :]

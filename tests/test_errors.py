@@ -1,0 +1,345 @@
+"""Every bad argument of every public function is refused, in a message that names it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relskew_core
+from relskew_core import BlockSpec, Span, init_weights
+
+H, N, D = 2, 3, 4  # heads, length, width
+
+
+class Bad:
+    """Values of one argument, or of several that do not fit together, that a function must refuse."""
+
+    def __init__(self, name: str, *values: Any, **also: Any) -> None:
+        self.name, self.values, self.also = name, values, also
+
+
+def zeros(*shape: int, dtype: Any = float) -> Any:
+    return np.zeros(shape, dtype=dtype)
+
+
+Q, TABLE, GRID = zeros(H, N, D), zeros(5, D), zeros(H, 6, D)
+NOT_ARRAYS = ("text", [[1.0]], 1.0, None)
+NOT_INTS = (1.5, "1", True)
+SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
+CROSS = BlockSpec(4, 2, Span.clipped(2), cross=True)
+WEIGHTS = init_weights(SPEC, seed=0, dtype=np.float64)
+CROSS_WEIGHTS = init_weights(CROSS, seed=0, dtype=np.float64)
+PAST = zeros(1, H, 2, 2)
+
+SPANS = [
+    Bad("span", "full", (2, 2)),
+    Bad("offset", *NOT_INTS, None),
+    Bad("causal", 1, "yes", None),
+]
+ATTENTION = [
+    Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, N, D, dtype=int), zeros(H, N, D, dtype=complex)),
+    Bad("q", zeros(H, N, 0), k=zeros(H, N, 0)),
+    Bad("k", *NOT_ARRAYS, zeros(H, N, D + 1), zeros(N, D), zeros(3, N, D), zeros(0, N, D), zeros(1, H, N, D)),
+    Bad("k", zeros(H, N, D, dtype=np.float32)),
+    Bad("v", *NOT_ARRAYS, zeros(H, N + 1, D), zeros(N, D), zeros(1, N, D), zeros(H, N, D, dtype=np.float16)),
+    Bad("rel_k", "text", zeros(D), zeros(1, H, 5, D), zeros(5, D + 1), zeros(3, 5, D), zeros(0, D), zeros(4, D)),
+    Bad("rel_k", zeros(3, D), TABLE, span=Span.full(4)),
+    Bad("rel_v", "text", zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(7, D), zeros(5, D, dtype=np.float32)),
+    Bad("rel_bias", "text", zeros(1, H, 5), zeros(3, 5), zeros(7), zeros(5, dtype=int)),
+    Bad("rel_q", "text", zeros(H, N + 1, D), zeros(N, D), zeros(H, N, D, dtype=np.float32)),
+    Bad("rel_q", zeros(H, N, D), rel_k=None),
+    Bad("rel_k", zeros(5, D), rel_q=zeros(H, N, D + 1)),
+    *SPANS,
+    Bad("window", 3, "3", (1,), (1, 2, 3), {1, 2}),
+    Bad("window", (-1, 0), (0, 1.5), (True, None)),
+    Bad("block_size", *NOT_INTS, 0, -1),
+    Bad("mask", "text", zeros(H, N, N + 1), zeros(3, N, N), zeros(1, H, N, N), zeros(N, N, dtype=int)),
+    Bad("mask", zeros(N, N, dtype=np.float32)),
+    Bad("scale", "1", True, np.inf, np.nan, [1.0]),
+    Bad("rel_scale", "1", False, -np.inf, np.nan),
+    Bad("softcap", "1", True, 0.0, -1.0, np.nan, np.inf),
+    Bad("chunk_size", *NOT_INTS, 0, -4),
+    Bad("impl", "fast", None, 1),
+]
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
+    "Span": (
+        Span,
+        {"left": 1, "right": 1},
+        [Bad("left", *NOT_INTS, -1), Bad("right", *NOT_INTS, None, -1), Bad("beyond", "extend", None, 1)],
+    ),
+    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
+    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
+    "Span.clipped": (Span.clipped, {"k": 3}, [Bad("k", *NOT_INTS, -1)]),
+    "BlockSpec": (
+        BlockSpec,
+        {"embed_dim": 4, "num_heads": 2, "span": Span.full(3)},
+        [
+            Bad("embed_dim", *NOT_INTS, None, 0, 5),
+            Bad("num_heads", *NOT_INTS, None, 0, 3),
+            Bad("span", None, 3, "full"),
+            Bad("num_kv_heads", *NOT_INTS, 0, 3),
+            Bad("head_dim", *NOT_INTS, 0),
+            Bad("causal", 1, None),
+            Bad("cross", 0, None),
+            Bad("cross", True, causal=True, block_size=2),
+            Bad("window", 1, (1, -1), (None,)),
+            Bad("block_size", *NOT_INTS, 0, causal=True),
+            Bad("block_size", 2),
+            Bad("shared_table", 1),
+            Bad("rel_values", "no"),
+            Bad("bias", None),
+        ],
+    ),
+    "skew": (
+        relskew_core.skew,
+        {"x": zeros(3, 5)},
+        [Bad("x", *NOT_ARRAYS, zeros(5), zeros(3, 2), zeros(0, 5))],
+    ),
+    "unskew": (
+        relskew_core.unskew,
+        {"s": zeros(3, 5)},
+        [Bad("s", *NOT_ARRAYS, zeros(5), zeros(3, 0), zeros(0, 5))],
+    ),
+    "relative_logits": (
+        relskew_core.relative_logits,
+        {"q": Q, "table": TABLE, "n_keys": N},
+        [
+            Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, N, D, dtype=int)),
+            Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(4, D), zeros(3, D)),
+            Bad("table", zeros(5, D, dtype=np.float32), zeros(0, D), zeros(1, H, 5, D)),
+            Bad("n_keys", *NOT_INTS, None, 0),
+            Bad("table", TABLE, n_keys=N + 1),
+            *SPANS,
+        ],
+    ),
+    "relative_values": (
+        relskew_core.relative_values,
+        {"weights": zeros(H, N, N), "table": TABLE},
+        [
+            Bad("weights", *NOT_ARRAYS, zeros(N), zeros(H, N, 0), zeros(N, N, dtype=bool)),
+            Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(3, 5, D), zeros(4, D), zeros(3, D)),
+            *SPANS,
+        ],
+    ),
+    "relative_attention": (
+        relskew_core.relative_attention,
+        {"q": Q, "k": Q, "v": Q, "rel_k": TABLE},
+        [*ATTENTION, Bad("return_lse", 1, "yes", None)],
+    ),
+    "relative_attention_vjp": (
+        relskew_core.relative_attention_vjp,
+        {"d_out": Q, "q": Q, "k": Q, "v": Q, "rel_k": TABLE},
+        [
+            *ATTENTION,
+            Bad("d_out", *NOT_ARRAYS, zeros(N, D), zeros(H, N, D + 1), zeros(H, N, D, dtype=np.float32)),
+            Bad("out", "text", zeros(N, D), zeros(H, N, D, dtype=np.float32)),
+            Bad("lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int)),
+        ],
+    ),
+    "merge_attention": (
+        relskew_core.merge_attention,
+        {"outs": [Q, Q], "lses": [zeros(H, N)] * 2},
+        [
+            Bad(
+                "outs",
+                [],
+                [Q],
+                [Q, zeros(H, N, D + 1)],
+                ["text", Q],
+                [zeros(D), zeros(D)],
+                [zeros(H, N, D, dtype=int)] * 2,
+            ),
+            Bad(
+                "lses", [], [zeros(H, N)], [zeros(H, N), zeros(N)], ["text", zeros(H, N)], [zeros(H, N, dtype=int)] * 2
+            ),
+        ],
+    ),
+    "relative_attention_2d": (
+        relskew_core.relative_attention_2d,
+        {"q": GRID, "k": GRID, "v": GRID, "table_h": zeros(3, D), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)},
+        [
+            Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
+            Bad("k", *NOT_ARRAYS, zeros(H, 5, D), zeros(H, 6, D + 1), zeros(6, D)),
+            Bad("v", *NOT_ARRAYS, zeros(H, 5, D), zeros(6, D)),
+            Bad("table_h", "text", None, zeros(3, D + 1), zeros(3, 3, D), zeros(4, D), zeros(D), zeros(1, D)),
+            Bad("table_w", "text", None, zeros(5, D + 1), zeros(3, 5, D), zeros(6, D), zeros(D), zeros(3, D)),
+            Bad("q_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("k_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("span_h", "full"),
+            Bad("span_w", "full"),
+            Bad("rel_bias", "text", zeros(5), zeros(3, 3, 5), zeros(4, 5)),
+            Bad("prefix", 1, (1,), (-1, 0), (1.5, 0)),
+            Bad(
+                "prefix_bias",
+                "text",
+                zeros(2),
+                zeros(3, 3),
+                prefix=(1, 1),
+                q=zeros(H, 7, D),
+                k=zeros(H, 7, D),
+                v=zeros(H, 7, D),
+            ),
+            Bad("offset", 1, (1,), (0.5, 0)),
+            Bad("mask", "text", zeros(H, 6, 5), zeros(6, 6, dtype=int)),
+            Bad("scale", "1", np.nan),
+            Bad("rel_scale", "1", np.inf),
+            Bad("chunk_size", *NOT_INTS, 0),
+            Bad("return_lse", 1, None),
+        ],
+    ),
+    "relative_logits_2d": (
+        relskew_core.relative_logits_2d,
+        {"q": GRID, "table_h": zeros(3, D), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)},
+        [
+            Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, 5, D)),
+            Bad("table_h", "text", zeros(3, D + 1), zeros(3, 3, D), zeros(4, D), zeros(D), zeros(1, D)),
+            Bad("table_w", "text", zeros(5, D + 1), zeros(3, 5, D), zeros(6, D), zeros(D), zeros(3, D)),
+            Bad("q_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("k_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("span_h", "full"),
+            Bad("span_w", "full"),
+            Bad("offset", 1, (1,), (0.5, 0)),
+        ],
+    ),
+    "toeplitz": (
+        relskew_core.toeplitz,
+        {"bias": zeros(H, 5), "n_queries": N, "n_keys": N},
+        [
+            Bad("bias", *NOT_ARRAYS, zeros(H, 0), zeros(H, 3)),
+            Bad("n_queries", *NOT_INTS, None, 0),
+            Bad("n_keys", *NOT_INTS, None, 0),
+            Bad("span", "full"),
+            Bad("span", None, bias=zeros(H, 4)),
+            Bad("offset", *NOT_INTS, None),
+            Bad("causal", 1, None),
+        ],
+    ),
+    "toeplitz_2d": (
+        relskew_core.toeplitz_2d,
+        {"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)},
+        [
+            Bad("bias", *NOT_ARRAYS, zeros(5), zeros(H, 1, 5), zeros(H, 3, 3)),
+            Bad("q_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("k_grid", 6, (6,), (2, 2.5), (0, 3)),
+            Bad("span_h", "full"),
+            Bad("span_w", "full"),
+            Bad("offset", 1, (1,), (0.5, 0)),
+        ],
+    ),
+    "t5_buckets": (
+        relskew_core.t5_buckets,
+        {"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True},
+        [
+            Bad("span", None, 3),
+            Bad("num_buckets", *NOT_INTS, None, 0, 3),
+            Bad("max_distance", *NOT_INTS, None, 0, 2),
+            Bad("bidirectional", 1, None),
+        ],
+    ),
+    "deberta_buckets": (
+        relskew_core.deberta_buckets,
+        {"span": Span.full(3), "position_buckets": 8, "max_distance": 16},
+        [Bad("span", None, 3), Bad("position_buckets", *NOT_INTS, None, 0), Bad("max_distance", *NOT_INTS, 0, 5)],
+    ),
+    "alibi_bias": (
+        relskew_core.alibi_bias,
+        {"n_heads": 2, "span": Span.full(3), "xp": np},
+        [Bad("n_heads", *NOT_INTS, None, 0), Bad("span", None, 3), Bad("xp", None, "numpy")],
+    ),
+    "proximal_bias": (
+        relskew_core.proximal_bias,
+        {"span": Span.full(3), "xp": np},
+        [Bad("span", None, 3), Bad("xp", None, "numpy")],
+    ),
+    "init_weights": (
+        init_weights,
+        {"spec": SPEC, "seed": 0},
+        [Bad("spec", None, {"embed_dim": 4}), Bad("seed", None, *NOT_INTS), Bad("xp", "numpy", 1)],
+    ),
+    "attention_block": (
+        relskew_core.attention_block,
+        {"x": zeros(1, N, 4), "weights": WEIGHTS, "spec": SPEC},
+        [
+            Bad("x", *NOT_ARRAYS, zeros(4), zeros(1, N, 5), zeros(1, N, 4, dtype=int)),
+            Bad("weights", None, list(WEIGHTS), {}, {**WEIGHTS, "more": TABLE}),
+            Bad("weights", {**WEIGHTS, "rel_k": None}, {**WEIGHTS, "q_proj.bias": zeros(3)}),
+            Bad("weights", {**WEIGHTS, "rel_k": WEIGHTS["rel_k"].astype(np.float32)}),
+            Bad("spec", None, "block"),
+            Bad("memory", zeros(1, N, 4)),
+            Bad("memory", None, zeros(2, N, 4), zeros(1, N, 5), "text", spec=CROSS, weights=CROSS_WEIGHTS),
+            Bad("past", PAST, (PAST,), (PAST, zeros(1, H, 3, 2)), (PAST, None), (PAST, zeros(2, H, 2, 2))),
+            Bad("past", (PAST, PAST.astype(np.float32))),
+            Bad("past", (PAST, PAST), spec=CROSS, weights=CROSS_WEIGHTS, memory=zeros(1, N, 4)),
+            Bad("mask", "text", zeros(N, N + 1), zeros(N, N, dtype=int)),
+        ],
+    ),
+}
+UNCHECKED = {"dtype"}
+"""Arguments that are the array library's own to refuse."""
+
+
+def bad_calls() -> list[Any]:
+    found, count = [], Counter[str]()
+    for function, (call, arguments, bads) in CALLS.items():
+        for bad in bads:
+            for value in bad.values:
+                case = f"{function}-{bad.name}"
+                count[case] += 1
+                given = {**arguments, **bad.also, bad.name: value}
+                found.append(pytest.param(call, given, bad.name, id=f"{case}-{count[case]}"))
+    return found
+
+
+@pytest.mark.parametrize(("call", "arguments", "name"), bad_calls())
+def test_a_bad_argument_is_named(call: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"`{re.escape(name)}(\[.*\])?`"):
+        call(**arguments)
+
+
+@pytest.mark.parametrize("function", list(CALLS))
+def test_the_good_call_is_good(function: str) -> None:
+    call, arguments, _ = CALLS[function]
+    call(**arguments)
+
+
+@pytest.mark.parametrize("function", list(CALLS))
+def test_every_argument_can_be_bad(function: str) -> None:
+    call, _, bads = CALLS[function]
+    assert {bad.name for bad in bads} | UNCHECKED >= set(inspect.signature(call).parameters)
+
+
+def test_every_public_function_is_here() -> None:
+    assert {name.partition(".")[0] for name in CALLS} == set(relskew_core.__all__)
+
+
+def test_an_array_of_another_library_or_device_is_named() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    with pytest.raises(TypeError, match=r"^`k` must be of the array library of `q`"):
+        relskew_core.relative_attention(Q, strict.asarray(Q), Q)
+    here, there = strict.asarray(Q), strict.asarray(Q, device=strict.Device("device1"))
+    with pytest.raises(ValueError, match=r"^`v` must be on the device of `q`"):
+        relskew_core.relative_attention(here, here, there)
+
+
+def test_a_short_table_says_what_is_needed_and_the_ways_out() -> None:
+    with pytest.raises(ValueError, match="`rel_k`") as caught:
+        relskew_core.relative_attention(Q, Q, Q, TABLE, Span(1, 3))
+    message = str(caught.value)
+    assert "-1 … 3" in message
+    assert "-2 … 2" in message
+    assert "longer table" in message
+    assert "beyond='clip'" in message
+
+
+def test_an_implementation_that_is_not_there_is_no_silent_fallback() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    x = strict.asarray(Q)
+    with pytest.raises(ValueError, match=r"^`impl` is 'native', but .* array_api_strict"):
+        relskew_core.relative_attention(x, x, x, impl="native")
