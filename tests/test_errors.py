@@ -258,6 +258,30 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"span": Span.full(3), "xp": np},
         [Bad("span", None, 3), Bad("xp", None, "numpy")],
     ),
+    "sinusoidal_table": (
+        relskew_core.sinusoidal_table,
+        {"span": Span.full(3), "dim": 4, "xp": np},
+        [
+            Bad("span", None, 3),
+            Bad("dim", *NOT_INTS, None, 0, 3),
+            Bad("xp", None, "numpy"),
+            Bad("order", "pairs", None),
+            Bad("direction", "both", None),
+            Bad("base", "1", True, 0.0, np.nan),
+        ],
+    ),
+    "resize_table": (
+        relskew_core.resize_table,
+        {"table": TABLE, "rows": 7},
+        [
+            Bad("table", *NOT_ARRAYS, zeros(0, D), zeros(5, D, dtype=int)),
+            Bad("table", TABLE, axis=2),
+            Bad("rows", *NOT_INTS, None, 0),
+            Bad("method", "nearest", None),
+            Bad("align_corners", 1, None),
+            Bad("axis", *NOT_INTS, None),
+        ],
+    ),
     "init_weights": (
         init_weights,
         {"spec": SPEC, "seed": 0},
