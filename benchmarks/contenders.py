@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -97,6 +98,15 @@ def toeplitz_bias(x: Inputs) -> Any:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias[None])
 
 
+def x_transformers(x: Inputs) -> Any:
+    """x-transformers' T5 bias and its attention on SDPA; as many buckets as keep every position apart."""
+    bias, attend = _x_transformers(x.shape.length, x.shape.heads)
+    with torch.no_grad():
+        bias.relative_attention_bias.weight[: x.shape.length] = x.table.mT.flip(0)
+        out, _ = attend(x.q, x.k, x.v, attn_bias=bias(x.shape.length, x.shape.length))
+    return out
+
+
 def ours(x: Inputs) -> Any:
     """``relative_attention``, by the path that it chooses itself."""
     return _ours(x, "auto")
@@ -182,6 +192,13 @@ def _columns(shape: Shape) -> torch.Tensor:
 def _visible(shape: Shape) -> np.ndarray:
     i = np.arange(shape.length)
     return visible(shape, i, i[None, :] - i[:, None])
+
+
+@functools.cache
+def _x_transformers(length: int, heads: int) -> tuple[Any, Any]:
+    module = importlib.import_module("x_transformers.x_transformers")
+    bias = module.RelativePositionBias(1.0, causal=True, num_buckets=2 * length, max_distance=4 * length, heads=heads)
+    return bias, module.Attend(causal=True, flash=True, heads=heads)
 
 
 @functools.cache

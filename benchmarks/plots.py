@@ -30,6 +30,8 @@ COLOURS = {
     "sdpa-bias": "#c79a3a",
     "sdpa-local": "#c79a3a",
     "shaw": "#6b7a8f",
+    "toeplitz-bias": "#c79a3a",
+    "x-transformers": "#8d6a9f",
     "flex": "#3d9a8b",
 }
 

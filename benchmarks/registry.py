@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ def _no_compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "torch.compile needs a C++ compiler"
 
 
+def _no_x_transformers() -> str | None:
+    return None if importlib.util.find_spec("x_transformers") else "x-transformers is not installed"
+
+
 def _gathered(shape: Shape) -> float:
     return shape.length**2 * (shape.dim + 3 * shape.heads)
 
@@ -72,6 +77,14 @@ def _table() -> dict[str, Contender]:
         Contender("toeplitz-bias", "SDPA with a gathered bias", "torch", c.toeplitz_bias, floats=_logits(2)),
         Contender(
             "flex", "compiled FlexAttention", "torch", c.flex, floats=_logits(2), missing=_no_compiler, compiled=True
+        ),
+        Contender(
+            "x-transformers",
+            "x-transformers",
+            "torch",
+            c.x_transformers,
+            floats=_logits(3),
+            missing=_no_x_transformers,
         ),
         Contender("torch-portable", "relskew on torch, portable", "torch", c.ours_portable),
         Contender("torch", "relskew on torch", "torch", c.ours, missing=_no_native("torch")),

@@ -183,7 +183,7 @@ SECTIONS = {
         Section(
             "bias",
             "One number a position (T5), causal",
-            ("plain", "toeplitz-bias", *OURS),
+            ("plain", "toeplitz-bias", "x-transformers", *OURS),
             lambda effort: [Shape(_middle(effort), bias=True)],
         ),
     )

@@ -68,6 +68,11 @@ def test_gradients_agree_with_those_through_the_textbook(case: str, name: str) -
         assert np.linalg.norm(one - other) < 1e-5 * max(1.0, TINY[case].std) * np.linalg.norm(one)
 
 
+def test_x_transformers_adds_the_same_bias() -> None:
+    inputs = make_inputs(TINY["bias"])
+    assert error(inputs, prepare(able("x-transformers", TINY["bias"]), inputs)(), rows=64) < report.GATE
+
+
 def test_error_notices_a_wrong_result() -> None:
     inputs = make_inputs(TINY["causal"])
     out = prepare(CONTENDERS["huang"], inputs)()
