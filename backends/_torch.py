@@ -130,7 +130,13 @@ def attention_vjp_op(
         chunk_size, False,
     )  # fmt: skip
     gradients = _torch_backward.attention_vjp(d_out, operands, options, d_lse=d_lse, mask_gradient=mask_gradient)
-    return [q.new_empty(0) if x is None else x.contiguous() for x in gradients]
+    return [q.new_empty(0) if x is None else _standing_alone(x) for x in gradients]
+
+
+def _standing_alone(x: Tensor) -> Tensor:
+    """Return ``x`` contiguous and in memory of its own, as operators must and as the fake kernel says."""
+    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 @attention_vjp_op.register_fake
