@@ -1,0 +1,84 @@
+"""Speech models with random weights against the same numbers here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from peers.common import check, join, padding, peer, randn, randomised, split
+from relskew_core import Span, attention_block, conventions, relative_attention, sinusoidal_table
+
+LENGTHS = [1, 2, 5, 17, 40]
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_vits(length: int) -> None:
+    config = peer("transformers.VitsConfig")(hidden_size=24, num_attention_heads=3, window_size=4)
+    theirs = randomised(peer("transformers.models.vits.modeling_vits.VitsAttention")(config))
+    spec, weights = conventions.load_vits(theirs.state_dict(), num_heads=3)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, _ = theirs(x, attention_mask=additive(mask).expand(2, 1, length, length))
+    check(attention_block(x, weights, spec, mask=mask), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_wav2vec2_bert_relative_key(length: int) -> None:
+    config = peer("transformers.Wav2Vec2BertConfig")(
+        hidden_size=24, num_attention_heads=3, position_embeddings_type="relative_key",
+        left_max_position_embeddings=6, right_max_position_embeddings=2,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    theirs = randomised(
+        peer("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert.Wav2Vec2BertSelfAttention")(config)
+    )
+    spec, weights = conventions.load_wav2vec2_bert(theirs.state_dict(), num_heads=3, left=6)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, _ = theirs(x, attention_mask=additive(mask))
+    check(attention_block(x, weights, spec, mask=mask), want)
+
+
+def conformer(theirs: Any, x: torch.Tensor, rel_k: torch.Tensor, span: Span, **options: Any) -> torch.Tensor:
+    """Transformer-XL's attention in a Conformer: a bias for contents, a bias for positions."""
+    q, k, v = (split(linear(x), 3) for linear in (theirs.linear_q, theirs.linear_k, theirs.linear_v))
+    u, p = theirs.pos_bias_u[:, None, :], theirs.pos_bias_v[:, None, :]
+    out: Any = relative_attention(q + u, k, v, rel_k, span, rel_q=q + p, **options)
+    return theirs.linear_out(join(out))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("model", ["wav2vec2_bert.Wav2Vec2Bert", "wav2vec2_conformer.Wav2Vec2Conformer"])
+def test_conformers(model: str, length: int) -> None:
+    module, _, name = model.partition(".")
+    config = peer(f"transformers.{name}Config")(
+        hidden_size=24, num_attention_heads=3, position_embeddings_type="relative", max_source_positions=8
+    )
+    config._attn_implementation = "eager"
+    modeling = f"transformers.models.{module}.modeling_{module}.{name}"
+    theirs = randomised(peer(f"{modeling}SelfAttention")(config))
+    positions = peer(f"{modeling}RelPositionalEmbedding")(config)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, *_ = theirs(x, attention_mask=additive(mask), relative_position_embeddings=positions(x))
+    # Sinusoids of any reach: no buffer to extend, and the projection is shared by all lengths.
+    span = Span.full(60)
+    sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
+    rel_k, _ = conventions.from_transformer_xl(split(theirs.linear_pos(sinusoids), 3))
+    check(conformer(theirs, x, rel_k, span, mask=mask), want, 1e-6)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_speecht5(length: int) -> None:
+    modeling = "transformers.models.speecht5.modeling_speecht5.SpeechT5"
+    theirs = randomised(peer(f"{modeling}Attention")(embed_dim=24, num_heads=3))
+    positions = randomised(peer(f"{modeling}RelativePositionalEncoding")(8, max_length=5), seed=3)
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, *_ = theirs(x, attention_mask=additive(mask).expand(2, 1, length, length), position_bias=positions(x))
+    rel_k, span = conventions.from_speecht5(positions.pe_k.weight)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    out: Any = relative_attention(q, k, v, rel_k, span, mask=mask)
+    check(theirs.out_proj(join(out)), want)

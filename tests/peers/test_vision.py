@@ -1,0 +1,158 @@
+"""Vision models with random weights against the same numbers here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from peers.common import check, join, peer, randn, randomised, split, timm_layer
+from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
+
+GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_swin(window: int) -> None:
+    config = peer("transformers.SwinConfig")(qkv_bias=True)
+    config._attn_implementation = "eager"
+    theirs = randomised(peer("transformers.models.swin.modeling_swin.SwinAttention")(config, 24, 3, window))
+    area = window * window
+    x = randn(4, area, 24)  # two windows of two images
+    shifted = torch.where(randn(2, area, area, seed=2) > 1, -100.0, 0.0).double()
+    rel_bias, span_h, span_w = conventions.from_swin(
+        theirs.relative_position_bias.relative_position_bias_table, window=(window, window)
+    )
+    q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    for mask in (None, shifted):
+        want, _ = theirs(x, attention_mask=mask)
+        out: Any = relative_attention_2d(
+            q, k, v, rel_bias=rel_bias, span_h=span_h, span_w=span_w, q_grid=(window, window), k_grid=(window, window),
+            mask=None if mask is None else mask.repeat(2, 1, 1)[:, None],
+        )  # fmt: skip
+        check(theirs.o_proj(join(out)), want, 1e-6 if mask is None else 1e-5)  # its softmax is float32
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("trained", GRIDS)
+def test_beit(grid: tuple[int, int], trained: tuple[int, int]) -> None:
+    """The class token's three numbers, and a table resized to another image."""
+    config = peer("transformers.BeitConfig")(
+        hidden_size=24, num_attention_heads=3, image_size=(trained[0] * 4, trained[1] * 4), patch_size=4
+    )
+    config._attn_implementation = "eager"
+    modeling = "transformers.models.beit.modeling_beit"
+    theirs = randomised(peer(f"{modeling}.BeitAttention")(config))
+    positions = randomised(peer(f"{modeling}.BeitRelativePositionBias")(config), seed=5)
+    if trained[0] != trained[1] and grid != trained:
+        pytest.skip("it reads an oblong table as width by height when it resizes")
+    if trained[0] != trained[1]:
+        table = positions.relative_position_bias_table
+        matrix = table[positions.generate_relative_position_index(trained).view(-1)]
+        bias = matrix.view(1 + trained[0] * trained[1], -1, 3).permute(2, 0, 1)[None]
+    else:
+        bias = positions(grid)
+    x = randn(2, 1 + grid[0] * grid[1], 24)
+    want, _ = theirs(x, attention_mask=bias)
+    rel_bias, prefix_bias, *_ = conventions.from_beit(positions.relative_position_bias_table, window=trained)
+    rel_bias = resize_table(resize_table(rel_bias, 2 * grid[0] - 1), 2 * grid[1] - 1, axis=-1)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    out: Any = relative_attention_2d(
+        q, k, v, rel_bias=rel_bias, prefix_bias=prefix_bias, prefix=(1, 1), q_grid=grid, k_grid=grid, chunk_size=3
+    )
+    check(theirs.o_proj(join(out)), want, 1e-6)  # its softmax is float32
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("trained", [(6, 6), (3, 5)])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_vitdet(grid: tuple[int, int], trained: tuple[int, int], chunk_size: int | None) -> None:
+    config = peer("transformers.VitDetConfig")(
+        hidden_size=24, num_attention_heads=3, use_relative_position_embeddings=True
+    )
+    theirs = randomised(peer("transformers.models.vitdet.modeling_vitdet.VitDetAttention")(config, input_size=trained))
+    x = randn(2, *grid, 24)
+    (want,) = theirs(x)
+    q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
+    tables = [
+        conventions.from_distance(resize_table(table, 2 * size - 1))[0]
+        for table, size in ((theirs.rel_pos_h, grid[0]), (theirs.rel_pos_w, grid[1]))
+    ]
+    out: Any = relative_attention_2d(q, k, v, *tables, q_grid=grid, k_grid=grid, rel_scale=1.0, chunk_size=chunk_size)
+    check(theirs.proj(join(out)).unflatten(1, grid), want)
+
+
+def test_sam() -> None:
+    config = peer("transformers.SamVisionConfig")(hidden_size=24, num_attention_heads=3, image_size=64, patch_size=16)
+    theirs = randomised(peer("transformers.models.sam.modeling_sam.SamVisionAttention")(config, window_size=0))
+    x = randn(2, 4, 4, 24)
+    want, *_ = theirs(x)
+    q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
+    tables = [conventions.from_distance(table)[0] for table in (theirs.rel_pos_h, theirs.rel_pos_w)]
+    out: Any = relative_attention_2d(q, k, v, *tables, q_grid=(4, 4), k_grid=(4, 4), rel_scale=1.0)
+    check(theirs.proj(join(out)).unflatten(1, (4, 4)), want, 1e-6)  # its softmax is float32
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_bottleneck_transformer_pytorch(grid: tuple[int, int]) -> None:
+    theirs = randomised(peer("bottleneck_transformer_pytorch.bottleneck_transformer_pytorch.RelPosEmb")(grid, 4))
+    q = randn(2, 3, grid[0] * grid[1], 4)
+    got = relative_logits_2d(q, theirs.rel_height, theirs.rel_width, q_grid=grid, k_grid=grid)
+    check(got, theirs(q))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_timm_bottleneck(size: int, scaled: bool) -> None:
+    theirs = randomised(
+        timm_layer("bottleneck_attn", "BottleneckAttn")(24, feat_size=(size, size), num_heads=3, scale_pos_embed=scaled)
+    )
+    x = randn(2, 24, size, size)
+    want = theirs(x)
+    q, k, v = (split(y.flatten(2).mT, 3) for y in theirs.qkv(x).split(24, dim=1))
+    out: Any = relative_attention_2d(
+        q, k, v, theirs.pos_embed.height_rel, theirs.pos_embed.width_rel, q_grid=(size, size), k_grid=(size, size),
+        rel_scale=theirs.scale if scaled else 1.0,
+    )  # fmt: skip
+    check(join(out).mT.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize(("block", "halo"), [(2, 1), (3, 2), (4, 0), (1, 1)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_timm_halo(block: int, halo: int, scaled: bool) -> None:
+    """A block of queries and the window around it: a small grid inside a larger one."""
+    theirs = randomised(
+        timm_layer("halo_attn", "HaloAttn")(24, num_heads=3, block_size=block, halo_size=halo, scale_pos_embed=scaled)
+    )
+    window, x = block + 2 * halo, randn(2, 24, 2 * block, 3 * block)
+    want = theirs(x)
+
+    # The same windows, cut as they cut them: zeros around the image are keys too.
+    def cells(y: torch.Tensor, side: int) -> torch.Tensor:
+        blocks = y.unfold(2, side, block).unfold(3, side, block)  # (B, H · D, blocks, blocks, side, side)
+        return blocks.unflatten(1, (3, -1)).permute(0, 3, 4, 1, 5, 6, 2).flatten(4, 5).flatten(1, 2)
+
+    around = torch.nn.functional.pad(theirs.kv(x).unflatten(1, (3, -1)), [halo] * 4)
+    k, v = around.chunk(2, dim=2)
+    q, k, v = cells(theirs.q(x), block), cells(k.flatten(1, 2), window), cells(v.flatten(1, 2), window)
+    # Its tables start where the window starts; here the window starts `halo` before the block.
+    span = Span(window - 1 + halo, window - 1 - halo)
+    out: Any = relative_attention_2d(
+        q, k, v, theirs.pos_embed.height_rel, theirs.pos_embed.width_rel, span_h=span, span_w=span,
+        q_grid=(block, block), k_grid=(window, window), offset=(halo, halo), rel_scale=theirs.scale if scaled else 1.0,
+    )  # fmt: skip
+    folded = out.unflatten(1, (2, 3)).unflatten(4, (block, block))  # (B, 2, 3, H, b, b, D)
+    check(folded.permute(0, 3, 6, 1, 4, 2, 5).reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("window", [(2, 2), (3, 5)])
+def test_beit_matrix_is_a_toeplitz_matrix(window: tuple[int, int]) -> None:
+    config = peer("transformers.BeitConfig")(
+        hidden_size=24, num_attention_heads=3, image_size=(window[0] * 4, window[1] * 4), patch_size=4
+    )
+    positions = randomised(peer("transformers.models.beit.modeling_beit.BeitRelativePositionBias")(config))
+    table = positions.relative_position_bias_table
+    index = positions.generate_relative_position_index(window)
+    rel_bias, *_ = conventions.from_beit(table, window=window)
+    check(toeplitz_2d(rel_bias, q_grid=window, k_grid=window), table[index].permute(2, 0, 1)[:, 1:, 1:])
