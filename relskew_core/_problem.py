@@ -118,15 +118,16 @@ def problem(
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": rel_q})
     _check_shapes(q, k, v)
+    causal = check_bool("causal", causal)
+    if block_size is not None:
+        block_size, causal = check_int("block_size", block_size, minimum=1), True
     span = check_tables(tables, span, q, v, causal=causal)
     _check_rel_q(q, rel_k, rel_q)
-    if block_size is not None:
-        block_size = check_int("block_size", block_size, minimum=1)
     visibility = Visibility(
         n_queries=q.shape[-2],
         n_keys=k.shape[-2],
         offset=check_int("offset", offset),
-        causal=check_bool("causal", causal) or block_size is not None,
+        causal=causal,
         window=check_window("window", window),
         block_size=block_size,
     )
