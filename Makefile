@@ -1,7 +1,9 @@
 # Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
-#   make demo    the same function on every array library here, its ONNX graph, and a picture of what it does to a tune
-#   make test    every test, with coverage        make check    the static checks
-#   make bench   time and memory beside what people use today
+#   make demo        one block on every array library here, its ONNX graph, a picture of what it does to a tune
+#   make test        every test, with coverage
+#   make test-peers  the same numbers as other code bases, which it installs
+#   make check       the static checks
+#   make bench       time and memory beside what people use today
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -10,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
 INPUTS := pyproject.toml requirements/pins.txt
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-peers check bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +24,9 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
 
+test-peers: .venv-peers/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio tests/peers
+
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,7 +37,7 @@ bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -44,6 +49,12 @@ $(BIN)/python:
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS)
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Beside .venv, so that what the other tests run in stays as it is.
+.venv-peers/stamp: .venv/dev.stamp requirements/peers.txt
+	rm -rf .venv-peers
+	$(PIP) --no-deps --target .venv-peers --requirement requirements/peers.txt
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)
