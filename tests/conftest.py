@@ -12,7 +12,7 @@ from libraries import LIBRARIES, Library
 if importlib.util.find_spec("jax") is not None:
     import jax
 
-    jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]  # JAX has no float64 unless asked before its first array
+    jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless asked before its first array
 
 
 @pytest.fixture(
