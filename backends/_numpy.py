@@ -148,6 +148,7 @@ def _attend(call: _Call, scratch: _Scratch, batch: int, head: int, chunk: Chunk,
     here = out[batch, head, queries]
     np.matmul(logits, call.v[batch, group, keys], out=here)
     if call.tables.rel_v is not None:
+        _fill_hidden(call, chunk, logits, 0.0)  # in relative layout a query's NaN would reach its neighbour's row
         relative[...] = 0.0
         chunk.absolute(relative, xp=xp)[...] = logits
         seen, low, high = visible_columns(relative, chunk, call.options)
@@ -201,16 +202,20 @@ def _of_table(table: Table, head: int) -> Array:
 
 def _hide(call: _Call, batch: int, head: int, chunk: Chunk, logits: Array) -> None:
     """Add an additive mask, and put ``-inf`` where a query may not see."""
-    visibility = call.options.visibility
-    for first, end in visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end):
-        visible = visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device="cpu")
-        if visible is not None:
-            columns = logits[:, first - chunk.first : end - chunk.first]
-            np.copyto(columns, -math.inf, where=~visible)
+    _fill_hidden(call, chunk, logits, -math.inf)
     if call.mask is not None:
         mask = call.mask[batch, head, chunk.start : chunk.stop, chunk.first : chunk.end]
         if mask.dtype == bool:
             np.copyto(logits, -math.inf, where=~mask)
         else:
             logits += mask
-            np.copyto(logits, -math.inf, where=mask == -math.inf)
+            np.copyto(logits, -math.inf, where=mask == -math.inf)  # where the products are not finite
+
+
+def _fill_hidden(call: _Call, chunk: Chunk, x: Array, value: float) -> None:
+    """Put ``value`` where the pattern hides a key from a query, (n, m)."""
+    visibility = call.options.visibility
+    for first, end in visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end):
+        visible = visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device="cpu")
+        if visible is not None:
+            np.copyto(x[:, first - chunk.first : end - chunk.first], value, where=~visible)

@@ -142,7 +142,7 @@ def masks(draw: st.DrawFn, full: tuple[int, ...], rng: np.random.Generator) -> N
 
 
 @st.composite
-def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, blocks: bool = True) -> Call:
+def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, all_tables: bool = False) -> Call:
     """A random valid call."""
     rng = np.random.default_rng(draw(seeds))
     n, m, d, dv = draw(sizes), draw(sizes), draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -150,8 +150,6 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, bl
     batch = draw(st.sampled_from([None, (), (2,)]))  # None: no heads axis either
     lead, kv_lead = ((), ()) if batch is None else ((*batch, kv_heads * group), (*batch, kv_heads))
     options = draw(patterns())
-    if not blocks:
-        options["block_size"] = None
     size = draw(st.sampled_from([0.3, 1.0, 5.0]))
 
     arrays: dict[str, Any] = {
@@ -166,7 +164,7 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, bl
     width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # of rel_q, if there is one
     own = draw(st.booleans()) or width != d
     widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": ()}
-    for name in draw(st.sets(st.sampled_from(sorted(widths)))):
+    for name in widths if all_tables else draw(st.sets(st.sampled_from(sorted(widths)))):
         heads = lead[-1:] if draw(st.booleans()) else ()
         arrays[name] = rng.standard_normal((*heads, rows, *widths[name]))
     if "rel_k" in arrays and own:

@@ -248,7 +248,7 @@ POISONS = st.sampled_from([np.nan, np.inf, -np.inf, 1e300])
 
 
 @every_way
-@given(call=calls(), poison=POISONS)
+@given(call=calls(all_tables=True), poison=POISONS)
 def test_keys_that_a_query_may_not_see_do_not_reach_it(way: Way, call: Call, poison: float) -> None:
     """Key by key: whoever may not see it, by the pattern or by the mask, gets what it got before."""
     clean, visible = call.on(way), call.visible()
@@ -263,7 +263,7 @@ def test_keys_that_a_query_may_not_see_do_not_reach_it(way: Way, call: Call, poi
 
 
 @every_way
-@given(call=calls(), poison=POISONS)
+@given(call=calls(all_tables=True), poison=POISONS)
 def test_keys_and_values_that_nobody_sees_may_be_anything(way: Way, call: Call, poison: float) -> None:
     unseen = ~call.pattern().any(axis=0)
     k, v = call.arrays["k"].copy(), call.arrays["v"].copy()
@@ -272,7 +272,7 @@ def test_keys_and_values_that_nobody_sees_may_be_anything(way: Way, call: Call, 
 
 
 @every_way
-@given(call=calls(), poison=POISONS)
+@given(call=calls(all_tables=True), poison=POISONS)
 def test_table_rows_that_nobody_sees_may_be_anything(way: Way, call: Call, poison: float) -> None:
     unseen = [row for row in range(call.options["span"].rows) if row not in call.seen_rows()]
     spoilt = {name: call.arrays[name].copy() for name in ("rel_k", "rel_v", "rel_bias") if name in call.arrays}
@@ -286,7 +286,7 @@ def test_table_rows_that_nobody_sees_may_be_anything(way: Way, call: Call, poiso
 
 
 @every_way
-@given(call=calls(), poison=POISONS, data=st.data())
+@given(call=calls(all_tables=True), poison=POISONS, data=st.data())
 def test_a_query_concerns_nobody_else(way: Way, call: Call, poison: float, data: st.DataObject) -> None:
     """The skewed view of a query's row ends in its neighbour's numbers: they must never be read."""
     clean = call.on(way)
@@ -329,7 +329,9 @@ def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
 
 def queries(call: Call, start: int, stop: int) -> Call:
     """Return the call of some of its queries: they stand where they stood."""
-    some: dict[str, Any] = {name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays}
+    some: dict[str, Any] = {
+        name: call.arrays[name][..., start:stop, :] for name in ("q", "rel_q") if name in call.arrays
+    }
     mask = call.arrays.get("mask")
     if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
         some["mask"] = mask[..., start:stop, :]
