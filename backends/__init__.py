@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from relskew_core._checks import check_choice
+from relskew_core._namespace import is_torch
 
 if TYPE_CHECKING:
     from relskew_core._problem import Problem
@@ -62,7 +63,7 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
 
 def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     """Cast a call's arrays where its library says so: torch in an autocast region."""
-    if type(arrays["q"]).__module__.partition(".")[0] != "torch":
+    if not is_torch(arrays["q"]):
         return arrays
     cast: dict[str, Any] = _module("torch").cast_for_autocast(arrays)
     return cast

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array_api_compat import device
-
 from relskew_core._checks import check_int, describe
-from relskew_core._namespace import is_half, namespace_of_arrays
+from relskew_core._namespace import device, is_half, namespace_of_arrays
 from relskew_core._problem import check_tables
 from relskew_core._skew import pad_last, slide, unslide
 from relskew_core._span import Span

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
         raise TypeError(
             f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
         )
-    here, there = array_api_compat.device(first), array_api_compat.device(array)
+    here, there = device(first), device(array)
     if here != there and None not in (here, there):  # JAX's tracers are on no device yet
         raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
 
@@ -63,7 +64,22 @@ def namespace_of(library: Any) -> Namespace:
     return array_api_compat.array_namespace(library.asarray(0.0))
 
 
+def device(array: Array) -> Any:
+    """Return the device of an array, ``None`` while JAX traces."""
+    return array.device if is_torch(array) else array_api_compat.device(array)
+
+
+def is_torch(array: Array) -> bool:
+    """Whether an array is torch's, in a way that torch.compile traces; it warns of array_api_compat's caches."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
 def _namespace(name: str, array: Array) -> Namespace:
+    if is_torch(array):
+        import array_api_compat.torch
+
+        return array_api_compat.torch
     try:
         return array_api_compat.array_namespace(array)
     except TypeError:

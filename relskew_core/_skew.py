@@ -6,10 +6,8 @@ the absolute layout is a *view*: drop some entries of the flattened rows and cut
 
 from __future__ import annotations
 
-from array_api_compat import device
-
 from relskew_core._checks import describe
-from relskew_core._namespace import namespace_of_arrays
+from relskew_core._namespace import device, namespace_of_arrays
 from relskew_core._typing import Array, Namespace
 
 
