@@ -62,8 +62,8 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
 
 
 def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Cast a call's arrays where its library says so: torch in an autocast region."""
-    if not is_torch(arrays["q"]):
+    """Cast a call's arrays where their library says so: torch in an autocast region."""
+    if not any(is_torch(x) for x in arrays.values()):
         return arrays
     cast: dict[str, Any] = _module("torch").cast_for_autocast(arrays)
     return cast

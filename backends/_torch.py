@@ -51,7 +51,7 @@ def attention_vjp(d_out: Tensor, operands: Operands, options: Options, *, out: T
 
 def cast_for_autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     """Cast what floats to the dtype of the autocast region that a call stands in, as torch's own attention does."""
-    device = arrays["q"].device.type
+    device = next(x for x in arrays.values() if isinstance(x, Tensor)).device.type
     if not torch.is_autocast_enabled(device):
         return arrays
     dtype = torch.get_autocast_dtype(device)

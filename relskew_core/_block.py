@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -58,11 +58,16 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
         if key.endswith(".bias"):
             weight = xp.zeros(shape, dtype=xp.float32)
         else:
-            bound = (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(shape)) ** 0.5
+            bound = uniform_bound(spec, key)
             uniform = xp.asarray(_floats_in_1_2(prod(shape), f"relskew/{seed}/{key}"), dtype=xp.float32)
             weight = xp.reshape((uniform - 1.5) * (2 * bound), shape)
         weights[key] = weight if dtype is None else xp.astype(weight, dtype)
     return weights
+
+
+def uniform_bound(spec: BlockSpec, key: str) -> float:
+    """Return how far from zero the weights of a projection or table are drawn."""
+    return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
 
 
 def _floats_in_1_2(n: int, seed: str) -> array[float]:
@@ -127,14 +132,31 @@ def attention_block(
     >>> k.shape
     (1, 2, 3, 2)
     """
+    return apply_block(x, weights, spec, memory=memory, past=past, mask=mask, attend=relative_attention)
+
+
+def apply_block(
+    x: Array,
+    weights: Mapping[str, Array],
+    spec: BlockSpec,
+    *,
+    memory: Array | None,
+    past: tuple[Array, Array] | None,
+    mask: Array | None,
+    attend: Callable[..., Any],
+) -> Array | tuple[Array, tuple[Array, Array]]:
+    """Return :func:`attention_block` with ``attend`` in the place of :func:`relative_attention`."""
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
     spec.check_weights(weights)
     _check_inputs(x, spec, memory, past)
-    xp = namespace_of_arrays(
-        {"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}},
-        {"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}},
+    given = backends.autocast({"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}})
+    more = backends.autocast(
+        {"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}}
     )
+    xp = namespace_of_arrays(given, more)
+    x, memory = given["x"], more["memory"]
+    weights = {key: given[f"weights[{key!r}]"] for key in weights}
 
     source = x if memory is None else memory
     q = _project(x, "q_proj", weights, spec.num_heads, xp=xp)
@@ -143,8 +165,8 @@ def attention_block(
     offset = 0
     if past is not None:
         offset = past[0].shape[-2]
-        k, v = (xp.concat([cached, new], axis=-2) for cached, new in zip(past, (k, v), strict=True))
-    heads = relative_attention(
+        k, v = (xp.concat([more[f"past[{index}]"], new], axis=-2) for index, new in enumerate((k, v)))
+    heads = attend(
         q,
         k,
         v,
@@ -157,7 +179,6 @@ def attention_block(
         mask=mask,
         offset=offset,
     )
-    assert not isinstance(heads, tuple)
     y = _merge_heads(heads, weights, xp=xp)
     return y if past is None else (y, (k, v))
 
