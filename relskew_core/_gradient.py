@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from array_api_compat import device
-
 from relskew_core._kernel import (
     Chunk,
+    Factors,
     Tables,
     chunk_logits,
     chunks,
@@ -22,6 +21,7 @@ from relskew_core._kernel import (
     relative_queries,
     visible_columns,
 )
+from relskew_core._namespace import device
 from relskew_core._problem import Gradients, Operands, Options
 from relskew_core._skew import pad_last
 from relskew_core._softmax import softmax
@@ -35,16 +35,20 @@ def attention_vjp(
     *,
     out: Array | None = None,
     d_lse: Array | None = None,
+    factors: Factors | None = None,
     xp: Namespace,
 ) -> Gradients:
-    """Return the gradients of every operand; ``out`` saves a pass over the weights, ``d_lse`` adds a gradient."""
+    """Return the gradients of every operand; ``out`` saves a pass over the weights, ``d_lse`` adds a gradient.
+
+    ``factors`` are the forward's: they must come out the same for every chunk.
+    """
     tables = Tables.of(operands, options, xp=xp)
     sums = _Sums(operands, tables, xp)
     for chunk in chunks(operands, options):
         if chunk.first == chunk.end:
             sums.add_nothing(chunk)
         else:
-            _backward(d_out, operands, options, tables, chunk, sums, out=out, d_lse=d_lse, xp=xp)
+            _backward(d_out, operands, options, tables, chunk, sums, out=out, d_lse=d_lse, factors=factors, xp=xp)
     return sums.gradients()
 
 
@@ -58,6 +62,7 @@ def _backward(
     *,
     out: Array | None,
     d_lse: Array | None,
+    factors: Factors | None,
     xp: Namespace,
 ) -> None:
     queries = slice(chunk.start, chunk.stop)
@@ -69,16 +74,20 @@ def _backward(
     dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
     logits = hide(capped, operands.mask, options.visibility, chunk, xp=xp)
     weights, _ = softmax(logits, dead_rows=dead_rows, lse=False, xp=xp)
+    kept = None if factors is None else factors(chunk, weights)
+    of_values = weights if kept is None else weights * kept
 
     d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
-    sums.v.add(chunk.first, _grouped_outer(weights, d_out, v.shape[-3], xp=xp))
+    sums.v.add(chunk.first, grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
     if tables.rel_v is not None:
-        relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
+        relative, low, high = visible_columns(chunk.relative(of_values, xp=xp), chunk, options)
         if low <= high:
             product = tables.rel_v.product(d_out, low, high, xp=xp)
             product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
             d_weights = d_weights + chunk.absolute(product, xp=xp)
             sums.add_table("rel_v", low, high, relative, d_out)
+    if kept is not None:
+        d_weights = d_weights * kept
 
     if out is None:
         delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
@@ -93,7 +102,7 @@ def _backward(
         d_logits = d_logits * (1 - ratio * ratio)
 
     d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
-    sums.k.add(chunk.first, _grouped_outer(d_logits, q, k.shape[-3], xp=xp))
+    sums.k.add(chunk.first, grouped_outer(d_logits, q, k.shape[-3], xp=xp))
     d_rel_q = None
     if tables.rel_k is not None or tables.rel_bias is not None:
         relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
@@ -108,7 +117,7 @@ def _backward(
         sums.add_queries(d_q if d_rel_q is None else d_q + d_rel_q, None)
 
 
-def _grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
+def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
     """Return ``Σ x_i y_iᵀ`` over the queries of a key head: (..., H, n, m), (..., H, n, D) -> (..., Hkv, m, D)."""
     *lead, heads, n, _ = x.shape
     if heads != groups:
@@ -201,7 +210,7 @@ class _Sums:
             piece = xp.matmul(xp.matrix_transpose(rows), core)
         else:
             piece = xp.matmul(xp.matrix_transpose(rows), core)
-        piece = plan.place(_sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
+        piece = plan.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
         self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
 
     def add_mask(self, chunk: Chunk, d_logits: Array) -> None:
@@ -216,7 +225,7 @@ class _Sums:
             piece = pad_last(piece, chunk.first, mask.shape[-1] - chunk.end, xp=xp)
         if mask.shape[-2] == 1:
             piece = xp.sum(piece, axis=-2, keepdims=True)
-        piece = _sum_to(piece, mask.shape[:-2], xp=xp)
+        piece = sum_to(piece, mask.shape[:-2], xp=xp)
         if mask.shape[-2] == 1 and self._mask:
             self._mask[0] = self._mask[0] + piece
         else:
@@ -257,7 +266,7 @@ def _joined(pieces: list[Array], like: Array, *, xp: Namespace) -> Array:
     return xp.concat(pieces, axis=-2) if pieces else xp.zeros_like(like)
 
 
-def _sum_to(x: Array, lead: tuple[int, ...], *, xp: Namespace) -> Array:
+def sum_to(x: Array, lead: tuple[int, ...], *, xp: Namespace) -> Array:
     """Sum the leading axes of (*batch, a, b) to ``lead``, along which a factor of ``x`` was broadcast."""
     extra = x.ndim - 2 - len(lead)
     axes = tuple(range(extra))

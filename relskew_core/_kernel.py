@@ -7,12 +7,11 @@ table columns that belong to them. Scratch is ``chunk × (chunk + keys)`` and ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from array_api_compat import device
-
+from relskew_core._namespace import device
 from relskew_core._problem import Operands, Options
 from relskew_core._skew import slide, unslide
 from relskew_core._softmax import softmax
@@ -66,6 +65,10 @@ class Chunk:
         return unslide(s, width=self.spare + self.end - self.first, first=self.spare, xp=xp)[..., : self.width]
 
 
+Factors = Callable[[Chunk, Array], Array]
+"""For a chunk and its weights, what to multiply them by before they meet the values: dropout."""
+
+
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
     visibility = options.visibility
@@ -87,12 +90,14 @@ def chunk_size(operands: Operands, visibility: Visibility, *, cpu: bool | None =
     return max(16, min(512, 1 << max(size, 1).bit_length() - 1))
 
 
-def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[Array, Array | None]:
+def attention(
+    operands: Operands, options: Options, *, factors: Factors | None = None, xp: Namespace
+) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     tables = Tables.of(operands, options, xp=xp)
     outs, sums = [], []
     for chunk in chunks(operands, options):
-        out, lse = _attend(operands, options, tables, chunk, xp=xp)
+        out, lse = _attend(operands, options, tables, chunk, factors, xp=xp)
         outs.append(out)
         sums.append(lse)
     if not outs:
@@ -129,7 +134,7 @@ class Tables:
 
 
 def _attend(
-    operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, factors: Factors | None, *, xp: Namespace
 ) -> tuple[Array, Array | None]:
     v = operands.v[..., chunk.first : chunk.end, :]
     if chunk.first == chunk.end:
@@ -141,6 +146,8 @@ def _attend(
     )
     dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
     weights, lse = softmax(logits, dead_rows=dead_rows, lse=options.return_lse, xp=xp)
+    if factors is not None:
+        weights = weights * factors(chunk, weights)
     out = grouped_matmul(weights, v, xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
