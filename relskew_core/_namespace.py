@@ -77,9 +77,9 @@ def is_torch(array: Array) -> bool:
 
 def _namespace(name: str, array: Array) -> Namespace:
     if is_torch(array):
-        import array_api_compat.torch
+        from array_api_compat import torch as namespace  # a plain import would make the package's name a local one
 
-        return array_api_compat.torch
+        return namespace
     try:
         return array_api_compat.array_namespace(array)
     except TypeError:
