@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,15 +38,17 @@ class Emitter:
     start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can tell them apart.
     """
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dtype: np.dtype[Any], outer: Emitter | None = None) -> None:
         self.dtype = dtype
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._infos: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
-        self._initializers: list[onnx.TensorProto] = []
-        self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
-        self._names: set[str] = set()
+        self._scalars: dict[str, Value] = {} if outer is None else dict(outer._scalars)
+        # The body of a loop shares what the whole model has once.
+        self._initializers: list[onnx.TensorProto] = [] if outer is None else outer._initializers
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
+        self._names: set[str] = set() if outer is None else outer._names
 
     def input(self, name: str, shape: Shape, doc: str, dtype: np.dtype[Any] | None = None) -> Value:
         """Declare a graph input."""
@@ -123,6 +125,21 @@ class Emitter:
         given = ["" if value is None else value.name for value in inputs]
         self._nodes.append(helper.make_node(op_type, given, names, name=path, **attributes))
 
+    def loop(self, count: Value, name: str, emit: Callable[[Emitter, Value], Value]) -> Value:
+        """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
+        path = f"relskew/compute/{name}"
+        body = Emitter(self.dtype, self)
+        iteration = body.input(f"{path}/iteration", (), "number of the iteration", INT64)
+        running = body.input(f"{path}/running", (), "always true", BOOL)
+        goes_on = body.compute("Identity", [running], f"{name}/goes_on", (), BOOL)
+        result = emit(body, iteration)
+        body.output(goes_on, "always true")
+        body.output(result, "result of the iteration")
+        stacked = Value(f"{path}/stacked", ("iterations", *result.shape), self.dtype)
+        # The condition is optional, but not for onnx's reference evaluator.
+        self.node("Loop", [count, self.constant(True, BOOL)], path, [stacked], body=body.graph(f"{path}/body", ""))
+        return stacked
+
     def length(self, value: Value, axis: int, name: str) -> Dim:
         """Return the length of an axis, as an int where it is known."""
         known = value.shape[axis]
@@ -132,12 +149,16 @@ class Emitter:
         """Return ``a + b``."""
         if isinstance(a, int) and isinstance(b, int):
             return a + b
+        if a == 0 or b == 0:
+            return b if a == 0 else a
         return self.index("Add", [self.dim(a), self.dim(b)], name)
 
     def minus(self, a: Dim, b: Dim, name: str) -> Dim:
         """Return ``a - b``."""
         if isinstance(a, int) and isinstance(b, int):
             return a - b
+        if b == 0:
+            return a
         return self.index("Sub", [self.dim(a), self.dim(b)], name)
 
     def dim(self, value: Dim) -> Value:
@@ -145,8 +166,12 @@ class Emitter:
         return self.constant([value]) if isinstance(value, int) else value
 
     def scalar(self, value: Dim, name: str) -> Value:
-        """Return a length as an int64 tensor of shape ()."""
-        return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
+        """Return a length as an int64 tensor of shape (), made once."""
+        if isinstance(value, int):
+            return self.constant(value)
+        if value.name not in self._scalars:
+            self._scalars[value.name] = self.index("Squeeze", [value], name, ())
+        return self._scalars[value.name]
 
     def dims(self, name: str, *parts: Dim) -> Value:
         """Return a shape: neighbouring ints become one constant, all ints no node at all."""
@@ -164,17 +189,15 @@ class Emitter:
 
     def model(self, name: str, opset: int, ir_version: int, doc: str) -> onnx.ModelProto:
         """Return what was collected as a model."""
-        outputs = {info.name for info in self._outputs}
-        graph = helper.make_graph(
-            self._nodes,
-            name,
-            self._inputs,
-            self._outputs,
-            initializer=self._initializers,
-            value_info=[info for info in self._infos if info.name not in outputs],
-            doc_string=doc,
-        )
+        graph = self.graph(name, doc)
+        graph.initializer.extend(self._initializers)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+
+    def graph(self, name: str, doc: str) -> onnx.GraphProto:
+        """Return what was collected as a graph, initializers left out."""
+        outputs = {info.name for info in self._outputs}
+        infos = [info for info in self._infos if info.name not in outputs]
+        return helper.make_graph(self._nodes, name, self._inputs, self._outputs, value_info=infos, doc_string=doc)
 
     def _claim(self, name: str) -> str:
         if name in self._names:

@@ -97,6 +97,7 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, st
         max_length=int(limit) if limit else None,
         past="past_key" in inputs,
         mask="mask" in inputs,
+        chunk_size=int(described["relskew.chunk_size"]) if "relskew.chunk_size" in described else None,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from relskew_core.export._attend import Projected, Tables, attend
+from relskew_core.export._attend import attend
 from relskew_core.export._emitter import BOOL, INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._parts import Projected
 from relskew_core.export._plan import Plan
-from relskew_core.export._window import Lengths
+from relskew_core.export._window import Lengths, Tables
 
 
 def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, length: Dim) -> Value:

@@ -13,12 +13,13 @@ import onnx
 from relskew_core import __version__
 from relskew_core._checks import describe
 from relskew_core._spec import BlockSpec
-from relskew_core.export._attend import Projected, Tables, attend
+from relskew_core.export._attend import attend
 from relskew_core.export._emitter import Emitter, Value
 from relskew_core.export._local import attend_blocks
+from relskew_core.export._parts import Projected
 from relskew_core.export._plan import IR_VERSION, Plan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
-from relskew_core.export._window import Lengths
+from relskew_core.export._window import Lengths, Tables
 
 
 def to_onnx(
@@ -31,6 +32,7 @@ def to_onnx(
     max_length: int | None = None,
     past: bool = False,
     mask: bool = False,
+    chunk_size: int | None = None,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
     """Write an attention block as an ONNX graph with dynamic batch and lengths.
@@ -56,6 +58,9 @@ def to_onnx(
         Take and return a cache of keys and values: ``past_key``, ``past_value`` → ``present_key``, ``present_value``.
     mask : bool, default False
         Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
+    chunk_size : int, optional
+        Attend in a ``Loop`` over so many queries at a time, so that memory grows with ``length * chunk_size`` and not
+        with ``length**2``, and keys that no query of a chunk sees cost nothing. No control flow by default.
     name : str, default "relative_attention_block"
         Name of the graph.
 
@@ -96,6 +101,7 @@ def to_onnx(
         max_length=max_length,
         past=past,
         mask=mask,
+        chunk_size=chunk_size,
     )
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
@@ -111,6 +117,8 @@ def to_onnx(
         "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
         "relskew.weights_sha256": _digest(layout),
     }
+    if plan.chunk_size is not None:
+        described["relskew.chunk_size"] = str(plan.chunk_size)
     onnx.helper.set_model_props(model, described)
     return model
 

@@ -64,6 +64,7 @@ class Plan:
     left: Side
     right: Side
     local: bool  # blocks folded into the batch; else one dense attention
+    chunk_size: int | None  # queries of one turn of a loop; None: all at once
 
     @property
     def one_sided(self) -> bool:
@@ -86,6 +87,17 @@ class Plan:
         return int(self.right.past_edge in ("zero", "hidden"))
 
     @property
+    def guarded(self) -> bool:
+        """Whether the lengths are checked before the tables are read, so that no window needs to."""
+        return self.chunk_size is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the tables' windows are gathered: stored by position then, and clamped past soft edges."""
+        limited = self.left.past_edge == "limited" and (self.one_sided or self.right.past_edge == "limited")
+        return not self.local and not (self.profile.slice_window and limited)
+
+    @property
     def dead_rows(self) -> bool:
         """Some query may see no key at all."""
         return self.mask or (self.spec.cross and self.left.past_edge == "hidden")
@@ -95,6 +107,7 @@ class Plan:
         """Whether one Attention node does the work."""
         return (
             self.profile.fused
+            and self.chunk_size is None
             and not self.spec.rel_values
             and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
             and (self.profile.dead_rows or not self.dead_rows)
@@ -122,6 +135,7 @@ def make_plan(
     max_length: Any = None,
     past: Any = False,
     mask: Any = False,
+    chunk_size: Any = None,
 ) -> Plan:
     """Check the arguments of an export and decide on its form."""
     check_spec(spec)
@@ -135,6 +149,12 @@ def make_plan(
     check_bool("mask", mask)
     if check_bool("past", past):
         _check_past(spec)
+    if chunk_size is not None:
+        chunk_size = check_int("chunk_size", chunk_size, minimum=1)
+        if spec.block_size is not None:
+            raise ValueError(
+                f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
+            )
     window_left, window_right = spec.window or (None, None)
     farthest_left = _smallest(window_left, None if spec.block_size is None else 2 * spec.block_size - 1)
     farthest_right = _smallest(window_right, 0 if spec.causal else None)
@@ -143,7 +163,7 @@ def make_plan(
     # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
     # then local attention is causal attention. A mask is as large as a dense attention anyway.
     local = spec.block_size is not None and left.past_edge != "limited" and not mask
-    return Plan(spec, form, chosen, dtype, max_length, past, mask, left, right, local)
+    return Plan(spec, form, chosen, dtype, max_length, past, mask, left, right, local, chunk_size)
 
 
 def check_spec(spec: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relskew_core.export._emitter import BOOL, INT64_MAX, Emitter, Shape, Value
+from relskew_core.export._emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._plan import Plan
 from relskew_core.export._window import Lengths
 
@@ -59,7 +59,7 @@ class _Positions:
     @property
     def keys(self) -> Value:
         if self._keys is None:
-            self._keys = self._range("key", self._lengths.keys, self._lengths.key_symbol)
+            self._keys = self._range("key", 0, self._lengths.keys, self._lengths.key_symbol)
         return self._keys
 
     @property
@@ -67,18 +67,19 @@ class _Positions:
         if self._queries is None:
             g, lengths = self._g, self._lengths
             symbol = lengths.query_symbol
-            if self._plan.spec.cross:
-                flat = self._range("query", lengths.queries, symbol)
-            elif self._plan.past:
+            if lengths.past == 0 and lengths.queries == lengths.keys:
+                flat = self.keys
+            elif self._plan.one_sided:
                 inputs = [self.keys, g.dim(lengths.past), g.constant([INT64_MAX])]
                 flat = g.index("Slice", inputs, "visible/query_positions", (symbol,))
             else:
-                flat = self.keys
+                flat = self._range("query", lengths.past, lengths.queries, symbol)
             shape: Shape = (symbol, 1)
             self._queries = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", shape)
         return self._queries
 
-    def _range(self, name: str, length: int | Value, symbol: int | str) -> Value:
+    def _range(self, name: str, first: Dim, length: Dim, symbol: int | str) -> Value:
         g = self._g
-        limits = [g.constant(0), g.scalar(length, f"visible/{name}_count"), g.constant(1)]
+        end = g.plus(first, length, f"visible/{name}_end")
+        limits = [g.scalar(first, f"visible/{name}_first"), g.scalar(end, f"visible/{name}_count"), g.constant(1)]
         return g.index("Range", limits, f"visible/{name}_positions", (symbol,))

@@ -74,11 +74,11 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
     layout = {}
     for key, array in weights.items():
         if key in ("rel_k", "rel_v"):
-            columns = _columns(plan, array)
-            if key == "rel_k":
-                columns = np.swapaxes(columns, -1, -2)
-            order = "head_dim, position" if key == "rel_k" else "position, head_dim"
-            layout[key] = (columns, f"({order}); column {plan.lead} is relative position 0")
+            columns, order = _columns(plan, array), "(position, head_dim)"
+            if key == "rel_k" and not plan.gathers:
+                columns, order = np.swapaxes(columns, -1, -2), "(head_dim, position)"
+            zero = 2 * (plan.spec.block_size or 0) if plan.local else plan.lead
+            layout[key] = (columns, f"{order}; relative position 0 is at {zero}")
         elif key.startswith("q_proj"):
             scaled = (array.astype(np.float64) * plan.spec.head_dim**-0.5).astype(plan.dtype)
             layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")

@@ -21,33 +21,59 @@ class Lengths:
     key_symbol: int | str
 
 
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The stored tables: ``rel_k (…, head_dim, position)``, or ``(…, position, head_dim)`` to gather; ``rel_v`` so."""
+
+    rel_k: Value
+    rel_v: Value | None
+
+
 class Window:
-    """Chooses columns of the stored tables, in the order that the skew expects, by Slice or by Gather.
+    """Chooses positions of the stored tables, in the order that the skew expects, by Slice or by Gather.
 
     One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others give ``queries + keys``,
-    ``r = -queries … keys - 1``. The first column is the skew's spare one: it is never read. An input too long for a
-    limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
+    ``r = -(queries + past) … keys - past - 1``. The first column is the skew's spare one: it is never read. An input
+    too long for a limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
     """
 
-    def __init__(self, g: Emitter, plan: Plan, lengths: Lengths) -> None:
-        self._g, self._plan = g, plan
-        limited = plan.left.past_edge == "limited" and (plan.one_sided or plan.right.past_edge == "limited")
+    def __init__(self, g: Emitter, plan: Plan, tables: Tables, lengths: Lengths) -> None:
+        self._g, self._plan, self._tables = g, plan, tables
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
+        self.symbol: int | str = "window"
         if plan.local:
-            self.symbol: int | str = 2 * (plan.spec.block_size or 0) + 1
-        elif plan.profile.slice_window and limited:
-            self.symbol = "window"
-            before = lengths.keys if plan.one_sided else lengths.queries
-            start = g.minus(plan.lead, before, "window/start")
-            end: Dim = INT64_MAX if plan.one_sided else g.plus(lengths.keys, plan.lead, "window/end")
-            self._bounds = g.dim(start), g.dim(end)
-        else:
-            self.symbol = "window"
+            self.symbol = 2 * (plan.spec.block_size or 0) + 1
+        elif plan.gathers:
             self._index = _one_sided_index(g, plan, lengths) if plan.one_sided else _index(g, plan, lengths)
+        else:
+            before = lengths.keys if plan.one_sided else g.plus(lengths.queries, lengths.past, "window/before")
+            start = g.minus(plan.lead, before, "window/start")
+            end: Dim = INT64_MAX
+            if not plan.one_sided:
+                after = g.minus(lengths.keys, lengths.past, "window/after")
+                end = g.plus(after, plan.lead, "window/end")
+            self._bounds = g.dim(start), g.dim(end)
 
-    def of(self, table: Value, axis: int, name: str) -> Value:
-        """Return the window of a stored table."""
+    def columns(self) -> Value:
+        """Return the window of ``rel_k``, ``(…, head_dim, window)``."""
+        table, g = self._tables.rel_k, self._g
+        if self._index is None:
+            return self._cut(table, len(table.shape) - 1, "rel_k")
+        rows = self._cut(table, len(table.shape) - 2, "rel_k")
+        rank = len(rows.shape)
+        shape = (*rows.shape[:-2], rows.shape[-1], rows.shape[-2])
+        perm = [*range(rank - 2), rank - 1, rank - 2]
+        return g.compute("Transpose", [rows], "window/rel_k_columns", shape, perm=perm)
+
+    def rows(self) -> Value:
+        """Return the window of ``rel_v``, ``(…, window, head_dim)``."""
+        table = self._tables.rel_v
+        if table is None:
+            raise ValueError("a block without `rel_values` has no table for them")
+        return self._cut(table, len(table.shape) - 2, "rel_v")
+
+    def _cut(self, table: Value, axis: int, name: str) -> Value:
         g, shape = self._g, list(table.shape)
         shape[axis] = self.symbol
         if self._bounds is not None:
@@ -76,41 +102,55 @@ class Window:
 
 def _one_sided_index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:
     """Columns of ``r = -keys … 0``."""
-    start = g.minus(plan.lead, lengths.keys, "window/start")
-    if plan.left.past_edge == "limited":
+    if plan.left.past_edge == "limited" and not plan.guarded:
+        start = g.minus(plan.lead, lengths.keys, "window/start")
         count = g.plus(lengths.keys, 1, "window/count")
         ramp = _ramp(g, 0, plan.lead + 1, count, "window/ramp", "window")
         return g.index("Add", [ramp, g.dim(start)], "window/index", ("window",))
-    limits = [g.scalar(start, "window/start_scalar"), g.constant(plan.lead + 1), g.constant(1)]
-    columns = g.index("Range", limits, "window/range", ("window",))
+    start = _scalar(g, "Sub", plan.lead, lengths.keys, "start")
+    columns = _range(g, start, g.constant(plan.lead + 1), "window")
     return g.index("Max", [columns, g.constant(0)], "window/index", ("window",))
 
 
 def _index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:
-    """Columns of ``r = -queries … keys - 1``."""
-    n, m, one = lengths.queries, lengths.keys, g.constant(1)
-    left_limited, right_limited = plan.left.past_edge == "limited", plan.right.past_edge == "limited"
-    start, last = g.minus(plan.lead, n, "window/start"), plan.columns - 1
+    """Columns of ``r = -(queries + past) … keys - past - 1``."""
+    last = plan.columns - 1
+    left_limited = plan.left.past_edge == "limited" and not plan.guarded
+    right_limited = plan.right.past_edge == "limited" and not plan.guarded
+    before = g.plus(lengths.queries, lengths.past, "window/before")
+    after = g.minus(lengths.keys, lengths.past, "window/after")
     if not left_limited and not right_limited:
-        end = g.plus(m, plan.lead, "window/end")
-        limits = [g.scalar(start, "window/start_scalar"), g.scalar(end, "window/end_scalar"), one]
-        columns = g.index("Range", limits, "window/range", ("window",))
+        start, end = _scalar(g, "Sub", plan.lead, before, "start"), _scalar(g, "Add", plan.lead, after, "end")
+        columns = _range(g, start, end, "window")
         return g.index("Clip", [columns, g.constant(0), g.constant(last)], "window/index", ("window",))
+    # Only a whole attention has a limited side here, so nothing is past: queries, then keys.
+    symbol = lengths.query_symbol
     if left_limited:
-        ramp = _ramp(g, 0, plan.lead, n, "window/past_ramp", lengths.query_symbol)
-        past = g.index("Add", [ramp, g.dim(start)], "window/past", (lengths.query_symbol,))
+        ramp = _ramp(g, 0, plan.lead, before, "window/past_ramp", symbol)
+        start = g.dim(g.minus(plan.lead, before, "window/start"))
+        past = g.index("Add", [ramp, start], "window/past", (symbol,))
     else:
-        limits = [g.scalar(start, "window/start_scalar"), g.constant(plan.lead), one]
-        columns = g.index("Range", limits, "window/past_range", (lengths.query_symbol,))
-        past = g.index("Max", [columns, g.constant(0)], "window/past", (lengths.query_symbol,))
+        start = _scalar(g, "Sub", plan.lead, before, "start")
+        columns = _range(g, start, g.constant(plan.lead), symbol)
+        past = g.index("Max", [columns, g.constant(0)], "window/past", (symbol,))
+    symbol = lengths.key_symbol
     if right_limited:
-        future = _ramp(g, plan.lead, plan.columns - plan.lead, m, "window/future", lengths.key_symbol)
+        future = _ramp(g, plan.lead, plan.columns - plan.lead, after, "window/future", symbol)
     else:
-        end = g.plus(m, plan.lead, "window/end")
-        limits = [g.constant(plan.lead), g.scalar(end, "window/end_scalar"), one]
-        columns = g.index("Range", limits, "window/future_range", (lengths.key_symbol,))
-        future = g.index("Min", [columns, g.constant(last)], "window/future", (lengths.key_symbol,))
+        end = _scalar(g, "Add", plan.lead, after, "end")
+        columns = _range(g, g.constant(plan.lead), end, symbol)
+        future = g.index("Min", [columns, g.constant(last)], "window/future", (symbol,))
     return g.index("Concat", [past, future], "window/index", ("window",), axis=0)
+
+
+def _scalar(g: Emitter, op_type: str, lead: int, length: Dim, name: str) -> Value:
+    """Return ``lead`` plus or minus a length, as Range wants it."""
+    inputs = [g.constant(lead), g.scalar(length, f"window/{name}_length")]
+    return g.index(op_type, inputs, f"window/{name}", ())
+
+
+def _range(g: Emitter, start: Value, end: Value, symbol: int | str) -> Value:
+    return g.index("Range", [start, end, g.constant(1)], "window/range", (symbol,))
 
 
 def _ramp(g: Emitter, first: int, size: int, count: Dim, name: str, symbol: int | str) -> Value:

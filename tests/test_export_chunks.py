@@ -1,0 +1,88 @@
+"""The loop over chunks of queries: the same numbers, and memory that does not grow with the square of the length."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export_forms import FORMS, random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import to_onnx, validate
+
+LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]
+
+
+@pytest.mark.parametrize("form", LOOPED)
+def test_chunks_in_onnxruntime(form: str) -> None:
+    spec, options = FORMS[form]
+    weights = random_weights(spec)
+    profile, size = (("ort", 3), ("portable", 4))[LOOPED.index(form) % 2]
+    model = to_onnx(spec, weights, profile=profile, chunk_size=size, **options)
+    onnx.checker.check_model(model, full_check=True)
+    report = validate(model, spec, weights, batches=(2,))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("form", ["full", "causal", "cache, mask", "cross, window, mask", "clip, values"])
+@pytest.mark.parametrize("size", [1, 64])
+def test_one_query_and_all_at_once(form: str, size: int) -> None:
+    spec, options = FORMS[form]
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, chunk_size=size, **options)
+    report = validate(model, spec, weights, batches=(2,), lengths=[1, 2, 5, 9])
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("form", ["full", "cache, mask", "cross, window, mask"])
+def test_chunks_in_other_runtimes(form: str) -> None:
+    spec, options = FORMS[form]
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, profile="portable", chunk_size=3, **options)
+    report = validate(model, spec, weights, batches=(2,), lengths=[1, 3, 8], runtimes=["reference", "openvino"])
+    assert report.ok, report.table()
+
+
+def peak(chunk_size: int | None, answer: Any) -> None:
+    """Run a long input and say by how many bytes the process's peak grew."""
+    import onnxruntime
+
+    spec = BlockSpec(16, 2, Span.causal(4096), causal=True)
+    model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).standard_normal((1, 4096, 16)).astype(np.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (y,) = list[Any](session.run(None, {"x": x}))
+    assert np.isfinite(y).all()
+    answer.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def measured(chunk_size: int | None) -> int:
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=peak, args=(chunk_size, answer))
+    process.start()
+    grown: int = answer.get(timeout=300)
+    process.join()
+    return grown
+
+
+def test_memory() -> None:
+    """All at once, one tensor of logits has 2 * 4096 * 4096 * 4 = 128 MiB."""
+    assert measured(256) < 64 * 2**20
+    assert measured(None) > 128 * 2**20
+
+
+def test_refused() -> None:
+    spec, _ = FORMS["blocks"]
+    with pytest.raises(ValueError, match=r"`chunk_size` excludes `spec.block_size`"):
+        to_onnx(spec, random_weights(spec), chunk_size=4)
+    spec, _ = FORMS["causal"]
+    with pytest.raises(ValueError, match="`chunk_size` must be an int >= 1"):
+        to_onnx(spec, random_weights(spec), chunk_size=0)
+    with pytest.raises(TypeError, match="`chunk_size` must be an int"):
+        to_onnx(spec, random_weights(spec), chunk_size=2.0)  # type: ignore[arg-type]
