@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from benchmarks.record import Record
 from benchmarks.sections import SECTIONS, Effort, Row
 
 ROOT = Path(__file__).parent.parent
-QUICK = Effort(lengths=(512, 2048), rounds=3, budget=0.3, long=8192)
+QUICK = Effort(lengths=(512, 2048), rounds=3, budget=0.3, long=8192, compile=False)
 
 
 def main(
@@ -34,9 +35,9 @@ def main(
             raise typer.BadParameter(f"{name!r} is not a section: {', '.join(SECTIONS)}", param_hint="--only")
     effort = QUICK if quick else Effort()
     if lengths:
-        effort = Effort(_lengths(lengths), effort.rounds, effort.budget, effort.long)
+        effort = replace(effort, lengths=_lengths(lengths))
     if rounds:
-        effort = Effort(effort.lengths, rounds, effort.budget, effort.long)
+        effort = replace(effort, rounds=rounds)
     result = _measure(chosen, effort, console) if record is None else Record.load(record)
     if record is not None:
         for section in report.tables(result).values():

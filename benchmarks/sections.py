@@ -36,6 +36,7 @@ class Effort:
     rounds: int = 7
     budget: float = 1.5  # seconds of one contender on one shape, from its second round on
     long: int = 65536
+    compile: bool = True  # whether to wait for what must be compiled first
 
     def up_to(self, longest: int) -> tuple[int, ...]:
         """Return the lengths that are not above ``longest``."""
@@ -60,7 +61,7 @@ class Section:
         tasks = [(shape, backward) for shape in self.shapes(effort) for backward in self.backward(shape)]
         for group in [tasks] if self.together else [[task] for task in tasks]:
             entries = [
-                Row(self.name, name, shape, backward, skipped=self._excuse(CONTENDERS[name], shape, backward))
+                Row(self.name, name, shape, backward, skipped=self._excuse(CONTENDERS[name], shape, effort, backward))
                 for shape, backward in group
                 for name in self.contenders
             ]
@@ -70,9 +71,10 @@ class Section:
             progress(f"{self.title}: L = {shape.length}{' with backward' if backward else ''}")
             yield from _peaks(able) if self.peak else _times(able, effort)
 
-    def _excuse(self, contender: Contender, shape: Shape, backward: bool) -> str | None:
+    def _excuse(self, contender: Contender, shape: Shape, effort: Effort, backward: bool) -> str | None:
         excuse = contender.excuse(shape, backward=backward)
-        if excuse is None and shape.length > dict(self.limits).get(contender.name, shape.length):
+        too_long = shape.length > dict(self.limits).get(contender.name, shape.length)
+        if excuse is None and (too_long or (contender.compiled and not effort.compile)):
             excuse = "left out to keep the run short"
         return memory.unavailable() if excuse is None and self.peak else excuse
 

@@ -154,11 +154,10 @@ def test_what_does_not_fit_is_skipped_with_the_reason() -> None:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_section_rows_are_measured_or_say_why_not(name: str) -> None:
-    effort = Effort(lengths=(64, 128), rounds=2, budget=0.0, long=64)
+    effort = Effort(lengths=(64, 128), rounds=2, budget=0.0, long=64, compile=False)
     section = SECTIONS[name]
     if section.peak:
         section = replace(section, contenders=("plain", "numpy-portable"))
-    section = replace(section, contenders=tuple(c for c in section.contenders if c != "flex"))
     rows = list(section.run(effort, lambda _: None))
     assert {row.contender for row in rows} == set(section.contenders)
     for row in rows:
@@ -219,11 +218,10 @@ def test_documentation_shows_every_section_and_target(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import document
 
-    effort = Effort(lengths=(64, 128), rounds=1, budget=0.0, long=64)
+    effort = Effort(lengths=(64, 128), rounds=1, budget=0.0, long=64, compile=False)
     rows: list[Row] = []
     for name in ("forward", "training", "blocks", "window"):
         section = SECTIONS[name]
-        section = replace(section, contenders=tuple(c for c in section.contenders if c != "flex"))
         rows += section.run(effort, lambda _: None)
     rows += [
         replace(row, section="memory", extra_bytes=2**20) for row in rows if row.section == "forward" and row.seconds
