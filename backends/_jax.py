@@ -1,6 +1,7 @@
-"""JAX: the portable kernels under a differentiation rule of their own, so that gradients keep the memory promise.
+"""JAX: loops over chunks of one shape, compiled once, under a differentiation rule that keeps the memory promise.
 
-Left to itself, ``jax.grad`` keeps every chunk's weights for the backward pass: queries × keys numbers a head.
+Left to themselves, ``jax.jit`` unrolls the portable kernel's chunks, which takes compile time by the length and memory
+by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass.
 """
 
 from __future__ import annotations
@@ -10,36 +11,45 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
-from relskew_core._gradient import attention_vjp as portable_vjp
-from relskew_core._kernel import attention as portable_attention
 from relskew_core._kernel import chunk_size
-from relskew_core._problem import Operands, Options, Problem
+from relskew_core._problem import Gradients, Operands, Options, Problem
 from relskew_core._typing import Array
+from relskew_core.backends import _jax_backward, _jax_forward
 
 
 def refusal(function: str, call: Problem) -> str | None:
-    """Say why there is no native path for a call, ``None`` if there is one."""
-    return None if function == "attention" else "JAX's is a differentiation rule, and this is the gradient itself"
+    """Say why there is no native path for a call: here there always is one."""
+    return None
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
-    if options.chunk_size is None:  # under jit arrays are on no device yet
-        size = chunk_size(operands, options.visibility, cpu=jax.default_backend() == "cpu")
-        options = replace(options, chunk_size=size)
-    result: tuple[Array, Array | None] = _attention(operands, options)
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    result: tuple[Array, Array | None] = _attention(operands, _sized(operands, options))
     return result
+
+
+def attention_vjp(
+    d_out: Array, operands: Operands, options: Options, *, out: Array | None = None, xp: Any
+) -> Gradients:
+    """Return the gradients of every operand."""
+    return _jax_backward.attention_vjp(d_out, operands, _sized(operands, options), out=out, d_lse=None)
+
+
+def _sized(operands: Operands, options: Options) -> Options:
+    if options.chunk_size is not None:
+        return options
+    cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+    return replace(options, chunk_size=chunk_size(operands, options.visibility, cpu=cpu))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
-    return portable_attention(operands, options, xp=jax.numpy)
+    return _jax_forward.attention(operands, options)
 
 
 def _forward(operands: Operands, options: Options) -> tuple[tuple[Array, Array | None], tuple[Operands, Array]]:
-    out, lse = _attention(operands, options)
+    out, lse = _jax_forward.attention(operands, options)
     return (out, lse), (operands, out)
 
 
@@ -48,11 +58,8 @@ def _backward(
 ) -> tuple[Operands]:
     operands, out = kept
     d_out, d_lse = cotangents
-    gradients = Operands(*portable_vjp(d_out, operands, options, out=out, d_lse=d_lse, xp=jax.numpy))
-    if operands.mask is not None and operands.mask.dtype == bool:
-        no_tangent = np.zeros(operands.mask.shape, dtype=jax.dtypes.float0)
-        gradients = gradients._replace(mask=no_tangent)
-    return (gradients,)
+    gradients = _jax_backward.attention_vjp(d_out, operands, options, out=out, d_lse=d_lse)
+    return (Operands(*gradients),)
 
 
 _attention.defvjp(_forward, _backward)
