@@ -107,10 +107,10 @@ sides = st.none() | st.integers(0, 6)
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> dict[str, Any]:
-    """Which keys a query sees: all, causal, window, local blocks, and their combinations."""
+def patterns(draw: st.DrawFn, n: int, m: int) -> dict[str, Any]:
+    """Which keys a query sees: all, causal, window, local blocks, and their combinations; often aligned at an end."""
     return {
-        "offset": draw(offsets),
+        "offset": draw(st.sampled_from([0, m - n]) | offsets),
         "causal": draw(st.booleans()),
         "window": draw(st.none() | st.tuples(sides, sides)),
         "block_size": draw(st.none() | st.integers(1, 4)),
@@ -149,7 +149,7 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, al
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     batch = draw(st.sampled_from([None, (), (2,)]))  # None: no heads axis either
     lead, kv_lead = ((), ()) if batch is None else ((*batch, kv_heads * group), (*batch, kv_heads))
-    options = draw(patterns())
+    options = draw(patterns(n, m))
     size = draw(st.sampled_from([0.3, 1.0, 5.0]))
 
     arrays: dict[str, Any] = {

@@ -286,18 +286,18 @@ def test_table_rows_that_nobody_sees_may_be_anything(way: Way, call: Call, poiso
 
 
 @every_way
-@given(call=calls(all_tables=True), poison=POISONS, data=st.data())
-def test_a_query_concerns_nobody_else(way: Way, call: Call, poison: float, data: st.DataObject) -> None:
-    """The skewed view of a query's row ends in its neighbour's numbers: they must never be read."""
+@given(call=calls(all_tables=True) | calls(all_tables=True, masked=False))
+def test_a_query_concerns_nobody_else(way: Way, call: Call) -> None:
+    """Where one query's row ends in a skewed view, its neighbour's begins: neither may read the other."""
     clean = call.on(way)
-    i = data.draw(st.integers(0, call.n - 1))
-    spoilt = {name: call.arrays[name].copy() for name in ("q", "rel_q") if name in call.arrays}
-    for x in spoilt.values():
-        x[..., i, :] = poison
-    with np.errstate(all="ignore"):
-        found = call.but(**spoilt).on(way)
-    assert np.array_equal(np.delete(found.out, i, axis=-2), np.delete(clean.out, i, axis=-2))
-    assert np.array_equal(np.delete(found.lse, i, axis=-1), np.delete(clean.lse, i, axis=-1))
+    for i in range(call.n):
+        spoilt = {name: call.arrays[name].copy() for name in ("q", "rel_q") if name in call.arrays}
+        for x in spoilt.values():
+            x[..., i, :] = np.nan
+        with np.errstate(all="ignore"):
+            found = call.but(**spoilt).on(way)
+        assert np.array_equal(np.delete(found.out, i, axis=-2), np.delete(clean.out, i, axis=-2))
+        assert np.array_equal(np.delete(found.lse, i, axis=-1), np.delete(clean.lse, i, axis=-1))
 
 
 @every_way
