@@ -45,8 +45,8 @@ class Emitter:
         self._infos: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
         self._scalars: dict[str, Value] = {} if outer is None else dict(outer._scalars)
-        # The body of a loop shares what the whole model has once.
-        self._initializers: list[onnx.TensorProto] = [] if outer is None else outer._initializers
+        # Tensors are put where they stay, since each copy of a large model counts. A loop's body shares them.
+        self._model: onnx.ModelProto = onnx.ModelProto() if outer is None else outer._model
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
         self._names: set[str] = set() if outer is None else outer._names
 
@@ -62,9 +62,8 @@ class Emitter:
 
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
         """Store an array under its name."""
-        tensor = numpy_helper.from_array(array, self._claim(name))
-        tensor.doc_string = doc
-        self._initializers.append(tensor)
+        self._model.graph.initializer.append(numpy_helper.from_array(array, self._claim(name)))
+        self._model.graph.initializer[-1].doc_string = doc
         return Value(name, array.shape, array.dtype)
 
     def constant(self, values: Any, dtype: Any = INT64) -> Value:
@@ -189,9 +188,10 @@ class Emitter:
 
     def model(self, name: str, opset: int, ir_version: int, doc: str) -> onnx.ModelProto:
         """Return what was collected as a model."""
-        graph = self.graph(name, doc)
-        graph.initializer.extend(self._initializers)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+        self._model.graph.MergeFrom(self.graph(name, doc))
+        self._model.ir_version = ir_version
+        self._model.opset_import.append(helper.make_opsetid("", opset))
+        return self._model
 
     def graph(self, name: str, doc: str) -> onnx.GraphProto:
         """Return what was collected as a graph, initializers left out."""

@@ -19,6 +19,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
+# One protobuf message; a little is left for the tensor's name and shape.
+TENSOR_LIMIT = 2**31 - 2**16
+
 
 def read_weights(spec: BlockSpec, weights: Any) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
@@ -62,7 +65,7 @@ def round_weights(weights: Mapping[str, np.ndarray], dtype: np.dtype[Any]) -> di
         if not np.all(np.isfinite(array)):
             raise ValueError(f"`weights[{key!r}]` must be finite, got NaN or inf in {array.dtype} of {array.shape}")
         with np.errstate(over="ignore", under="ignore"):
-            rounded[key] = array.astype(dtype)
+            rounded[key] = array.astype(dtype, copy=False)
         if not np.all(np.isfinite(rounded[key])):
             largest = float(np.max(np.abs(array.astype(np.float64))))
             raise ValueError(f"`weights[{key!r}]` must fit into {dtype.name}, got a magnitude of {largest:.6g}")
@@ -84,6 +87,12 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
             layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")
         else:
             layout[key] = (array.T, "(in, out)")
+    for key, (array, _) in layout.items():
+        if array.nbytes > TENSOR_LIMIT:
+            raise ValueError(
+                f"`weights[{key!r}]` must be at most 2 GiB as stored, what one ONNX tensor holds, "
+                f"got {array.nbytes / 2**30:.2f} GiB of {array.dtype.name}"
+            )
     return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
 
 

@@ -148,7 +148,7 @@ def test_max_length_trims_the_stored_rows() -> None:
     trimmed = stored(to_onnx(CAUSAL, weights, max_length=4), "rel_k")
     assert trimmed.shape == (2, 4, 5)
     np.testing.assert_array_equal(trimmed[:, :, 1:], np.swapaxes(weights["rel_k"][:, -4:], 1, 2))
-    assert stored(export("window", max_length=100), "rel_k").shape == (2, 4, 6)
+    assert stored(export("window", max_length=100), "rel_k").shape == (2, 6, 4)
     assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
     # Trimmed rows that a longer input would read are missed loudly, also where the table's end is soft.
     softs: tuple[Beyond, ...] = ("clip", "zero")
@@ -265,6 +265,12 @@ def test_weights_of_other_libraries() -> None:
     assert to_onnx(CAUSAL, given, dtype=jnp.float32) == expected
     half = {key: array.astype(jnp.bfloat16) for key, array in given.items()}
     assert to_onnx(CAUSAL, half) == to_onnx(CAUSAL, weights, dtype="bfloat16")
+
+
+def test_a_tensor_too_large_for_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relskew_core.export._weights.TENSOR_LIMIT", 300)
+    with pytest.raises(ValueError, match=r"`weights.'rel_k'.` must be at most 2 GiB"):
+        to_onnx(CAUSAL, random_weights(CAUSAL))
 
 
 def test_newer_opset_on_request() -> None:
