@@ -24,12 +24,12 @@ def refusal(function: str, call: Problem) -> str | None:
         return f"torch has one for arrays on the CPU, not on {device}"
     if call.options.softcap is not None:
         return "torch's does not take `softcap`"
-    if _differentiates_by_function():
+    if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     return None
 
 
-def _differentiates_by_function() -> bool:
+def differentiates_by_function() -> bool:
     """Whether a call stands inside ``torch.func.grad`` or ``jvp``, which no operator's autograd takes part in."""
     if torch.compiler.is_compiling():
         return False
@@ -40,7 +40,7 @@ def _differentiates_by_function() -> bool:
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if asked for, the log-sum-exp."""
-    out, lse = attention_op(*operands, *_flat(options))
+    out, lse = attention_op(*operands, *flat(options))
     return out, lse if options.return_lse else None
 
 
@@ -84,7 +84,7 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Attend; the log-sum-exp is empty unless asked for."""
     operands = Operands(q, k, v, rel_k, rel_v, rel_bias, rel_q, mask)
-    options = _options(
+    options = options_of(
         operands, left, right, beyond, causal, window_left, window_right, block_size, offset, scale, rel_scale,
         chunk_size, return_lse,
     )  # fmt: skip
@@ -125,15 +125,15 @@ def attention_vjp_op(
 ) -> list[Tensor]:
     """Return the gradients of the eight arrays, empty ones for those that are absent or not wanted."""
     operands = Operands(q, k, v, rel_k, rel_v, rel_bias, rel_q, mask)
-    options = _options(
+    options = options_of(
         operands, left, right, beyond, causal, window_left, window_right, block_size, offset, scale, rel_scale,
         chunk_size, False,
     )  # fmt: skip
     gradients = _torch_backward.attention_vjp(d_out, operands, options, d_lse=d_lse, mask_gradient=mask_gradient)
-    return [q.new_empty(0) if x is None else _standing_alone(x) for x in gradients]
+    return [q.new_empty(0) if x is None else standing_alone(x) for x in gradients]
 
 
-def _standing_alone(x: Tensor) -> Tensor:
+def standing_alone(x: Tensor) -> Tensor:
     """Return ``x`` contiguous and in memory of its own, as operators must and as the fake kernel says."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
@@ -162,14 +162,14 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ..
     )
 
 
-def _second_backward(ctx: Any, *gradients: Any) -> None:
+def second_backward(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError("the native path of relative attention is differentiable once; impl='portable' is to any order")
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     operands, dims = Operands(*args[:8]), Operands(*in_dims[:8])
     if any(dim is not None for dim in (dims.rel_k, dims.rel_v, dims.rel_bias)):  # one table for each item: one by one
-        items = [_item(args, in_dims, index) for index in range(info.batch_size)]
+        items = [item(args, in_dims, index) for index in range(info.batch_size)]
         outs, lses = zip(*(attention_op(*item) for item in items), strict=True)
         return (torch.stack(outs), torch.stack(lses)), (0, 0)
 
@@ -191,21 +191,21 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
 
 
 def _vmap_vjp(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
-    items = [attention_vjp_op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
+    items = [attention_vjp_op(*item(args, in_dims, index)) for index in range(info.batch_size)]
     return [torch.stack(parts) for parts in zip(*items, strict=True)], [0] * len(items[0])
 
 
 torch.library.register_autograd("relskew::attention", _backward, setup_context=_setup_context)
-torch.library.register_autograd("relskew::attention_vjp", _second_backward)
+torch.library.register_autograd("relskew::attention_vjp", second_backward)
 torch.library.register_vmap("relskew::attention", _vmap)
 torch.library.register_vmap("relskew::attention_vjp", _vmap_vjp)
 
 
-def _item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:
+def item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:
     return [arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)]
 
 
-def _flat(options: Options) -> tuple[Any, ...]:
+def flat(options: Options) -> tuple[Any, ...]:
     """Return the options as the numbers that an operator's schema takes."""
     visibility = options.visibility
     return (
@@ -222,7 +222,7 @@ def _flat(options: Options) -> tuple[Any, ...]:
     )
 
 
-def _options(
+def options_of(
     operands: Operands,
     left: int,
     right: int,
@@ -237,7 +237,7 @@ def _options(
     chunk_size: int | None,
     return_lse: bool,
 ) -> Options:
-    """Return what :func:`_flat` took apart."""
+    """Return what :func:`flat` took apart."""
     window = None if window_left is None and window_right is None else (window_left, window_right)
     visibility = Visibility(
         operands.q.shape[-2], operands.k.shape[-2], offset, causal, window=window, block_size=block_size

@@ -17,6 +17,7 @@ from relskew_core._problem import Gradients, Operands, Options
 from relskew_core._table import Table
 from relskew_core.backends._torch_call import (
     Call,
+    Dropout,
     Scratch,
     by_batch,
     of_head,
@@ -36,9 +37,10 @@ def attention_vjp(
     *,
     d_lse: Tensor | None = None,
     mask_gradient: bool = True,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Return the gradients of every operand; repeatable to the bit for a given number of threads."""
-    call = Call.of(operands, options)
+    call = Call.of(operands, options, dropout=dropout)
     groups = call.groups()
     workers = max(1, min(torch.get_num_threads(), len(groups)))
     bounds = [len(groups) * index // workers for index in range(workers + 1)]
@@ -115,8 +117,12 @@ def _backward(call: Call, scratch: Scratch, batch: int, head: int, index: int, w
     logits = write_logits(call, scratch, batch, head, index, q, k)
     weights = scratch.absolute("weights", chunk)
     write_softmax(call, logits, weights)
-    whole.v[batch, group, keys].addmm_(weights.t(), d_out)
-    d_weights = _write_d_weights(call, scratch, head, chunk, d_out, v, weights, sums)
+    kept = None if call.dropout is None else call.dropout.write(call, scratch, batch, head, index)
+    of_values = weights if kept is None else torch.mul(weights, kept, out=scratch.absolute("of_values", chunk))
+    whole.v[batch, group, keys].addmm_(of_values.t(), d_out)
+    d_weights = _write_d_weights(call, scratch, head, chunk, d_out, v, of_values, sums)
+    if kept is not None:
+        d_weights.mul_(kept)
 
     # d_logits take the place of the logits, zero wherever no key stands in relative layout
     relative = scratch.relative("logits", chunk)

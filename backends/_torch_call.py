@@ -42,9 +42,10 @@ class Call:
     chunks: list[Chunk]  # those that see a key
     hidden: list[list[tuple[slice, Tensor]]]  # for each chunk, columns and which of their entries are hidden
     dead_rows: bool
+    dropout: Dropout | None
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> Call:
+    def of(cls, operands: Operands, options: Options, *, dropout: Dropout | None = None) -> Call:
         """Flatten a call and cut its queries into chunks."""
         if options.chunk_size is None:
             options = replace(options, chunk_size=_chunk_size(options, operands.q.element_size()))
@@ -61,6 +62,7 @@ class Call:
             chunks=laid,
             hidden=[_hidden(options, chunk, operands.q.device) for chunk in laid],
             dead_rows=operands.mask is not None or visibility.some_query_sees_nothing(),
+            dropout=dropout,
         )
 
     def groups(self) -> list[tuple[int, int]]:
@@ -196,6 +198,20 @@ def of_table(table: Table, head: int) -> Tensor:
 def of_head(mask: Tensor, batch: int, head: int) -> Tensor:
     """Return the mask of one head, (Lq or 1, Lk or 1)."""
     return mask[batch if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which weights are kept, drawn from a seed for every chunk of every head anew."""
+
+    seed: int
+    share: float
+
+    def write(self, call: Call, scratch: Scratch, batch: int, head: int, index: int) -> Tensor:
+        """Write 1 for the weights that are kept and 0 for the others, shape (n, m)."""
+        part = (batch * call.q.shape[1] + head) * len(call.chunks) + index
+        generator = torch.Generator().manual_seed(self.seed + part)
+        return scratch.absolute("kept", call.chunks[index]).bernoulli_(self.share, generator=generator)
 
 
 def write_softmax(call: Call, logits: Tensor, weights: Tensor) -> None:

@@ -12,6 +12,7 @@ from relskew_core._kernel import visible_columns
 from relskew_core._problem import Operands, Options
 from relskew_core.backends._torch_call import (
     Call,
+    Dropout,
     Scratch,
     of_table,
     run,
@@ -21,9 +22,9 @@ from relskew_core.backends._torch_call import (
 )
 
 
-def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, options: Options, *, dropout: Dropout | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    call = Call.of(operands, options)
+    call = Call.of(operands, options, dropout=dropout)
     shape = call.q.shape[:-1]
     out = call.q.new_zeros((*shape, call.v.shape[-1]))
     lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
@@ -51,6 +52,11 @@ def _attend(call: Call, scratch: Scratch, batch: int, head: int, index: int, out
     logits = write_logits(call, scratch, batch, head, index, q, call.k[batch, group, keys])
     weights = scratch.absolute("weights", chunk)
     write_softmax(call, logits, weights)
+    if lse is not None:  # the largest weight is 1 / sum, or 0 where all logits are -inf
+        tiny = torch.finfo(weights.dtype).tiny
+        lse[batch, head, queries] = logits.amax(-1) - weights.amax(-1).clamp_(min=tiny).log_()
+    if call.dropout is not None:
+        weights.mul_(call.dropout.write(call, scratch, batch, head, index))
     here = out[batch, head, queries]
     torch.mm(weights, call.v[batch, group, keys], out=here)
     if call.tables.rel_v is not None:
@@ -63,6 +69,3 @@ def _attend(call: Call, scratch: Scratch, batch: int, head: int, index: int, out
             plan = call.tables.rel_v.plan(low, high)
             rows = of_table(call.tables.rel_v, head)[:, plan.start : plan.stop].t()
             here.addmm_(plan.fold(seen, xp=xp), rows)
-    if lse is not None:  # the largest weight is 1 / sum, or 0 where all logits are -inf
-        tiny = torch.finfo(weights.dtype).tiny
-        lse[batch, head, queries] = logits.amax(-1) - weights.amax(-1).clamp_(min=tiny).log_()

@@ -83,7 +83,7 @@ def operator_arguments(case: dense.Case, *, grad: bool, return_lse: bool) -> tup
         offset=case.options.get("offset", 0), return_lse=return_lse,
     )  # fmt: skip
     leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in call.operands]
-    return (*leaves, *_torch._flat(call.options))
+    return (*leaves, *_torch.flat(call.options))
 
 
 @every_case

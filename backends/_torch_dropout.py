@@ -1,0 +1,148 @@
+"""torch: attention with dropout on its weights, in the memory of attention without.
+
+What is dropped follows from a seed, chunk by chunk: the backward pass draws it again instead of keeping it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core import backends
+from relskew_core._gradient import attention_vjp
+from relskew_core._kernel import Chunk, attention
+from relskew_core._problem import Operands, Options, problem
+from relskew_core._span import Span
+from relskew_core.backends import _torch, _torch_backward, _torch_forward
+from relskew_core.backends._torch_call import Dropout
+
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? rel_k, Tensor? rel_v, Tensor? rel_bias, Tensor? rel_q, Tensor? mask"
+_OPTIONS = (
+    "SymInt left, SymInt right, str beyond, bool causal, SymInt? window_left, SymInt? window_right, SymInt? block_size,"
+    " SymInt offset, float scale, float rel_scale, SymInt? chunk_size, bool return_lse, Tensor seed, float dropout"
+)
+
+
+def relative_attention_with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rel_k: Tensor | None,
+    span: Span | None,
+    *,
+    rel_v: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    mask: Tensor | None = None,
+    offset: int = 0,
+    dropout: float,
+) -> Tensor:
+    """Return ``relative_attention`` with a share ``dropout`` of its weights zeroed and the others scaled up.
+
+    Moves torch's default generator on the CPU by one number, whatever the arrays' device.
+    """
+    arrays = {"q": q, "k": k, "v": v, "rel_k": rel_k, "rel_v": rel_v, "rel_bias": None, "rel_q": None, "mask": mask}
+    call = problem(
+        **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
+        scale=None, rel_scale=None, softcap=None, chunk_size=None,
+    )  # fmt: skip
+    seed = torch.randint(2**32, (), device="cpu")
+    if _torch.differentiates_by_function():
+        out, _ = attention(call.operands, call.options, factors=_Kept(seed, dropout), xp=xp)
+        out = out / (1 - dropout)
+    else:
+        out = dropout_op(*call.operands, *_torch.flat(call.options), seed, dropout)
+    result: Tensor = call.result(out)
+    return result
+
+
+class _Kept:
+    """Factors of a chunk's weights for the portable kernels: 1 for those that are kept, 0 for the others."""
+
+    def __init__(self, seed: Tensor, dropout: float) -> None:
+        self._seed, self._share = int(seed), 1 - dropout
+
+    def __call__(self, chunk: Chunk, weights: Tensor) -> Tensor:
+        generator = torch.Generator(weights.device).manual_seed(self._seed + chunk.start)
+        return torch.empty_like(weights).bernoulli_(self._share, generator=generator)
+
+
+def _taken_apart(args: tuple[Any, ...]) -> tuple[Operands, Options, Tensor, float]:
+    *options, seed, dropout = args[8:]
+    operands = Operands(*args[:8])
+    return operands, _torch.options_of(operands, *options), seed, dropout
+
+
+def _forward(*args: Any) -> Tensor:
+    operands, options, seed, dropout = _taken_apart(args)
+    if operands.q.device.type == "cpu":
+        out, _ = _torch_forward.attention(operands, options, dropout=Dropout(int(seed), 1 - dropout))
+    else:
+        out, _ = attention(operands, options, factors=_Kept(seed, dropout), xp=xp)
+    return out.div_(1 - dropout)
+
+
+def _vjp(d_out: Tensor, *args: Any) -> list[Tensor]:
+    operands, options, seed, dropout = _taken_apart(args)
+    d_out = d_out / (1 - dropout)
+    if operands.q.device.type == "cpu":
+        kept = Dropout(int(seed), 1 - dropout)
+        gradients = _torch_backward.attention_vjp(d_out, operands, options, dropout=kept)
+    else:
+        gradients = attention_vjp(d_out, operands, options, factors=_Kept(seed, dropout), xp=xp)
+    return [d_out.new_empty(0) if x is None else _torch.standing_alone(x) for x in gradients]
+
+
+dropout_op = torch.library.custom_op(
+    "relskew::dropout_attention", _forward, mutates_args=(), schema=f"({_OPERANDS}, {_OPTIONS}) -> Tensor"
+)
+dropout_vjp_op = torch.library.custom_op(
+    "relskew::dropout_attention_vjp",
+    _vjp,
+    mutates_args=(),
+    schema=f"(Tensor d_out, {_OPERANDS}, {_OPTIONS}) -> Tensor[]",
+)
+
+
+@dropout_op.register_fake
+def _(*args: Any) -> Tensor:
+    q, _, v = args[:3]
+    out: Tensor = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out
+
+
+@dropout_vjp_op.register_fake
+def _(d_out: Tensor, *args: Any) -> list[Tensor]:
+    return [d_out.new_empty(0) if x is None or x.dtype == torch.bool else d_out.new_empty(x.shape) for x in args[:8]]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *options, seed, ctx.dropout = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], seed)
+    ctx.options = options
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    *operands, seed = ctx.saved_tensors
+    gradients = dropout_vjp_op(d_out, *operands, *ctx.options, seed, ctx.dropout)
+    wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+    return (*wanted, *(None for _ in ctx.options), None, None)
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    return torch.stack([dropout_op(*_torch.item(args, in_dims, index)) for index in range(info.batch_size)]), 0
+
+
+def _vmap_vjp(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+    items = [dropout_vjp_op(*_torch.item(args, in_dims, index)) for index in range(info.batch_size)]
+    return [torch.stack(parts) for parts in zip(*items, strict=True)], [0] * len(items[0])
+
+
+torch.library.register_autograd("relskew::dropout_attention", _backward, setup_context=_setup_context)
+torch.library.register_autograd("relskew::dropout_attention_vjp", _torch.second_backward)
+torch.library.register_vmap("relskew::dropout_attention", _vmap)
+torch.library.register_vmap("relskew::dropout_attention_vjp", _vmap_vjp)
