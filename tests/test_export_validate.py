@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from export_forms import FORMS, random_weights
 from relskew_core import BlockSpec, Span
-from relskew_core.export import Check, Report, save, to_onnx, validate
+from relskew_core.export import Check, Report, _runtimes, save, to_onnx, validate
 from relskew_core.export._cases import make_cases, make_inputs
 from relskew_core.export._plan import make_plan
 
@@ -263,8 +263,6 @@ def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
 
 def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
     """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
-    from relskew_core.export._runtimes import BFLOAT16, Source, open_onnxruntime
-
     kind = onnx.TensorProto.BFLOAT16
     graph = helper.make_graph(
         [helper.make_node("Transpose", ["x"], ["y"], perm=[1, 0])],
@@ -273,10 +271,108 @@ def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
         [helper.make_tensor_value_info("y", kind, ["b", "a"])],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    x = np.arange(6).reshape(2, 3).astype(BFLOAT16)
-    (y,) = open_onnxruntime(Source(model, None), "cpu").run({"x": x})
-    assert y.dtype == BFLOAT16
+    x = np.arange(6).reshape(2, 3).astype(_runtimes.BFLOAT16)
+    (y,) = _runtimes.open_onnxruntime(_runtimes.Source(model, None), "cpu").run({"x": x})
+    assert y.dtype == _runtimes.BFLOAT16
     np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+
+
+class Recorder:
+    """A runtime that answers as onnxruntime does until told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]] = lambda results: results
+        self.calls = 0
+        monkeypatch.setitem(_runtimes.OPENERS, "recorder", self.open)
+
+    def open(self, source: _runtimes.Source, provider: _runtimes.Provider) -> _runtimes.Runner:
+        del provider
+        true = _runtimes.open_onnxruntime(source, "cpu")
+
+        def run(feeds: _runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            self.calls += 1
+            return self.change(true.run(feeds))
+
+        return _runtimes.Runner("recorder", "", run, lambda feeds: self.change(true.run(feeds)))
+
+
+def halved(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [result[:1] for result in results]
+
+
+def widened(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [result.astype(np.float64) for result in results]
+
+
+def poisoned(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [np.where(np.arange(result.shape[-1]) == 1, np.float32(np.nan), result) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [(halved, "shape"), (widened, "dtype float64, expected float32"), (poisoned, "largest difference nan")],
+)
+def test_notices_what_a_runtime_returns(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]],
+    detail: str,
+) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
+    recorder = Recorder(monkeypatch)
+    assert validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,)).ok
+    recorder.change = change
+    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
+    assert wrong(report) >= {"y", "present_key", "present_value"}
+    assert any(detail in check.detail for check in report.failures)
+    json.loads(report.to_json())
+
+
+def test_a_runtime_that_stops_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
+    recorder = Recorder(monkeypatch)
+
+    def stop(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        if recorder.calls > 3:
+            raise RuntimeError("out of\nmemory")
+        return results
+
+    recorder.change = stop
+    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
+    assert wrong(report) == {"y", "decoding"}
+    assert report.failures[0].detail == "RuntimeError: out of memory"
+
+
+def test_an_optimiser_that_changes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(FULL)
+
+    def opener(source: _runtimes.Source, provider: _runtimes.Provider) -> _runtimes.Runner:
+        true = _runtimes.open_onnxruntime(source, provider or "cpu")
+
+        def unoptimised(feeds: _runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            if feeds["x"].shape[1] == 2:
+                raise RuntimeError("no kernel")
+            return [result * np.float32(1.001) for result in true.run(feeds)]
+
+        return _runtimes.Runner("odd", "", true.run, unoptimised)
+
+    monkeypatch.setitem(_runtimes.OPENERS, "odd", opener)
+    report = validate(to_onnx(FULL, weights), FULL, weights, runtimes=["odd"], batches=(1,))
+    assert wrong(report) == {"optimiser off"}
+    assert "RuntimeError: no kernel" in {check.detail for check in report.failures}
+
+
+def test_long_inputs_are_sampled() -> None:
+    """Of many queries some are compared, the first and last among them; a wrong far end of the table shows."""
+    spec = BlockSpec(8, 2, Span.causal(300), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights)
+    report = validate(model, spec, weights, batches=(1,))
+    assert report.ok, report.table()
+    change(model, "rel_k", lambda table: np.concatenate([table[..., :1], table[..., 1:2] * 3, table[..., 2:]], axis=-1))
+    found = validate(model, spec, weights, batches=(1,)).failures
+    assert "batch 1, queries 300, keys 300, past 0" in {check.case for check in found if check.name == "y"}
 
 
 def test_large_logits_get_a_fair_gate() -> None:
