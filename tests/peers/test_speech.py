@@ -82,3 +82,38 @@ def test_speecht5(length: int) -> None:
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     out: Any = relative_attention(q, k, v, rel_k, span, mask=mask)
     check(theirs.out_proj(join(out)), want)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_wavlm(length: int) -> None:
+    """A bias by bucket behind a gate: the gate is a query of width 1, the bias its table."""
+    theirs = randomised(peer("transformers.models.wavlm.modeling_wavlm.WavLMAttention")(24, 3, 0.0, 16, 20))
+    x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
+    want, *_ = theirs(x, attention_mask=mask[:, 0, 0].long())
+    heads = split(x, 3)
+    a, b = torch.sigmoid(theirs.gru_rel_pos_linear(heads).unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
+    gate = a * (b * theirs.gru_rel_pos_const - 1) + 2
+    rel_bias, span = conventions.from_t5(theirs.rel_attn_embed.weight, bidirectional=True, max_distance=20)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    out: Any = relative_attention(q, k, v, rel_bias[..., None], span, rel_q=gate, rel_scale=1.0, mask=mask)
+    check(theirs.out_proj(join(out)), want)
+
+
+@pytest.mark.parametrize("length", [8, 24, 21])
+def test_granite_speech(length: int) -> None:
+    """Shaw's keys in blocks of eight; the last block may be shorter."""
+    config = peer("transformers.models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig")(
+        hidden_dim=24, num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0
+    )
+    theirs = randomised(
+        peer("transformers.models.granite_speech.modeling_granite_speech.GraniteSpeechConformerAttention")(config)
+    )
+    x, places = randn(2, length, 24), torch.arange(8)
+    want = theirs(x, places[:, None] - places + 10)
+    rel_k, span = conventions.from_distance(theirs.rel_pos_emb.weight)
+    got = []
+    for block in theirs.pre_norm(x).split(8, dim=1):
+        k, v = theirs.to_kv(block).chunk(2, dim=-1)
+        out: Any = relative_attention(split(theirs.to_q(block), 3), split(k, 3), split(v, 3), rel_k, span)
+        got.append(theirs.to_out(join(out)))
+    check(torch.cat(got, dim=1), want)
