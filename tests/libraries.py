@@ -45,7 +45,7 @@ class Library:
     """Bring a result home; floating ones in float64."""
     device: Callable[[], Any]
     """What ``array_api_compat.device`` must say of every result."""
-    array_type: Callable[[], type]
+    array_type: Callable[[], Any]
     """What every result must be an instance of."""
     wrap: Callable[[Function], Function] = unchanged
     """Compile a function of arrays."""
@@ -61,6 +61,10 @@ class Library:
     def traced(self) -> bool:
         """Whether functions are compiled, so that values are unknown while they run."""
         return self.wrap is not unchanged
+
+    def namespace(self) -> Any:
+        """Return the module that has the library's functions."""
+        return importlib.import_module({"jax": "jax.numpy", "dask": "dask.array"}.get(self.module, self.module))
 
     def missing(self) -> str | None:
         """Why the row cannot be tested on this machine; ``None`` if it can."""
