@@ -20,6 +20,7 @@ from relskew_core.backends._torch_call import (
     Dropout,
     Scratch,
     by_batch,
+    fill_hidden,
     of_head,
     of_table,
     run,
@@ -117,6 +118,7 @@ def _backward(call: Call, scratch: Scratch, batch: int, head: int, index: int, w
     logits = write_logits(call, scratch, batch, head, index, q, k)
     weights = scratch.absolute("weights", chunk)
     write_softmax(call, logits, weights)
+    fill_hidden(call, index, weights, 0.0)
     kept = None if call.dropout is None else call.dropout.write(call, scratch, batch, head, index)
     of_values = weights if kept is None else torch.mul(weights, kept, out=scratch.absolute("of_values", chunk))
     whole.v[batch, group, keys].addmm_(of_values.t(), d_out)
@@ -132,6 +134,7 @@ def _backward(call: Call, scratch: Scratch, batch: int, head: int, index: int, w
     else:
         d_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
         write_relative_weights(chunk, d_logits, relative)
+    fill_hidden(call, index, logits, 0.0)
     if whole.d_lse is not None:
         logits.addcmul_(weights, whole.d_lse[batch, head, queries, None])
     if sums.mask is not None:

@@ -149,8 +149,7 @@ def write_logits(call: Call, scratch: Scratch, batch: int, head: int, index: int
     else:
         _write_relative(call, batch, head, chunk, q, x)
         logits.addmm_(q, k.t())
-    for columns, hidden in call.hidden[index]:
-        logits[:, columns].masked_fill_(hidden, -math.inf)
+    fill_hidden(call, index, logits, -math.inf)
     if call.mask is not None:
         mask = of_head(call.mask, batch, head)[chunk.of_mask(call.mask)]
         if mask.dtype != torch.bool:
@@ -159,6 +158,15 @@ def write_logits(call: Call, scratch: Scratch, batch: int, head: int, index: int
         else:
             logits.masked_fill_(~mask, -math.inf)
     return logits
+
+
+def fill_hidden(call: Call, index: int, x: Tensor, value: float) -> None:
+    """Put ``value`` where the pattern hides a key of a chunk from a query, (n, m).
+
+    In relative layout such a place belongs to another query: zeros there keep a query's NaN to itself.
+    """
+    for columns, hidden in call.hidden[index]:
+        x[:, columns].masked_fill_(hidden, value)
 
 
 def _write_relative(call: Call, batch: int, head: int, chunk: Chunk, q: Tensor, x: Tensor) -> None:

@@ -14,6 +14,7 @@ from relskew_core.backends._torch_call import (
     Call,
     Dropout,
     Scratch,
+    fill_hidden,
     of_table,
     run,
     write_logits,
@@ -60,8 +61,7 @@ def _attend(call: Call, scratch: Scratch, batch: int, head: int, index: int, out
     here = out[batch, head, queries]
     torch.mm(weights, call.v[batch, group, keys], out=here)
     if call.tables.rel_v is not None:
-        for columns, hidden in call.hidden[index]:
-            weights[:, columns].masked_fill_(hidden, 0.0)  # a query's NaN would reach its neighbour in relative layout
+        fill_hidden(call, index, weights, 0.0)
         relative = scratch.relative("relative", chunk)
         write_relative_weights(chunk, weights, relative)
         seen, low, high = visible_columns(relative, chunk, options)

@@ -16,6 +16,10 @@ import oracles
 import strategies
 from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._gradient import attention_vjp as kernel_vjp
+from relskew_core._kernel import Chunk
+from relskew_core._kernel import attention as kernel
+from relskew_core._problem import Gradients, problem
 
 GATE = 1e-10
 
@@ -121,6 +125,35 @@ def test_the_dense_formula_is_the_loops_formula(case: dense.Case) -> None:
     np.testing.assert_allclose(lse.numpy(), loops.lse, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", dense.CASES[::3], ids=str)
+def test_weights_may_meet_factors(case: dense.Case) -> None:
+    """Dropout is this: what follows the softmax is multiplied, chunk by chunk."""
+    arrays: dict[str, Any] = dict.fromkeys(Gradients._fields) | case.arrays()
+    usual: dict[str, Any] = dict.fromkeys(("window", "block_size", "scale", "rel_scale", "softcap"))
+    call = problem(**arrays, **{**usual, "causal": False, "offset": 0, **case.call()}, chunk_size=3)
+    operands, options, xp = call.operands, call.options, call.xp
+    kept = np.random.default_rng(0).uniform(0.5, 2.0, (*operands.q.shape[:-1], case.m))
+
+    def factors(chunk: Chunk, weights: NDArray[Any]) -> NDArray[Any]:
+        assert weights.shape[-2:] == (chunk.stop - chunk.start, chunk.end - chunk.first)
+        return kept[..., chunk.start : chunk.stop, chunk.first : chunk.end]
+
+    given: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
+    wanted = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+    weight_of = torch.tensor(kept if call.heads else kept[0])
+    expected = dense.attention(**given, **case.call(), weight_of=weight_of).out
+    out, _ = kernel(operands, options, factors=factors, xp=xp)
+    np.testing.assert_allclose(call.result(out), expected.detach().numpy(), rtol=0, atol=1e-12)
+    gradients = torch.autograd.grad(expected, wanted, torch.tensor(case.d_out()), materialize_grads=True)
+    for given_out in (None, out):
+        d_out = call.operand(case.d_out())
+        result = kernel_vjp(d_out, operands, options, out=given_out, factors=factors, xp=xp)
+        own = call.gradients(result, rel_bias=arrays["rel_bias"], mask=arrays["mask"])
+        mine = {name: x for name, x in own._asdict().items() if x is not None}
+        named = [name for name, x in given.items() if x.is_floating_point()]
+        check(mine, {name: x.numpy() for name, x in zip(named, gradients, strict=True)})
+
+
 def test_half_precision_accumulates_in_single() -> None:
     case = dense.Case("half", n=40, m=40, tables="rel_k rel_v rel_bias", d=8)
     rounded = {name: x.astype("float16") for name, x in case.arrays().items()}
@@ -183,3 +216,29 @@ def test_a_library_without_a_native_path_says_so() -> None:
     case = dense.Case("plain")
     with pytest.raises(ValueError, match="no native path for this call: array_api_strict has none"):
         gradients_on(strict, case.d_out(), case.arrays(), case.call(), impl="native")
+
+
+@pytest.mark.parametrize("impl", ["portable", "native"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (2, 1)])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_a_querys_nan_stays_in_its_own_gradient(
+    impl: str, causal: bool, window: tuple[int, int] | None, chunk_size: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v, d_out, rel_k, rel_v = draw(7, 4), draw(7, 4), draw(7, 4), draw(7, 4), draw(13, 4), draw(13, 4)
+    spoiled = q.clone()
+    spoiled[1] = float("nan")
+    gradients = [
+        relative_attention_vjp(
+            d_out, queries, k, v, rel_k, rel_v=rel_v, span=Span(6, 6), causal=causal, window=window,
+            chunk_size=chunk_size, impl=impl,
+        )
+        for queries in (q, spoiled)
+    ]  # fmt: skip
+    others = [0, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(gradients[1].q[others], gradients[0].q[others])
