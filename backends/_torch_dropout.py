@@ -81,7 +81,7 @@ def _forward(*args: Any) -> Tensor:
     operands, options, seed, dropout = _taken_apart(args)
     if operands.q.device.type == "cpu":
         out, _ = _torch_forward.attention(operands, options, dropout=Dropout(int(seed), 1 - dropout))
-    else:
+    else:  # pragma: gpu only
         out, _ = attention(operands, options, factors=_Kept(seed, dropout), xp=xp)
     return out.div_(1 - dropout)
 
@@ -92,7 +92,7 @@ def _vjp(d_out: Tensor, *args: Any) -> list[Tensor]:
     if operands.q.device.type == "cpu":
         kept = Dropout(int(seed), 1 - dropout)
         gradients = _torch_backward.attention_vjp(d_out, operands, options, dropout=kept)
-    else:
+    else:  # pragma: gpu only
         gradients = attention_vjp(d_out, operands, options, factors=_Kept(seed, dropout), xp=xp)
     return [d_out.new_empty(0) if x is None else _torch.standing_alone(x) for x in gradients]
 
