@@ -216,13 +216,19 @@ def _project(x: Array, name: str, weights: Mapping[str, Array], heads: int, *, x
     """Linear map into heads: (..., L, E) -> (..., heads, L, D)."""
     projected = _linear(x, name, weights, xp=xp)
     split = xp.reshape(projected, (*x.shape[:-1], heads, projected.shape[-1] // heads))
-    return xp.moveaxis(split, -2, -3)
+    return _swap(split, xp=xp)
 
 
 def _merge_heads(heads: Array, weights: Mapping[str, Array], *, xp: Any) -> Array:
     """Inverse of the split into heads, then the output projection: (..., H, L, D) -> (..., L, E)."""
-    merged = xp.moveaxis(heads, -3, -2)
+    merged = _swap(heads, xp=xp)
     return _linear(xp.reshape(merged, (*merged.shape[:-2], -1)), "out_proj", weights, xp=xp)
+
+
+def _swap(x: Array, *, xp: Any) -> Array:
+    """Exchange the axes of the heads and of the length."""
+    lead = x.ndim - 3
+    return xp.permute_dims(x, (*range(lead), lead + 1, lead, lead + 2))  # torch.vmap has no rule for moveaxis
 
 
 def _linear(x: Array, name: str, weights: Mapping[str, Array], *, xp: Any) -> Array:
