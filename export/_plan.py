@@ -35,7 +35,7 @@ IR_VERSION = 10
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One end of the table: the rows kept beyond ``r = 0`` and what lies past them.
+    """One end of the table: the rows stored beyond ``r = 0`` and what lies past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
     positions that no query may see.
@@ -80,6 +80,18 @@ class Plan:
     def columns(self) -> int:
         """Number of stored columns."""
         return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
+
+    @property
+    def kept_rows(self) -> tuple[int, int]:
+        """The table's rows that are stored, as a range."""
+        span, right = self.spec.span, 0 if self.one_sided else self.right.rows
+        return max(0, span.left - self.left.rows), span.left + 1 + min(span.right, right)
+
+    @property
+    def added_rows(self) -> tuple[int, int]:
+        """How many rows lengthen the table at either end to reach a window that goes further."""
+        span, right = self.spec.span, 0 if self.one_sided else self.right.rows
+        return max(0, self.left.rows - span.left), max(0, right - span.right)
 
     @property
     def right_spare(self) -> int:
@@ -158,8 +170,8 @@ def make_plan(
     window_left, window_right = spec.window or (None, None)
     farthest_left = _smallest(window_left, None if spec.block_size is None else 2 * spec.block_size - 1)
     farthest_right = _smallest(window_right, 0 if spec.causal else None)
-    left = _side(spec, "past", spec.span.left, farthest_left, max_length)
-    right = _side(spec, "future", spec.span.right, farthest_right, max_length)
+    left = _side(spec, "past", spec.span.left, farthest_left, window_left, max_length)
+    right = _side(spec, "future", spec.span.right, farthest_right, window_right, max_length)
     # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
     # then local attention is causal attention. A mask is as large as a dense attention anyway.
     local = spec.block_size is not None and left.past_edge != "limited" and not mask
@@ -186,8 +198,10 @@ def _smallest(*bounds: int | None) -> int | None:
     return min(given) if given else None
 
 
-def _side(spec: BlockSpec, name: str, reach: int, farthest: int | None, max_length: int | None) -> Side:
-    """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest``."""
+def _side(
+    spec: BlockSpec, name: str, reach: int, farthest: int | None, window: int | None, max_length: int | None
+) -> Side:
+    """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest`` or ``window``."""
     asked = None if max_length is None else max_length - 1
     wanted = _smallest(farthest, asked)
     if wanted is not None and wanted <= reach:
@@ -195,6 +209,8 @@ def _side(spec: BlockSpec, name: str, reach: int, farthest: int | None, max_leng
             return Side(wanted, "hidden")
         if wanted < reach or spec.span.beyond == "error":
             return Side(wanted, "limited")
+    elif window is not None and window == farthest and spec.span.beyond != "error":
+        return Side(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
     elif asked is not None and wanted is not None and spec.span.beyond == "error":
         raise ValueError(
             f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "

@@ -98,8 +98,15 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
 
 def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:
     """Trim a table to the rows that can be seen and add the columns for the positions past them."""
-    span, left, right = plan.spec.span, plan.left, plan.right
-    rows = table[..., span.left - left.rows : span.left + 1 + (0 if plan.one_sided else right.rows), :]
+    left = plan.left
+    start, stop = plan.kept_rows
+    rows = table[..., start:stop, :]
+    edge = int(plan.spec.span.beyond == "clip")
+    longer = [
+        np.repeat(end, count, axis=-2) * rows.dtype.type(edge)
+        for end, count in zip((rows[..., :1, :], rows[..., -1:, :]), plan.added_rows, strict=True)
+    ]
+    rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
     if plan.local:
         # The blocks' window is always the same, -2N ... 0: store just that.
         before, after = 2 * (plan.spec.block_size or 0) - left.rows, 0

@@ -29,6 +29,8 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "window": (BlockSpec(8, 2, Span(4, 4), window=(2, 1)), {}),
     "window, past open": (BlockSpec(8, 2, Span(8, 4), window=(None, 1)), {}),
     "window, mask": (BlockSpec(8, 2, Span(4, 4), window=(2, 1)), {"mask": True}),
+    "window, wider clip": (BlockSpec(8, 2, Span(1, 2, "clip"), window=(2, 4)), {}),
+    "window, wider zero, one side": (BlockSpec(8, 2, Span(2, 1, "zero"), window=(3, None), rel_values=True), {}),
     "causal": (BlockSpec(8, 2, CAUSAL, causal=True), {}),
     "causal, two-sided table": (BlockSpec(8, 2, Span(8, 3), causal=True, shared_table=True), {}),
     "causal, values": (BlockSpec(8, 2, CAUSAL, causal=True, rel_values=True), {}),
@@ -43,6 +45,7 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
         {"past": True, "mask": True},
     ),
     "cache, clip": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True), {"past": True}),
+    "cache, window, wider clip": (BlockSpec(8, 2, Span(1, 0, "clip"), causal=True, window=(4, None)), {"past": True}),
     "cache, zero, values, mask": (
         BlockSpec(8, 2, Span(3, 0, "zero"), causal=True, rel_values=True),
         {"past": True, "mask": True},
@@ -54,6 +57,7 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "cross, clip, values": (BlockSpec(8, 2, Span.clipped(2), cross=True, rel_values=True), {}),
     "cross, clip, short": (BlockSpec(8, 2, Span(3, 7, "clip"), cross=True), {"max_length": 5}),
     "cross, zero, short": (BlockSpec(8, 2, Span(7, 3, "zero"), cross=True), {"max_length": 5}),
+    "cross, window, wider zero": (BlockSpec(8, 2, Span(1, 1, "zero"), cross=True, window=(3, 2)), {}),
     "blocks": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {}),
     "blocks of one": (BlockSpec(8, 2, Span.causal(2), causal=True, block_size=1), {}),
     "blocks, short table": (BlockSpec(8, 2, Span.causal(6), causal=True, block_size=4), {}),
@@ -61,6 +65,10 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "blocks, clip, values": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_values=True), {}),
     "blocks, zero, grouped": (BlockSpec(8, 4, Span(3, 0, "zero"), causal=True, block_size=4, num_kv_heads=2), {}),
     "blocks, window": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, window=(5, 0)), {}),
+    "blocks, window, wider clip": (
+        BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, block_size=4, window=(5, 0)),
+        {},
+    ),
     "blocks, mask": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"mask": True}),
 }
 PROFILES = ("ort", "portable", "trt")
