@@ -140,12 +140,7 @@ def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list
     """Return which old rows make up each new one."""
     matrix = []
     for row in range(new):
-        if align_corners:
-            place = row * (old - 1) / (new - 1) if new > 1 else 0.0
-        else:
-            place = (row + 0.5) * old / new - 0.5
-            if method == "linear":
-                place = max(place, 0.0)
+        place = row * (old - 1) / max(new - 1, 1) if align_corners else (row + 0.5) * old / new - 0.5
         start = math.floor(place)
         taps = _linear(place - start) if method == "linear" else _cubic(place - start)
         weights = [0.0] * old

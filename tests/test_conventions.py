@@ -104,6 +104,15 @@ def test_t5_round_trip(furthest: int, heads: int, bidirectional: bool) -> None:
     np.testing.assert_array_equal(again, ours)
 
 
+def test_what_buckets_share_is_written_from_its_nearest_position() -> None:
+    span = Span.full(13)
+    distances = np.arange(-12.0, 13.0)
+    theirs = conventions.to_t5(distances[None], span, num_buckets=8, bidirectional=True, max_distance=12)
+    assert theirs[:, 0].tolist() == [0, -1, -2, -5, 0, 1, 2, 5]
+    rows = conventions.to_deberta(distances[:, None], span, position_buckets=4, max_distance=12)
+    assert rows[:, 0].tolist() == [12, 3, 2, 1, 0, -1, -2, -3]
+
+
 @pytest.mark.parametrize("furthest", [None, 12, 40])
 @pytest.mark.parametrize("heads", [(), (2,)], ids=["shared", "by head"])
 def test_deberta_round_trip(library: Library, furthest: int | None, heads: tuple[int, ...]) -> None:

@@ -282,3 +282,13 @@ def test_toeplitz_2d_refuses_what_is_no_bias() -> None:
         toeplitz_2d(np.zeros(3), q_grid=(1, 1), k_grid=(1, 1))
     with pytest.raises(ValueError, match="`bias` reaches the relative positions -1 … 1, but queries see -2 … 2"):
         toeplitz_2d(np.zeros((5, 3)), q_grid=(3, 3), k_grid=(3, 3))
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """Height and width cancel but for one part in a thousand: rounded before their sum, nothing would be right."""
+    rng = np.random.default_rng(6)
+    q, height = rng.random((1, 64)).astype(np.float16), (1 + rng.random((1, 64)) / 2).astype(np.float16)
+    width = -height - np.float16(2**-10)  # the next number in half precision
+    got = relative_logits_2d(q, height, width, q_grid=(1, 1), k_grid=(1, 1))
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got, -q.astype(np.float64).sum() * 2**-10, rtol=1e-3)
