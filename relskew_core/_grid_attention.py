@@ -179,7 +179,7 @@ def relative_attention_2d(
     if rel_bias is not None:
         check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
     check_bool("return_lse", return_lse)
-    scale = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     if q.ndim == 2:  # no heads: a bias of one head loses its axis
         rel_bias = rel_bias[0, ...] if rel_bias is not None and rel_bias.ndim == 3 else rel_bias
         prefix_bias = prefix_bias[0, ...] if prefix_bias is not None and prefix_bias.ndim == 2 else prefix_bias
@@ -193,7 +193,7 @@ def relative_attention_2d(
         mask = xp.astype(mask, xp.float32) if mask is not None and mask.dtype == dtype else mask
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
-        scale if rel_scale is None else check_real("rel_scale", rel_scale),
+        factor if rel_scale is None else check_real("rel_scale", rel_scale),
     )  # fmt: skip
 
     parts = []
@@ -202,7 +202,7 @@ def relative_attention_2d(
         cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
         parts.append(
             relative_attention(
-                q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp), scale=scale,
+                q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp), scale=factor,
                 chunk_size=stop - start, return_lse=True,
             )
         )  # fmt: skip

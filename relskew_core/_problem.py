@@ -134,12 +134,12 @@ def problem(
     for name, table in (("rel_k", rel_k), ("rel_v", rel_v), ("rel_bias", rel_bias)):
         if table is not None:
             visibility.check_reach(name, span)
-    scale = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     options = Options(
         span=span,
         visibility=visibility,
-        scale=scale,
-        rel_scale=scale if rel_scale is None else check_real("rel_scale", rel_scale),
+        scale=factor,
+        rel_scale=factor if rel_scale is None else check_real("rel_scale", rel_scale),
         softcap=None if softcap is None else check_real("softcap", softcap, positive=True),
         chunk_size=None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1),
         return_lse=check_bool("return_lse", return_lse),
