@@ -15,7 +15,7 @@ import numpy as np
 from relskew_core._problem import Options
 from relskew_core._typing import Array
 
-SEGMENTS = 8
+SEGMENTS = 6
 """At most this many loops: compiling takes time by the loop, and of a triangle 1 / SEGMENTS is worked on in vain."""
 
 TURNS = 4
@@ -81,15 +81,17 @@ def _lows(segment: Segment, place: Place, offset: int) -> Any:
 
 def _parts(chunks: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
     """Cut the chunks into the fewest runs of which one key in twenty is worked on in vain, or as many as is allowed."""
+    if not chunks:
+        return []
     seen = sum(end - first for *_, first, end in chunks)
-    count = 1
-    while True:
+    parts = [chunks]
+    for count in range(1, min(SEGMENTS, len(chunks) // TURNS) + 1):
         edges = [len(chunks) * part // count for part in range(count + 1)]
-        parts = [chunks[a:b] for a, b in pairwise(edges) if a < b]
+        parts = [chunks[a:b] for a, b in pairwise(edges)]
         worked = sum(len(part) * max(end - first for *_, first, end in part) for part in parts)
-        if 2 * count > min(SEGMENTS, len(chunks) // TURNS) or 20 * worked <= 21 * seen:
-            return parts
-        count *= 2
+        if 20 * worked <= 21 * seen:
+            break
+    return parts
 
 
 def _segment(options: Options, chunks: list[tuple[int, int, int, int]], n: int) -> Segment:

@@ -191,7 +191,7 @@ def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None, past: tuple[A
     for name, value in (("x", x), ("memory", memory)):
         if value is None and name == "memory":
             continue
-        shape = tuple(getattr(value, "shape", ()))
+        shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
         if len(shape) < 2 or shape[-1] != spec.embed_dim:
             raise ValueError(f"`{name}` must have shape (..., length, {spec.embed_dim}), got {describe(value)}")
     if memory is not None and tuple(memory.shape[:-2]) != tuple(x.shape[:-2]):
@@ -203,7 +203,7 @@ def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None, past: tuple[A
     if not isinstance(past, (tuple, list)) or len(past) != 2:
         raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
     for index, value in enumerate(past):
-        shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
+        shape = tuple(getattr(value, "shape", ()))
         expected = (*x.shape[:-2], spec.num_kv_heads, shape[-2] if len(shape) > 1 else -1, spec.head_dim)
         if shape != expected or shape[-2] != past[0].shape[-2]:
             raise ValueError(
