@@ -56,7 +56,7 @@ class Call:
             k=by_batch(operands.k),
             v=by_batch(operands.v),
             rel_q=None if operands.rel_q is None else by_batch(operands.rel_q),
-            mask=None if operands.mask is None else _mask_by_batch(operands.mask, operands.q),
+            mask=None if operands.mask is None else mask_by_batch(operands.mask, operands.q),
             tables=Tables.of(operands, options, xp=xp),
             options=options,
             chunks=laid,
@@ -91,7 +91,7 @@ def by_batch(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def _mask_by_batch(mask: Tensor, q: Tensor) -> Tensor:
+def mask_by_batch(mask: Tensor, q: Tensor) -> Tensor:
     mask = mask.reshape((1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
     lead = q.ndim - 3
     if any(size > 1 for size in mask.shape[:lead]):
