@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from relskew_core._checks import check_choice
 from relskew_core._namespace import is_torch
+from relskew_core.backends._parallel import set_numpy_threads
 
 if TYPE_CHECKING:
     from relskew_core._problem import Problem
 
-__all__ = ["available", "default_library"]
+__all__ = ["available", "default_library", "set_numpy_threads"]
 
 NATIVE = ("jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
@@ -50,6 +51,8 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
     library = library_name(call.xp)
     if library not in NATIVE:
         reason = f"{library} has none"
+    elif call.windows is not None:
+        reason = "`offset` has a value for each item"
     else:
         module = _module(library)
         reason = module.refusal(function, call)

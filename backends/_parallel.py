@@ -57,7 +57,25 @@ _blas_limits: Any = None
 
 
 def set_numpy_threads(threads: int | None) -> None:
-    """Set on how many threads NumPy's native path works; ``None`` takes the processors of this process."""
+    """Set on how many threads NumPy's native path works.
+
+    Parameters
+    ----------
+    threads : int or None
+        At least 1; ``None``, which is the default, takes the processors of this process. Without ``threadpoolctl``,
+        which keeps BLAS to one thread each, one thread works in any case.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If ``threads`` is neither.
+
+    Examples
+    --------
+    >>> from relskew_core import backends
+    >>> backends.set_numpy_threads(1)
+    >>> backends.set_numpy_threads(None)
+    """
     global _numpy_threads
     _numpy_threads = None if threads is None else check_int("threads", threads, minimum=1)
 

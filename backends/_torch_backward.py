@@ -6,26 +6,28 @@ table, ready for the matrix products that follow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel import Chunk, visible_columns
+from relskew_core._kernel import visible_columns
 from relskew_core._problem import Gradients, Operands, Options
 from relskew_core._table import Table
 from relskew_core.backends._torch_call import (
     Call,
     Dropout,
+    Head,
+    Product,
     Scratch,
+    Views,
     by_batch,
-    fill_hidden,
     of_head,
     of_table,
     run,
     write_logits,
-    write_product,
     write_relative_weights,
     write_softmax,
 )
@@ -53,9 +55,11 @@ def attention_vjp(
         scratch = Scratch(call)
         with torch.inference_mode():
             for batch, group in groups[bounds[index] : bounds[index + 1]]:
-                for head in call.heads(group):
+                for number in call.heads(group):
+                    head = call.at(batch, number)
+                    own = whole.at(call, head)
                     for chunk in range(len(call.chunks)):
-                        _backward(call, scratch, batch, head, chunk, whole, sums[index])
+                        _backward(call, scratch, head, chunk, own, sums[index])
 
     run(work, range(workers), workers)
     return _collect(call, whole, sums, operands)
@@ -83,6 +87,31 @@ class _Whole:
             rel_q=None if call.rel_q is None else torch.zeros_like(call.rel_q, memory_format=torch.contiguous_format),
         )
 
+    def at(self, call: Call, head: Head) -> _Own:
+        """Return what belongs to one head of one batch entry."""
+        place, group = (head.batch, head.number), (head.batch, head.group)
+        q = call.by_chunk(self.q[place])
+        return _Own(
+            d_out=call.by_chunk(self.d_out[place]),
+            d_lse=None if self.d_lse is None else call.by_chunk(self.d_lse[place].unsqueeze(-1)),
+            q=q,
+            k=self.k[group],
+            v=self.v[group],
+            rel_q=q if self.rel_q is None else call.by_chunk(self.rel_q[place]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The gradients of one head of one batch entry; those of queries cut into chunks."""
+
+    d_out: Sequence[Tensor]
+    d_lse: Sequence[Tensor] | None
+    q: Sequence[Tensor]
+    k: Tensor
+    v: Tensor
+    rel_q: Sequence[Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
@@ -107,51 +136,46 @@ class _Sums:
         )
 
 
-def _backward(call: Call, scratch: Scratch, batch: int, head: int, index: int, whole: _Whole, sums: _Sums) -> None:
-    chunk, options = call.chunks[index], call.options
-    group = head * call.k.shape[1] // call.q.shape[1]
-    queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
-    q = call.q[batch, head, queries] * options.scale
-    k, v = call.k[batch, group, keys], call.v[batch, group, keys]
-    d_out = whole.d_out[batch, head, queries]
+def _backward(call: Call, scratch: Scratch, head: Head, index: int, own: _Own, sums: _Sums) -> None:
+    views, options = scratch.views(index), call.options
+    chunk, relative, logits, weights = views.chunk, views.relative, views.logits, views.weights
+    d_out = own.d_out[views.number]
 
-    logits = write_logits(call, scratch, batch, head, index, q, k)
-    weights = scratch.absolute("weights", chunk)
-    write_softmax(call, logits, weights)
-    fill_hidden(call, index, weights, 0.0)
-    kept = None if call.dropout is None else call.dropout.write(call, scratch, batch, head, index)
+    write_logits(call, views, head)
+    write_softmax(call, views)
+    views.clear_hidden(weights)
+    kept = None if call.dropout is None else call.dropout.write(call, scratch, head, index)
     of_values = weights if kept is None else torch.mul(weights, kept, out=scratch.absolute("of_values", chunk))
-    whole.v[batch, group, keys].addmm_(of_values.t(), d_out)
-    d_weights = _write_d_weights(call, scratch, head, chunk, d_out, v, of_values, sums)
+    views.keys(own.v).addmm_(of_values.t(), d_out)
+    d_weights = _write_d_weights(call, scratch, head, views, d_out, of_values, sums)
     if kept is not None:
         d_weights.mul_(kept)
 
     # d_logits take the place of the logits, zero wherever no key stands in relative layout
-    relative = scratch.relative("logits", chunk)
     if logits.is_contiguous():
         relative.view(-1)[: relative.numel() - logits.numel()].zero_()
         torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=logits)
     else:
         d_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
         write_relative_weights(chunk, d_logits, relative)
-    fill_hidden(call, index, logits, 0.0)
-    if whole.d_lse is not None:
-        logits.addcmul_(weights, whole.d_lse[batch, head, queries, None])
+    views.hide(0.0)
+    if own.d_lse is not None:
+        logits.addcmul_(weights, own.d_lse[views.number])
     if sums.mask is not None:
-        target = of_head(sums.mask, batch, head)[chunk.of_mask(sums.mask)]
+        target = of_head(sums.mask, head.batch, head.number)[chunk.of_mask(sums.mask)]
         target.add_(logits.sum_to_size(target.shape))
 
-    whole.k[batch, group, keys].addmm_(logits.t(), q)
-    d_q = whole.q[batch, head, queries]
-    torch.mm(logits, k, out=d_q).mul_(options.scale)
-    _add_relative_terms(call, batch, head, chunk, relative, q, whole, sums)
+    views.keys(own.k).addmm_(logits.t(), head.q[views.number], alpha=options.scale)
+    d_q = own.q[views.number]
+    torch.addmm(d_q, logits, views.keys(head.k), beta=0, alpha=options.scale, out=d_q)
+    _add_relative_terms(call, head, views, own, sums)
 
 
 def _write_d_weights(
-    call: Call, scratch: Scratch, head: int, chunk: Chunk, d_out: Tensor, v: Tensor, weights: Tensor, sums: _Sums
+    call: Call, scratch: Scratch, head: Head, views: Views, d_out: Tensor, weights: Tensor, sums: _Sums
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
-    rel_v = call.tables.rel_v
+    rel_v, chunk, v = call.tables.rel_v, views.chunk, views.keys(head.v)
     if rel_v is None:
         return torch.mm(d_out, v.t(), out=scratch.absolute("d_weights", chunk))
     relative = scratch.relative("relative", chunk)
@@ -163,35 +187,33 @@ def _write_d_weights(
     relative = scratch.relative("d_weights", chunk)
     relative.zero_()
     if low <= high:
-        write_product(rel_v, head, d_out, low, high, relative[:, low - chunk.low : high - chunk.low + 1])
+        place = relative[:, low - chunk.low : high - chunk.low + 1]
+        Product.of(rel_v, low, high, place).write(d_out, of_table(rel_v, head.number), 1.0)
     d_weights: Tensor = chunk.absolute(relative, xp=xp)
     return d_weights.addmm_(d_out, v.t())
 
 
-def _add_relative_terms(
-    call: Call, batch: int, head: int, chunk: Chunk, relative: Tensor, q: Tensor, whole: _Whole, sums: _Sums
-) -> None:
+def _add_relative_terms(call: Call, head: Head, views: Views, own: _Own, sums: _Sums) -> None:
     """Add the gradients of ``rel_bias``, ``rel_k`` and the queries that meet it."""
-    seen, low, high = visible_columns(relative, chunk, call.options)
+    seen, low, high = visible_columns(views.relative, views.chunk, call.options)
     if low > high:
         return
     if call.tables.rel_bias is not None:
         plan = call.tables.rel_bias.plan(low, high)
         of_table_rows(sums.rel_bias, head)[plan.start : plan.stop, 0].add_(plan.fold(seen, xp=xp).sum(0))
-    if call.tables.rel_k is not None:
-        plan = call.tables.rel_k.plan(low, high)
+    if call.tables.rel_k is not None and head.rel_k is not None:
+        plan, scale = call.tables.rel_k.plan(low, high), call.options.rel_scale
         core = plan.fold(seen, xp=xp)
-        rows = of_table(call.tables.rel_k, head)[:, plan.start : plan.stop].t()
-        rel_q = call.relative_queries(batch, head, chunk, q)
-        of_table_rows(sums.rel_k, head)[plan.start : plan.stop].addmm_(core.t(), rel_q)
-        target = whole.q if whole.rel_q is None else whole.rel_q
-        target[batch, head, chunk.start : chunk.stop].addmm_(core, rows, alpha=call.options.rel_scale)
+        rows = head.rel_k.narrow(1, plan.start, plan.stop - plan.start).t()
+        of_rows = of_table_rows(sums.rel_k, head).narrow(0, plan.start, plan.stop - plan.start)
+        of_rows.addmm_(core.t(), head.rel_q[views.number], alpha=scale)
+        own.rel_q[views.number].addmm_(core, rows, alpha=scale)
 
 
-def of_table_rows(rows: Tensor | None, head: int) -> Tensor:
+def of_table_rows(rows: Tensor | None, head: Head) -> Tensor:
     """Return the rows of one head, (rows, D), of sums that are there."""
     assert rows is not None
-    return rows if rows.ndim == 2 else rows[head if rows.shape[0] > 1 else 0]
+    return rows if rows.ndim == 2 else rows[head.number if rows.shape[0] > 1 else 0]
 
 
 def _collect(call: Call, whole: _Whole, sums: list[_Sums], operands: Operands) -> Gradients:

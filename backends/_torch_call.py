@@ -24,8 +24,11 @@ from relskew_core.backends import _parallel
 
 T = TypeVar("T")
 
-CACHE_BYTES = 2**20
-"""Budget of one logits buffer: about the second-level cache of one core."""
+CHUNK_SIZE = 128
+"""Queries of a chunk: fewer are slower matrix products, more are work on hidden keys and buffers beyond the caches."""
+
+SCRATCH_BYTES = 2**23
+"""Budget of one logits buffer, which very many keys keep by smaller chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +77,43 @@ class Call:
         size = self.q.shape[1] // self.k.shape[1]
         return range(group * size, (group + 1) * size)
 
-    def own_rel_q(self) -> bool:
-        """Whether the queries that meet ``rel_k`` differ from those that meet the keys."""
-        return self.rel_q is not None or self.options.rel_scale != self.options.scale
+    def at(self, batch: int, head: int) -> Head:
+        """Return what belongs to one head of one batch entry."""
+        group = head * self.k.shape[1] // self.q.shape[1]
+        q = self.by_chunk(self.q[batch, head])
+        return Head(
+            batch=batch,
+            number=head,
+            group=group,
+            q=q,
+            rel_q=q if self.rel_q is None else self.by_chunk(self.rel_q[batch, head]),
+            k=self.k[batch, group],
+            k_columns=self.k[batch, group].t(),
+            v=self.v[batch, group],
+            rel_k=None if self.tables.rel_k is None else of_table(self.tables.rel_k, head),
+            mask=None if self.mask is None else of_head(self.mask, batch, head),
+        )
 
-    def relative_queries(self, batch: int, head: int, chunk: Chunk, scaled: Tensor) -> Tensor:
-        """Return the scaled queries of a chunk that meet ``rel_k``."""
-        if not self.own_rel_q():
-            return scaled
-        rel_q = self.q if self.rel_q is None else self.rel_q
-        return rel_q[batch, head, chunk.start : chunk.stop] * self.options.rel_scale
+    def by_chunk(self, x: Tensor) -> Sequence[Tensor]:
+        """Cut the queries' rows into chunks, those that see no key included."""
+        pieces: Sequence[Tensor] = x.split(self.options.chunk_size or 1)
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The operands of one head of one batch entry; queries cut into chunks."""
+
+    batch: int
+    number: int
+    group: int  # its key head
+    q: Sequence[Tensor]
+    rel_q: Sequence[Tensor]  # those that meet `rel_k`
+    k: Tensor
+    k_columns: Tensor  # (D, Lk)
+    v: Tensor
+    rel_k: Tensor | None  # columns of the table, (D, rows)
+    mask: Tensor | None
 
 
 def by_batch(x: Tensor) -> Tensor:
@@ -102,8 +132,8 @@ def mask_by_batch(mask: Tensor, q: Tensor) -> Tensor:
 def _chunk_size(options: Options, itemsize: int) -> int:
     low, high = options.positions()
     keys = max(1, min(options.visibility.n_keys, high - low + 1))
-    size = CACHE_BYTES // (keys * itemsize)
-    return max(32, min(128, 1 << max(size, 1).bit_length() - 1))
+    size = SCRATCH_BYTES // (keys * itemsize)
+    return max(32, min(CHUNK_SIZE, 1 << max(size, 1).bit_length() - 1))
 
 
 def _hidden(options: Options, chunk: Chunk, device: torch.device) -> list[tuple[slice, Tensor]]:
@@ -116,12 +146,13 @@ def _hidden(options: Options, chunk: Chunk, device: torch.device) -> list[tuple[
 
 
 class Scratch:
-    """The buffers of one worker, as long as the longest chunk needs them."""
+    """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
 
     def __init__(self, call: Call) -> None:
         relative = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
         self._flat: dict[str, Tensor] = {}
-        self._size, self._like = relative, call.q
+        self._size, self._call = relative, call
+        self._views: dict[int, Views] = {}
 
     def relative(self, name: str, chunk: Chunk) -> Tensor:
         """Return a buffer in relative layout, (n, width)."""
@@ -133,68 +164,126 @@ class Scratch:
         n, m = chunk.stop - chunk.start, chunk.end - chunk.first
         return self._buffer(name)[: n * m].view(n, m)
 
+    def views(self, index: int) -> Views:
+        """Return a chunk's views."""
+        if index not in self._views:
+            self._views[index] = Views.of(self._call, self, index)
+        return self._views[index]
+
     def _buffer(self, name: str) -> Tensor:
         if name not in self._flat:
-            self._flat[name] = self._like.new_empty(self._size)
+            self._flat[name] = self._call.q.new_empty(self._size)
         return self._flat[name]
 
 
-def write_logits(call: Call, scratch: Scratch, batch: int, head: int, index: int, q: Tensor, k: Tensor) -> Tensor:
-    """Write the logits of a chunk and return them in absolute layout, a view of the scratch buffer ``logits``."""
-    chunk = call.chunks[index]
-    x = scratch.relative("logits", chunk)
-    logits: Tensor = chunk.absolute(x, xp=xp)
-    if call.tables.rel_k is None and call.tables.rel_bias is None:
-        torch.mm(q, k.t(), out=logits)
-    else:
-        _write_relative(call, batch, head, chunk, q, x)
-        logits.addmm_(q, k.t())
-    fill_hidden(call, index, logits, -math.inf)
-    if call.mask is not None:
-        mask = of_head(call.mask, batch, head)[chunk.of_mask(call.mask)]
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Where a chunk works, made once for all heads: every view made costs as much as a small kernel.
+
+    Threads feel it twice, since each operation gives the interpreter's lock away and waits to get it back.
+    """
+
+    chunk: Chunk
+    number: int  # of the chunk among all that the queries are cut into
+    relative: Tensor  # buffer of the logits in relative layout, (n, width)
+    logits: Tensor  # the same memory in absolute layout, (n, m)
+    weights: Tensor  # (n, m)
+    hidden: list[tuple[slice, Tensor]]  # columns in which the pattern hides something, and what it hides there
+    hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
+    product: Product | None  # the product with `rel_k`
+
+    @classmethod
+    def of(cls, call: Call, scratch: Scratch, index: int) -> Views:
+        chunk = call.chunks[index]
+        relative, weights = scratch.relative("logits", chunk), scratch.absolute("weights", chunk)
+        logits = chunk.absolute(relative, xp=xp)
+        table = call.tables.rel_k
+        return cls(
+            chunk=chunk,
+            number=chunk.start // (call.options.chunk_size or 1),
+            relative=relative,
+            logits=logits,
+            weights=weights,
+            hidden=call.hidden[index],
+            hidden_logits=[(logits[:, columns], hidden) for columns, hidden in call.hidden[index]],
+            product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
+        )
+
+    def keys(self, x: Tensor, *, axis: int = 0) -> Tensor:
+        """Cut keys or values to those that the chunk sees."""
+        return x.narrow(axis, self.chunk.first, self.chunk.end - self.chunk.first)
+
+    def hide(self, value: float) -> None:
+        """Put ``value`` into the logits where the pattern hides a key from a query."""
+        for place, hidden in self.hidden_logits:
+            place.masked_fill_(hidden, value)
+
+    def clear_hidden(self, x: Tensor) -> None:
+        """Put zeros into ``x``, (n, m), where the pattern hides a key from a query.
+
+        In relative layout such a place belongs to another query: zeros there keep a query's NaN to itself.
+        """
+        for columns, hidden in self.hidden:
+            x[:, columns].masked_fill_(hidden, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Where ``q · e_r`` for ``r = low … high`` goes, past the ends of a short table too."""
+
+    start: int  # the table's first column that is multiplied …
+    count: int  # … and how many are
+    core: Tensor  # their place
+    copies: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
+    zeros: list[Tensor]  # places beyond a table that counts for nothing there
+
+    @classmethod
+    def of(cls, table: Table, low: int, high: int, x: Tensor) -> Product:
+        plan = table.plan(low, high)
+        begin = plan.zeros_before + plan.edge_before
+        end = begin + plan.stop - plan.start
+        core = x[:, begin:end]
+        before, after = x[:, plan.zeros_before : begin], x[:, end : end + plan.edge_after]
+        return cls(
+            start=plan.start,
+            count=plan.stop - plan.start,
+            core=core,
+            copies=[(place, edge) for place, edge in ((before, core[:, :1]), (after, core[:, -1:])) if place.numel()],
+            zeros=[x for x in (x[:, : plan.zeros_before], x[:, end + plan.edge_after :]) if x.numel()],
+        )
+
+    def write(self, q: Tensor, columns: Tensor, scale: float) -> None:
+        """Multiply queries (n, D) by the columns of a table (D, rows)."""
+        torch.addmm(self.core, q, columns.narrow(1, self.start, self.count), beta=0, alpha=scale, out=self.core)
+        for place, edge in self.copies:
+            place.copy_(edge)
+        for place in self.zeros:
+            place.zero_()
+
+
+def write_logits(call: Call, views: Views, head: Head) -> None:
+    """Write a chunk's logits in absolute layout, into the views' memory."""
+    options, logits = call.options, views.logits
+    beta = 1
+    if views.product is not None:
+        views.product.write(head.rel_q[views.number], head.rel_k, options.rel_scale)  # type: ignore[arg-type]
+    if call.tables.rel_bias is not None:
+        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp)
+        bias = spread[head.number if spread.shape[0] > 1 else 0]
+        views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
+    elif views.product is None:
+        beta = 0
+    torch.addmm(
+        logits, head.q[views.number], views.keys(head.k_columns, axis=1), beta=beta, alpha=options.scale, out=logits
+    )
+    views.hide(-math.inf)
+    if head.mask is not None:
+        mask = head.mask[views.chunk.of_mask(head.mask)]
         if mask.dtype != torch.bool:
             logits.add_(mask)
             logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
         else:
             logits.masked_fill_(~mask, -math.inf)
-    return logits
-
-
-def fill_hidden(call: Call, index: int, x: Tensor, value: float) -> None:
-    """Put ``value`` where the pattern hides a key of a chunk from a query, (n, m).
-
-    In relative layout such a place belongs to another query: zeros there keep a query's NaN to itself.
-    """
-    for columns, hidden in call.hidden[index]:
-        x[:, columns].masked_fill_(hidden, value)
-
-
-def _write_relative(call: Call, batch: int, head: int, chunk: Chunk, q: Tensor, x: Tensor) -> None:
-    """Write everything that depends on the relative position alone into ``x``, (n, width)."""
-    bias = None
-    if call.tables.rel_bias is not None:
-        spread = call.tables.rel_bias.spread(chunk.low, chunk.high, xp=xp)
-        bias = spread[head if spread.shape[0] > 1 else 0]
-    if call.tables.rel_k is None:
-        x.copy_(bias.expand_as(x))  # type: ignore[union-attr]  # one of the two tables is there
-        return
-    q = call.relative_queries(batch, head, chunk, q)
-    write_product(call.tables.rel_k, head, q, chunk.low, chunk.high, x)
-    if bias is not None:
-        x.add_(bias)
-
-
-def write_product(table: Table, head: int, q: Tensor, low: int, high: int, x: Tensor) -> None:
-    """Write ``q · e_r`` for ``r = low … high`` into ``x``, past the ends of a short table too."""
-    plan = table.plan(low, high)
-    begin = plan.zeros_before + plan.edge_before
-    end = begin + plan.stop - plan.start
-    core = x[:, begin:end]
-    torch.mm(q, of_table(table, head)[:, plan.start : plan.stop], out=core)
-    x[:, : plan.zeros_before].zero_()
-    x[:, plan.zeros_before : begin] = core[:, :1]
-    x[:, end : end + plan.edge_after] = core[:, -1:]
-    x[:, end + plan.edge_after :].zero_()
 
 
 def of_table(table: Table, head: int) -> Tensor:
@@ -215,15 +304,16 @@ class Dropout:
     seed: int
     share: float
 
-    def write(self, call: Call, scratch: Scratch, batch: int, head: int, index: int) -> Tensor:
+    def write(self, call: Call, scratch: Scratch, head: Head, index: int) -> Tensor:
         """Write 1 for the weights that are kept and 0 for the others, shape (n, m)."""
-        part = (batch * call.q.shape[1] + head) * len(call.chunks) + index
+        part = (head.batch * call.q.shape[1] + head.number) * len(call.chunks) + index
         generator = torch.Generator().manual_seed(self.seed + part)
         return scratch.absolute("kept", call.chunks[index]).bernoulli_(self.share, generator=generator)
 
 
-def write_softmax(call: Call, logits: Tensor, weights: Tensor) -> None:
-    """Write the softmax over the keys into ``weights``, contiguous; rows that see nothing get zeros."""
+def write_softmax(call: Call, views: Views) -> None:
+    """Write the softmax of the logits over the keys; rows that see nothing get zeros."""
+    logits, weights = views.logits, views.weights
     torch._softmax(logits, -1, False, out=weights)
     torch.threshold_(weights, math.exp(NEGLIGIBLE), 0.0)  # no subnormals into the products
     if call.dead_rows:

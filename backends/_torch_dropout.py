@@ -34,6 +34,7 @@ def relative_attention_with_dropout(
     span: Span | None,
     *,
     rel_v: Tensor | None = None,
+    rel_bias: Tensor | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
@@ -45,7 +46,8 @@ def relative_attention_with_dropout(
 
     Moves torch's default generator on the CPU by one number, whatever the arrays' device.
     """
-    arrays = {"q": q, "k": k, "v": v, "rel_k": rel_k, "rel_v": rel_v, "rel_bias": None, "rel_q": None, "mask": mask}
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
+    arrays = {"q": q, "k": k, "v": v, **tables, "rel_q": None, "mask": mask}
     call = problem(
         **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
         scale=None, rel_scale=None, softcap=None, chunk_size=None,

@@ -13,8 +13,8 @@ from relskew_core._problem import Operands, Options
 from relskew_core.backends._torch_call import (
     Call,
     Dropout,
+    Head,
     Scratch,
-    fill_hidden,
     of_table,
     run,
     write_logits,
@@ -31,41 +31,49 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
     lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
     groups, workers = call.groups(), torch.get_num_threads()
     parts = 1 if len(groups) >= workers else workers  # few heads: their chunks are dealt to the workers
+    idle = [Scratch(call) for _ in range(workers)]
 
     def work(task: tuple[int, int, int]) -> None:
         batch, group, part = task
-        scratch = Scratch(call)
+        scratch = idle.pop()
         with torch.inference_mode():
-            for head in call.heads(group):
+            for number in call.heads(group):
+                head = call.at(batch, number)
+                outs = call.by_chunk(out[batch, number])
+                sums = None if lse is None else call.by_chunk(lse[batch, number])
                 for index in range(part, len(call.chunks), parts):
-                    _attend(call, scratch, batch, head, index, out, lse)
+                    views = scratch.views(index)
+                    _attend(call, scratch, head, index, outs[views.number])
+                    if sums is not None:
+                        _write_lse(views.logits, views.weights, sums[views.number])
+        idle.append(scratch)
 
     run(work, [(*group, part) for group in groups for part in range(parts)], workers)
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
 
 
-def _attend(call: Call, scratch: Scratch, batch: int, head: int, index: int, out: Tensor, lse: Tensor | None) -> None:
-    chunk, options = call.chunks[index], call.options
-    group = head * call.k.shape[1] // call.q.shape[1]
-    queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
-    q = call.q[batch, head, queries] * options.scale
-    logits = write_logits(call, scratch, batch, head, index, q, call.k[batch, group, keys])
-    weights = scratch.absolute("weights", chunk)
-    write_softmax(call, logits, weights)
-    if lse is not None:  # the largest weight is 1 / sum, or 0 where all logits are -inf
-        tiny = torch.finfo(weights.dtype).tiny
-        lse[batch, head, queries] = logits.amax(-1) - weights.amax(-1).clamp_(min=tiny).log_()
-    if call.dropout is not None:
-        weights.mul_(call.dropout.write(call, scratch, batch, head, index))
-    here = out[batch, head, queries]
-    torch.mm(weights, call.v[batch, group, keys], out=here)
+def _attend(call: Call, scratch: Scratch, head: Head, index: int, out: Tensor) -> None:
+    views = scratch.views(index)
+    weights, chunk = views.weights, views.chunk
+    write_logits(call, views, head)
+    write_softmax(call, views)
     if call.tables.rel_v is not None:
-        fill_hidden(call, index, weights, 0.0)
+        views.clear_hidden(views.weights)
+    if call.dropout is not None:
+        kept = call.dropout.write(call, scratch, head, index)
+        weights = torch.mul(weights, kept, out=kept)
+    torch.mm(weights, views.keys(head.v), out=out)
+    if call.tables.rel_v is not None:
         relative = scratch.relative("relative", chunk)
         write_relative_weights(chunk, weights, relative)
-        seen, low, high = visible_columns(relative, chunk, options)
+        seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             plan = call.tables.rel_v.plan(low, high)
-            rows = of_table(call.tables.rel_v, head)[:, plan.start : plan.stop].t()
-            here.addmm_(plan.fold(seen, xp=xp), rows)
+            rows = of_table(call.tables.rel_v, head.number)[:, plan.start : plan.stop].t()
+            out.addmm_(plan.fold(seen, xp=xp), rows)
+
+
+def _write_lse(logits: Tensor, weights: Tensor, lse: Tensor) -> None:
+    """Write the log-sum-exp: the largest weight is 1 / sum, or 0 where all logits are -inf."""
+    torch.sub(logits.amax(-1), weights.amax(-1).clamp_(min=torch.finfo(weights.dtype).tiny).log_(), out=lse)

@@ -31,7 +31,7 @@ def relative_attention(
     window: tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
     mask: Array | None = None,
-    offset: int = 0,
+    offset: int | Sequence[int] | Array = 0,
     scale: float | None = None,
     rel_scale: float | None = None,
     softcap: float | None = None,
@@ -75,8 +75,10 @@ def relative_attention(
         up to itself, and the whole previous block.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
-    offset : int, default 0
-        Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative. One for
+        each item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
+        under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN. Takes the portable code.
     scale, rel_scale : float, optional
         Factors of the two products; ``D ** -0.5`` and ``scale``.
     softcap : float, optional
@@ -160,7 +162,7 @@ def relative_attention_vjp(
     window: tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
     mask: Array | None = None,
-    offset: int = 0,
+    offset: int | Sequence[int] | Array = 0,
     scale: float | None = None,
     rel_scale: float | None = None,
     softcap: float | None = None,
@@ -236,7 +238,7 @@ def relative_attention_vjp(
     gradients = (native or attention_vjp)(
         call.operand(d_out), call.operands, call.options, out=None if out is None else call.operand(out), xp=call.xp
     )
-    return call.gradients(gradients, rel_bias=rel_bias, mask=mask)
+    return call.gradients(gradients, {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "mask": mask})
 
 
 def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

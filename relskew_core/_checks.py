@@ -13,7 +13,8 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     if isinstance(value, bool):
         raise TypeError(f"`{name}` must be an int, got {describe(value)}")
     try:
-        result = operator.index(value)
+        # A length that torch.export traces knows how to be compared; an index would make a constant of it.
+        result = value if type(value).__name__ == "SymInt" else operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {describe(value)}") from None
     if minimum is not None and result < minimum:

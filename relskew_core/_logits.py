@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from relskew_core._checks import check_int, describe
 from relskew_core._namespace import device, is_half, namespace_of_arrays
-from relskew_core._problem import check_tables
+from relskew_core._problem import check_tables, visibility_of
+from relskew_core._rows import RowVisibility, Windows
 from relskew_core._skew import pad_last, slide, unslide
 from relskew_core._span import Span
 from relskew_core._table import Table
 from relskew_core._typing import Array
-from relskew_core._visibility import Visibility
 
 
 def relative_logits(
-    q: Array, table: Array, span: Span | None = None, *, n_keys: int, offset: int = 0, causal: bool = False
+    q: Array,
+    table: Array,
+    span: Span | None = None,
+    *,
+    n_keys: int,
+    offset: int | Sequence[int] | Array = 0,
+    causal: bool = False,
 ) -> Array:
     """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
 
@@ -28,8 +36,8 @@ def relative_logits(
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     n_keys : int
         Number ``Lk`` of keys.
-    offset : int, default 0
-        Position of query 0 where key 0 stands at 0.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
     causal : bool, default False
         Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
 
@@ -66,12 +74,14 @@ def relative_logits(
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
     n, m = q.shape[-2], check_int("n_keys", n_keys, minimum=1)
-    visibility = Visibility(n, m, check_int("offset", offset), causal)
+    visibility = visibility_of(q, m, offset, causal, xp=xp)
     visibility.check_reach("table", span)
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
-
+    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
+        windows = Windows(visibility, span, xp)
+        table, span, causal = windows.of(table), windows.window_span, False
     if q.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
     # Columns r = low … high, the first a spare one; what lies in the future of every query is zeros.
@@ -89,7 +99,12 @@ def relative_logits(
 
 
 def relative_values(
-    weights: Array, table: Array, span: Span | None = None, *, offset: int = 0, causal: bool = False
+    weights: Array,
+    table: Array,
+    span: Span | None = None,
+    *,
+    offset: int | Sequence[int] | Array = 0,
+    causal: bool = False,
 ) -> Array:
     """Sum the table rows of all keys' relative positions by weight, ``Σ_j w_ij · e_{j - (i + offset)}``.
 
@@ -104,8 +119,8 @@ def relative_values(
     span : Span, optional
         Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
-    offset : int, default 0
-        Position of query 0 where key 0 stands at 0.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
     causal : bool, default False
         Weights and rows at ``r > 0`` count for nothing.
 
@@ -135,11 +150,16 @@ def relative_values(
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
     span = _check_table(weights, table, span, causal=causal)
     n, m = weights.shape[-2:]
-    visibility = Visibility(n, m, check_int("offset", offset), causal)
+    visibility = visibility_of(weights, m, offset, causal, xp=xp)
     visibility.check_reach("table", span)
     dtype = weights.dtype
     if is_half(dtype, xp=xp):
         weights, table = xp.astype(weights, xp.float32), xp.astype(table, xp.float32)
+    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
+        windows = Windows(visibility, span, xp)
+        if causal:
+            weights = xp.where(visibility.mask(0, n, 0, m, xp=xp, device=device(weights)), weights, 0.0)
+        table, span, causal = windows.of(table), windows.window_span, False
     if weights.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
     low = -(n - 1 + visibility.offset)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from relskew_core._checks import check_bool, check_int, check_real, check_window, describe
 from relskew_core._namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._rows import RowVisibility, Windows, is_by_row, row_offsets
 from relskew_core._span import Span
 from relskew_core._typing import Array, Namespace
 from relskew_core._visibility import Visibility
@@ -18,9 +19,9 @@ class Operands(NamedTuple):
     q: Array  # (..., H, Lq, D)
     k: Array  # (..., Hkv, Lk, D)
     v: Array  # (..., Hkv, Lk, Dv)
-    rel_k: Array | None  # (R, Dr) or (H, R, Dr)
-    rel_v: Array | None  # (R, Dv) or (H, R, Dv)
-    rel_bias: Array | None  # (1, R) or (H, R)
+    rel_k: Array | None  # (R, Dr) or (H, R, Dr); by row (..., 1 or H, W, Dr)
+    rel_v: Array | None  # (R, Dv) or (H, R, Dv); by row (..., 1 or H, W, Dv)
+    rel_bias: Array | None  # (1, R) or (H, R); by row (..., 1 or H, W)
     rel_q: Array | None  # (..., H, Lq, Dr), None where it is q
     mask: Array | None  # boolean or additive, broadcasts to (..., H, Lq, Lk), at least two axes
 
@@ -64,6 +65,7 @@ class Problem:
     xp: Namespace
     dtype: Any  # of the caller's arrays, which the results are returned in
     heads: bool  # whether the caller's arrays have a heads axis
+    windows: Windows | None = None  # of the tables, where the batch's items have offsets of their own
 
     def result(self, x: Array, *, dtype: Any = None) -> Array:
         """Bring an array of a kernel into the caller's form."""
@@ -77,17 +79,18 @@ class Problem:
         wide = self.operands.q.dtype
         return x if x.dtype == wide else self.xp.astype(x, wide)
 
-    def gradients(self, gradients: Gradients, *, rel_bias: Array | None, mask: Array | None) -> Gradients:
+    def gradients(self, gradients: Gradients, arguments: dict[str, Array | None]) -> Gradients:
         """Bring the kernels' gradients into the shapes and the dtype of the caller's arrays."""
-        shapes = {name: array.shape for name, array in (("rel_bias", rel_bias), ("mask", mask)) if array is not None}
 
         def own(name: str, x: Array | None) -> Array | None:
             if x is None:
                 return None
             if name in ("q", "k", "v", "rel_q"):
                 return self.result(x)
-            if name in shapes:
-                x = self.xp.reshape(x, shapes[name])
+            argument = arguments[name]
+            if self.windows is not None and name != "mask":
+                x = self.windows.gradient(x[..., None] if name == "rel_bias" else x, argument)
+            x = self.xp.reshape(x, argument.shape)  # type: ignore[union-attr]  # what has a gradient was given
             return x if x.dtype == self.dtype else self.xp.astype(x, self.dtype)
 
         return Gradients(*(own(name, x) for name, x in gradients._asdict().items()))
@@ -107,7 +110,7 @@ def problem(
     window: tuple[int | None, int | None] | None,
     block_size: int | None,
     mask: Array | None,
-    offset: int,
+    offset: Any,
     scale: float | None,
     rel_scale: float | None,
     softcap: float | None,
@@ -123,20 +126,15 @@ def problem(
         block_size, causal = check_int("block_size", block_size, minimum=1), True
     span = check_tables(tables, span, q, v, causal=causal)
     _check_rel_q(q, rel_k, rel_q)
-    visibility = Visibility(
-        n_queries=q.shape[-2],
-        n_keys=k.shape[-2],
-        offset=check_int("offset", offset),
-        causal=causal,
-        window=check_window("window", window),
-        block_size=block_size,
-    )
+    sight = (causal, check_window("window", window), block_size)
+    visibility = visibility_of(q, k.shape[-2], offset, *sight, xp=xp)
+    windows = Windows(visibility, span, xp) if isinstance(visibility, RowVisibility) else None
     for name, table in (("rel_k", rel_k), ("rel_v", rel_v), ("rel_bias", rel_bias)):
         if table is not None:
             visibility.check_reach(name, span)
     factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     options = Options(
-        span=span,
+        span=span if windows is None else windows.window_span,
         visibility=visibility,
         scale=factor,
         rel_scale=factor if rel_scale is None else check_real("rel_scale", rel_scale),
@@ -158,11 +156,37 @@ def problem(
         x = x[None, ...] if rows and not heads else x
         return xp.astype(x, xp.float32) if half and x.dtype == q.dtype else x
 
+    def by_position(x: Array | None) -> Array | None:
+        x = form(x, rows=False)
+        if x is None or windows is None:
+            return x
+        return windows.of(x)
+
+    bias = form(rel_bias, rows=False)
+    if bias is not None and windows is not None:
+        bias = windows.of(bias[..., None])[..., 0]
     operands = Operands(
-        form(q), form(k), form(v), form(rel_k, rows=False), form(rel_v, rows=False), form(rel_bias, rows=False),
+        form(q), form(k), form(v), by_position(rel_k), by_position(rel_v), bias,
         form(rel_q), form(mask, rows=False),
     )  # fmt: skip
-    return Problem(operands, options, xp, q.dtype, heads)
+    return Problem(operands, options, xp, q.dtype, heads, windows)
+
+
+def visibility_of(
+    q: Array,
+    n_keys: int,
+    offset: Any,
+    causal: bool,
+    window: tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    *,
+    xp: Namespace,
+) -> Visibility:
+    """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
+    if not is_by_row(offset):
+        return Visibility(q.shape[-2], n_keys, check_int("offset", offset), causal, window, block_size)
+    offsets, known = row_offsets(offset, q, xp=xp)
+    return RowVisibility(q.shape[-2], n_keys, 0, causal, window, block_size, offsets, known)
 
 
 def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span") -> Span:
