@@ -1,0 +1,207 @@
+"""Offsets for each item of a batch: what running every item alone gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import libraries
+import oracles
+from relskew_core import Span, relative_attention, relative_attention_vjp, relative_logits, relative_values
+
+OFFSETS = [3, -2, 0, 5, 3]
+TABLES = ("rel_k", "rel_v", "rel_bias")
+PATTERNS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "causal window": {"causal": True, "window": (3, None)},
+    "blocks": {"block_size": 3},
+}
+everywhere = pytest.mark.parametrize("library", libraries.LIBRARIES, ids=str)
+
+
+def inputs(
+    *, n: int = 4, m: int = 7, span: Span, shared: bool = False, masked: bool = True, batch: int = len(OFFSETS)
+) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    heads = () if shared else (4,)
+    arrays = {
+        "q": rng.standard_normal((batch, 4, n, 6)),
+        "k": rng.standard_normal((batch, 2, m, 6)),
+        "v": rng.standard_normal((batch, 2, m, 5)),
+        "rel_k": rng.standard_normal((*heads, span.rows, 6)),
+        "rel_v": rng.standard_normal((*heads, span.rows, 5)),
+        "rel_bias": rng.standard_normal((*heads, span.rows)),
+    }
+    if masked:
+        arrays["mask"] = rng.standard_normal((batch, 1, 1, m))
+    return arrays
+
+
+def item(arrays: dict[str, Any], index: int) -> dict[str, Any]:
+    return {name: x if name in TABLES else x[index] for name, x in arrays.items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    offsets=st.lists(st.integers(-9, 9), min_size=1, max_size=4),
+    n=st.integers(1, 5),
+    m=st.integers(1, 6),
+    pattern=st.sampled_from(sorted(PATTERNS)),
+    beyond=st.sampled_from(["clip", "zero", "error"]),
+    left=st.integers(0, 4),
+    right=st.integers(0, 4),
+    shared=st.booleans(),
+    masked=st.booleans(),
+    chunk_size=st.sampled_from([None, 1, 2]),
+)
+def test_as_alone(
+    offsets: list[int], n: int, m: int, pattern: str, beyond: Any, left: int, right: int, shared: bool, masked: bool,
+    chunk_size: int | None,
+) -> None:  # fmt: skip
+    span = Span(20, 20) if beyond == "error" else Span(left, right, beyond)
+    arrays = inputs(n=n, m=m, span=span, shared=shared, masked=masked, batch=len(offsets))
+    options: dict[str, Any] = {"span": span, **PATTERNS[pattern]}
+    out, lse = relative_attention(**arrays, offset=offsets, return_lse=True, chunk_size=chunk_size, **options)
+    d_out = np.random.default_rng(1).standard_normal(out.shape)
+    gradients = relative_attention_vjp(d_out, **arrays, offset=offsets, chunk_size=chunk_size, **options)
+    sums = {name: np.zeros_like(arrays[name]) for name in TABLES}
+    for index, offset in enumerate(offsets):
+        alone = item(arrays, index)
+        expected = relative_attention(**alone, offset=offset, return_lse=True, impl="portable", **options)
+        np.testing.assert_allclose(out[index], expected[0], atol=1e-12)
+        np.testing.assert_allclose(lse[index], expected[1], atol=1e-12)
+        own = relative_attention_vjp(d_out[index], **alone, offset=offset, impl="portable", **options)
+        for name in arrays:
+            if name in TABLES:
+                sums[name] += getattr(own, name)
+            else:
+                np.testing.assert_allclose(getattr(gradients, name)[index], getattr(own, name), atol=1e-11)
+    for name, total in sums.items():
+        np.testing.assert_allclose(getattr(gradients, name), total, atol=1e-11)
+
+
+@everywhere
+@pytest.mark.parametrize("pattern", ["causal", "blocks"])
+def test_every_library(library: libraries.Library, pattern: str) -> None:
+    if (reason := library.missing()) is not None:
+        pytest.skip(reason)
+    span, dtype = Span(4, 2, "clip"), library.dtypes[0]
+    numbers = inputs(span=span)
+    with library.setting():
+        arrays = {name: library.asarray(x, dtype) for name, x in numbers.items()}
+        arrays["offset"] = library.asarray(np.asarray(OFFSETS, dtype=np.int32))
+        out = library.call(relative_attention, arrays, span=span, **PATTERNS[pattern])
+        for index, offset in enumerate(OFFSETS):
+            alone = oracles.relative_attention(**item(numbers, index), offset=offset, span=span, **PATTERNS[pattern])
+            assert oracles.relative_error(library.to_numpy(out)[index], alone.out) <= libraries.GATES[dtype]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("known", [True, False], ids=["ints", "array"])
+def test_logits_and_values(causal: bool, known: bool) -> None:
+    span = Span(3, 2, "clip")
+    arrays = inputs(span=span)
+    offset = OFFSETS if known else np.asarray(OFFSETS)
+    logits = relative_logits(arrays["q"], arrays["rel_k"], span, n_keys=7, offset=offset, causal=causal)
+    weights = np.random.default_rng(2).standard_normal(logits.shape)
+    values = relative_values(weights, arrays["rel_v"], span, offset=offset, causal=causal)
+    for index, one in enumerate(OFFSETS):
+        alone = relative_logits(arrays["q"][index], arrays["rel_k"], span, n_keys=7, offset=one, causal=causal)
+        np.testing.assert_allclose(logits[index], alone, atol=1e-12)
+        alone = relative_values(weights[index], arrays["rel_v"], span, offset=one, causal=causal)
+        np.testing.assert_allclose(values[index], alone, atol=1e-12)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "window", "blocks"])
+def test_what_nobody_sees_may_be_anything(pattern: str) -> None:
+    """Rows of the tables that no item looks at are NaN."""
+    span, options = Span(12, 12), PATTERNS[pattern]
+    arrays = inputs(span=span)
+    seen = {
+        j - i - offset
+        for offset in OFFSETS
+        for i in range(4)
+        for j in range(7)
+        if oracles.sees(i, j, **{"offset": offset, "causal": False, "window": None, "block_size": None, **options})  # type: ignore[arg-type]
+    }
+    expected = relative_attention(**arrays, span=span, offset=OFFSETS, **options)
+    gradients = relative_attention_vjp(np.ones_like(expected), **arrays, span=span, offset=OFFSETS, **options)
+    for name in TABLES:
+        for r in set(range(-12, 13)) - seen:
+            arrays[name][(slice(None), r + 12)] = np.nan
+    assert len(seen) < 25
+    np.testing.assert_array_equal(relative_attention(**arrays, span=span, offset=OFFSETS, **options), expected)
+    poisoned = relative_attention_vjp(np.ones_like(expected), **arrays, span=span, offset=OFFSETS, **options)
+    np.testing.assert_array_equal(poisoned.q, gradients.q)
+    np.testing.assert_array_equal(poisoned.rel_k, gradients.rel_k)
+
+
+def test_torch_differentiates_it() -> None:
+    span = Span(3, 2, "clip")
+    arrays = inputs(span=span)
+    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
+    out = relative_attention(**tensors, span=span, offset=torch.tensor(OFFSETS))
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
+    found = torch.autograd.grad(out, list(tensors.values()), d_out)
+    expected = relative_attention_vjp(d_out.numpy(), **arrays, span=span, offset=OFFSETS)
+    for name, gradient in zip(tensors, found, strict=True):
+        np.testing.assert_allclose(gradient.numpy(), getattr(expected, name), atol=1e-11)
+
+
+def test_several_leading_axes() -> None:
+    span = Span(3, 2, "clip")
+    arrays = inputs(span=span, batch=6)
+    offsets = np.arange(6) - 1
+    whole = relative_attention(**arrays, span=span, offset=offsets)
+    folded = {name: x if name in TABLES else x.reshape(2, 3, *x.shape[1:]) for name, x in arrays.items()}
+    out = relative_attention(**folded, span=span, offset=offsets.reshape(2, 3))
+    np.testing.assert_allclose(out.reshape(whole.shape), whole, atol=1e-14)
+
+
+def test_a_table_that_is_too_short() -> None:
+    arrays = inputs(span=Span(3, 3), masked=False)
+    for offset in (OFFSETS, np.asarray(OFFSETS)):
+        with pytest.raises(ValueError, match="`rel_k` reaches the relative positions -3 … 3, but queries see"):
+            relative_attention(**arrays, span=Span(3, 3), offset=offset)
+
+
+def test_a_table_that_is_too_short_for_values_that_nobody_knows_gives_nan() -> None:
+    jax = pytest.importorskip("jax")
+    arrays = {name: jax.numpy.asarray(x) for name, x in inputs(span=Span(6, 6), masked=False, batch=2).items()}
+    attend = jax.jit(lambda offset: relative_attention(**arrays, span=Span(6, 6), offset=offset))
+    out = np.asarray(attend(jax.numpy.asarray([2, 9])))
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    d_out = jax.numpy.zeros(out.shape)
+    with pytest.raises(TypeError, match="`offset` must be known for the gradient of a table"):
+        jax.jit(lambda offset: relative_attention_vjp(d_out, **arrays, span=Span(6, 6), offset=offset).rel_k)(
+            jax.numpy.asarray([2, 3])
+        )
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "message"),
+    [
+        ([1, 2], ValueError, r"`offset` must be an int, or one for each item .* \(5,\), got 2"),
+        ([1, 2, 3, 4, 5.0], TypeError, r"`offset\[4\]` must be an int"),
+        (np.zeros((5, 1), np.int64), ValueError, r"`offset` must be an int, or one for each item"),
+        (np.zeros(5), TypeError, "`offset` must be of integers"),
+        (torch.zeros(5, dtype=torch.int64), TypeError, "`offset` must be of the array library of `q`"),
+    ],
+)
+def test_refused(offset: Any, error: type[Exception], message: str) -> None:
+    arrays = inputs(span=Span(3, 3, "zero"))
+    with pytest.raises(error, match=message):
+        relative_attention(**arrays, span=Span(3, 3, "zero"), offset=offset)
+
+
+def test_the_native_paths_say_so() -> None:
+    with pytest.raises(ValueError, match="no native path for this call: `offset` has a value for each item"):
+        relative_attention(**inputs(span=Span.clipped(2)), span=Span.clipped(2), offset=OFFSETS, impl="native")
