@@ -69,6 +69,7 @@ class RelativeMultiheadAttention(nn.Module):
 
     rel_k: nn.Parameter
     rel_v: nn.Parameter | None
+    rel_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class RelativeMultiheadAttention(nn.Module):
         for name in PROJECTIONS:
             width, source = shapes[f"{name}.weight"]
             self.add_module(name, nn.Linear(source, width, bias=spec.bias, device=device, dtype=dtype))
-        for name in ("rel_k", "rel_v"):
+        for name in ("rel_k", "rel_v", "rel_bias"):
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
@@ -144,7 +145,7 @@ class RelativeMultiheadAttention(nn.Module):
             if bias is not None:
                 for name, part in zip(PROJECTIONS, (*bias.chunk(3), attention.out_proj.bias), strict=True):
                     module.get_parameter(f"{name}.bias").copy_(part)
-            for table in (module.rel_k, module.rel_v):
+            for table in (module.rel_k, module.rel_v, module.rel_bias):
                 if table is not None:
                     table.zero_()
         return module
@@ -224,7 +225,8 @@ class RelativeMultiheadAttention(nn.Module):
         shown = [f"embed_dim={spec.embed_dim}, num_heads={spec.num_heads}, span={spec.span}, causal={spec.causal}"]
         if spec.head_dim * spec.num_heads != spec.embed_dim:
             shown.append(f"head_dim={spec.head_dim}")
-        for name in ("num_kv_heads", "cross", "window", "block_size", "shared_table", "rel_values", "bias"):
+        tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
+        for name in ("num_kv_heads", "cross", "window", "block_size", *tables, "bias"):
             if getattr(spec, name) != getattr(usual, name):
                 shown.append(f"{name}={getattr(spec, name)}")
         return ", ".join((*shown, f"dropout={self.dropout}"))

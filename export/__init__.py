@@ -1,6 +1,7 @@
 """The attention block as ONNX graphs: made, saved safely, validated in the runtimes that will run them.
 
-Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use.
+Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use; translating for
+``torch.onnx.export`` needs torch and onnxscript.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from relskew_core.export._model import to_onnx
 from relskew_core.export._report import Check, Report
 from relskew_core.export._save import save
+from relskew_core.export._translation import torch_translation_table
 from relskew_core.export._validate import validate
 
-__all__ = ["Check", "Report", "save", "to_onnx", "validate"]
+__all__ = ["Check", "Report", "save", "to_onnx", "torch_translation_table", "validate"]

@@ -9,11 +9,11 @@ from relskew_core.export._emitter import Emitter, Value
 from relskew_core.export._parts import (
     Present,
     Projected,
+    as_given,
     hide,
     keys_and_values,
-    merge_heads,
     present_values,
-    relative_bias,
+    relative_logits,
     split_heads,
     weighted_heads,
 )
@@ -33,7 +33,7 @@ def attend(
     past: Present | None = None,
     condition: Value | None = None,
 ) -> tuple[Value, Present | None]:
-    """Return the heads side by side, ``(batch, queries, H * D)``, and the presents if there is a past.
+    """Return the heads, laid out as the queries came, and the presents if there is a past.
 
     ``condition`` replaces the visibility worked out here (blocks folded into the batch bring their own).
     """
@@ -41,15 +41,19 @@ def attend(
     queries = split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
     if plan.chunk_size is not None:
         keys, values, present = keys_and_values(g, plan, projected, past)
-        return attend_chunks(g, plan, queries, keys, values, tables, lengths, mask), present
+        chunked = attend_chunks(g, plan, queries, keys, values, tables, lengths, mask)
+        if len(projected.q.shape) == 4:
+            chunked = split_heads(g, chunked, spec.num_heads, spec.head_dim, "out")
+        return chunked, present
     window = Window(g, plan, tables, lengths)
     if plan.fused:
-        bias = relative_bias(g, plan, queries, window, lengths)
+        bias = relative_logits(g, plan, queries, window, lengths)
         condition = visible(g, plan, lengths, mask) if condition is None else condition
         return _fused(g, plan, projected, queries, bias, condition, past)
     condition = visible(g, plan, lengths, mask) if condition is None else condition
     keys, values, present = keys_and_values(g, plan, projected, past)
-    return merge_heads(g, weighted_heads(g, plan, queries, keys, values, window, lengths, condition)), present
+    heads = weighted_heads(g, plan, queries, keys, values, window, lengths, condition)
+    return as_given(g, projected, heads), present
 
 
 def _fused(
@@ -73,8 +77,9 @@ def _fused(
         keys, values, present = keys_and_values(g, plan, projected, past, transpose_keys=False)
         heads = Value(f"{path}/output", queries.shape, g.dtype)
         g.node("Attention", [queries, keys, values, bias], path, [heads], **attributes)
-        return merge_heads(g, heads), present
-    attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
+        return as_given(g, projected, heads), present
+    if len(projected.q.shape) == 3:
+        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
     output = Value(f"{path}/output", projected.q.shape, g.dtype)
     inputs = [projected.q, projected.k, projected.v, bias]
     if past is None:

@@ -15,16 +15,26 @@ PASTS = (0, 1, 7)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too."""
+    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too.
+
+    ``cache`` is the length of a cache that is written in place; ``past`` then is that of the batch's first row.
+    """
 
     batch: int
     queries: int
     keys: int
     past: int
     fits: bool
+    cache: int | None = None
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
+        told = f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
+        return told if self.cache is None else f"{told}, cache {self.cache}"
+
+    def pasts(self) -> np.ndarray:
+        """Return the past of every row of the batch: its own where the cache is written in place."""
+        rows = np.arange(self.batch) if self.cache is not None else np.zeros(self.batch, np.int64)
+        return self.past - 2 * rows % (self.past + 1)
 
 
 def make_cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) -> list[Case]:
@@ -48,7 +58,8 @@ def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) ->
 
     def case(batch: int, queries: int, keys: int, past: int = 0) -> Case:
         fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
-        return Case(batch, queries, keys, past, fits)
+        # Every third cache is filled to its end.
+        return Case(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
 
     queries_tried = _tried(plan, lengths, queries_end)
     if plan.spec.cross:
@@ -72,6 +83,8 @@ def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) ->
                 if lengths is None and queries_end is not None and past + length > queries_end:
                     continue
                 yield case(batch, length, past + length, past)
+    if plan.in_place:
+        yield Case(batches[0], 2, 8, 6, False, 7)
     if queries_end is not None:
         if plan.past and queries_end > 1:
             yield case(batches[0], 1, queries_end, queries_end - 1)
@@ -100,17 +113,25 @@ def make_inputs(plan: Plan, case: Case, seed: int) -> dict[str, np.ndarray]:
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape).astype(plan.dtype)
 
-    feeds = {"x": normal(case.batch, case.queries, spec.embed_dim)}
-    if spec.cross:
-        feeds["memory"] = normal(case.batch, case.keys, spec.embed_dim)
+    if not plan.projections:
+        length = case.keys if spec.cross else case.queries
+        feeds = {"q": normal(case.batch, spec.num_heads, case.queries, spec.head_dim)}
+        feeds |= {name: normal(case.batch, spec.num_kv_heads, length, spec.head_dim) for name in ("k", "v")}
+    else:
+        feeds = {"x": normal(case.batch, case.queries, spec.embed_dim)}
+        if spec.cross:
+            feeds["memory"] = normal(case.batch, case.keys, spec.embed_dim)
     if plan.mask:
+        keys = case.keys if case.cache is None else case.cache
         shapes = (
-            (case.batch, 1, 1, case.keys),
-            (case.batch, spec.num_heads, case.queries, case.keys),
-            (1, 1, case.queries, case.keys),
+            (case.batch, 1, 1, keys),
+            (case.batch, spec.num_heads, case.queries, keys),
+            (1, 1, case.queries, keys),
         )
         feeds["mask"] = random.random(shapes[seed % len(shapes)]) < 0.7
     if plan.past:
-        shape = (case.batch, spec.num_kv_heads, case.past, spec.head_dim)
+        shape = (case.batch, spec.num_kv_heads, case.past if case.cache is None else case.cache, spec.head_dim)
         feeds["past_key"], feeds["past_value"] = normal(*shape), normal(*shape)
+    if plan.in_place:
+        feeds["past_lengths"] = case.pasts()
     return feeds

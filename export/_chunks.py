@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from relskew_core.export._emitter import BOOL, INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._guard import guarded
 from relskew_core.export._parts import merge_heads, weighted_heads
 from relskew_core.export._plan import Plan
 from relskew_core.export._visible import visible
@@ -26,7 +25,7 @@ def attend_chunks(
     All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
     query, and what it has in common with the one before is dropped.
     """
-    lengths = _guarded(g, plan, lengths)
+    lengths = guarded(g, plan, lengths)
     n = g.dim(lengths.queries)
     size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
     over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
@@ -110,33 +109,3 @@ def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, nam
     shape[axis] = symbol
     bounds = [g.dim(start), g.dim(end), g.constant([axis])]
     return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), BOOL if x.dtype == BOOL else None)
-
-
-def _guarded(g: Emitter, plan: Plan, lengths: Lengths) -> Lengths:
-    """Return lengths that fail to be computed where the input is longer than a table's end without more."""
-    queries, keys = lengths.queries, lengths.keys
-    same = queries == keys
-    if plan.left.past_edge == "limited":
-        if plan.one_sided:
-            keys = _at_most(g, keys, plan.left.rows + 1, "keys")
-            queries = keys if same else g.minus(keys, lengths.past, "guard/queries_left")
-        else:
-            queries = _at_most(g, queries, plan.left.rows + 1, "queries")
-            keys = queries if same else keys
-    if plan.right.past_edge == "limited":
-        keys = _at_most(g, keys, plan.right.rows + 1, "keys")
-        queries = keys if same else queries
-    return Lengths(queries, keys, lengths.past, lengths.query_symbol, lengths.key_symbol)
-
-
-def _at_most(g: Emitter, length: Dim, limit: int, name: str) -> Value:
-    """Return ``length``, as the last number of two ramps ``0 … length``; the stored one does not go past ``limit``."""
-    after = g.plus(length, 1, f"guard/{name}_after")
-    stored = g.constant(np.arange(limit + 1))
-    symbol = f"{name}_and_1"
-    cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))
-    limits = [g.constant(0), g.scalar(after, f"guard/{name}_end"), g.constant(1)]
-    counted = g.index("Range", limits, f"guard/{name}_counted", (symbol,))
-    # Unlike a reshape of so little, which OpenVINO leaves out, a maximum of unequal lengths fails in every runtime.
-    both = g.index("Max", [cut, counted], f"guard/{name}_both", (symbol,))
-    return g.index("Gather", [both, g.constant([-1])], f"guard/{name}", axis=0)

@@ -56,6 +56,15 @@ class Emitter:
         self._inputs.append(_info(value, doc))
         return value
 
+    def rename(self, value: Value, name: str) -> Value:
+        """Give an output of the last node another name."""
+        outputs = self._nodes[-1].output
+        outputs[list(outputs).index(value.name)] = self._claim(name)
+        for info in self._infos:
+            if info.name == value.name:
+                info.name = name
+        return Value(name, value.shape, value.dtype)
+
     def output(self, value: Value, doc: str) -> None:
         """Declare ``value`` a graph output."""
         self._outputs.append(_info(value, doc))

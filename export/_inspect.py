@@ -51,7 +51,7 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, checks: lis
     plan = _plan_of(model, spec, described)
     if not answer("interface", _other_interface(model, plan)):
         return None
-    rounded = round_weights(read_weights(spec, weights), plan.dtype)
+    rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
     # Without our metadata the layout of the tables is unknown: any profile's will do.
     known = described.get("relskew.profile") in PROFILES
     plans = [plan] if known else [replace(plan, profile=profile) for profile in PROFILES.values()]
@@ -88,16 +88,19 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, st
     """Read back the arguments of the export."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
-    if "x" not in inputs or inputs["x"].elem_type not in kinds:
-        raise ValueError(f"the model must have an input x of a floating type, got the inputs {', '.join(inputs)}")
+    first = "x" if "x" in inputs else "q"
+    if first not in inputs or inputs[first].elem_type not in kinds:
+        raise ValueError(f"the model must have an input x or q of a floating type, got the inputs {', '.join(inputs)}")
     profile = described.get("relskew.profile", "portable")
     limit = described.get("relskew.max_length", "")
     return make_plan(
         spec,
-        kinds[inputs["x"].elem_type],
-        profile=profile if profile in PROFILES else "portable",
+        kinds[inputs[first].elem_type],
+        profile=profile if profile in PROFILES else "ort" if "past_lengths" in inputs else "portable",
         max_length=int(limit) if limit else None,
+        projections=first == "x",
         past="past_key" in inputs,
+        in_place="past_lengths" in inputs,
         mask="mask" in inputs,
         chunk_size=int(described["relskew.chunk_size"]) if "relskew.chunk_size" in described else None,
     )
@@ -106,16 +109,23 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, st
 def _other_interface(model: onnx.ModelProto, plan: Plan) -> str:
     """Compare the inputs and outputs with those of the contract, in order."""
     spec = plan.spec
-    cache = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
+    cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
     total = (*cache[:2], "total_length", spec.head_dim)
-    inputs: dict[str, tuple[int | str, ...]] = {"x": ("batch", "query_length", spec.embed_dim)}
-    if spec.cross:
-        inputs["memory"] = ("batch", "memory_length", spec.embed_dim)
+    inputs: dict[str, tuple[int | str, ...]] = {}
+    if plan.projections:
+        inputs["x"] = ("batch", "query_length", spec.embed_dim)
+        if spec.cross:
+            inputs["memory"] = ("batch", "memory_length", spec.embed_dim)
+    else:
+        inputs["q"] = ("batch", spec.num_heads, "query_length", spec.head_dim)
+        inputs |= dict.fromkeys("kv", ("batch", spec.num_kv_heads, "key_length", spec.head_dim))
     if plan.mask:
         inputs["mask"] = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
     if plan.past:
         inputs |= {"past_key": cache, "past_value": cache}
-    outputs: dict[str, tuple[int | str, ...]] = {"y": inputs["x"]}
+    if plan.in_place:
+        inputs["past_lengths"] = ("batch",)
+    outputs = {"y": inputs["x"]} if plan.projections else {"out": inputs["q"]}
     if plan.past:
         outputs |= {"present_key": total, "present_value": total}
     problems = []

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from relskew_core.export._attend import attend
 from relskew_core.export._emitter import BOOL, INT64_MAX, Dim, Emitter, Value
-from relskew_core.export._parts import Projected
+from relskew_core.export._parts import Projected, merge_heads, split_heads
 from relskew_core.export._plan import Plan
 from relskew_core.export._window import Lengths, Tables
 
 
 def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, length: Dim) -> Value:
-    """Return the heads side by side, ``(batch, length, H * D)``; keys are cut into blocks ``2N`` wide.
+    """Return the heads, laid out as the queries came; keys are cut into blocks ``2N`` wide.
 
     The length is filled up to a multiple of ``N`` with zeros, which only the queries of the filling see.
     """
     size = plan.spec.block_size or 0
-    q, k, v = projected.q, projected.k, projected.v
+    apart = len(projected.q.shape) == 4
+    q, k, v = (
+        merge_heads(g, x, f"{name}/side_by_side") if apart else x
+        for x, name in ((projected.q, "q"), (projected.k, "k"), (projected.v, "v"))
+    )
     zero = g.constant([0], g.dtype)
     negative = g.index("Neg", [g.dim(length)], "blocks/negative_length")
     fill = g.index("Mod", [negative, g.constant([size])], "blocks/fill")
@@ -63,7 +67,8 @@ def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, 
     unfold = g.dims("blocks/unfold_shape", batch, -1, q_width)
     whole = g.compute("Reshape", [heads, unfold], "blocks/unfolded", (q.shape[0], "filled_length", q_width))
     bounds = [g.constant([0]), g.dim(length), g.constant([1])]
-    return g.compute("Slice", [whole, *bounds], "blocks/trimmed", (*q.shape[:2], q_width))
+    trimmed = g.compute("Slice", [whole, *bounds], "blocks/trimmed", (*q.shape[:2], q_width))
+    return split_heads(g, trimmed, plan.spec.num_heads, plan.spec.head_dim, "out") if apart else trimmed
 
 
 def _condition(g: Emitter, plan: Plan, batch: Dim, fill: Value, length: Dim) -> Value:

@@ -11,12 +11,13 @@ import numpy as np
 import onnx
 
 from relskew_core import __version__
-from relskew_core._checks import describe
+from relskew_core._checks import check_bool, describe
 from relskew_core._spec import BlockSpec
 from relskew_core.export._attend import attend
-from relskew_core.export._emitter import Emitter, Value
+from relskew_core.export._emitter import INT64, Emitter, Value
+from relskew_core.export._in_place import attend_in_place
 from relskew_core.export._local import attend_blocks
-from relskew_core.export._parts import Projected
+from relskew_core.export._parts import Present, Projected
 from relskew_core.export._plan import IR_VERSION, Plan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 from relskew_core.export._window import Lengths, Tables
@@ -33,6 +34,8 @@ def to_onnx(
     past: bool = False,
     mask: bool = False,
     chunk_size: int | None = None,
+    projections: bool = True,
+    in_place: bool = False,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
     """Write an attention block as an ONNX graph with dynamic batch and lengths.
@@ -43,6 +46,7 @@ def to_onnx(
         The block.
     weights : mapping of str to array
         Exactly the keys and shapes of ``spec.weight_shapes()``, arrays of any library on any device; not modified.
+        Without ``projections`` those of the tables alone.
     profile : {"ort", "portable", "trt"}, default "ort"
         ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
@@ -61,6 +65,14 @@ def to_onnx(
     chunk_size : int, optional
         Attend in a ``Loop`` over so many queries at a time, so that memory grows with ``length * chunk_size`` and not
         with ``length**2``, and keys that no query of a chunk sees cost nothing. No control flow by default.
+    projections : bool, default True
+        The whole block from ``x`` to ``y``; else attention alone, from heads ``q (batch, H, query_length, D)``,
+        ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape
+        of ``q``. Logits are scaled by ``D**-0.5`` there too.
+    in_place : bool, default False
+        With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
+        shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has a length of its own. Opset
+        24, profile ``"ort"``; caches start as zeros.
     name : str, default "relative_attention_block"
         Name of the graph.
 
@@ -92,7 +104,7 @@ def to_onnx(
     check_spec(spec)
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
-    arrays = read_weights(spec, weights)
+    arrays = read_weights(spec, weights, projections=check_bool("projections", projections))
     plan = make_plan(
         spec,
         resolve_dtype(dtype, arrays),
@@ -102,10 +114,12 @@ def to_onnx(
         past=past,
         mask=mask,
         chunk_size=chunk_size,
+        projections=projections,
+        in_place=in_place,
     )
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
-    _block(g, plan, layout)
+    (_block if plan.projections else _core)(g, plan, layout)
     model = g.model(name, plan.opset, IR_VERSION, _summary(plan))
     model.producer_name = "relskew"
     model.producer_version = __version__
@@ -119,6 +133,10 @@ def to_onnx(
     }
     if plan.chunk_size is not None:
         described["relskew.chunk_size"] = str(plan.chunk_size)
+    if plan.in_place:
+        described["relskew.in_place"] = "true"
+    if not plan.projections:
+        described["relskew.projections"] = "false"
     onnx.helper.set_model_props(model, described)
     return model
 
@@ -127,40 +145,92 @@ def _block(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]])
     """Emit projections, attention, output projection, in the order of a reader."""
     spec = plan.spec
     x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
-    memory = mask = past = None
+    memory = None
     if spec.cross:
         memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
-    if plan.mask:
-        shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
-        doc = "True = may attend; broadcasts to (batch, heads, queries, keys)"
-        mask = g.input("mask", shape, doc, np.dtype(np.bool_))
-    if plan.past:
-        cache = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
-        past = (
-            g.input("past_key", cache, "keys of the positions before x"),
-            g.input("past_value", cache, "values of the positions before x"),
-        )
+    mask, past, past_lengths = _mask_and_past(g, plan)
     stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
     source = x if memory is None else memory
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
     )
-    tables = Tables(stored["rel_k"], stored.get("rel_v"))
-    present = None
-    if plan.local:
-        heads = attend_blocks(g, plan, projected, tables, g.length(x, 1, "query_length"))
-    else:
-        heads, present = attend(g, plan, projected, tables, _lengths(g, x, memory, past), mask=mask, past=past)
+    heads, present = _attend(g, plan, projected, stored, (x, source), mask, past, past_lengths)
     g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
+    _presents(g, present)
+
+
+def _core(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
+    """Emit attention of heads that come as inputs."""
+    spec = plan.spec
+    key_length = "key_length" if spec.cross else "query_length"
+    q = g.input("q", ("batch", spec.num_heads, "query_length", spec.head_dim), "queries, not scaled")
+    k, v = (
+        g.input(name, ("batch", spec.num_kv_heads, key_length, spec.head_dim), doc)
+        for name, doc in (("k", "keys"), ("v", "values"))
+    )
+    mask, past, past_lengths = _mask_and_past(g, plan)
+    stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
+    # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
+    scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5), g.dtype)
+    scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
+    heads, present = _attend(g, plan, Projected(scaled, k, v), stored, (q, k), mask, past, past_lengths)
+    g.output(g.rename(heads, "out"), "heads for each query")
+    _presents(g, present)
+
+
+def _mask_and_past(g: Emitter, plan: Plan) -> tuple[Value | None, Present | None, Value | None]:
+    """Declare the inputs that are there on request only."""
+    spec, mask, past, past_lengths = plan.spec, None, None, None
+    if plan.mask:
+        shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
+        doc = "True = may attend; broadcasts to (batch, heads, queries, keys)"
+        mask = g.input("mask", shape, doc, np.dtype(np.bool_))
+    if plan.past:
+        length = "cache_length" if plan.in_place else "past_length"
+        cache = ("batch", spec.num_kv_heads, length, spec.head_dim)
+        past = (
+            g.input("past_key", cache, "keys of the positions before the queries"),
+            g.input("past_value", cache, "values of the positions before the queries"),
+        )
+    if plan.in_place:
+        doc = "how many positions of the cache count, where the queries go on; what lies behind must be finite"
+        past_lengths = g.input("past_lengths", ("batch",), doc, INT64)
+    return mask, past, past_lengths
+
+
+def _attend(
+    g: Emitter,
+    plan: Plan,
+    projected: Projected,
+    stored: Mapping[str, Value],
+    sources: tuple[Value, Value],
+    mask: Value | None,
+    past: Present | None,
+    past_lengths: Value | None,
+) -> tuple[Value, Present | None]:
+    """Attend, in the form that the plan asks for; ``sources`` are what the queries and the keys are made from."""
+    tables = Tables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
+    if past is not None and past_lengths is not None:
+        return attend_in_place(g, plan, projected, tables, past, past_lengths, mask)
+    lengths = _lengths(g, plan, *sources, past)
+    if plan.local:
+        return attend_blocks(g, plan, projected, tables, lengths.queries), None
+    return attend(g, plan, projected, tables, lengths, mask=mask, past=past)
+
+
+def _presents(g: Emitter, present: Present | None) -> None:
     if present is not None:
         g.output(present[0], "keys so far, the next call's past_key")
         g.output(present[1], "values so far, the next call's past_value")
 
 
-def _lengths(g: Emitter, x: Value, memory: Value | None, past: tuple[Value, Value] | None) -> Lengths:
-    queries = g.length(x, 1, "query_length")
-    if memory is not None:
-        return Lengths(queries, g.length(memory, 1, "memory_length"), 0, "query_length", "memory_length")
+def _lengths(g: Emitter, plan: Plan, queried: Value, keyed: Value, past: Present | None) -> Lengths:
+    """Read the lengths of what the queries and the keys are made from; their axis is the last but one."""
+    axis = len(queried.shape) - 2
+    queries = g.length(queried, axis, "query_length")
+    if plan.spec.cross:
+        symbol = keyed.shape[axis]
+        return Lengths(queries, g.length(keyed, axis, str(symbol)), 0, "query_length", symbol)
     if past is not None:
         before = g.length(past[0], 2, "past_length")
         return Lengths(queries, g.plus(before, queries, "total_length"), before, "query_length", "total_length")

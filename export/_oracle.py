@@ -1,4 +1,4 @@
-"""The whole block in float64, straight from its definition: slow, and written with nothing of the library."""
+"""The block in float64, straight from its definition: slow, and written with nothing of the library."""
 
 from __future__ import annotations
 
@@ -25,15 +25,37 @@ def reference_block(
 
     All in float64. Raises ``IndexError`` where one of those queries sees past the table's reach.
     """
-    double = {key: np.asarray(array, np.float64) for key, array in weights.items()}
     source = x if memory is None else memory
 
     def project(data: np.ndarray, name: str, heads: int) -> np.ndarray:
-        flat = np.asarray(data, np.float64) @ double[f"{name}.weight"].T + double.get(f"{name}.bias", 0.0)
+        flat = linear(data, name)
         return flat.reshape(*data.shape[:2], heads, spec.head_dim).transpose(0, 2, 1, 3)
+
+    def linear(data: np.ndarray, name: str) -> np.ndarray:
+        weight, bias = (np.asarray(weights.get(f"{name}.{part}", 0.0), np.float64) for part in ("weight", "bias"))
+        return np.asarray(data, np.float64) @ weight.T + bias
 
     q = project(x, "q_proj", spec.num_heads)
     k, v = project(source, "k_proj", spec.num_kv_heads), project(source, "v_proj", spec.num_kv_heads)
+    out, present, peak = reference_attention(spec, weights, q, k, v, mask, past, rows=rows)
+    merged = out.transpose(0, 2, 1, 3).reshape(len(x), out.shape[2], -1)
+    return linear(merged, "out_proj"), present, peak
+
+
+def reference_attention(
+    spec: BlockSpec,
+    tables: Mapping[str, np.ndarray],
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None = None,
+    past: tuple[np.ndarray, np.ndarray] | None = None,
+    *,
+    rows: np.ndarray | None = None,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float]:
+    """Return :func:`reference_block`'s results without projections: the heads' outputs ``(batch, H, rows, D)``."""
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    double = {key: np.asarray(array, np.float64) for key, array in tables.items() if key.startswith("rel_")}
     offset = 0
     if past is not None:
         offset = past[0].shape[2]
@@ -53,16 +75,19 @@ def reference_block(
         found, present = _rows(spec, distance[_seen(spec, distance, i + offset)], distance[seen])
         if not seen.any():
             continue
-        table = _head(double["rel_k"], h)[found] * present
-        logits = (keys[seen] + table) @ q[b, h, i] / math.sqrt(spec.head_dim)
+        if spec.rel_keys:
+            keys = keys.copy()
+            keys[seen] += _head(double["rel_k"], h, 2)[found] * present
+        logits = keys[seen] @ q[b, h, i] / math.sqrt(spec.head_dim)
+        if spec.rel_bias:
+            logits += _head(double["rel_bias"], h, 1)[found] * present[:, 0]
         peak = max(peak, float(np.abs(logits).max()))
         share = np.exp(logits - logits.max())
         share /= share.sum()
         out[b, h, place] = share @ values[seen]
         if spec.rel_values:
-            out[b, h, place] += share @ (_head(double["rel_v"], h)[found] * present)
-    merged = out.transpose(0, 2, 1, 3).reshape(len(x), len(chosen), -1)
-    return merged @ double["out_proj.weight"].T + double.get("out_proj.bias", 0.0), (k, v), peak
+            out[b, h, place] += share @ (_head(double["rel_v"], h, 2)[found] * present)
+    return out, (k, v), peak
 
 
 def _seen(spec: BlockSpec, distance: np.ndarray, position: int) -> np.ndarray:
@@ -89,5 +114,5 @@ def _rows(spec: BlockSpec, visible: np.ndarray, wanted: np.ndarray) -> tuple[np.
     return np.clip(wanted + left, 0, left + right), weight[:, None]
 
 
-def _head(table: np.ndarray, head: int) -> Any:
-    return table if table.ndim == 2 else table[head]
+def _head(table: np.ndarray, head: int, shared: int) -> Any:
+    return table if table.ndim == shared else table[head]

@@ -18,7 +18,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """Queries, keys and values after their projections, ``(batch, length, heads * head_dim)``."""
+    """Queries, keys and values: projected, ``(batch, length, heads * D)``, or heads, ``(batch, heads, length, D)``."""
 
     q: Value
     k: Value
@@ -29,7 +29,12 @@ Present = tuple[Value, Value]
 
 
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
-    """Return ``(batch, length, heads * D)`` as ``(batch, heads, length, D)``, or ``(batch, heads, D, length)``."""
+    """Return heads ``(batch, heads, length, D)``, or ``(batch, heads, D, length)``."""
+    if len(x.shape) == 4:
+        batch, _, length, _ = x.shape
+        if not transposed:
+            return x
+        return g.compute("Transpose", [x], f"{name}/heads", (batch, heads, head_dim, length), perm=[0, 1, 3, 2])
     batch, length = x.shape[:2]
     split = g.constant([0, 0, heads, head_dim])
     whole = g.compute("Reshape", [x, split], f"{name}/split", (batch, length, heads, head_dim))
@@ -38,12 +43,23 @@ def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, t
     return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, length, head_dim), perm=[0, 2, 1, 3])
 
 
-def relative_bias(g: Emitter, plan: Plan, queries: Value, window: Window, lengths: Lengths) -> Value:
-    """Return the relative logits of ``queries (batch, H, queries, D)`` by key."""
-    logits = g.compute("MatMul", [queries, window.columns()], "relative/logits", (*queries.shape[:3], window.symbol))
+def relative_logits(g: Emitter, plan: Plan, queries: Value, window: Window, lengths: Lengths) -> Value:
+    """Return what depends on the relative position, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
+
+    A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
+    """
+    logits, bias = window.product(queries), window.bias()
+    if logits is not None and bias is not None:
+        logits = g.compute("Add", [logits, bias], "relative/biased", logits.shape)
+    elif logits is None:
+        assert bias is not None
+        leading: Shape = (1,) * (4 - len(bias.shape)) + bias.shape[:-2]
+        whole = g.dims("relative/bias_shape", 1, 1, lengths.queries, 1)
+        shape = (*leading, lengths.query_symbol, window.symbol)
+        logits = g.compute("Expand", [bias, whole], "relative/logits", shape)
     if not hides_by_condition(plan):
         logits = window.hide(logits)
-    return skew(g, logits, lengths, one_sided=plan.one_sided)
+    return skew(g, logits, lengths, one_sided=window.one_sided)
 
 
 def weighted_heads(
@@ -57,12 +73,12 @@ def weighted_heads(
     condition: Value | None,
 ) -> Value:
     """Return ``(batch, H, queries, D)`` from heads of queries, keys ``(batch, Hkv, D, keys)`` and values."""
-    bias = relative_bias(g, plan, queries, window, lengths)
-    weights = _weights(g, plan, queries, keys, bias, condition)
-    heads = _grouped_product(g, plan, weights, values, "attention/values", (*weights.shape[:3], plan.spec.head_dim))
+    bias = relative_logits(g, plan, queries, window, lengths)
+    weights = softmax_weights(g, plan, queries, keys, bias, condition)
+    heads = grouped_product(g, plan, weights, values, "attention/values", (*weights.shape[:3], plan.spec.head_dim))
     if not plan.spec.rel_values:
         return heads
-    moved = unskew(g, weights, lengths, one_sided=plan.one_sided, symbol=window.symbol)
+    moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
     relative = g.compute("MatMul", [moved, window.rows()], "relative/values", heads.shape)
     return g.compute("Add", [heads, relative], "attention/add_relative_values", heads.shape)
 
@@ -93,22 +109,23 @@ def keys_and_values(
     return keys, values, present
 
 
-def _weights(g: Emitter, plan: Plan, queries: Value, keys: Value, bias: Value, condition: Value | None) -> Value:
+def softmax_weights(g: Emitter, plan: Plan, queries: Value, keys: Value, bias: Value, condition: Value | None) -> Value:
     """Softmax of content and relative logits, in float32 at least; zeros where no key may be seen."""
-    logits = _grouped_product(g, plan, queries, keys, "attention/content", bias.shape)
-    logits = g.compute("Add", [logits, bias], "attention/logits", bias.shape)
+    shape: Shape = (*queries.shape[:3], bias.shape[3])
+    logits = grouped_product(g, plan, queries, keys, "attention/content", shape)
+    logits = g.compute("Add", [logits, bias], "attention/logits", shape)
     if condition is not None:
         logits = hide(g, plan, logits, condition)
     if g.dtype.itemsize == 2:
-        single = g.compute("Cast", [logits], "attention/to_float32", bias.shape, FLOAT32, to=TensorProto.FLOAT)
-        soft = g.compute("Softmax", [single], "attention/softmax", bias.shape, FLOAT32, axis=-1)
+        single = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=TensorProto.FLOAT)
+        soft = g.compute("Softmax", [single], "attention/softmax", shape, FLOAT32, axis=-1)
         to = TensorProto.FLOAT16 if g.dtype == np.float16 else TensorProto.BFLOAT16
-        weights = g.compute("Cast", [soft], "attention/weights", bias.shape, to=to)
+        weights = g.compute("Cast", [soft], "attention/weights", shape, to=to)
     else:
-        weights = g.compute("Softmax", [logits], "attention/softmax", bias.shape, axis=-1)
+        weights = g.compute("Softmax", [logits], "attention/softmax", shape, axis=-1)
     if plan.dead_rows and condition is not None:
         zero = g.constant(0.0, g.dtype)
-        weights = g.compute("Where", [condition, weights, zero], "attention/dead_rows", bias.shape)
+        weights = g.compute("Where", [condition, weights, zero], "attention/dead_rows", shape)
     return weights
 
 
@@ -117,12 +134,19 @@ def hide(g: Emitter, plan: Plan, logits: Value, condition: Value) -> Value:
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
         # A hidden half-precision logit may have overflowed, so it is replaced, not lowered.
-        return g.compute("Where", [condition, logits, hidden], "attention/mask", logits.shape)
+        return g.compute("Where", [condition, logits, hidden], "attention/mask", _broadcast(logits, condition))
     bias = g.compute("Where", [condition, g.constant(0.0, g.dtype), hidden], "attention/hidden", condition.shape)
-    return g.compute("Add", [logits, bias], "attention/mask", logits.shape)
+    return g.compute("Add", [logits, bias], "attention/mask", _broadcast(logits, condition))
 
 
-def _grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shape: Shape) -> Value:
+def _broadcast(logits: Value, condition: Value) -> Shape:
+    """Return the shape of both together: logits of a bias alone have one batch, and one head if shared."""
+    missing = len(logits.shape) - len(condition.shape)
+    other = (1,) * missing + condition.shape
+    return tuple(two if one == 1 else one for one, two in zip(logits.shape, other, strict=True))
+
+
+def grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shape: Shape) -> Value:
     """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
     spec = plan.spec
     if spec.num_heads == spec.num_kv_heads:
@@ -135,8 +159,14 @@ def _grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shap
     return g.compute("Reshape", [product, g.constant([0, spec.num_heads, -1, 0])], f"{name}/ungroup", shape)
 
 
-def merge_heads(g: Emitter, heads: Value) -> Value:
+def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
+    """Return heads ``(batch, heads, length, D)`` side by side, ``(batch, length, heads * D)``."""
     batch, count, length, head_dim = heads.shape
-    turned = g.compute("Transpose", [heads], "merge/turn", (batch, length, count, head_dim), perm=[0, 2, 1, 3])
+    turned = g.compute("Transpose", [heads], f"{name}/turn", (batch, length, count, head_dim), perm=[0, 2, 1, 3])
     width = int(count) * int(head_dim)
-    return g.compute("Reshape", [turned, g.constant([0, 0, width])], "merge/heads", (batch, length, width))
+    return g.compute("Reshape", [turned, g.constant([0, 0, width])], f"{name}/heads", (batch, length, width))
+
+
+def as_given(g: Emitter, projected: Projected, heads: Value) -> Value:
+    """Return heads side by side if the queries came so."""
+    return heads if len(projected.q.shape) == 4 else merge_heads(g, heads)

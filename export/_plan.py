@@ -30,6 +30,7 @@ PROFILES = {
     "trt": Profile("trt", 23, True, False, False, False, False),
 }
 NEWEST_OPSET = 24
+IN_PLACE_OPSET = 24  # of TensorScatter
 IR_VERSION = 10
 
 
@@ -65,6 +66,9 @@ class Plan:
     right: Side
     local: bool  # blocks folded into the batch; else one dense attention
     chunk_size: int | None  # queries of one turn of a loop; None: all at once
+    projections: bool  # the whole block from x to y, or attention of q, k and v alone
+    in_place: bool  # caches of fixed length, written where each row of the batch ends
+    guarded: bool  # the lengths are checked before the tables are read, so that no window needs to
 
     @property
     def one_sided(self) -> bool:
@@ -80,6 +84,11 @@ class Plan:
     def columns(self) -> int:
         """Number of stored columns."""
         return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
+
+    @property
+    def stored_columns(self) -> int:
+        """Number of stored columns, of blocks too."""
+        return 2 * (self.spec.block_size or 0) + 1 if self.local else self.columns
 
     @property
     def kept_rows(self) -> tuple[int, int]:
@@ -99,15 +108,10 @@ class Plan:
         return int(self.right.past_edge in ("zero", "hidden"))
 
     @property
-    def guarded(self) -> bool:
-        """Whether the lengths are checked before the tables are read, so that no window needs to."""
-        return self.chunk_size is not None
-
-    @property
     def gathers(self) -> bool:
         """Whether the tables' windows are gathered: stored by position then, and clamped past soft edges."""
         limited = self.left.past_edge == "limited" and (self.one_sided or self.right.past_edge == "limited")
-        return not self.local and not (self.profile.slice_window and limited)
+        return self.in_place or (not self.local and not (self.profile.slice_window and limited))
 
     @property
     def dead_rows(self) -> bool:
@@ -128,7 +132,9 @@ class Plan:
     @property
     def causal_attribute(self) -> bool:
         """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
-        return self.fused and self.profile.causal_attribute and self.one_sided and not self.local
+        # With a cache of fixed length the operator would not know where the queries stand.
+        square = self.one_sided and not self.local and not self.in_place
+        return self.fused and self.profile.causal_attribute and square
 
     @property
     def masked_value(self) -> float:
@@ -148,17 +154,25 @@ def make_plan(
     past: Any = False,
     mask: Any = False,
     chunk_size: Any = None,
+    projections: Any = True,
+    in_place: Any = False,
 ) -> Plan:
     """Check the arguments of an export and decide on its form."""
     check_spec(spec)
     check_choice("profile", profile, tuple(PROFILES))
     form = PROFILES[profile]
-    chosen = form.opset if opset is None else check_int("opset", opset)
-    if not form.opset <= chosen <= NEWEST_OPSET:
-        raise ValueError(f"`opset` must be {form.opset} … {NEWEST_OPSET} for profile={profile!r}, got {chosen}")
+    oldest = form.opset
+    if check_bool("in_place", in_place):
+        _check_in_place(profile, past, chunk_size)
+        oldest = IN_PLACE_OPSET
+    chosen = oldest if opset is None else check_int("opset", opset)
+    if not oldest <= chosen <= NEWEST_OPSET:
+        wanted = f"profile={profile!r}" + (", in_place=True" if in_place else "")
+        raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET} for {wanted}, got {chosen}")
     if max_length is not None:
         max_length = check_int("max_length", max_length, minimum=1)
     check_bool("mask", mask)
+    check_bool("projections", projections)
     if check_bool("past", past):
         _check_past(spec)
     if chunk_size is not None:
@@ -175,13 +189,38 @@ def make_plan(
     # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
     # then local attention is causal attention. A mask is as large as a dense attention anyway.
     local = spec.block_size is not None and left.past_edge != "limited" and not mask
-    return Plan(spec, form, chosen, dtype, max_length, past, mask, left, right, local, chunk_size)
+    guarded = chunk_size is not None or in_place
+    return Plan(
+        spec,
+        form,
+        chosen,
+        dtype,
+        max_length,
+        past,
+        mask,
+        left,
+        right,
+        local,
+        chunk_size,
+        projections,
+        in_place,
+        guarded,
+    )
 
 
 def check_spec(spec: Any) -> None:
     """Refuse what is not a BlockSpec."""
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+
+
+def _check_in_place(profile: Any, past: Any, chunk_size: Any) -> None:
+    if past is not True:
+        raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
+    if profile != "ort":
+        raise ValueError(f"`in_place=True` requires `profile='ort'`: it is made of TensorScatter, got {profile!r}")
+    if chunk_size is not None:
+        raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
 
 
 def _check_past(spec: BlockSpec) -> None:

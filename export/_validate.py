@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnx
 from relskew_core._spec import BlockSpec
 from relskew_core.export._cases import Case, make_cases, make_inputs
 from relskew_core.export._inspect import Subject, inspect_model
-from relskew_core.export._oracle import reference_block
+from relskew_core.export._oracle import reference_attention, reference_block
 from relskew_core.export._plan import Plan
 from relskew_core.export._report import Check, Report
 from relskew_core.export._runtimes import Feeds, Provider, Runner, UnavailableError, opener, provider_name
@@ -136,7 +137,7 @@ class _Asked:
         try:
             results = self._runner.run(feeds)
         except Exception as error:
-            name = "y" if case.fits else "too long fails"
+            name = self._subject.outputs[0] if case.fits else "too long fails"
             self._add(name, str(case), not case.fits, detail=_reason(error) if case.fits else "raised")
             return
         if not case.fits:
@@ -147,10 +148,10 @@ class _Asked:
         expected, peak = expected_outputs(self._subject, feeds, rows)
         gate = self._gate * max(1.0, peak / _ORDINARY_LOGIT)
         for name, result, wanted in zip(self._subject.outputs, results, expected, strict=True):
-            compared = np.asarray(result)
-            if name == "y" and compared.ndim == 3 and compared.shape[1] == case.queries:
-                compared = compared[:, rows]
-            self._compare(name, str(case), compared, wanted, gate if name == "y" else self._gate)
+            compared, main = np.asarray(result), name == self._subject.outputs[0]
+            if main and compared.ndim == wanted.ndim and compared.shape[-2] == case.queries:
+                compared = compared[..., rows, :]
+            self._compare(name, str(case), compared, wanted, gate if main else self._gate)
         if self._runner.unoptimised is not None:
             self._optimiser(case, feeds, results, gate)
 
@@ -166,7 +167,8 @@ class _Asked:
 
     def decoding(self, length: int) -> None:
         """Ask whether an input in pieces, each with the presents of the one before, gives what the whole gives."""
-        plan, case = self._subject.plan, Case(2, length, length, 0, True)
+        plan = self._subject.plan
+        case = Case(2, length, length, 0, True, length + 1 if plan.in_place else None)
         feeds = make_inputs(plan, case, seed=0)
         label = f"{case}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
@@ -174,17 +176,20 @@ class _Asked:
         _, peak = expected_outputs(self._subject, feeds, _sample(case.queries, 0))
         gate = self._gate * max(1.0, peak / _ORDINARY_LOGIT)
         try:
-            whole = self._runner.run({**feeds, **_whole_mask(plan, case.queries, case.queries)})
+            whole = self._runner.run({**feeds, **_whole_mask(plan, case.queries, case.cache or case.queries)})
             while start < case.queries:
                 end = min(start + size, case.queries)
-                piece = {"x": feeds["x"][:, start:end], **_whole_mask(plan, end - start, end)}
+                piece: dict[str, np.ndarray] = _whole_mask(plan, end - start, case.cache or end)
+                if plan.in_place:
+                    piece["past_lengths"] = np.full(case.batch, start)
+                piece |= {name: feeds[name][..., start:end, :] for name in ("x", "q", "k", "v") if name in feeds}
                 y, keys, values = self._runner.run({**piece, "past_key": keys, "past_value": values})
                 pieces.append(np.asarray(y))
                 start, size = end, size % 5 + 1
         except Exception as error:
             self._add("decoding", label, False, detail=_reason(error))
             return
-        for result, wanted in zip((np.concatenate(pieces, axis=1), keys, values), whole, strict=True):
+        for result, wanted in zip((np.concatenate(pieces, axis=-2), keys, values), whole, strict=True):
             self._compare("decoding", label, np.asarray(result), np.asarray(wanted, np.float64), gate)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, gate: float) -> None:
@@ -213,11 +218,36 @@ class _Asked:
 
 def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
     """Return the outputs by definition, ``y`` of some queries and the presents, and the largest logit's size."""
+    if subject.plan.in_place:
+        return _expected_by_row(subject, feeds, rows)
     past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None
-    y, present, peak = reference_block(
-        subject.plan.spec, subject.weights, feeds["x"], feeds.get("memory"), feeds.get("mask"), past, rows=rows
-    )
+    spec, mask = subject.plan.spec, feeds.get("mask")
+    if subject.plan.projections:
+        x, memory = feeds["x"], feeds.get("memory")
+        y, present, peak = reference_block(spec, subject.weights, x, memory, mask, past, rows=rows)
+    else:
+        q, k, v = feeds["q"], feeds["k"], feeds["v"]
+        y, present, peak = reference_attention(spec, subject.weights, q, k, v, mask, past, rows=rows)
     return ([y] if past is None else [y, *present]), peak
+
+
+def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """Work out every row of the batch alone, with the part of its cache that counts; the rest of it stays."""
+    appending = replace(subject, plan=replace(subject.plan, in_place=False))
+    caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
+    queries = feeds["x" if subject.plan.projections else "q"].shape[-2]
+    found, peak = [], 0.0
+    for row, past in enumerate(feeds["past_lengths"]):
+        alone = {name: array[row : row + 1] for name, array in feeds.items() if name != "past_lengths"}
+        alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
+        if "mask" in feeds:
+            alone["mask"] = feeds["mask"][row % len(feeds["mask"])][None, ..., : past + queries]
+        (y, *present), logit = expected_outputs(appending, alone, rows)
+        found.append(y)
+        peak = max(peak, logit)
+        for cache, filled in zip(caches, present, strict=True):
+            cache[row, :, : filled.shape[2]] = filled[0]
+    return [np.concatenate(found), *caches], peak
 
 
 def _sample(queries: int, seed: int) -> np.ndarray:

@@ -9,7 +9,9 @@ from relskew_core.export._window import Lengths
 
 def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Value | None:
     """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
-    symbols = (lengths.query_symbol, lengths.key_symbol)
+    symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
+    if plan.in_place:  # every row of the batch stands somewhere else
+        symbols = (lengths.row_symbol, 1, *symbols)
     conditions: list[Value] = []
     positions = _Positions(g, plan, lengths)
 
@@ -38,7 +40,7 @@ def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Val
         return None
     whole = conditions[0]
     for index, condition in enumerate(conditions[1:]):
-        shape = (*condition.shape[:-2], *symbols)
+        shape = (*condition.shape[:-2], *symbols[-2:])
         whole = g.compute("And", [whole, condition], f"visible/and_{index}", shape, BOOL)
     return whole
 
@@ -67,6 +69,8 @@ class _Positions:
         if self._queries is None:
             g, lengths = self._g, self._lengths
             symbol = lengths.query_symbol
+            if self._plan.in_place:
+                return self._of_rows()
             if lengths.past == 0 and lengths.queries == lengths.keys:
                 flat = self.keys
             elif self._plan.one_sided:
@@ -76,6 +80,17 @@ class _Positions:
                 flat = self._range("query", lengths.past, lengths.queries, symbol)
             shape: Shape = (symbol, 1)
             self._queries = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", shape)
+        return self._queries
+
+    def _of_rows(self) -> Value:
+        """Positions of the queries of every row of the batch, ``(batch, 1, queries, 1)``."""
+        g, lengths = self._g, self._lengths
+        flat = self._range("query", 0, lengths.queries, lengths.query_symbol)
+        column = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", (lengths.query_symbol, 1))
+        axes = g.constant([1, 2, 3])
+        past = g.index("Unsqueeze", [g.dim(lengths.past), axes], "visible/past_rows", (lengths.row_symbol, 1, 1, 1))
+        shape: Shape = (lengths.row_symbol, 1, lengths.query_symbol, 1)
+        self._queries = g.index("Add", [column, past], "visible/query_positions_by_row", shape)
         return self._queries
 
     def _range(self, name: str, first: Dim, length: Dim, symbol: int | str) -> Value:

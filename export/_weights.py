@@ -23,10 +23,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 TENSOR_LIMIT = 2**31 - 2**16
 
 
-def read_weights(spec: BlockSpec, weights: Any) -> dict[str, np.ndarray]:
+def read_weights(spec: BlockSpec, weights: Any, *, projections: bool = True) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
-    spec.check_weights(weights)
-    return {key: _to_numpy(key, weights[key]) for key in spec.weight_shapes()}
+    spec.check_weights(weights, projections=projections)
+    return {key: _to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
 
 
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
@@ -80,8 +80,10 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
             columns, order = _columns(plan, array), "(position, head_dim)"
             if key == "rel_k" and not plan.gathers:
                 columns, order = np.swapaxes(columns, -1, -2), "(head_dim, position)"
-            zero = 2 * (plan.spec.block_size or 0) if plan.local else plan.lead
-            layout[key] = (columns, f"{order}; relative position 0 is at {zero}")
+            layout[key] = (columns, f"{order}; relative position 0 is at {_zero(plan)}")
+        elif key == "rel_bias":
+            columns = _columns(plan, np.atleast_2d(array)[..., None])[..., 0]
+            layout[key] = (columns, f"(head, position); relative position 0 is at {_zero(plan)}")
         elif key.startswith("q_proj"):
             scaled = (array.astype(np.float64) * plan.spec.head_dim**-0.5).astype(plan.dtype)
             layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")
@@ -94,6 +96,10 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
                 f"got {array.nbytes / 2**30:.2f} GiB of {array.dtype.name}"
             )
     return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
+
+
+def _zero(plan: Plan) -> int:
+    return 2 * (plan.spec.block_size or 0) if plan.local else plan.lead
 
 
 def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:

@@ -12,21 +12,29 @@ from relskew_core.export._plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of one attention: ``queries``, ``keys`` (the past included) and ``past``, and the keys' symbol."""
+    """Lengths of one attention: ``queries``, ``keys`` (the past included) and ``past``, and the symbols of two.
+
+    With a cache of fixed length ``keys`` is its length, and ``past`` has one length for each row of the batch.
+    """
 
     queries: Dim
     keys: Dim
     past: Dim
     query_symbol: int | str
     key_symbol: int | str
+    row_symbol: str = "batch"
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The stored tables: ``rel_k (…, head_dim, position)``, or ``(…, position, head_dim)`` to gather; ``rel_v`` so."""
+    """The stored tables: ``rel_k (…, head_dim, position)``, or ``(…, position, head_dim)`` to gather; ``rel_v`` so.
 
-    rel_k: Value
+    ``rel_bias`` is ``(H, position)``, or ``(1, position)`` for all heads.
+    """
+
+    rel_k: Value | None
     rel_v: Value | None
+    rel_bias: Value | None
 
 
 class Window:
@@ -41,6 +49,7 @@ class Window:
         self._g, self._plan, self._tables = g, plan, tables
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
+        self.one_sided = plan.one_sided
         self.symbol: int | str = "window"
         if plan.local:
             self.symbol = 2 * (plan.spec.block_size or 0) + 1
@@ -55,16 +64,20 @@ class Window:
                 end = g.plus(after, plan.lead, "window/end")
             self._bounds = g.dim(start), g.dim(end)
 
-    def columns(self) -> Value:
-        """Return the window of ``rel_k``, ``(…, head_dim, window)``."""
+    def product(self, queries: Value) -> Value | None:
+        """Return heads of queries times the window of ``rel_k``, ``(batch, H, queries, window)``, if it is there."""
         table, g = self._tables.rel_k, self._g
+        if table is None:
+            return None
         if self._index is None:
-            return self._cut(table, len(table.shape) - 1, "rel_k")
-        rows = self._cut(table, len(table.shape) - 2, "rel_k")
-        rank = len(rows.shape)
-        shape = (*rows.shape[:-2], rows.shape[-1], rows.shape[-2])
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        return g.compute("Transpose", [rows], "window/rel_k_columns", shape, perm=perm)
+            columns = self._cut(table, len(table.shape) - 1, "rel_k")
+        else:
+            rows = self._cut(table, len(table.shape) - 2, "rel_k")
+            rank = len(rows.shape)
+            turned = (*rows.shape[:-2], rows.shape[-1], rows.shape[-2])
+            perm = [*range(rank - 2), rank - 1, rank - 2]
+            columns = g.compute("Transpose", [rows], "window/rel_k_columns", turned, perm=perm)
+        return g.compute("MatMul", [queries, columns], "relative/logits", (*queries.shape[:3], self.symbol))
 
     def rows(self) -> Value:
         """Return the window of ``rel_v``, ``(…, window, head_dim)``."""
@@ -73,7 +86,21 @@ class Window:
             raise ValueError("a block without `rel_values` has no table for them")
         return self._cut(table, len(table.shape) - 2, "rel_v")
 
+    def bias(self) -> Value | None:
+        """Return the window of ``rel_bias``, ``(heads or 1, 1, window)``; zeros where no table makes logits."""
+        table, g = self._bias_table(), self._g
+        if table is None:
+            return None
+        cut = self._cut(table, 1, "rel_bias")
+        return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", (table.shape[0], 1, self.symbol))
+
+    def _bias_table(self) -> Value | None:
+        if self._tables.rel_bias is not None or self._tables.rel_k is not None:
+            return self._tables.rel_bias
+        return self._g.constant(np.zeros((1, self._plan.stored_columns)), self._g.dtype)
+
     def _cut(self, table: Value, axis: int, name: str) -> Value:
+        """Return the window of a table whose positions are on ``axis``."""
         g, shape = self._g, list(table.shape)
         shape[axis] = self.symbol
         if self._bounds is not None:
@@ -85,19 +112,24 @@ class Window:
 
     def hide(self, logits: Value) -> Value:
         """Add what hides columns of relative logits that no query may see, if there are any."""
-        plan, g = self._plan, self._g
+        g = self._g
         if self._index is None:
             return logits
+        stored = self._hiding()
+        if stored is None:
+            return logits
+        bias = g.compute("Gather", [stored, self._index], "window/hidden", (self.symbol,), axis=0)
+        return g.compute("Add", [logits, bias], "relative/hide", logits.shape)
+
+    def _hiding(self) -> Value | None:
+        """Return what must be added to the logits of every stored column, if to any."""
+        plan = self._plan
         hidden = np.zeros(plan.columns)
         if plan.left.past_edge == "hidden":
             hidden[0] = plan.masked_value
         if plan.right.past_edge == "hidden" and not plan.one_sided:
             hidden[-1] = plan.masked_value
-        if not hidden.any():
-            return logits
-        stored = g.constant(hidden, g.dtype)
-        bias = g.compute("Gather", [stored, self._index], "window/hidden", (self.symbol,), axis=0)
-        return g.compute("Add", [logits, bias], "relative/hide", logits.shape)
+        return self._g.constant(hidden, self._g.dtype) if hidden.any() else None
 
 
 def _one_sided_index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:

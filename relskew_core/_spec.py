@@ -40,7 +40,12 @@ class BlockSpec:
     shared_table : bool, default False
         One table ``(R, D)`` for all heads instead of ``(H, R, D)``.
     rel_values : bool, default False
-        A second table adds relative positions to the values (Shaw et al. 2018, equation 3).
+        A table ``rel_v`` adds relative positions to the values (Shaw et al. 2018, equation 3).
+    rel_keys : bool, default True
+        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4).
+    rel_bias : bool, default False
+        A table ``rel_bias`` of one number for each head and relative position is added to the logits, as T5's and
+        ALiBi's biases are.
     bias : bool, default True
         The projections have biases.
 
@@ -70,6 +75,8 @@ class BlockSpec:
     block_size: int | None = None
     shared_table: bool = False
     rel_values: bool = False
+    rel_keys: bool = True
+    rel_bias: bool = False
     bias: bool = True
 
     def __post_init__(self) -> None:
@@ -80,7 +87,7 @@ class BlockSpec:
             put(name, check_int(name, getattr(self, name), minimum=1))
         if not isinstance(self.span, Span):
             raise TypeError(f"`span` must be a Span, got {describe(self.span)}")
-        for name in ("causal", "cross", "shared_table", "rel_values", "bias"):
+        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "bias"):
             check_bool(name, getattr(self, name))
         put("window", check_window("window", self.window))
         if self.num_kv_heads is None:
@@ -104,6 +111,8 @@ class BlockSpec:
                 raise ValueError(f"`block_size` requires `causal=True`, got block_size={self.block_size}, causal=False")
             if self.cross:
                 raise ValueError(f"`block_size` excludes `cross`, got block_size={self.block_size}, cross=True")
+        if not (self.rel_keys or self.rel_values or self.rel_bias):
+            raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
 
     @property
     def table_shape(self) -> tuple[int, ...]:
@@ -111,8 +120,8 @@ class BlockSpec:
         rows = (self.span.rows, self.head_dim)
         return rows if self.shared_table else (self.num_heads, *rows)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight by its key, in the naming of torch modules."""
+    def weight_shapes(self, *, projections: bool = True) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by its key, in the naming of torch modules; of the tables alone if asked for."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {
             "q_proj": (width, self.embed_dim),
@@ -121,20 +130,23 @@ class BlockSpec:
             "out_proj": (self.embed_dim, width),
         }
         shapes: dict[str, tuple[int, ...]] = {}
-        for name in PROJECTIONS:
+        for name in PROJECTIONS if projections else ():
             shapes[f"{name}.weight"] = sizes[name]
             if self.bias:
                 shapes[f"{name}.bias"] = sizes[name][:1]
-        shapes["rel_k"] = self.table_shape
+        if self.rel_keys:
+            shapes["rel_k"] = self.table_shape
         if self.rel_values:
             shapes["rel_v"] = self.table_shape
+        if self.rel_bias:
+            shapes["rel_bias"] = self.table_shape[:-1]
         return shapes
 
-    def check_weights(self, weights: Any) -> None:
+    def check_weights(self, weights: Any, *, projections: bool = True) -> None:
         """Refuse a mapping whose keys or shapes are not those of :meth:`weight_shapes`; the message names the key."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"`weights` must be a mapping from names to arrays, got {describe(weights)}")
-        shapes = self.weight_shapes()
+        shapes = self.weight_shapes(projections=projections)
         missing = [key for key in shapes if key not in weights]
         extra = [str(key) for key in weights if key not in shapes]
         if missing or extra:

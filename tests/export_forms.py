@@ -70,15 +70,62 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
         {},
     ),
     "blocks, mask": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"mask": True}),
+    "bias alone": (BlockSpec(8, 2, FULL, rel_keys=False, rel_bias=True), {}),
+    "bias alone, shared, mask": (
+        BlockSpec(8, 2, FULL, rel_keys=False, rel_bias=True, shared_table=True),
+        {"mask": True},
+    ),
+    "bias alone, clip, causal": (BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True), {}),
+    "bias alone, cache": (BlockSpec(8, 2, CAUSAL, causal=True, rel_keys=False, rel_bias=True), {"past": True}),
+    "bias, full, grouped": (BlockSpec(8, 4, FULL, num_kv_heads=2, rel_bias=True), {}),
+    "bias, clip, cross, values": (
+        BlockSpec(8, 2, Span(2, 1, "clip"), cross=True, rel_values=True, rel_bias=True, shared_table=True),
+        {},
+    ),
+    "bias, zero, window": (BlockSpec(8, 2, Span(2, 1, "zero"), window=(3, 2), rel_bias=True), {}),
+    "bias, blocks": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, rel_bias=True), {}),
+    "bias alone, blocks": (
+        BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_keys=False, rel_bias=True),
+        {},
+    ),
+    "values alone, window": (BlockSpec(8, 2, Span(3, 3), window=(3, 1), rel_keys=False, rel_values=True), {}),
 }
+CORE = {
+    f"core: {name}": (FORMS[name][0], {**FORMS[name][1], "projections": False})
+    for name in (
+        "full", "full, mask", "full, grouped", "full, values, one key head", "clip, values", "window, mask", "causal",
+        "causal, window", "cache, grouped, no bias", "cache, zero, values, mask", "cross", "cross, window, mask",
+        "blocks", "blocks, clip, values", "bias alone", "bias, full, grouped",
+    )
+}  # fmt: skip
+FORMS |= CORE
+IN_PLACE: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
+    f"in place: {name}": (FORMS[name][0], {**FORMS[name][1], "in_place": True})
+    for name in (
+        "cache", "cache, grouped, no bias", "cache, mask", "cache, window, mask", "cache, clip",
+        "cache, window, wider clip", "cache, zero, values, mask", "bias alone, cache", "core: cache, grouped, no bias",
+    )
+}  # fmt: skip
+IN_PLACE["in place: shared table, values, bias"] = (
+    BlockSpec(8, 2, CAUSAL, causal=True, shared_table=True, rel_values=True, rel_bias=True),
+    {"past": True, "in_place": True},
+)
 PROFILES = ("ort", "portable", "trt")
 
 
-def random_weights(spec: BlockSpec, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray[Any, Any]]:
+def random_weights(
+    spec: BlockSpec, seed: int = 0, dtype: Any = np.float32, *, projections: bool = True
+) -> dict[str, np.ndarray[Any, Any]]:
     """Draw weights whose biases are not zero, so that each of them shows."""
     rng = np.random.default_rng(seed)
-    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0}
+    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0, "rel_bias": 1.0}
     return {
         key: (sizes[key.split(".")[-1]] * rng.standard_normal(shape)).astype(dtype)
-        for key, shape in spec.weight_shapes().items()
+        for key, shape in spec.weight_shapes(projections=projections).items()
     }
+
+
+def made(form: str) -> tuple[BlockSpec, dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """Return a form's spec, its options of the export, and weights for it."""
+    spec, options = (FORMS | IN_PLACE)[form]
+    return spec, options, random_weights(spec, projections=options.get("projections", True))

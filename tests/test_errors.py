@@ -94,6 +94,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("block_size", 2),
             Bad("shared_table", 1),
             Bad("rel_values", "no"),
+            Bad("rel_keys", 0, False),
+            Bad("rel_bias", None, 1),
             Bad("bias", None),
         ],
     ),

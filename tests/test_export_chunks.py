@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from export_forms import FORMS, random_weights
+from export_forms import FORMS, made, random_weights
 from relskew_core import BlockSpec, Span
+from relskew_core.cli._measure import resident_peak
 from relskew_core.export import to_onnx, validate
 
 LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]
@@ -19,8 +19,7 @@ LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]
 
 @pytest.mark.parametrize("form", LOOPED)
 def test_chunks_in_onnxruntime(form: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     profile, size = (("ort", 3), ("portable", 4))[LOOPED.index(form) % 2]
     model = to_onnx(spec, weights, profile=profile, chunk_size=size, **options)
     onnx.checker.check_model(model, full_check=True)
@@ -31,8 +30,7 @@ def test_chunks_in_onnxruntime(form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "causal", "cache, mask", "cross, window, mask", "clip, values"])
 @pytest.mark.parametrize("size", [1, 64])
 def test_one_query_and_all_at_once(form: str, size: int) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     model = to_onnx(spec, weights, chunk_size=size, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 2, 5, 9])
     assert report.ok, report.table()
@@ -40,8 +38,7 @@ def test_one_query_and_all_at_once(form: str, size: int) -> None:
 
 @pytest.mark.parametrize("form", ["full", "cache, mask", "cross, window, mask"])
 def test_chunks_in_other_runtimes(form: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile="portable", chunk_size=3, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 3, 8], runtimes=["reference", "openvino"])
     assert report.ok, report.table()
@@ -55,10 +52,7 @@ def peak(chunk_size: int | None, answer: Any) -> None:
     model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal((1, 4096, 16)).astype(np.float32)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (y,) = list[Any](session.run(None, {"x": x}))
-    assert np.isfinite(y).all()
-    answer.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    answer.put(resident_peak(lambda: session.run(None, {"x": x})))
 
 
 def measured(chunk_size: int | None) -> int:
@@ -66,8 +60,10 @@ def measured(chunk_size: int | None) -> int:
     answer = context.Queue()
     process = context.Process(target=peak, args=(chunk_size, answer))
     process.start()
-    grown: int = answer.get(timeout=300)
+    grown: int | None = answer.get(timeout=300)
     process.join()
+    if grown is None:
+        pytest.skip("only Linux tells the peak of one call")
     return grown
 
 

@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from export_forms import FORMS, PROFILES, random_weights
-from relskew_core import BlockSpec, attention_block
+from export_forms import FORMS, PROFILES, made, random_weights
+from relskew_core import BlockSpec, attention_block, relative_attention
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._cases import make_cases, make_inputs
 from relskew_core.export._oracle import reference_block
@@ -28,8 +28,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 @form
 @pytest.mark.parametrize("profile", PROFILES)
 def test_onnxruntime(form: str, profile: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     batches = (1, 2, 3) if profile == "ort" else (2,)
     report = validate(to_onnx(spec, weights, profile=profile, **options), spec, weights, batches=batches)
     assert report.ok, report.table()
@@ -38,8 +37,7 @@ def test_onnxruntime(form: str, profile: str) -> None:
 
 @form
 def test_portable_runtimes(form: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile="portable", **options)
     report = validate(model, spec, weights, runtimes=["reference", "openvino"], batches=(2,))
     assert report.ok, report.table()
@@ -48,8 +46,7 @@ def test_portable_runtimes(form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "full, mask", "cache, mask", "cross, window", "clip, values", "blocks"])
 @pytest.mark.parametrize("profile", ["ort", "trt"])
 def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, **options)
     report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
     assert report.ok, report.table()
@@ -59,8 +56,7 @@ def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> N
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     report = validate(to_onnx(spec, weights, profile=profile, dtype=dtype, **options), spec, weights, batches=(2,))
     assert report.ok, report.table()
 
@@ -68,18 +64,28 @@ def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
 @pytest.mark.parametrize("form", ["full", "cache, mask", "clip, values", "blocks"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_bfloat16_in_the_reference_evaluator(form: str, profile: str) -> None:
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, dtype="bfloat16", **options)
     report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
     assert report.ok, report.table()
 
 
+def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past: tuple[Any, Any] | None) -> Any:
+    """The bare core by the library."""
+    k, v, offset = feeds["k"], feeds["v"], 0
+    if past is not None:
+        k, v, offset = *(np.concatenate(both, axis=2) for both in zip(past, (k, v), strict=True)), past[0].shape[2]
+    out = relative_attention(
+        feeds["q"], k, v, tables.get("rel_k"), spec.span, rel_v=tables.get("rel_v"), rel_bias=tables.get("rel_bias"),
+        causal=spec.causal, window=spec.window, block_size=spec.block_size, mask=feeds.get("mask"), offset=offset,
+    )  # fmt: skip
+    return out if past is None else (out, (k, v))
+
+
 @form
 def test_graph_equals_the_block(form: str) -> None:
     """The oracle shares no code with the library, so the library is compared too."""
-    spec, options = FORMS[form]
-    weights = random_weights(spec)
+    spec, options, weights = made(form)
     run = session(to_onnx(spec, weights, **options)).run
     plan = make_plan(spec, np.dtype(np.float32), **options)
     cases = [case for case in make_cases(plan, None, (2,)) if case.fits]
@@ -87,9 +93,12 @@ def test_graph_equals_the_block(form: str) -> None:
     for seed, case in enumerate(cases):
         feeds = make_inputs(plan, case, seed)
         past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
-        expected = attention_block(
-            feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past
-        )
+        if plan.projections:
+            expected = attention_block(
+                feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past
+            )
+        else:
+            expected = attend(spec, weights, feeds, past)
         flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)
         for result, wanted in zip(list[Any](run(None, feeds)), flat, strict=True):
             np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
@@ -122,8 +131,8 @@ def test_oracle_is_the_definition() -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_symbols_tell_the_truth(form: str, profile: str) -> None:
     """Runtimes share buffers between tensors of equal symbolic shapes: equal symbols must be equal lengths."""
-    spec, options = FORMS[form]
-    model = to_onnx(spec, random_weights(spec), profile=profile, dtype="float32", **options)
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile=profile, dtype="float32", **options)
     del model.graph.output[1:]
     model.graph.output.extend(info for info in model.graph.value_info)
     written = {info.name: info.type.tensor_type for info in model.graph.output}

@@ -15,7 +15,7 @@ import pytest
 from onnx import numpy_helper
 
 import relskew_core
-from export_forms import FORMS, PROFILES, random_weights
+from export_forms import FORMS, PROFILES, made, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core._span import Beyond
 from relskew_core.export import to_onnx, validate
@@ -33,8 +33,8 @@ def shapes(values: Any) -> dict[str, tuple[int | str, ...]]:
 
 
 def export(form: str, **options: Any) -> onnx.ModelProto:
-    spec, own = FORMS[form]
-    return to_onnx(spec, random_weights(spec), **{**own, **options})
+    spec, own, weights = made(form)
+    return to_onnx(spec, weights, **{**own, **options})
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -55,6 +55,27 @@ def test_interface(profile: str) -> None:
     assert shapes(cross.graph.output) == {"y": ("batch", "query_length", 8)}
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_interface_without_projections(profile: str) -> None:
+    model = export("core: cache, grouped, no bias", profile=profile)
+    assert shapes(model.graph.input) == {
+        "q": ("batch", 4, "query_length", 2),
+        "k": ("batch", 2, "query_length", 2),
+        "v": ("batch", 2, "query_length", 2),
+        "past_key": ("batch", 2, "past_length", 2),
+        "past_value": ("batch", 2, "past_length", 2),
+    }
+    assert shapes(model.graph.output)["out"] == ("batch", 4, "query_length", 2)
+    assert list(shapes(model.graph.output)) == ["out", "present_key", "present_value"]
+    assert shapes(export("core: cross", profile=profile).graph.input) == {
+        "q": ("batch", 2, "query_length", 4),
+        "k": ("batch", 2, "key_length", 4),
+        "v": ("batch", 2, "key_length", 4),
+    }
+    with pytest.raises(ValueError, match=r"`weights` must have exactly the keys rel_k; extra q_proj\.weight"):
+        to_onnx(CAUSAL, random_weights(CAUSAL), profile=profile, projections=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_form_of_the_file(form: str, profile: str) -> None:
@@ -70,14 +91,14 @@ def test_form_of_the_file(form: str, profile: str) -> None:
     assert {output for node in model.graph.node for output in node.output if output} == named
     assert all(node.name.startswith(("relskew/compute/", "relskew/shape/")) for node in model.graph.node)
     assert len({node.name for node in model.graph.node}) == len(model.graph.node)
-    keys = list(FORMS[form][0].weight_shapes())
+    keys = list(made(form)[2])
     stored = [tensor.name for tensor in model.graph.initializer]
     assert stored[: len(keys)] == keys
     assert all(name.startswith("relskew/constant/") for name in stored[len(keys) :])
     contents = {(t.data_type, tuple(t.dims), t.raw_data) for t in model.graph.initializer[len(keys) :]}
     assert len(contents) == len(stored) - len(keys)
     causal = [a.i for node in model.graph.node for a in node.attribute if a.name == "is_causal"]
-    square = FORMS[form][0].causal and not FORMS[form][0].cross and not form.startswith("blocks")
+    square = FORMS[form][0].causal and not FORMS[form][0].cross and "blocks" not in form
     if profile == "trt":
         assert not any(causal)
         assert all(sum(map(bool, node.output)) == 1 for node in model.graph.node)

@@ -28,6 +28,8 @@ SPECS = {
     "grouped, wide heads": BlockSpec(8, 4, Span.full(16), num_kv_heads=2, head_dim=3, rel_values=True),
     "local": BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, shared_table=True, bias=False),
     "window": BlockSpec(8, 2, Span(2, 1), window=(2, 1), rel_values=True, shared_table=True),
+    "bias alone": BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True),
+    "bias, shared": BlockSpec(8, 2, Span.clipped(3), rel_bias=True, shared_table=True),
 }
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -64,6 +66,7 @@ def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor |
         heads(source, module.v_proj, spec.num_kv_heads),
         module.rel_k,
         module.rel_v,
+        module.rel_bias,
         span=spec.span,
         causal=spec.causal,
         window=spec.window,
