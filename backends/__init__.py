@@ -15,7 +15,7 @@ from relskew_core._namespace import is_torch
 from relskew_core.backends._parallel import set_numpy_threads
 
 if TYPE_CHECKING:
-    from relskew_core._problem import Problem
+    from relskew_core._problem import Operands, Problem
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 
@@ -37,8 +37,8 @@ def available() -> dict[str, list[str]]:
     }
 
 
-def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None:
-    """Return the library's fast path for a call, or ``None`` for the portable code.
+def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any], Operands] | None:
+    """Return the library's fast path for a call and the arrays as it takes them, or ``None`` for the portable code.
 
     Raises
     ------
@@ -57,8 +57,8 @@ def native(function: str, call: Problem, impl: str) -> Callable[..., Any] | None
         module = _module(library)
         reason = module.refusal(function, call)
         if reason is None:
-            kernel: Callable[..., Any] = getattr(module, function)
-            return kernel
+            takes_half = library == "torch" and module.takes_half(call)
+            return getattr(module, function), call.given if takes_half else call.operands
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
     return None

@@ -14,19 +14,26 @@ from torch import Tensor
 from relskew_core._problem import Gradients, Operands, Options, Problem
 from relskew_core._span import Span
 from relskew_core._visibility import Visibility
-from relskew_core.backends import _torch_backward, _torch_forward
+from relskew_core.backends import _torch_backward, _torch_forward, _triton_choice
 
 
 def refusal(function: str, call: Problem) -> str | None:
     """Say why there is no native path for a call, ``None`` if there is one."""
-    device = call.operands.q.device.type
-    if device != "cpu":
-        return f"torch has one for arrays on the CPU, not on {device}"
-    if call.options.softcap is not None:
-        return "torch's does not take `softcap`"
+    device = call.given.q.device.type
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
+    if device == "cuda":
+        return _triton_choice.refusal(call.given)
+    if device != "cpu":
+        return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
+    if call.options.softcap is not None:
+        return "torch's does not take `softcap`"
     return None
+
+
+def takes_half(call: Problem) -> bool:
+    """Whether the native path takes arrays of half precision as they are."""
+    return call.given.q.device.type == "cuda"
 
 
 def differentiates_by_function() -> bool:
@@ -40,13 +47,24 @@ def differentiates_by_function() -> bool:
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if asked for, the log-sum-exp."""
+    if operands.q.device.type == "cuda":  # pragma: gpu only
+        return fused().attention(operands, options)
     out, lse = attention_op(*operands, *flat(options))
     return out, lse if options.return_lse else None
 
 
 def attention_vjp(d_out: Tensor, operands: Operands, options: Options, *, out: Tensor | None, xp: Any) -> Gradients:
     """Return the gradients of every operand."""
+    if operands.q.device.type == "cuda":  # pragma: gpu only
+        return fused().attention_vjp(d_out, operands, options)
     return _torch_backward.attention_vjp(d_out, operands, options)
+
+
+def fused() -> Any:  # pragma: gpu only
+    """Import the fused kernels, which need Triton."""
+    from relskew_core.backends import _triton_operator
+
+    return _triton_operator
 
 
 def cast_for_autocast(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -236,10 +254,11 @@ def options_of(
     rel_scale: float,
     chunk_size: int | None,
     return_lse: bool,
+    softcap: float | None = None,
 ) -> Options:
-    """Return what :func:`flat` took apart."""
+    """Return what :func:`flat` took apart; it leaves the softcap, which the fused kernels alone take."""
     window = None if window_left is None and window_right is None else (window_left, window_right)
     visibility = Visibility(
         operands.q.shape[-2], operands.k.shape[-2], offset, causal, window=window, block_size=block_size
     )
-    return Options(Span(left, right, beyond), visibility, scale, rel_scale, None, chunk_size, return_lse)
+    return Options(Span(left, right, beyond), visibility, scale, rel_scale, softcap, chunk_size, return_lse)

@@ -140,11 +140,11 @@ def relative_attention(
         **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
         scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size, return_lse=return_lse,
     )  # fmt: skip
-    native = backends.native("attention", call, impl)
-    out, lse = (native or attention)(call.operands, call.options, xp=call.xp)
+    kernel, operands = backends.native("attention", call, impl) or (attention, call.operands)
+    out, lse = kernel(operands, call.options, xp=call.xp)
     if not return_lse:
         return call.result(out)
-    return call.result(out), call.result(lse, dtype=call.operands.q.dtype)
+    return call.result(out), call.result(lse, dtype=call.wide)
 
 
 def relative_attention_vjp(
@@ -228,16 +228,14 @@ def relative_attention_vjp(
     namespace_of_arrays({"q": q, "d_out": d_out}, {"out": out})
     if lse is not None:
         check_companion("lse", lse, "q", q, xp=call.xp)
-        wide = call.operands.q.dtype
-        if lse.dtype != wide:
-            raise TypeError(f"`lse` must have the dtype of the forward call's, {wide}, got {describe(lse)}")
+        if lse.dtype != call.wide:
+            raise TypeError(f"`lse` must have the dtype of the forward call's, {call.wide}, got {describe(lse)}")
     for name, array, expected in (("d_out", d_out, shape), ("out", out, shape), ("lse", lse, shape[:-1])):
         if array is not None and tuple(array.shape) != expected:
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
-    native = backends.native("attention_vjp", call, impl)
-    gradients = (native or attention_vjp)(
-        call.operand(d_out), call.operands, call.options, out=None if out is None else call.operand(out), xp=call.xp
-    )
+    kernel, operands = backends.native("attention_vjp", call, impl) or (attention_vjp, call.operands)
+    d_out, out = (None if x is None else call.operand(x, operands.q.dtype) for x in (d_out, out))
+    gradients = kernel(d_out, operands, call.options, out=out, xp=call.xp)
     return call.gradients(gradients, {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "mask": mask})
 
 

@@ -14,7 +14,7 @@ from relskew_core._visibility import Visibility
 
 
 class Operands(NamedTuple):
-    """The arrays of a call, with a heads axis, in the dtype of the accumulation."""
+    """The arrays of a call, with a heads axis."""
 
     q: Array  # (..., H, Lq, D)
     k: Array  # (..., Hkv, Lk, D)
@@ -60,7 +60,7 @@ class Options:
 class Problem:
     """A checked call: what the kernels get, and what the caller gets back."""
 
-    operands: Operands
+    given: Operands  # in the caller's dtype
     options: Options
     xp: Namespace
     dtype: Any  # of the caller's arrays, which the results are returned in
@@ -73,11 +73,25 @@ class Problem:
         dtype = self.dtype if dtype is None else dtype
         return x if x.dtype == dtype else self.xp.astype(x, dtype)
 
-    def operand(self, x: Array) -> Array:
+    @property
+    def wide(self) -> Any:
+        """The dtype of the accumulation."""
+        return self.xp.float32 if is_half(self.dtype, xp=self.xp) else self.dtype
+
+    @property
+    def operands(self) -> Operands:
+        """The arrays in the dtype of the accumulation."""
+        if self.wide == self.dtype:
+            return self.given
+        return Operands(*[x if x is None or x.dtype != self.dtype else self._widened(x) for x in self.given])
+
+    def _widened(self, x: Array) -> Array:
+        return x if x.dtype == self.wide else self.xp.astype(x, self.wide)
+
+    def operand(self, x: Array, dtype: Any = None) -> Array:
         """Bring an array of the caller's, shaped as the queries, into the kernels' form."""
         x = x if self.heads else x[None, ...]
-        wide = self.operands.q.dtype
-        return x if x.dtype == wide else self.xp.astype(x, wide)
+        return self._widened(x) if dtype is None or dtype == self.wide else x
 
     def gradients(self, gradients: Gradients, arguments: dict[str, Array | None]) -> Gradients:
         """Bring the kernels' gradients into the shapes and the dtype of the caller's arrays."""
@@ -147,14 +161,12 @@ def problem(
     if rel_bias is not None and rel_bias.ndim == 1:
         rel_bias = rel_bias[None, :]
 
-    half = is_half(q.dtype, xp=xp)
     heads = q.ndim > 2
 
     def form(x: Array | None, *, rows: bool = True) -> Array | None:
         if x is None:
             return None
-        x = x[None, ...] if rows and not heads else x
-        return xp.astype(x, xp.float32) if half and x.dtype == q.dtype else x
+        return x[None, ...] if rows and not heads else x
 
     def by_position(x: Array | None) -> Array | None:
         x = form(x, rows=False)
