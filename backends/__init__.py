@@ -53,6 +53,8 @@ def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any],
         reason = f"{library} has none"
     elif call.windows is not None:
         reason = "`offset` has a value for each item"
+    elif call.given.key_table is not None:
+        reason = "keys meet a table of their own, `key_table`"
     else:
         module = _module(library)
         reason = module.refusal(function, call)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from relskew_core._kernel import chunk_size
+from relskew_core._chunk import chunk_size
 from relskew_core._problem import Gradients, Operands, Options, Problem
 from relskew_core._typing import Array
 from relskew_core.backends import _jax_backward, _jax_forward

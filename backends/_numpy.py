@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import array_api_compat.numpy as xp
 import numpy as np
 
-from relskew_core._kernel import Chunk, Tables, chunks, visible_columns
+from relskew_core._chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel import Tables
 from relskew_core._problem import Operands, Options, Problem
 from relskew_core._softmax import NEGLIGIBLE
 from relskew_core._table import Table

@@ -49,7 +49,7 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor,
     """Return the output and, if asked for, the log-sum-exp."""
     if operands.q.device.type == "cuda":  # pragma: gpu only
         return fused().attention(operands, options)
-    out, lse = attention_op(*operands, *flat(options))
+    out, lse = attention_op(*operands.without_key_table(), *flat(options))
     return out, lse if options.return_lse else None
 
 
@@ -148,7 +148,7 @@ def attention_vjp_op(
         chunk_size, False,
     )  # fmt: skip
     gradients = _torch_backward.attention_vjp(d_out, operands, options, d_lse=d_lse, mask_gradient=mask_gradient)
-    return [q.new_empty(0) if x is None else standing_alone(x) for x in gradients]
+    return [q.new_empty(0) if x is None else standing_alone(x) for x in gradients[:-1]]  # all but `key_table`'s
 
 
 def standing_alone(x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
         q_axes = operands.q.ndim - (dims.q is not None)
         mask = mask.reshape(mask.shape[0], *(1,) * (q_axes + 1 - mask.ndim), *mask.shape[1:])
     moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in ("q", "k", "v", "rel_q")}
-    out, lse = attention_op(*operands._replace(**moved, mask=mask), *args[8:])
+    out, lse = attention_op(*operands._replace(**moved, mask=mask).without_key_table(), *args[8:])
     if not args[-1]:
         lse = lse.new_empty((info.batch_size, 0))
     return (out, lse), (0, 0)

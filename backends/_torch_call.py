@@ -16,7 +16,8 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel import Chunk, Tables, chunks
+from relskew_core._chunk import Chunk, chunks
+from relskew_core._kernel import Tables
 from relskew_core._problem import Operands, Options
 from relskew_core._softmax import NEGLIGIBLE
 from relskew_core._table import Table

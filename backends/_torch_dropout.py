@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from relskew_core import backends
+from relskew_core._chunk import Chunk
 from relskew_core._gradient import attention_vjp
-from relskew_core._kernel import Chunk, attention
+from relskew_core._kernel import attention
 from relskew_core._problem import Operands, Options, problem
 from relskew_core._span import Span
 from relskew_core.backends import _torch, _torch_backward, _torch_forward
@@ -57,7 +58,7 @@ def relative_attention_with_dropout(
         out, _ = attention(call.operands, call.options, factors=_Kept(seed, dropout), xp=xp)
         out = out / (1 - dropout)
     else:
-        out = dropout_op(*call.operands, *_torch.flat(call.options), seed, dropout)
+        out = dropout_op(*call.operands.without_key_table(), *_torch.flat(call.options), seed, dropout)
     result: Tensor = call.result(out)
     return result
 
@@ -96,7 +97,7 @@ def _vjp(d_out: Tensor, *args: Any) -> list[Tensor]:
         gradients = _torch_backward.attention_vjp(d_out, operands, options, dropout=kept)
     else:  # pragma: gpu only
         gradients = attention_vjp(d_out, operands, options, factors=_Kept(seed, dropout), xp=xp)
-    return [d_out.new_empty(0) if x is None else _torch.standing_alone(x) for x in gradients]
+    return [d_out.new_empty(0) if x is None else _torch.standing_alone(x) for x in gradients[:-1]]
 
 
 dropout_op = torch.library.custom_op(

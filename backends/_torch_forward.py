@@ -8,7 +8,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel import visible_columns
+from relskew_core._chunk import visible_columns
 from relskew_core._problem import Operands, Options
 from relskew_core.backends._torch_call import (
     Call,

@@ -22,7 +22,7 @@ _OPTIONS = (
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if asked for, the log-sum-exp."""
-    out, lse = fused_op(*operands, *_torch.flat(options), options.softcap)
+    out, lse = fused_op(*operands[:8], *_torch.flat(options), options.softcap)
     return out, lse if options.return_lse else None
 
 
@@ -49,7 +49,7 @@ def _vjp(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: 
     )
     return [
         d_out.new_empty(0) if x is None or like is None else _torch.standing_alone(x.to(like.dtype))
-        for x, like in zip(gradients, operands, strict=True)
+        for x, like in zip(gradients[:8], operands[:8], strict=True)
     ]
 
 
@@ -76,7 +76,7 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: lis
     served = Operands(True, True, True, terms, values, terms, True, mask)
     return [
         d_out.new_empty(0) if x is None or x.dtype == torch.bool or not here else x.new_empty(x.shape)
-        for x, here in zip(operands, served, strict=True)
+        for x, here in zip(operands[:8], served[:8], strict=True)
     ]
 
 
@@ -92,7 +92,7 @@ def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ..
     wanted = [needed.rel_k or needed.rel_bias, needed.rel_v, needed.mask]
     gradients = fused_vjp_op(d_out, d_lse if return_lse else None, out, lse, wanted, *operands, *ctx.options)
     return (
-        *(gradient if wants else None for gradient, wants in zip(gradients, needed, strict=True)),
+        *(gradient if wants else None for gradient, wants in zip(gradients, needed[:8], strict=True)),
         *(None for _ in ctx.options),
     )
 

@@ -27,6 +27,7 @@ def relative_attention(
     rel_v: Array | None = None,
     rel_bias: Array | None = None,
     rel_q: Array | None = None,
+    key_table: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
@@ -43,7 +44,8 @@ def relative_attention(
 
     With ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
 
-        logits[i, j] = scale · q_i · k_j + rel_scale · rel_q_i · rel_k[r] + rel_bias[r] + mask[i, j]
+        logits[i, j] = scale · q_i · k_j + rel_scale · (rel_q_i · rel_k[r] + k_j · key_table[r])
+                       + rel_bias[r] + mask[i, j]
         out[i]       = Σ_j softmax_j(logits)[i, j] · (v_j + rel_v[r])
 
     Parameters
@@ -66,6 +68,9 @@ def relative_attention(
         One number for each relative position: T5's buckets, ALiBi's slopes.
     rel_q : array, shape (..., H, Lq, Dr), optional
         Queries that meet ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
+    key_table : array, shape (R, D) or (H, R, D), optional
+        Table that keys meet, as rows of the same positions: adds ``rel_scale · k_j · key_table[r]`` to the logits,
+        DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``. Portable code.
     causal : bool, default False
         A query sees the keys ``r <= 0``. What lies at ``r > 0`` in a table counts for nothing.
     window : (int or None, int or None), optional
@@ -135,6 +140,7 @@ def relative_attention(
         "rel_bias": rel_bias,
         "rel_q": rel_q,
         "mask": mask,
+        "key_table": key_table,
     }
     call = problem(
         **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
@@ -158,6 +164,7 @@ def relative_attention_vjp(
     rel_v: Array | None = None,
     rel_bias: Array | None = None,
     rel_q: Array | None = None,
+    key_table: Array | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
@@ -180,8 +187,10 @@ def relative_attention_vjp(
     ----------
     d_out : array, shape (..., H, Lq, Dv)
         Gradient of the output.
-    q, k, v, rel_k, span, rel_v, rel_bias, rel_q, causal, window, block_size, mask, offset, scale, rel_scale, softcap
+    q, k, v, rel_k, span, rel_v, rel_bias, rel_q, key_table, causal, window, block_size, mask
         As in the forward call.
+    offset, scale, rel_scale, softcap
+        As in the forward call. Offsets by item must be known where there are tables.
     chunk_size, impl
         As in :func:`relative_attention`.
     out : array, shape (..., H, Lq, Dv), optional
@@ -192,8 +201,8 @@ def relative_attention_vjp(
     Returns
     -------
     Gradients
-        A named tuple with the fields ``q, k, v, rel_k, rel_v, rel_bias, rel_q, mask``, each of the shape and dtype of
-        its argument; ``None`` for absent arguments and boolean masks.
+        A named tuple with the fields ``q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table``, each of the shape
+        and dtype of its argument; ``None`` for absent arguments and boolean masks.
 
     Raises
     ------
@@ -221,8 +230,9 @@ def relative_attention_vjp(
     """
     call = problem(
         q, k, v, rel_k, span,
-        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, causal=causal, window=window, block_size=block_size, mask=mask,
-        offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size,
+        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, key_table=key_table, causal=causal, window=window,
+        block_size=block_size, mask=mask, offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap,
+        chunk_size=chunk_size,
     )  # fmt: skip
     shape = (*q.shape[:-1], v.shape[-1])
     namespace_of_arrays({"q": q, "d_out": d_out}, {"out": out})
@@ -236,7 +246,8 @@ def relative_attention_vjp(
     kernel, operands = backends.native("attention_vjp", call, impl) or (attention_vjp, call.operands)
     d_out, out = (None if x is None else call.operand(x, operands.q.dtype) for x in (d_out, out))
     gradients = kernel(d_out, operands, call.options, out=out, xp=call.xp)
-    return call.gradients(gradients, {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "mask": mask})
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table}
+    return call.gradients(gradients, {**tables, "mask": mask})
 
 
 def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

@@ -10,17 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from relskew_core._kernel import (
-    Chunk,
-    Factors,
-    Tables,
-    chunk_logits,
-    chunks,
-    grouped_matmul,
-    hide,
-    relative_queries,
-    visible_columns,
-)
+from relskew_core._chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel import Factors, Tables, chunk_logits, grouped_matmul, hide, relative_queries
+from relskew_core._key_side import blocks, by_key_head, by_query_head
 from relskew_core._namespace import device
 from relskew_core._problem import Gradients, Operands, Options
 from relskew_core._skew import pad_last
@@ -102,7 +94,10 @@ def _backward(
         d_logits = d_logits * (1 - ratio * ratio)
 
     d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
-    sums.k.add(chunk.first, grouped_outer(d_logits, q, k.shape[-3], xp=xp))
+    d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
+    if tables.key_table is not None:
+        d_k = d_k + _key_side_gradient(d_logits, k * options.rel_scale, options, chunk, sums, xp=xp)
+    sums.k.add(chunk.first, d_k)
     d_rel_q = None
     if tables.rel_k is not None or tables.rel_bias is not None:
         relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
@@ -115,6 +110,28 @@ def _backward(
         sums.add_queries(d_q, xp.zeros_like(operands.rel_q[..., queries, :]) if d_rel_q is None else d_rel_q)
     else:
         sums.add_queries(d_q if d_rel_q is None else d_q + d_rel_q, None)
+
+
+def _key_side_gradient(
+    d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: _Sums, *, xp: Namespace
+) -> Array:
+    """Return what the chunk's keys get from the table that they meet, and add to the table's gradient."""
+    table, pieces = sums.tables.key_table, []
+    assert table is not None
+    lowest, highest = options.positions()
+    for block in blocks(chunk, options.visibility.offset):
+        rows = slice(block.start - chunk.first, block.stop - chunk.first)
+        relative = block.relative(xp.matrix_transpose(d_logits[..., rows]), xp=xp)
+        # Columns that no query sees are never multiplied, as in `visible_columns`.
+        low, high = max(block.low + (block.spare > 0), -highest), min(block.high, -lowest)
+        own = keys[..., rows, :]
+        if low > high:
+            pieces.append(xp.zeros_like(own))
+            continue
+        seen = relative[..., low - block.low : high - block.low + 1]
+        sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
+        pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))
+    return xp.concat(pieces, axis=-2) if len(pieces) > 1 else pieces[0]
 
 
 def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
@@ -242,6 +259,8 @@ class _Sums:
             if name not in self._columns:
                 return xp.zeros_like(value)
             gradient = laid.gradient(self._columns[name], xp=xp)
+            if name == "key_table":  # its columns descend
+                return xp.flip(gradient, axis=-2)
             return gradient[..., 0] if name == "rel_bias" else gradient
 
         return Gradients(
@@ -253,6 +272,7 @@ class _Sums:
             rel_bias=table("rel_bias"),
             rel_q=None if operands.rel_q is None else _joined(self._rel_q, operands.rel_q, xp=xp),
             mask=self._mask_gradient(),
+            key_table=table("key_table"),
         )
 
     def _mask_gradient(self) -> Array | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from relskew_core._checks import check_int, describe
+from relskew_core._checks import check_choice, check_int, describe
 from relskew_core._namespace import device, is_half, namespace_of_arrays
 from relskew_core._problem import check_tables, visibility_of
 from relskew_core._rows import RowVisibility, Windows
 from relskew_core._skew import pad_last, slide, unslide
 from relskew_core._span import Span
 from relskew_core._table import Table
-from relskew_core._typing import Array
+from relskew_core._typing import Array, Namespace
 
 
 def relative_logits(
@@ -19,16 +21,18 @@ def relative_logits(
     table: Array,
     span: Span | None = None,
     *,
-    n_keys: int,
+    n_keys: int | None = None,
+    n_queries: int | None = None,
     offset: int | Sequence[int] | Array = 0,
     causal: bool = False,
+    side: str = "query",
 ) -> Array:
     """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
 
     Parameters
     ----------
     q : array, shape (..., H, Lq, D) or (Lq, D)
-        Queries, of a real floating dtype.
+        Queries, of a real floating dtype; with ``side="key"`` keys ``(..., H, Lk, D)``.
     table : array, shape (R, D) or (H, R, D)
         Rows of ascending relative positions, of the library, device and dtype of ``q``.
     span : Span, optional
@@ -36,10 +40,14 @@ def relative_logits(
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     n_keys : int
         Number ``Lk`` of keys.
+    n_queries : int
+        Number ``Lq`` of queries, instead of ``n_keys`` with ``side="key"``.
     offset : int, or ints of the leading axes before the heads, default 0
         Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
     causal : bool, default False
         Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
+    side : {"query", "key"}, default "query"
+        Who meets the table: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position to content.
 
     Returns
     -------
@@ -54,7 +62,8 @@ def relative_logits(
 
     Notes
     -----
-    Huang et al. 2018, equation 3 (``S_rel``); Shaw et al. 2018, equation 4 with ``beyond="clip"``.
+    Huang et al. 2018, equation 3 (``S_rel``); Shaw et al. 2018, equation 4 with ``beyond="clip"``; He et al. 2021,
+    "DeBERTa", equation 4, third term.
 
     Examples
     --------
@@ -66,35 +75,66 @@ def relative_logits(
            [-2., -1.,  0.]])
     >>> relative_logits(q[:1], table, n_keys=3, offset=2)
     array([[-2., -1.,  0.]])
+    >>> relative_logits(np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, side="key")
+    array([[  0.,  10., 200.],
+           [ -1.,   0., 100.]])
     """
     xp = namespace_of_arrays({"q": q, "table": table})
     if q.ndim < 2:
         raise ValueError(f"`q` must have shape (..., heads, length, width) or (length, width), got {describe(q)}")
+    check_choice("side", side, ("query", "key"))
     span = _check_table(q, table, span, causal=causal)
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
-    n, m = q.shape[-2], check_int("n_keys", n_keys, minimum=1)
-    visibility = visibility_of(q, m, offset, causal, xp=xp)
+    given, other = (n_keys, n_queries) if side == "query" else (n_queries, n_keys)
+    name, unused = ("n_keys", "n_queries") if side == "query" else ("n_queries", "n_keys")
+    if other is not None:
+        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {other!r}")
+    length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
+    if side == "query":
+        return _logits(q, table, span, length, offset, window, xp=xp)
+    own = visibility_of(q, length, offset, causal, xp=xp)
+    replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
+    # Seen from a key, queries are what keys are to a query, with past and future changed over.
+    mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
+    negative: Any = [-each for each in offset] if isinstance(offset, (list, tuple)) else -offset  # type: ignore[operator]
+    return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
+
+
+def _logits(
+    q: Array,
+    table: Array,
+    span: Span,
+    n_keys: int,
+    offset: Any,
+    window: tuple[int | None, int | None] | None,
+    *,
+    xp: Namespace,
+) -> Array:
+    """Return ``q_i · e_r``, zeros where the window hides a key from a query."""
+    n, m = q.shape[-2], n_keys
+    visibility = visibility_of(q, m, offset, False, window, xp=xp)
     visibility.check_reach("table", span)
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
+    lowest, highest = visibility.left, visibility.right
     if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
         windows = Windows(visibility, span, xp)
-        table, span, causal = windows.of(table), windows.window_span, False
+        table, span, lowest, highest = windows.of(table), windows.window_span, None, None
     if q.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
-    # Columns r = low … high, the first a spare one; what lies in the future of every query is zeros.
+    # Columns r = low … high, the first a spare one; what lies outside the window is zeros.
     low = -(n + visibility.offset)
     high = low + n + m - 1
-    last = min(high, 0) if causal else high
-    if last < low:
-        product = q[..., :0]
+    first = low if lowest is None else max(low, -lowest)
+    last = high if highest is None else min(high, highest)
+    if last < first:
+        product, first, last = q[..., :0], low, low - 1
     else:
-        columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, last, xp=xp)
-        product = columns.product(q, low, last, xp=xp)
-    x = pad_last(product, 0, high - max(last, low - 1), xp=xp) if causal else product
-    logits = slide(x, n_keys=m, first=n, xp=xp)
+        columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(first, last, xp=xp)
+        product = columns.product(q, first, last, xp=xp)
+    logits = slide(pad_last(product, first - low, high - last, xp=xp), n_keys=m, first=n, xp=xp)
     return logits if logits.dtype == dtype else xp.astype(logits, dtype)
 
 

@@ -24,6 +24,11 @@ class Operands(NamedTuple):
     rel_bias: Array | None  # (1, R) or (H, R); by row (..., 1 or H, W)
     rel_q: Array | None  # (..., H, Lq, Dr), None where it is q
     mask: Array | None  # boolean or additive, broadcasts to (..., H, Lq, Lk), at least two axes
+    key_table: Array | None = None  # as rel_k; what keys meet, which no native path knows
+
+    def without_key_table(self) -> tuple[Array | None, ...]:
+        """Return what native paths take."""
+        return self[:-1]
 
 
 class Gradients(NamedTuple):
@@ -37,6 +42,7 @@ class Gradients(NamedTuple):
     rel_bias: Array | None
     rel_q: Array | None
     mask: Array | None
+    key_table: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,7 @@ def problem(
     window: tuple[int | None, int | None] | None,
     block_size: int | None,
     mask: Array | None,
+    key_table: Array | None = None,
     offset: Any,
     scale: float | None,
     rel_scale: float | None,
@@ -132,7 +139,7 @@ def problem(
     return_lse: bool = False,
 ) -> Problem:
     """Check a call; every error names its argument."""
-    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": rel_q})
     _check_shapes(q, k, v)
     causal = check_bool("causal", causal)
@@ -143,7 +150,9 @@ def problem(
     sight = (causal, check_window("window", window), block_size)
     visibility = visibility_of(q, k.shape[-2], offset, *sight, xp=xp)
     windows = Windows(visibility, span, xp) if isinstance(visibility, RowVisibility) else None
-    for name, table in (("rel_k", rel_k), ("rel_v", rel_v), ("rel_bias", rel_bias)):
+    if key_table is not None and key_table.shape[-1] != k.shape[-1]:
+        raise ValueError(f"`key_table` must have the width of `k`, {k.shape[-1]}, got {describe(key_table)}")
+    for name, table in tables.items():
         if table is not None:
             visibility.check_reach(name, span)
     factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
@@ -179,7 +188,7 @@ def problem(
         bias = windows.of(bias[..., None])[..., 0]
     operands = Operands(
         form(q), form(k), form(v), by_position(rel_k), by_position(rel_v), bias,
-        form(rel_q), form(mask, rows=False),
+        form(rel_q), form(mask, rows=False), by_position(key_table),
     )  # fmt: skip
     return Problem(operands, options, xp, q.dtype, heads, windows)
 

@@ -36,6 +36,7 @@ def attention(
     rel_bias: Tensor | None = None,
     rel_q: Tensor | None = None,
     mask: Tensor | None = None,
+    key_table: Tensor | None = None,
     *,
     span: oracles.SpanLike | None = None,
     causal: bool = False,
@@ -54,7 +55,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rel_scale = scale if rel_scale is None else rel_scale
     if span is None:
-        rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1))
+        rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2))
         known = [x.shape[axis] for x, axis in rows_of if x is not None]
         span = oracles.default_span(known[0], causal=causal) if known else oracles.Reach(0, 0, "zero")
     sees = {"offset": offset, "causal": causal, "window": window, "block_size": block_size}
@@ -72,6 +73,8 @@ def attention(
     logits = scale * (q @ k.mT)
     if rel_k is not None:
         logits = logits + rel_scale * (at_positions(rel_k) @ (q if rel_q is None else rel_q)[..., None])[..., 0]
+    if key_table is not None:
+        logits = logits + rel_scale * (at_positions(key_table) * k[..., None, :, :]).sum(-1)
     if rel_bias is not None:
         logits = logits + at_positions(rel_bias[..., None])[..., 0]
     if softcap is not None:
@@ -140,7 +143,7 @@ class Case:
         rows = (self.span or Span.full(max(self.n, self.m))).rows
         of_heads = heads if self.own_tables else ()
         width = self.d if self.rel_q_width is None else self.rel_q_width
-        shapes = {"rel_k": (rows, width), "rel_v": (rows, dv), "rel_bias": (rows,)}
+        shapes = {"rel_k": (rows, width), "rel_v": (rows, dv), "rel_bias": (rows,), "key_table": (rows, self.d)}
         for name in self.tables.split():
             arrays[name] = rng.standard_normal((*of_heads, *shapes[name]))
         if self.rel_q_width is not None:

@@ -160,6 +160,7 @@ def relative_attention(
     rel_v: ArrayLike | None = None,
     rel_bias: ArrayLike | None = None,
     rel_q: ArrayLike | None = None,
+    key_table: ArrayLike | None = None,
     causal: bool = False,
     window: Window | None = None,
     block_size: int | None = None,
@@ -172,7 +173,7 @@ def relative_attention(
     """Attend one query at a time: logits, softcap, mask, softmax, values with their relative part."""
     q, k, v = (np.asarray(array, dtype=np.float64) for array in (q, k, v))
     rel_q = q if rel_q is None else np.asarray(rel_q, dtype=np.float64)
-    tables = {"rel_k": (rel_k, 2), "rel_v": (rel_v, 2), "rel_bias": (rel_bias, 1)}
+    tables = {"rel_k": (rel_k, 2), "rel_v": (rel_v, 2), "rel_bias": (rel_bias, 1), "key_table": (key_table, 2)}
     given = {
         name: (np.asarray(table, dtype=np.float64), ndim) for name, (table, ndim) in tables.items() if table is not None
     }
@@ -202,6 +203,8 @@ def relative_attention(
                 logit = scale * _dot(q[(*lead, i)], k[(*shared, j)])
                 if row is not None and "rel_k" in head_tables:
                     logit += rel_scale * _dot(rel_q[(*lead, i)], head_tables["rel_k"][row])
+                if row is not None and "key_table" in head_tables:
+                    logit += rel_scale * _dot(k[(*shared, j)], head_tables["key_table"][row])
                 if row is not None and "rel_bias" in head_tables:
                     logit += float(head_tables["rel_bias"][row])
                 if softcap is not None:

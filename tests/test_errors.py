@@ -39,7 +39,7 @@ PAST = zeros(1, H, 2, 2)
 
 SPANS = [
     Bad("span", "full", (2, 2)),
-    Bad("offset", *NOT_INTS, None),
+    Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int)),
     Bad("causal", 1, "yes", None),
 ]
 ATTENTION = [
@@ -54,6 +54,7 @@ ATTENTION = [
     Bad("rel_bias", "text", zeros(1, H, 5), zeros(3, 5), zeros(7), zeros(5, dtype=int)),
     Bad("rel_q", "text", zeros(H, N + 1, D), zeros(N, D), zeros(H, N, D, dtype=np.float32)),
     Bad("rel_q", zeros(H, N, D), rel_k=None),
+    Bad("key_table", "text", zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(7, D), zeros(5, D, dtype=np.float32)),
     Bad("rel_k", zeros(5, D), rel_q=zeros(H, N, D + 1)),
     *SPANS,
     Bad("window", 3, "3", (1,), (1, 2, 3), {1, 2}),
@@ -118,6 +119,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("table", zeros(5, D, dtype=np.float32), zeros(0, D), zeros(1, H, 5, D)),
             Bad("n_keys", *NOT_INTS, None, 0),
             Bad("table", TABLE, n_keys=N + 1),
+            Bad("n_queries", N, 0),
+            Bad("n_queries", *NOT_INTS, None, 0, side="key", n_keys=None),
+            Bad("n_keys", N, side="key"),
+            Bad("side", "both", None, 1),
             *SPANS,
         ],
     ),
@@ -219,7 +224,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("n_keys", *NOT_INTS, None, 0),
             Bad("span", "full"),
             Bad("span", None, bias=zeros(H, 4)),
-            Bad("offset", *NOT_INTS, None),
+            Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int)),
             Bad("causal", 1, None),
         ],
     ),

@@ -16,8 +16,8 @@ import oracles
 import strategies
 from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._chunk import Chunk
 from relskew_core._gradient import attention_vjp as kernel_vjp
-from relskew_core._kernel import Chunk
 from relskew_core._kernel import attention as kernel
 from relskew_core._problem import Gradients, problem
 
@@ -47,7 +47,7 @@ def gradients_on(
         extra = {name: x for name, x in (("out", out), ("lse", lse)) if name in given}
     mine["d_out"] = library.asarray(d_out)
     result = library.call(relative_attention_vjp, {**mine, **extra}, **options, impl=impl)
-    assert result._fields == ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
+    assert result._fields == ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table")
     floating = {name for name, x in arrays.items() if x.dtype != bool}
     assert {name for name, x in result._asdict().items() if x is not None} == floating
     for name in floating:

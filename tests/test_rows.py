@@ -146,8 +146,8 @@ def test_what_nobody_sees_may_be_anything(pattern: str) -> None:
 def test_torch_differentiates_it() -> None:
     span = Span(3, 2, "clip")
     arrays = inputs(span=span)
-    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
-    out = relative_attention(**tensors, span=span, offset=torch.tensor(OFFSETS))
+    tensors: dict[str, Any] = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
+    out: Any = relative_attention(**tensors, span=span, offset=torch.tensor(OFFSETS))
     d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(0))
     found = torch.autograd.grad(out, list(tensors.values()), d_out)
     expected = relative_attention_vjp(d_out.numpy(), **arrays, span=span, offset=OFFSETS)
@@ -159,9 +159,9 @@ def test_several_leading_axes() -> None:
     span = Span(3, 2, "clip")
     arrays = inputs(span=span, batch=6)
     offsets = np.arange(6) - 1
-    whole = relative_attention(**arrays, span=span, offset=offsets)
+    whole: Any = relative_attention(**arrays, span=span, offset=offsets)
     folded = {name: x if name in TABLES else x.reshape(2, 3, *x.shape[1:]) for name, x in arrays.items()}
-    out = relative_attention(**folded, span=span, offset=offsets.reshape(2, 3))
+    out: Any = relative_attention(**folded, span=span, offset=offsets.reshape(2, 3))
     np.testing.assert_allclose(out.reshape(whole.shape), whole, atol=1e-14)
 
 
