@@ -1,0 +1,141 @@
+"""What a run measured, as JSON that can be read back, and as tables between the marks of ``docs/export.md``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.export.contenders import BARE, CHUNK, EXAMPLE, forms
+from benchmarks.export.measure import Row
+from benchmarks.report import Table, markdown
+from benchmarks.report import seconds as as_time
+
+BEGIN, END = "<!-- measured: python -m benchmarks.export --docs -->", "<!-- end of measured -->"
+TARGETS = {"causal": 1.25, "full": 1.7}
+"""Time of a call at L = 1024, as a multiple of the same block's without positions, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A machine and its rows."""
+
+    machine: dict[str, Any]
+    lengths: list[int]
+    rows: list[Row]
+
+    def save(self, path: Path) -> None:
+        """Write a line for every row, so that records can be compared."""
+        rows = ",\n".join("  " + json.dumps(asdict(row)) for row in self.rows)
+        head = json.dumps({"machine": self.machine, "lengths": self.lengths}, indent=1)[:-2]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{head},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a record back."""
+        stored = json.loads(path.read_text(encoding="utf-8"))
+
+        def by_length(values: dict[str, Any]) -> dict[int, Any]:
+            return {int(length): value for length, value in values.items()}
+
+        rows = [
+            Row(**{**row, "seconds": by_length(row["seconds"]), "failed": by_length(row["failed"])})
+            for row in stored["rows"]
+        ]
+        return cls(stored["machine"], stored["lengths"], rows)
+
+
+def tables(record: Record) -> list[Table]:
+    """Return a table for every form, with what does not run and why."""
+    titles = {name: form.title for name, form in forms(max(record.lengths)).items()}
+    return [_table(titles[name], rows, record.lengths) for name, rows in _by_form(record).items()]
+
+
+def targets(record: Record) -> Table:
+    """Return what is promised at L = 1024 beside what was measured, and whether the textbook is ever faster."""
+    lines: list[tuple[str, ...]] = []
+    for name, rows in _by_form(record).items():
+        bare = next((row for row in rows if row.label == BARE), None)
+        for row in rows:
+            if bare is None or "relskew" not in row.label or "portable" in row.label or name not in TARGETS:
+                continue
+            if 1024 in row.seconds and 1024 in bare.seconds:
+                ratio = row.seconds[1024] / bare.seconds[1024]
+                verdict = "met" if ratio <= TARGETS[name] else "MISSED"
+                lines.append((f"{name}, {row.label}", f"≤ {TARGETS[name]}×", f"{ratio:.2f}×", verdict))
+        ours = [row for row in rows if "relskew" in row.label]
+        slower = []
+        for row in rows:
+            if row.label.startswith("torch"):
+                for length, taken in row.seconds.items():
+                    best = min((mine.seconds[length] for mine in ours if length in mine.seconds), default=float("inf"))
+                    if taken < best:
+                        slower.append(f"{length} ({best / taken:.2f}×)")
+        told = "at L = " + ", ".join(slower) if slower else "nowhere"
+        lines.append((f"{name}, the textbook is faster", "nowhere", told, "MISSED" if slower else "met"))
+    return Table("Targets", ("", "target", "measured", ""), lines)
+
+
+def write(record: Record, page: Path, heading: str) -> None:
+    """Put the tables between the marks of the page."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
+    parts = [CAPTION, f"Measured on {heading}.", markdown(targets(record))]
+    parts += [f"### {table.title}\n\n{markdown(table)}" for table in tables(record)]
+    middle = "\n\n".join(re.sub(r"\bMISSED\b", "missed", part) for part in parts)
+    page.write_text(f"{before}{BEGIN}\n\n{middle}\n\n{END}{after}", encoding="utf-8")
+
+
+def _by_form(record: Record) -> dict[str, list[Row]]:
+    names = dict.fromkeys(row.form for row in record.rows)
+    return {name: [row for row in record.rows if row.form == name] for name in names}
+
+
+def _table(title: str, rows: Sequence[Row], lengths: Sequence[int]) -> Table:
+    bare = next((row.seconds for row in rows if row.label == BARE), {})
+    past = any(row.past_the_end for row in rows)
+    lines, notes = [], []
+    for row in rows:
+        if row.refused:
+            notes.append(f"{row.label}: not exported: {row.refused}")
+            continue
+        cells = [_cell(row, bare, length) for length in lengths]
+        size = f"{(row.bytes or 0) / 2**20:.1f} MiB"
+        cells = [*cells, row.past_the_end or "–"] if past else cells
+        lines.append((row.label, str(row.nodes), size, as_time(row.export_seconds or 0), *cells))
+        by_reason: dict[str, list[str]] = {}
+        for length, why in row.failed.items():
+            by_reason.setdefault(_what(why), []).append(str(length))
+        notes += [f"{row.label}, L = {', '.join(where)}: {why}" for why, where in by_reason.items()]
+    header = ("", "nodes", "file", "export", *(f"L = {length}" for length in lengths))
+    header += (f"L = {max(lengths) + 1}, past the table",) if past else ()
+    return Table(title, header, lines, tuple(notes))
+
+
+def _cell(row: Row, bare: dict[int, float], length: int) -> str:
+    if length in row.failed:
+        return "wrong" if row.failed[length].startswith(("wrong", "gives")) else "fails"
+    if length not in row.seconds:
+        return "–"
+    taken = row.seconds[length]
+    ratio = f" ({taken / bare[length]:.2f}×)" if length in bare and row.label != BARE else ""
+    return f"{as_time(taken)}{ratio}"
+
+
+def _what(why: str) -> str:
+    """Shorten a runtime's message to what it says."""
+    found = re.search(r"Status Message: (?:\S+ )*?((?:Attempting|input_shape|The input|[A-Z][a-z]+ )[^\n]*)", why)
+    return (found[1] if found else why)[:160]
+
+
+CAPTION = (
+    f"torch's exporter was shown an input of {EXAMPLE} positions and told that batch and length vary. A file counts as "
+    f"right where its output is within 1e-4 of the block's. Chunks are `chunk_size={CHUNK}`."
+)
