@@ -5,8 +5,7 @@ into its two windows of relative positions (:func:`unskew`), the earlier window 
 the queries' own gradient, and is stored for the table's.
 """
 
-# Kernels are Triton's language, not Python's: no types for checkers, constants in capitals, executed by the interpreter
-# from a copy of the source that coverage does not see.
+# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803, N806

@@ -7,8 +7,7 @@ before, and one gather (:func:`skew`) make the term; values with relative positi
 (:func:`unskew`).
 """
 
-# Kernels are Triton's language, not Python's: no types for checkers, constants in capitals, executed by the interpreter
-# from a copy of the source that coverage does not see.
+# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803, N806

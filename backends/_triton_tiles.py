@@ -5,8 +5,7 @@ A tile has as many queries as keys, ``B``. The relative positions in it are ``fi
 tile of keys starts a window later, so its earlier window is this tile's later one: one new product a tile is enough.
 """
 
-# Kernels are Triton's language, not Python's: no types for checkers, constants in capitals, executed by the interpreter
-# from a copy of the source that coverage does not see.
+# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803
@@ -123,7 +122,7 @@ def masked(
     """Put ``-inf`` where a query ``i0 …`` may not see a key ``j0 …``, and add an additive mask."""
     i, j = i0 + tl.arange(0, B), j0 + tl.arange(0, B)
     first, last = i0 + offset, i0 + offset + B - 1  # positions of the tile's queries
-    partly = j0 + B > n_keys
+    partly = (i0 + B > n_queries) | (j0 + B > n_keys)
     if AFTER:
         partly = partly | (j0 + B - 1 > first + after)
     if BEFORE:
@@ -131,7 +130,7 @@ def masked(
     if LOCAL:
         partly = partly | (j0 < (last // block_size - 1) * block_size)
     if partly:
-        seen = (j < n_keys)[None, :] & (i >= 0)[:, None]
+        seen = (i < n_queries)[:, None] & (j < n_keys)[None, :]
         if AFTER:
             seen = seen & (j[None, :] <= i[:, None] + (offset + after))
         if BEFORE:
