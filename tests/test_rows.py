@@ -129,7 +129,7 @@ def test_what_nobody_sees_may_be_anything(pattern: str) -> None:
         for offset in OFFSETS
         for i in range(4)
         for j in range(7)
-        if oracles.sees(i, j, **{"offset": offset, "causal": False, "window": None, "block_size": None, **options})  # type: ignore[arg-type]
+        if oracles.sees(i, j, **{"offset": offset, "causal": False, "window": None, "block_size": None, **options})
     }
     expected = relative_attention(**arrays, span=span, offset=OFFSETS, **options)
     gradients = relative_attention_vjp(np.ones_like(expected), **arrays, span=span, offset=OFFSETS, **options)
