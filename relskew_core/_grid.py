@@ -28,10 +28,13 @@ def relative_logits_2d(
     span_h: Span | None = None,
     span_w: Span | None = None,
     offset: tuple[int, int] = (0, 0),
+    q_step: tuple[int, int] = (1, 1),
+    k_step: tuple[int, int] = (1, 1),
 ) -> Array:
     """Multiply every query with the table rows of every key's relative height and relative width, and add both.
 
-    ``logits[(y, x), (Y, X)] = q_yx · e_h[Y - (y + offset[0])] + q_yx · e_w[X - (x + offset[1])]``.
+    ``logits[(y, x), (Y, X)] = q_yx · e_h[Y - (y + offset[0])] + q_yx · e_w[X - (x + offset[1])]``, with rows and
+    columns of queries ``q_step`` and of keys ``k_step`` apart.
 
     Parameters
     ----------
@@ -46,6 +49,8 @@ def relative_logits_2d(
     offset : (int, int), default (0, 0)
         Height and width of query 0 where key 0 stands at (0, 0): a block of queries at ``(b, c)`` inside the keys'
         grid has ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``.
+    q_step, k_step : (int, int), default (1, 1)
+        How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
 
     Returns
     -------
@@ -80,15 +85,18 @@ def relative_logits_2d(
         raise ValueError(f"`q` must have shape (..., {qh} · {qw}, D) for the grid {(qh, qw)}, got {describe(q)}")
     span_h = _check_axis("table_h", table_h, span_h, "span_h", q)
     span_w = _check_axis("table_w", table_w, span_w, "span_w", q)
-    Visibility(qh, kh, offset[0]).check_reach("table_h", span_h)
-    Visibility(qw, kw, offset[1]).check_reach("table_w", span_w)
+    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
+    Visibility(_extent(qh, q_step[0]), _extent(kh, k_step[0]), offset[0]).check_reach("table_h", span_h)
+    Visibility(_extent(qw, q_step[1]), _extent(kw, k_step[1]), offset[1]).check_reach("table_w", span_w)
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table_h, table_w = (xp.astype(x, xp.float32) for x in (q, table_h, table_w))
     grid = xp.reshape(q, (*q.shape[:-2], qh, qw, q.shape[-1]))
     upright = xp.moveaxis(grid, -3, -2)  # (..., qw, qh, D)
-    height = xp.moveaxis(_axis_logits(upright, table_h, span_h, kh, offset[0], xp=xp), -3, -2)  # (..., qh, qw, kh)
-    width = _axis_logits(grid, table_w, span_w, kw, offset[1], xp=xp)  # (..., qh, qw, kw)
+    steps = zip(q_step, k_step, strict=True)
+    height = _axis_logits(upright, table_h, span_h, kh, offset[0], next(steps), xp=xp)
+    height = xp.moveaxis(height, -3, -2)  # (..., qh, qw, kh)
+    width = _axis_logits(grid, table_w, span_w, kw, offset[1], next(steps), xp=xp)  # (..., qh, qw, kw)
     logits = height[..., :, None] + width[..., None, :]
     logits = xp.reshape(logits, (*q.shape[:-1], kh * kw))
     return logits if logits.dtype == dtype else xp.astype(logits, dtype)
@@ -174,15 +182,24 @@ def check_grid_spans(
     return height, width
 
 
-def _axis_logits(x: Array, table: Array, span: Span, m: int, offset: int, *, xp: Namespace) -> Array:
+def _axis_logits(
+    x: Array, table: Array, span: Span, m: int, offset: int, steps: tuple[int, int], *, xp: Namespace
+) -> Array:
     """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` runs along the other one."""
-    n = x.shape[-2]
+    n, (q_step, k_step) = x.shape[-2], steps
     if table.ndim == 3:  # by head: the heads stand before the other axis, which shares them
         table = table[:, None, :, :] if x.ndim > 3 else table[0, ...]
-    low = -(n + offset)
-    high = low + n + m - 1
+    first, places = n * q_step, _extent(m, k_step)
+    low = -(first + offset)
+    high = low + first + places - 1
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
-    return slide(columns.product(x, low, high, xp=xp), n_keys=m, first=n, xp=xp)
+    logits = slide(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
+    return logits if k_step == 1 else logits[..., ::k_step]
+
+
+def _extent(count: int, step: int) -> int:
+    """Return how many rows of a table a row of ``count`` cells is long."""
+    return (count - 1) * step + 1
 
 
 def _check_axis(name: str, table: Array, span: Span | None, span_name: str, q: Array) -> Span:

@@ -34,17 +34,19 @@ class _Positions:
     k_grid: tuple[int, int]
     prefix: tuple[int, int]
     offset: tuple[int, int]
+    q_step: tuple[int, int]
+    k_step: tuple[int, int]
     rel_scale: float
 
     def inside(self, q: Array, top: int, bottom: int, *, xp: Namespace) -> Array | None:
         """Return the part of the grid's query rows ``top … bottom - 1``, by all keys."""
-        offset = (self.offset[0] + top, self.offset[1])
+        offset = (self.offset[0] + top * self.q_step[0], self.offset[1])
         total = None
         if self.table_h is not None and self.table_w is not None:
             total = relative_logits_2d(
                 self.rows(q, top, bottom) * self.rel_scale, self.table_h, self.table_w,
                 q_grid=(bottom - top, self.q_grid[1]), k_grid=self.k_grid,
-                span_h=self.span_h, span_w=self.span_w, offset=offset,
+                span_h=self.span_h, span_w=self.span_w, offset=offset, q_step=self.q_step, k_step=self.k_step,
             )  # fmt: skip
         if self.rel_bias is not None:
             bias = toeplitz_2d(
@@ -99,6 +101,8 @@ def relative_attention_2d(
     prefix: tuple[int, int] = (0, 0),
     prefix_bias: Array | None = None,
     offset: tuple[int, int] = (0, 0),
+    q_step: tuple[int, int] = (1, 1),
+    k_step: tuple[int, int] = (1, 1),
     mask: Array | None = None,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -135,6 +139,9 @@ def relative_attention_2d(
         Bias of a query of the grid at a key outside, of a query outside at a key of the grid, of both outside (BEiT).
     offset : (int, int), default (0, 0)
         Height and width of the grid's query 0 where its key 0 stands at (0, 0).
+    q_step, k_step : (int, int), default (1, 1)
+        How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
+        Without ``rel_bias``.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
     scale, rel_scale : float, optional
@@ -175,6 +182,10 @@ def relative_attention_2d(
     )
     q_grid, k_grid = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
     prefix, offset = check_pair("prefix", prefix, minimum=0), check_pair("offset", offset)
+    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
+    for name, steps in (("q_step", q_step), ("k_step", k_step)):
+        if rel_bias is not None and steps != (1, 1):
+            raise ValueError(f"`{name}` must be (1, 1) with `rel_bias`, got {steps}")
     _check(q, k, q_grid, k_grid, prefix, table_h, table_w, rel_bias, prefix_bias)
     if rel_bias is not None:
         check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
@@ -193,7 +204,7 @@ def relative_attention_2d(
         mask = xp.astype(mask, xp.float32) if mask is not None and mask.dtype == dtype else mask
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
-        factor if rel_scale is None else check_real("rel_scale", rel_scale),
+        q_step, k_step, factor if rel_scale is None else check_real("rel_scale", rel_scale),
     )  # fmt: skip
 
     parts = []

@@ -89,18 +89,18 @@ def unskew(s: Array) -> Array:
     return unslide(s, width=n + m - 1, first=n - 1, xp=xp)
 
 
-def slide(x: Array, *, n_keys: int, first: int, xp: Namespace) -> Array:
-    """Return ``s[i, j] = x[i, first - i + j]``, shape (..., n, n_keys), for ``first <= n``.
+def slide(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace) -> Array:
+    """Return ``s[i, j] = x[i, first - step · i + j]``, shape (..., n, n_keys), for ``first <= step · n``.
 
-    ``x`` needs more than ``n_keys`` columns unless it has one row. Where ``first - i + j`` runs past the last column
-    the view shows the next row's entries: such places are for the caller to mask.
+    ``x`` needs at least ``n_keys + step`` columns unless it has one row. Where ``first - step · i + j`` runs past the
+    last column the view shows the next row's entries: such places are for the caller to mask.
     """
     *lead, n, width = x.shape
     if n == 1:
         return x[..., first : first + n_keys]
     flat = xp.reshape(x, (*lead, n * width))
-    kept = flat[..., first : first + n * (width - 1)]
-    return xp.reshape(kept, (*lead, n, width - 1))[..., :n_keys]
+    kept = flat[..., first : first + n * (width - step)]
+    return xp.reshape(kept, (*lead, n, width - step))[..., :n_keys]
 
 
 def unslide(s: Array, *, width: int, first: int, xp: Namespace) -> Array:

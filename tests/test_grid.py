@@ -21,14 +21,24 @@ Floats = NDArray[Any]
 
 
 def logits_2d(
-    q: Floats, tables: tuple[Floats, Floats], spans: tuple[Span, Span], q_grid: Any, k_grid: Any, offset: Any = (0, 0)
+    q: Floats,
+    tables: tuple[Floats, Floats],
+    spans: tuple[Span, Span],
+    q_grid: Any,
+    k_grid: Any,
+    offset: Any = (0, 0),
+    q_step: Any = (1, 1),
+    k_step: Any = (1, 1),
 ) -> Floats:
     """Height and width, one query and one key at a time."""
     logits = np.zeros((*q.shape[:-1], k_grid[0] * k_grid[1]))
     for lead in np.ndindex(q.shape[:-2]):
         for y, x, ky, kx in itertools.product(*map(range, (*q_grid, *k_grid))):
             i, j = y * q_grid[1] + x, ky * k_grid[1] + kx
-            for r, table, span in zip((ky - y - offset[0], kx - x - offset[1]), tables, spans, strict=True):
+            down, right = (
+                k * b - q * a - o for q, k, a, b, o in zip((y, x), (ky, kx), q_step, k_step, offset, strict=True)
+            )
+            for r, table, span in zip((down, right), tables, spans, strict=True):
                 row = oracles.row_of(r, span)
                 rows = table if table.ndim == 2 else table[lead[-1] if lead else 0]
                 if row is not None:
@@ -83,6 +93,23 @@ def test_logits_of_any_grid(qh: int, qw: int, kh: int, kw: int, down: int, right
     )
     want = logits_2d(q, tables, spans, (qh, qw), (kh, kw), (down, right))
     np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+@given(*[st.integers(1, 3)] * 4, *[st.integers(1, 3)] * 4, st.integers(-3, 3))
+def test_logits_of_grids_of_other_scales(
+    qh: int, qw: int, kh: int, kw: int, qa: int, qb: int, ka: int, kb: int, down: int
+) -> None:
+    rng = np.random.default_rng(qh)
+    tables, spans = (rng.standard_normal((4, 3)), rng.standard_normal((23, 3))), (Span(2, 1, "clip"), Span(11, 11))
+    grids: dict[str, Any] = {"q_grid": (qh, qw), "k_grid": (kh, kw), "q_step": (qa, qb), "k_step": (ka, kb)}
+    q, k, v = (rng.standard_normal((2, 1 + cells, 3)) for cells in (qh * qw, kh * kw, kh * kw))
+    want = logits_2d(q[:, 1:], tables, spans, **grids, offset=(down, 1))
+    options: dict[str, Any] = {**grids, "span_h": spans[0], "span_w": spans[1], "offset": (down, 1)}
+    np.testing.assert_allclose(relative_logits_2d(q[:, 1:], *tables, **options), want, atol=1e-12)
+    mask = np.zeros((2, 1 + qh * qw, 1 + kh * kw))
+    mask[:, 1:, 1:] = want
+    got = relative_attention_2d(q, k, v, *tables, **options, prefix=(1, 1), rel_scale=1.0, chunk_size=qw)
+    np.testing.assert_allclose(got, oracles.relative_attention(q, k, v, mask=mask).out, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,20 @@ def timm_layer(module: str, name: str) -> Any:
             assert spec is not None
             sys.modules[package] = importlib.util.module_from_spec(spec)  # never executed
     return getattr(importlib.import_module(f"timm.layers.{module}"), name)
+
+
+def timm_function(module: str, name: str) -> Any:
+    """Return a function of a module of timm whose imports need all of torchvision: its own lines alone are run."""
+    spec = importlib.util.find_spec("timm")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / module).read_text())
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    function.decorator_list.clear()
+    tree.body = [function]
+    names: dict[str, Any] = {"torch": torch, "List": list}
+    exec(compile(tree, module, "exec"), names)
+    return names[name]
 
 
 def randomised(module: Any, seed: int = 0) -> Any:

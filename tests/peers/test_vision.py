@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers.common import check, join, peer, randn, randomised, split, timm_layer
+from peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
 from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
 
 GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
@@ -156,3 +156,21 @@ def test_beit_matrix_is_a_toeplitz_matrix(window: tuple[int, int]) -> None:
     index = positions.generate_relative_position_index(window)
     rel_bias, *_ = conventions.from_beit(table, window=window)
     check(toeplitz_2d(rel_bias, q_grid=window, k_grid=window), table[index].permute(2, 0, 1)[:, 1:, 1:])
+
+
+@pytest.mark.parametrize(("q_grid", "k_grid"), [((6, 4), (6, 4)), ((8, 6), (4, 3)), ((4, 3), (8, 9)), ((8, 4), (2, 4))])
+def test_mvit(q_grid: tuple[int, int], k_grid: tuple[int, int]) -> None:
+    """Queries and keys pooled by different factors, and a class token."""
+    lengths = [1 + h * w for h, w in (q_grid, k_grid)]
+    q, k, v = (randn(2, 3, length, 8, seed=seed) for seed, length in enumerate([lengths[0], lengths[1], lengths[1]]))
+    tables = [randn(2 * max(a, b) - 1, 8, seed=5 + a) for a, b in zip(q_grid, k_grid, strict=True)]
+    logits = timm_function("models/mvitv2.py", "cal_rel_pos_type")(8**-0.5 * q @ k.mT, q, True, q_grid, k_grid, *tables)
+    want = logits.softmax(-1) @ v
+    q_step, k_step = ((max(y[0] // x[0], 1), max(y[1] // x[1], 1)) for x, y in ((q_grid, k_grid), (k_grid, q_grid)))
+    reach = [(count - 1) * step for count, step in zip(k_grid, k_step, strict=True)]
+    spans = [Span(len(table) - 1 - right, right) for table, right in zip(tables, reach, strict=True)]
+    got = relative_attention_2d(
+        q, k, v, *(table.flip(0) for table in tables), span_h=spans[0], span_w=spans[1], q_grid=q_grid, k_grid=k_grid,
+        q_step=q_step, k_step=k_step, prefix=(1, 1), rel_scale=1.0,
+    )  # fmt: skip
+    check(got, want)
