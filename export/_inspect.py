@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from relskew_core._spec import BlockSpec
 from relskew_core.export._emitter import element_type
+from relskew_core.export._functions import DOMAIN
 from relskew_core.export._plan import PROFILES, Plan, check_spec, make_plan
 from relskew_core.export._report import Check
 from relskew_core.export._runtimes import Source
@@ -71,9 +72,13 @@ def _load(model_or_path: Any) -> Source:
 
 def _not_standard(model: onnx.ModelProto) -> str:
     """Say what only some runtimes would understand."""
-    problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in ("", "ai.onnx")]
-    problems += [f"local function {function.name}" for function in model.functions]
-    problems += [f"{node.op_type} of domain {node.domain}" for node in model.graph.node if node.domain]
+    ours = {function.name for function in model.functions if function.domain == DOMAIN}
+    domains = {"", "ai.onnx", *([DOMAIN] if ours else [])}
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
+    problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
+    foreign = [node for node in nodes if node.domain and not (node.domain == DOMAIN and node.op_type in ours)]
+    problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
     return "; ".join(problems)
 
 

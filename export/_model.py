@@ -15,6 +15,7 @@ from relskew_core._checks import check_bool, describe
 from relskew_core._spec import BlockSpec
 from relskew_core.export._attend import attend
 from relskew_core.export._emitter import INT64, Emitter, Value
+from relskew_core.export._functions import fold_into_functions
 from relskew_core.export._in_place import attend_in_place
 from relskew_core.export._local import attend_blocks
 from relskew_core.export._parts import Present, Projected
@@ -36,6 +37,7 @@ def to_onnx(
     chunk_size: int | None = None,
     projections: bool = True,
     in_place: bool = False,
+    functions: bool = False,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
     """Write an attention block as an ONNX graph with dynamic batch and lengths.
@@ -73,6 +75,9 @@ def to_onnx(
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
         shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has a length of its own. Opset
         24, profile ``"ort"``; caches start as zeros.
+    functions : bool, default False
+        Write the skew and the attention as functions of the model, of the domain ``relskew`` and made of standard
+        operators: a viewer then shows one box for each. The numbers are the same; not every runtime takes functions.
     name : str, default "relative_attention_block"
         Name of the graph.
 
@@ -102,6 +107,7 @@ def to_onnx(
     (['x'], 19)
     """
     check_spec(spec)
+    check_bool("functions", functions)
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
     arrays = read_weights(spec, weights, projections=check_bool("projections", projections))
@@ -137,6 +143,8 @@ def to_onnx(
         described["relskew.in_place"] = "true"
     if not plan.projections:
         described["relskew.projections"] = "false"
+    if functions:
+        fold_into_functions(model)
     onnx.helper.set_model_props(model, described)
     return model
 

@@ -93,7 +93,7 @@ def _placement(session: Any, name: str) -> tuple[tuple[str, ...], str]:
             misplaced += [
                 f"{node.name or node.op_type} on {assignment.ep_name}"
                 for node in nodes
-                if not node.name.startswith("relskew/shape/")
+                if "relskew/shape/" not in node.name  # a runtime that unfolds functions puts their names in front
             ]
     if not counts.get(name):
         misplaced.append(f"no node on {name}")

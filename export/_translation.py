@@ -48,7 +48,7 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
 
     Examples
     --------
-    >>> sorted(str(operator) for operator in torch_translation_table(23))  # doctest: +SKIP
+    >>> sorted(str(operator) for operator in torch_translation_table(23))
     ['relskew.attention.default', 'relskew.dropout_attention.default']
     """
     opset = check_int("opset", opset)

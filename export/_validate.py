@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
 
+from relskew_core._checks import check_real
 from relskew_core._spec import BlockSpec
 from relskew_core.export._cases import Case, make_cases, make_inputs
 from relskew_core.export._inspect import Subject, inspect_model
@@ -36,6 +37,8 @@ def validate(
     lengths: Sequence[int] | None = None,
     batches: Sequence[int] = (1, 2, 3),
     runtimes: Sequence[str] = ("onnxruntime",),
+    atol: float | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Run a model over a sweep of inputs and compare it with the block's definition in float64.
 
@@ -56,6 +59,10 @@ def validate(
         Batch sizes to try.
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
         Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO.
+    atol : float, optional
+        Largest difference of any number, beside the relative error, that an output may have.
+    progress : callable, optional
+        Called with the name of each case before it is tried.
 
     Returns
     -------
@@ -83,11 +90,13 @@ def validate(
     checks: list[Check] = []
     try:
         subject = inspect_model(model_or_path, spec, weights, checks)
+        if atol is not None:
+            atol = check_real("atol", atol, positive=True)
         if subject is not None:
             cases = make_cases(subject.plan, _positive("lengths", lengths), _positive("batches", batches) or [1])
             for runtime in runtimes:
                 for provider in providers if runtime == "onnxruntime" else ("",):
-                    checks += _in_runtime(subject, runtime, provider, cases)
+                    checks += _in_runtime(subject, runtime, provider, cases, atol, progress or (lambda case: None))
     except Exception as error:  # a validation that stops half-way must not look like one that passed
         checks.append(Check("validation", "", "", "", False, detail=_reason(error)))
     return Report(tuple(checks))
@@ -102,17 +111,27 @@ def _positive(name: str, values: Sequence[int] | None) -> list[int] | None:
     return listed
 
 
-def _in_runtime(subject: Subject, runtime: str, provider: Provider, cases: Sequence[Case]) -> list[Check]:
+def _in_runtime(
+    subject: Subject,
+    runtime: str,
+    provider: Provider,
+    cases: Sequence[Case],
+    atol: float | None,
+    progress: Callable[[str], None],
+) -> list[Check]:
+    progress(f"{runtime}: load")
     try:
         runner = opener(runtime)(subject.source, provider)
     except Exception as error:
         return [Check("loads", runtime, provider_name(provider), "", False, detail=_reason(error))]
-    asked = _Asked(subject, runner)
+    asked = _Asked(subject, runner, atol)
     if runtime == "onnxruntime":
         asked.placement()
     for seed, case in enumerate(cases):
+        progress(f"{runtime}: {case}")
         asked.case(case, seed)
     if subject.plan.past:
+        progress(f"{runtime}: decoding in pieces")
         whole = sorted({case.queries for case in cases if case.fits and case.past == 0})
         asked.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))
     return asked.checks
@@ -121,8 +140,9 @@ def _in_runtime(subject: Subject, runtime: str, provider: Provider, cases: Seque
 class _Asked:
     """The questions to one loaded model."""
 
-    def __init__(self, subject: Subject, runner: Runner) -> None:
+    def __init__(self, subject: Subject, runner: Runner, atol: float | None = None) -> None:
         self.checks: list[Check] = []
+        self._atol = float("inf") if atol is None else atol
         self._subject, self._runner = subject, runner
         self._gate = GATES[subject.plan.dtype.name]
 
@@ -202,7 +222,8 @@ class _Asked:
         difference = np.asarray(result, np.float64) - wanted
         error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(wanted)), 1e-30))
         largest = float(np.max(np.abs(difference), initial=0.0))
-        self._add(name, case, error <= gate, error, gate, f"largest difference {largest:.2e}")
+        far = f", more than atol {self._atol:g}" if largest > self._atol else ""
+        self._add(name, case, error <= gate and not far, error, gate, f"largest difference {largest:.2e}{far}")
 
     def _add(
         self,

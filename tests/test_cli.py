@@ -272,7 +272,7 @@ def test_export_replaces_only_when_asked(capsys: pytest.CaptureFixture[str]) -> 
         pytest.param(["--window", ",1"], "--length N", id="unbounded window"),
         pytest.param(["--length", "3", "--prefix", "a."], "--prefix", id="prefix"),
         pytest.param(["--weights", "nothing.npz"], "nothing.npz: there is no such file", id="no file"),
-        pytest.param(["--weights", "weights.bin"], "must be a file ending in .npz,", id="ending"),
+        pytest.param(["--weights", "weights.txt"], "must be a file ending in .npz,", id="ending"),
     ],
 )
 def test_export_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:

@@ -23,7 +23,7 @@ app = typer.Typer(
 EXTRAS = {name: f"'relskew[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Names = list[str] | None
-Weights = Annotated[Path | None, typer.Option(help="A .npz, .safetensors or .pt file with the block's weights.")]
+Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
 Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
 Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
 
@@ -114,6 +114,8 @@ def export(
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False,
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False,
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False,
+    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False,
+    no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False,
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
     weights: Weights = None,
     prefix: Prefix = "",
@@ -123,7 +125,14 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Trim the table to inputs up to this length.")] = None,
     past: Annotated[bool, typer.Option("--past", help="With a cache of keys and values, for decoding.")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="With --past: a cache of one length, opset 24.")] = False,
     mask: Annotated[bool, typer.Option("--mask", help="With a boolean mask as an input.")] = False,
+    no_projections: Annotated[bool, typer.Option("--no-projections", help="Attention of q, k and v alone.")] = False,
+    chunk_size: Annotated[int | None, typer.Option(help="Attend in a loop over so many queries at a time.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where it will run; cpu takes chunks of 128, fastest there.")
+    ] = None,
+    functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
@@ -134,7 +143,8 @@ def export(
     from relskew_core.export import save, to_onnx
 
     limits = _export.parse_window(window)
-    rows = _export.table_rows(load_weights(weights, prefix) if weights else None)
+    whole = not no_projections
+    rows = _export.table_rows(load_weights(weights, prefix, projections=whole) if weights else None)
     span = _export.choose_span(_export.SpanOptions(length, clip, causal, limits, block_size), rows)
     spec = BlockSpec(
         embed_dim,
@@ -148,12 +158,17 @@ def export(
         block_size=block_size,
         shared_table=shared_table,
         rel_values=rel_values,
+        rel_keys=not no_rel_keys,
+        rel_bias=rel_bias,
         bias=not no_bias,
     )
-    arrays, origin = chosen_weights(spec, weights, prefix, seed)
+    arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)
+    if chunk_size is None and not in_place:
+        chunk_size = _export.chunk_of(device, spec)
     model = to_onnx(
-        spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask
-    )
+        spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
+        chunk_size=chunk_size, projections=whole, in_place=in_place, functions=functions,
+    )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)
     except FileExistsError as error:
@@ -173,25 +188,33 @@ def validate(
     prefix: Prefix = "",
     seed: Seed = None,
     provider: Annotated[Names, typer.Option(help="onnxruntime provider: cpu, cuda …; can be repeated.")] = None,
+    device: Annotated[str | None, typer.Option(help="The same for one provider: cpu or cuda.")] = None,
     runtime: Annotated[Names, typer.Option(help="onnxruntime, reference or openvino; can be repeated.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Only this length; can be repeated.", min=1)] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Only this batch size; can be repeated.", min=1)] = None,
+    atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the gates.")] = None,
     as_json: Json = False,
 ) -> int:
     """Run a model over a sweep of inputs and compare it with float64."""
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights
 
-    spec = _export.spec_of_model(path)
-    arrays, origin = chosen_weights(spec, weights, prefix, seed)
+    providers = _export.providers_of(provider, device)
+    spec, projections = _export.spec_of_model(path)
+    arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=projections)
     from relskew_core.export import validate as validate_model
 
-    with progress(f"validate {path.name}", 1) as tell:
-        tell("")
+    with progress(f"validate {path.name}", None) as tell:
         report = validate_model(
             path,
             spec,
             arrays,
-            providers=tuple(provider or ("CPUExecutionProvider",)),
+            providers=providers,
             runtimes=tuple(runtime or ("onnxruntime",)),
+            lengths=length,
+            batches=batch or (1, 2, 3),
+            atol=atol,
+            progress=tell,
         )
     if as_json:
         print(report.to_json())
@@ -201,6 +224,8 @@ def validate(
         _export.show_report(report, console)
         failed = f"not ok: {len(report.failures)} of {count(len(report.checks), 'check')} failed"
         console.print("ok" if report.ok else failed, style="bold green" if report.ok else "bold red")
+        for line in _export.advice(report):
+            console.print(line, soft_wrap=True)
     return 0 if report.ok else 1
 
 

@@ -22,8 +22,11 @@ def output() -> Console:
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells the step that begins; silent unless stderr is a terminal."""
+def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that tells the step that begins; silent unless stderr is a terminal.
+
+    ``total`` may be unknown.
+    """
     if not sys.stderr.isatty():
         yield lambda step: None
         return

@@ -16,6 +16,20 @@ from relskew_core.cli._console import as_bytes, count
 from relskew_core.cli._errors import CliError, need, reason
 
 FAILURES = 6
+DEVICES = ("cpu", "cuda")
+CPU_CHUNK = 128
+ADVICE = {
+    "file": "the file is broken or incomplete: copy it again, with the .data file beside it if there is one",
+    "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
+    "interface": "inputs or outputs were changed by another tool, or the file holds another block",
+    "weights": "the file was made with other weights: name those with --weights (and --prefix) or --seed",
+    "loads": "the runtime or provider could not take the file: its own words are above",
+    "placement": "the provider did not run every node: install its libraries, or leave out --provider",
+    "too long fails": "longer inputs than the table serves give numbers: export again with this version",
+    "decoding": "pieces with a cache differ from the whole: export again with this version",
+    "optimiser off": "the runtime's optimiser changes the numbers: update it, or turn its optimiser off",
+}
+"""What a person can do about a check that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +117,10 @@ def describe_block(spec: BlockSpec) -> str:
     words = [f"embed_dim {spec.embed_dim}", f"{count(spec.num_heads, 'head')} of {spec.head_dim}"]
     if spec.num_kv_heads != spec.num_heads:
         words.append(f"{count(spec.num_kv_heads, 'key head')}")
-    flags = ("causal", "cross", "shared_table", "rel_values")
+    flags = ("causal", "cross", "shared_table", "rel_values", "rel_bias")
     words += [name.replace("_", " ") for name in flags if getattr(spec, name)]
+    if not spec.rel_keys:
+        words.append("no rel keys")
     if spec.window is not None:
         words.append(f"window {spec.window}")
     if spec.block_size is not None:
@@ -120,8 +136,26 @@ def _signature(value: Any) -> str:
     return f"{value.name} ({dims})"
 
 
-def spec_of_model(path: Path) -> BlockSpec:
-    """Read the spec that ``export`` wrote into the model's metadata."""
+def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
+    """Return how many queries a graph for a device attends with at a time: what docs/export.md measures as fastest."""
+    if device not in (None, *DEVICES):
+        raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
+    return CPU_CHUNK if device == "cpu" and spec.block_size is None else None
+
+
+def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, ...]:
+    """Return the providers that ``--provider`` or ``--device`` names."""
+    if device is None:
+        return tuple(providers or ("cpu",))
+    if providers:
+        raise CliError("--device and --provider exclude each other")
+    if device not in DEVICES:
+        raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
+    return (device,)
+
+
+def spec_of_model(path: Path) -> tuple[BlockSpec, bool]:
+    """Read the spec that ``export`` wrote into the model's metadata, and whether the model has projections."""
     onnx = need("onnx", "'relskew[onnx]'", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
@@ -133,9 +167,10 @@ def spec_of_model(path: Path) -> BlockSpec:
     if "relskew.spec" not in metadata:
         raise CliError(f"{path}: has no relskew.spec in its metadata: it is not a model that relskew exported")
     try:
-        return BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
+        spec = BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CliError(f"{path}: relskew.spec in its metadata cannot be read: {reason(error)}") from error
+    return spec, metadata.get("relskew.projections") != "false"
 
 
 def show_report(report: Any, console: Console) -> None:
@@ -145,3 +180,16 @@ def show_report(report: Any, console: Console) -> None:
     console.print("\n".join(lines[:shown]), soft_wrap=True)
     if shown < len(lines):
         console.print(f"… and {len(lines) - shown} more; --json has them all", style="dim")
+
+
+def advice(report: Any) -> list[str]:
+    """Return what to do about the failures, the cause before its consequences; nothing if there are none."""
+    failed = {check.name for check in report.failures}
+    if "weights" in failed:
+        failed &= {"file", "standard", "interface", "weights", "loads", "placement"}
+    lines = [f"{name}: {what}" for name, what in ADVICE.items() if name in failed]
+    if not lines and any("atol" in check.detail for check in report.failures):
+        lines.append("atol: the relative errors keep their gates; numbers this large may need a larger --atol")
+    if failed & {"y", "out"} and not lines:
+        lines.append("y: the weights are right and the numbers are not: the graph was changed, or the runtime is wrong")
+    return lines

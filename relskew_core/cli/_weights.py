@@ -13,15 +13,17 @@ from relskew_core import BlockSpec, init_weights
 from relskew_core.cli._errors import CliError, need, reason
 
 
-def load_weights(path: Path, prefix: str = "") -> dict[str, Any]:
-    """Read the arrays of a ``.npz``, ``.safetensors`` or ``.pt`` file without running any code in it.
+def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> dict[str, Any]:
+    """Read the arrays of a ``.npz`` or ``.safetensors`` file or a torch checkpoint without running any code in it.
 
     Parameters
     ----------
     path : Path
-        The file.
+        The file. Of a training checkpoint, which holds more than weights, the ``state_dict`` or ``model`` is taken.
     prefix : str, default ""
         Take only the names that begin with it, and drop it: one block out of a whole model's file.
+    projections : bool, default True
+        Take the projections too, or the tables alone.
     """
     reader = READERS.get(path.suffix)
     if reader is None:
@@ -34,24 +36,38 @@ def load_weights(path: Path, prefix: str = "") -> dict[str, Any]:
         raise
     except Exception as error:  # every format has its own ways to be broken
         raise CliError(f"--weights {path}: cannot be read as {path.suffix}: {reason(error)}") from error
+    arrays = _inner(arrays)
     if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
         raise CliError(f"--weights {path}: must hold a mapping from names to arrays, got {type(arrays).__name__}")
     chosen = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    if "q_proj.weight" not in chosen:
+    if projections and "q_proj.weight" not in chosen:
         raise CliError(f"--weights {path}: has no {prefix}q_proj.weight; {_prefixes(arrays)}")
-    return chosen
+    return chosen if projections else {name: array for name, array in chosen.items() if name in TABLES}
 
 
-def chosen_weights(spec: BlockSpec, path: Path | None, prefix: str, seed: int | None) -> tuple[Mapping[str, Any], str]:
+def _inner(found: Any) -> Any:
+    """Return the weights of a training checkpoint, or what was found."""
+    if isinstance(found, Mapping):
+        for key in ("state_dict", "model"):
+            if isinstance(found.get(key), Mapping):
+                return found[key]
+    return found
+
+
+def chosen_weights(
+    spec: BlockSpec, path: Path | None, prefix: str, seed: int | None, *, projections: bool = True
+) -> tuple[Mapping[str, Any], str]:
     """Return the weights that the options name, and where they are from in words."""
     if path is None:
         if prefix:
             raise CliError("--prefix says which part of a file to take: it needs --weights")
-        return init_weights(spec, seed=seed or 0), f"random, seed {seed or 0}"
+        drawn = init_weights(spec, seed=seed or 0)
+        wanted = spec.weight_shapes(projections=projections)
+        return {key: drawn[key] for key in wanted}, f"random, seed {seed or 0}"
     if seed is not None:
         raise CliError("--weights and --seed exclude each other")
-    weights = load_weights(path, prefix)
-    spec.check_weights(weights)
+    weights = load_weights(path, prefix, projections=projections)
+    spec.check_weights(weights, projections=projections)
     return weights, f"{path}" + (f", {prefix}*" if prefix else "")
 
 
@@ -67,11 +83,16 @@ def _safetensors(path: Path) -> Any:
 
 
 def _torch(path: Path) -> Any:
-    torch = need("torch", "'relskew[torch]'", "reading .pt")
+    torch = need("torch", "'relskew[torch]'", f"reading {path.suffix}")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-READERS: dict[str, Callable[[Path], Any]] = {".npz": _npz, ".safetensors": _safetensors, ".pt": _torch}
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".npz": _npz,
+    ".safetensors": _safetensors,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch),
+}
+TABLES = ("rel_k", "rel_v", "rel_bias")
 
 
 def _prefixes(arrays: Mapping[str, Any]) -> str:

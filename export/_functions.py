@@ -1,0 +1,90 @@
+"""The skew and the attention as functions of the model, so that a viewer shows a graph of a few boxes to open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import helper
+
+DOMAIN = "relskew"
+PROJECTIONS = tuple(f"relskew/compute/{name}_proj" for name in ("q", "k", "v", "out"))
+
+
+def fold_into_functions(model: onnx.ModelProto) -> None:
+    """Replace the skews of a model, then all between the projections, by calls of functions with the same nodes."""
+    graph = model.graph
+    functions: list[onnx.FunctionProto] = []
+    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
+    for one in _graphs(graph):
+        skew = [node for node in one.node if "/skew/" in node.name]
+        if skew:
+            functions.append(_fold(one, skew, "Skew", "relskew/compute/skew", constants, model))
+    inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS)]
+    functions.append(_fold(graph, inner, "RelativeAttention", "relskew/compute/relative_attention", constants, model))
+    used = set(_used(graph.node))
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name in constants and graph.initializer[index].name not in used:
+            del graph.initializer[index]
+    model.functions.extend(functions)
+    model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+
+
+def _fold(
+    graph: onnx.GraphProto,
+    nodes: list[onnx.NodeProto],
+    name: str,
+    path: str,
+    constants: dict[str, onnx.TensorProto],
+    model: onnx.ModelProto,
+) -> onnx.FunctionProto:
+    """Move nodes of a graph into a function and put a call in their place."""
+    kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
+    kept = [node for node in graph.node if node.name in kept_names]
+    made = {output for node in nodes for output in node.output}
+    asked = dict.fromkeys(one for one in _used(nodes) if one not in made)
+    inputs = [one for one in asked if one not in constants]
+    wanted = {*_used(kept), *(value.name for value in graph.output)}
+    outputs = [output for node in nodes for output in node.output if output in wanted]
+    stored = [
+        helper.make_node("Constant", [], [one], name=f"{path}/{one}", value=constants[one])
+        for one in asked
+        if one in constants
+    ]
+    opset = next(entry.version for entry in model.opset_import if not entry.domain)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    infos = [info for info in graph.value_info if info.name in made]
+    function = helper.make_function(DOMAIN, name, inputs, outputs, [*stored, *nodes], imports, value_info=infos)
+    call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN)
+    # The call stands where the last of the nodes stood: what it needs is made before, what needs it comes after.
+    last = max(index for index, node in enumerate(graph.node) if node.name not in kept_names)
+    before = [node for node in graph.node[: last + 1] if node.name in kept_names]
+    after = list(graph.node[last + 1 :])
+    late = {*outputs}
+    moved = [node for node in before if late & set(_used([node]))]
+    del graph.node[:]
+    graph.node.extend([*(node for node in before if node not in moved), call, *moved, *after])
+    for index in reversed(range(len(graph.value_info))):
+        if graph.value_info[index].name in made - wanted:
+            del graph.value_info[index]
+    return function
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def _used(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """Names that nodes read, those that their loops read from outside included."""
+    for node in nodes:
+        yield from filter(None, node.input)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                body = attribute.g
+                own = {value.name for value in body.input} | {name for inner in body.node for name in inner.output}
+                outer = [*_used(body.node), *(value.name for value in body.output)]
+                yield from (name for name in outer if name not in own)

@@ -1,0 +1,124 @@
+"""``relskew export`` and ``validate``: every form from the command line, checkpoints, devices, advice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.cli import main
+from relskew_core.cli._export import advice
+from relskew_core.export import Check, Report, to_onnx
+
+BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
+CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def relskew(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def exported(*options: str) -> onnx.ModelProto:
+    assert relskew("export", "m.onnx", *BLOCK, "--overwrite", *options) == 0
+    return onnx.load("m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [
+        (["--past", "--in-place", "--causal"], ["x", "past_key", "past_value", "past_lengths"]),
+        (["--no-projections", "--causal"], ["q", "k", "v"]),
+        (["--rel-bias", "--no-rel-keys"], ["x"]),
+        (["--rel-bias", "--rel-values", "--functions"], ["x"]),
+        (["--chunk-size", "4", "--mask"], ["x", "mask"]),
+    ],
+    ids=["in place", "core", "bias", "functions", "chunks"],
+)
+def test_what_is_exported_validates(options: list[str], inputs: list[str]) -> None:
+    model = exported("--length", "9", "--seed", "3", *options)
+    assert [value.name for value in model.graph.input] == inputs
+    assert bool(model.functions) == ("--functions" in options)
+    assert relskew("validate", "m.onnx", "--seed", "3", "--length", "1", "--length", "4", "--batch", "2") == 0
+    assert relskew("validate", "m.onnx", "--length", "4", "--batch", "2") == 1
+
+
+def test_a_device_chooses_the_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    def chunk(*options: str) -> str | None:
+        return {entry.key: entry.value for entry in exported(*options).metadata_props}.get("relskew.chunk_size")
+
+    assert chunk("--length", "9") is None
+    assert chunk("--length", "9", "--device", "cpu") == "128"
+    assert chunk("--length", "9", "--device", "cpu", "--chunk-size", "3") == "3"
+    assert chunk("--length", "9", "--device", "cuda") is None
+    assert chunk("--causal", "--block-size", "3", "--device", "cpu") is None
+    assert chunk("--length", "9", "--causal", "--past", "--in-place", "--device", "cpu") is None
+    assert relskew("export", "n.onnx", *BLOCK, "--length", "9", "--device", "npu") == 2
+    assert "--device must be cpu or cuda, got 'npu'" in capsys.readouterr().err
+
+
+def test_device_and_provider(capsys: pytest.CaptureFixture[str]) -> None:
+    exported("--length", "9")
+    assert relskew("validate", "m.onnx", "--device", "cpu", "--batch", "1", "--json") == 0
+    report = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
+    assert {check["provider"] for check in report["checks"]} >= {"CPUExecutionProvider"}
+    assert {check["case"].partition(",")[0] for check in report["checks"] if check["case"]} == {"batch 1"}
+    for options in (["--device", "cpu", "--provider", "cpu"], ["--device", "tpu"]):
+        assert relskew("validate", "m.onnx", *options) == 2
+    assert "--device must be cpu or cuda, got 'tpu'" in capsys.readouterr().err
+
+
+def test_atol(capsys: pytest.CaptureFixture[str]) -> None:
+    exported("--length", "9")
+    assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-4") == 0
+    capsys.readouterr()
+    assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-12") == 1
+    told = capsys.readouterr().out
+    assert "more than atol 1e-12" in told
+    assert "atol: the relative errors keep their gates" in told
+    assert relskew("validate", "m.onnx", "--atol", "-1") == 1
+    assert "`atol` must be a finite number > 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", [".pth", ".bin", ".ckpt"])
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_torch_checkpoints(ending: str, key: str | None) -> None:
+    state: Any = {f"layer.{name}": weight for name, weight in init_weights(CAUSAL, seed=5, xp=torch).items()}
+    torch.save({key: state, "epoch": 3} if key else state, f"weights{ending}")
+    model = exported("--causal", "--weights", f"weights{ending}", "--prefix", "layer.")
+    assert model == to_onnx(CAUSAL, init_weights(CAUSAL, seed=5))
+
+
+def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
+    np.savez("weights.npz", **init_weights(CAUSAL, seed=5))
+    model = exported("--causal", "--no-projections", "--weights", "weights.npz")
+    assert [tensor.name for tensor in model.graph.initializer if not tensor.name.startswith("relskew/")] == ["rel_k"]
+    assert relskew("validate", "m.onnx", "--weights", "weights.npz", "--batch", "1") == 0
+
+
+def test_advice_names_the_cause_before_its_consequences(capsys: pytest.CaptureFixture[str]) -> None:
+    exported("--length", "9")
+    capsys.readouterr()
+    assert relskew("validate", "m.onnx", "--seed", "1", "--batch", "1") == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("weights: the file was made with other weights")
+    assert relskew("validate", "m.onnx", "--provider", "NoSuchExecutionProvider") == 1
+    assert "loads: the runtime or provider could not take the file" in capsys.readouterr().out
+
+    def failing(*names: str) -> list[str]:
+        return advice(Report(tuple(Check(name, "", "", "", False) for name in names)))
+
+    assert failing() == []
+    (line,) = failing("y", "optimiser off", "weights")
+    assert line.startswith("weights: ")
+    (line,) = failing("y")
+    assert line.startswith("y: the weights are right")
