@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from relskew_core.export._emitter import Emitter, Shape, Value
+from relskew_core.export._emitter import INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._guard import at_most
 from relskew_core.export._parts import (
     Present,
@@ -41,8 +41,8 @@ def attend_in_place(
     present = (Value("present_key", past[0].shape, g.dtype), Value("present_value", past[1].shape, g.dtype))
     for cached, added, whole in zip(past, new, present, strict=True):
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
-    lengths = _lengths(g, plan, queries, past, past_lengths)
-    window = RowWindow(g, plan, tables, lengths, queries)
+    lengths, reach = _lengths(g, plan, queries, past, past_lengths)
+    window = RowWindow(g, plan, tables, lengths, reach)
     condition = visible(g, plan, lengths, mask)
     if not plan.fused:
         keys_shape = (*present[0].shape[:2], spec.head_dim, present[0].shape[2])
@@ -60,36 +60,58 @@ def attend_in_place(
     return as_given(g, projected, heads), present
 
 
-def _lengths(g: Emitter, plan: Plan, queries: Value, past: Present, past_lengths: Value) -> Lengths:
-    """Read the lengths; those of the queries cannot be computed where a row is longer than the table."""
-    n = g.length(queries, 2, "query_length")
+def _lengths(
+    g: Emitter, plan: Plan, queries: Value, past: Present, past_lengths: Value
+) -> tuple[Lengths, Value | None]:
+    """Read the lengths; those of the queries cannot be computed where a row is longer than the table.
+
+    Return also how far into the past the longest row reaches, where the table is cut to that.
+    """
+    n, total = g.length(queries, 2, "query_length"), None
     if plan.left.past_edge == "limited":
         longest = g.index("ReduceMax", [past_lengths, g.constant([0])], "cache/longest_past", keepdims=1)
         total = at_most(g, g.plus(longest, n, "cache/longest"), plan.left.rows + 1, "keys")
         n = g.minus(total, longest, "cache/queries")
-    return Lengths(n, g.length(past[0], 2, "cache_length"), past_lengths, "query_length", "cache_length")
+    return Lengths(n, g.length(past[0], 2, "cache_length"), past_lengths, "query_length", "cache_length"), total
+
+
+def _cut(g: Emitter, plan: Plan, tables: Tables, reach: Value) -> Tables:
+    """Leave out of the tables what no row reads: column 0 then is ``r = -reach``."""
+    start = g.dim(g.minus(plan.lead, reach, "window/first"))
+
+    def cut(table: Value | None, name: str) -> Value | None:
+        if table is None:
+            return None
+        axis = len(table.shape) - (1 if name == "rel_bias" else 2)
+        shape = (*table.shape[:axis], "columns", *table.shape[axis + 1 :])
+        bounds = [start, g.constant([INT64_MAX]), g.constant([axis])]
+        return g.compute("Slice", [table, *bounds], f"window/{name}_seen", shape)
+
+    return Tables(cut(tables.rel_k, "rel_k"), cut(tables.rel_v, "rel_v"), cut(tables.rel_bias, "rel_bias"))
 
 
 class RowWindow(Window):
     """The window of every row of the batch: the same columns, ``r = -(queries + past) … keys - past - 1``.
 
-    Queries are multiplied by the whole table, and the products are gathered: the table would have to be gathered for
-    every row of the batch.
+    Queries are multiplied by all that the longest row reads of the table, and the products are gathered: else the
+    table would have to be gathered for every row of the batch.
     """
 
-    def __init__(self, g: Emitter, plan: Plan, tables: Tables, lengths: Lengths, queries: Value) -> None:
-        self._g, self._plan, self._tables = g, plan, tables
-        self._rows, self._queries = lengths.row_symbol, queries
+    def __init__(self, g: Emitter, plan: Plan, tables: Tables, lengths: Lengths, reach: Value | None) -> None:
+        self._g, self._plan, self._rows = g, plan, lengths.row_symbol
+        self._tables = tables if reach is None else _cut(g, plan, tables, reach)
         self.symbol, self.one_sided = "window", False
         size = g.plus(lengths.queries, lengths.keys, "window/size")
         limits = [g.constant(0), g.scalar(size, "window/size_scalar"), g.constant(1)]
         ramp = g.index("Range", limits, "window/range", ("window",))
-        one = g.minus(plan.lead, lengths.queries, "window/start")
+        lead: Dim = plan.lead if reach is None else reach
+        one = g.minus(lead, lengths.queries, "window/start")
         start = g.index("Sub", [g.dim(one), g.dim(lengths.past)], "window/start_rows", (self._rows,))
         column = g.index("Unsqueeze", [start, g.constant([1])], "window/start_column", (self._rows, 1))
         shape: Shape = (self._rows, "window")
         columns = g.index("Add", [ramp, column], "window/columns", shape)
-        ends = [g.constant(0), g.constant(plan.columns - 1)]
+        last = g.constant(plan.columns - 1) if reach is None else g.scalar(reach, "window/last")
+        ends = [g.constant(0), last]
         self._of_rows = g.index("Clip", [columns, *ends], "window/index", shape)
 
     def product(self, queries: Value) -> Value | None:

@@ -1,0 +1,145 @@
+"""`validate` must notice a wrong graph in every form: the core, biases, caches in place, chunks, functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export_forms import made
+from relskew_core.export import to_onnx, validate
+
+FORMS: dict[str, dict[str, Any]] = {
+    "core: causal": {},
+    "core: cross": {},
+    "bias, full, grouped": {},
+    "bias alone, cache": {},
+    "in place: cache": {},
+    "in place: cache, zero, values, mask": {},
+    "causal, values": {"chunk_size": 3},
+    "causal": {"functions": True},
+    "full, grouped": {"profile": "portable", "functions": True},
+}
+
+
+def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """All nodes, those of loops and functions included."""
+
+    def inner(some: Any) -> Iterator[onnx.NodeProto]:
+        for node in some:
+            yield node
+            for attribute in node.attribute:
+                yield from inner(attribute.g.node)
+
+    yield from inner(model.graph.node)
+    for function in model.functions:
+        yield from inner(function.node)
+
+
+def failures(form: str, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
+    """Validate a form as it is, which must pass, and then changed."""
+    spec, own, weights = made(form)
+    model = to_onnx(spec, weights, **own, **FORMS[form])
+    assert validate(model, spec, weights, batches=(2,), lengths=[2, 6]).ok
+    mutate(model)
+    return {check.name for check in validate(model, spec, weights, batches=(2,), lengths=[2, 6]).failures}
+
+
+def change(model: onnx.ModelProto, key: str, how: Callable[[Any], Any]) -> None:
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == key)
+    array = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(array)).astype(array.dtype), key))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("how", ["one percent", "flipped", "shifted"])
+def test_tables(form: str, how: str) -> None:
+    for key in [key for key in made(form)[2] if key.startswith("rel_")]:
+
+        def mutate(model: onnx.ModelProto, key: str = key) -> None:
+            (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == key)
+            sizes = list(tensor.dims)
+            # Positions are on the longest axis but for a table that is narrower than a head.
+            axis = len(sizes) - 1 if key == "rel_bias" or sizes[-1] > sizes[-2] else len(sizes) - 2
+            changes: dict[str, Callable[[Any], Any]] = {
+                "one percent": lambda table: table * 1.01,
+                "flipped": lambda table: np.flip(table, axis),
+                "shifted": lambda table: np.roll(table, 1, axis),
+            }
+            change(model, key, changes[how])
+
+        found = failures(form, mutate)
+        assert "weights" in found
+        assert found & {"y", "out"}, key
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_skew_off_by_one(form: str) -> None:
+    """Drop one entry too few in front and one more behind, so that every shape stays right."""
+
+    def mutate(model: onnx.ModelProto) -> None:
+        roll = [node for node in nodes(model) if node.name == "relskew/compute/skew/flatten"]
+        assert len(roll) == 1
+        shifted = roll[0]
+        graphs = [model.graph, *(function for function in model.functions)]
+        graphs += [a.g for graph in list(graphs) for n in graph.node for a in n.attribute if a.HasField("g")]
+        (owner,) = (graph for graph in graphs if any(node.name == shifted.name for node in graph.node))
+        place = [node.name for node in owner.node].index(shifted.name)
+        kept = shifted.output[0]
+        owner.node[place].output[0] = "rolled/whole"
+        numbers = {"first": [0], "second": [1], "end": [2**62], "axis": [2]}
+        made = [
+            onnx.helper.make_node("Constant", [], [f"rolled/{name}"], value_ints=value)
+            for name, value in numbers.items()
+        ]
+        cut = [f"rolled/{name}" for name in ("second", "end", "axis")]
+        made.append(onnx.helper.make_node("Slice", ["rolled/whole", *cut], ["rolled/rest"]))
+        cut = [f"rolled/{name}" for name in ("first", "second", "axis")]
+        made.append(onnx.helper.make_node("Slice", ["rolled/whole", *cut], ["rolled/one"]))
+        made.append(onnx.helper.make_node("Concat", ["rolled/rest", "rolled/one"], [kept], axis=2))
+        for index, node in enumerate(made):
+            owner.node.insert(place + 1 + index, node)
+
+    assert failures(form, mutate) & {"y", "out"}
+
+
+@pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal"])
+def test_a_lost_causal_attribute(form: str) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
+        (causal,) = (attribute for attribute in attention.attribute if attribute.name == "is_causal")
+        assert causal.i == 1
+        causal.i = 0
+
+    assert failures(form, mutate) & {"y", "out"}
+
+
+@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask", "causal, values"])
+def test_a_lost_causal_condition(form: str) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (causal,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/causal")
+        causal.op_type, causal.input[1] = "Equal", causal.input[0]  # true for every key
+
+    assert failures(form, mutate) & {"y", "out"}
+
+
+@pytest.mark.parametrize("form", ["core: causal", "core: cross"])
+def test_a_wrong_scale_of_the_core(form: str) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (scaled,) = (node for node in nodes(model) if node.name == "relskew/compute/q/scaled")
+        change(model, scaled.input[1], lambda scale: scale * 1.1)
+
+    assert "out" in failures(form, mutate)
+
+
+def test_a_wrong_scale_of_attention() -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
+        next(attribute for attribute in attention.attribute if attribute.name == "scale").f = 1.1
+
+    for form in ("in place: cache", "bias, full, grouped", "causal"):
+        assert "y" in failures(form, mutate)
