@@ -1,0 +1,38 @@
+"""Graphs in onnxruntime on CUDA: the numbers, and that every node on data runs there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from export_forms import PROFILES, made
+from relskew_core.export import to_onnx, validate
+
+CUDA = "CUDAExecutionProvider"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        CUDA not in onnxruntime.get_available_providers(), reason=f"onnxruntime {onnxruntime.__version__} has no {CUDA}"
+    ),
+]
+FORMS = ["full", "full, grouped", "causal", "cache, mask", "cross", "clip, values", "bias alone", "core: causal"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_on_cuda(form: str, profile: str, dtype: str) -> None:  # pragma: gpu only
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile=profile, dtype=dtype, **options)
+    report = validate(model, spec, weights, providers=["cuda"], batches=(2,))
+    assert report.ok, report.table()
+    assert any("use_tf32=0" in check.detail for check in report.checks if check.name == "placement")
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 3}, {"past": True, "in_place": True}], ids=["chunks", "in place"])
+def test_options_on_cuda(options: dict[str, Any]) -> None:  # pragma: gpu only
+    spec, _, weights = made("causal")
+    report = validate(to_onnx(spec, weights, **options), spec, weights, providers=["cuda"], batches=(2,))
+    assert report.ok, report.table()
