@@ -21,8 +21,11 @@ from relskew_core.backends import _parallel
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-CACHE_BYTES = 2**20
-"""Budget of one logits buffer: about the second-level cache of one core."""
+CHUNK_SIZE = 128
+"""Queries of a chunk: fewer are slower matrix products, more are work on hidden keys and buffers beyond the caches."""
+
+SCRATCH_BYTES = 2**23
+"""Budget of one logits buffer, which very many keys keep by smaller chunks."""
 
 
 def refusal(function: str, call: Problem) -> str | None:
@@ -41,13 +44,15 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
     heads = [(batch, head) for batch in range(shape[0]) for head in range(shape[1])]
     workers = _parallel.numpy_threads()
     parts = 1 if len(heads) >= workers else workers  # few heads: their chunks are dealt to the workers
+    idle = [_Scratch(call) for _ in range(workers)]  # memory that was written before costs no page faults
 
     def work(task: tuple[int, int, int]) -> None:
         batch, head, part = task
-        scratch = _Scratch(call)
+        scratch = idle.pop()
         with np.errstate(invalid="ignore", over="ignore"):  # hidden products may be anything
-            for chunk in call.chunks[part::parts]:
-                _attend(call, scratch, batch, head, chunk, out, lse)
+            for index in range(part, len(call.chunks), parts):
+                _attend(call, scratch.views(index), batch, head, out, lse)
+        idle.append(scratch)
 
     with _parallel.blas_on_one_thread():
         _parallel.for_each(
@@ -70,12 +75,14 @@ class _Call:
     tables: Tables
     options: Options
     chunks: list[Chunk]
+    hidden: list[list[tuple[slice, Array]]]  # for each chunk, columns and which of their entries are hidden
     dead_rows: bool
 
     @classmethod
     def of(cls, operands: Operands, options: Options) -> _Call:
         if options.chunk_size is None:
             options = replace(options, chunk_size=_chunk_size(options, operands.q.itemsize))
+        laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
         return cls(
             q=_by_batch(operands.q),
             k=_by_batch(operands.k),
@@ -86,7 +93,8 @@ class _Call:
             else _by_batch(np.broadcast_to(operands.mask, (*operands.q.shape[:-1], operands.k.shape[-2]))),
             tables=Tables.of(operands, options, xp=xp),
             options=options,
-            chunks=[chunk for chunk in chunks(operands, options) if chunk.first < chunk.end],
+            chunks=laid,
+            hidden=[_hidden(options, chunk) for chunk in laid],
             dead_rows=operands.mask is not None or options.visibility.some_query_sees_nothing(),
         )
 
@@ -100,44 +108,71 @@ def _by_batch(x: Array) -> Array:
 def _chunk_size(options: Options, itemsize: int) -> int:
     low, high = options.positions()
     keys = max(1, min(options.visibility.n_keys, high - low + 1))
-    size = CACHE_BYTES // (keys * itemsize)
-    return max(32, min(128, 1 << max(size, 1).bit_length() - 1))
+    size = SCRATCH_BYTES // (keys * itemsize)
+    return max(32, min(CHUNK_SIZE, 1 << max(size, 1).bit_length() - 1))
+
+
+def _hidden(options: Options, chunk: Chunk) -> list[tuple[slice, Array]]:
+    """Return the columns of a chunk in which the pattern hides something, and what it hides there."""
+    return [
+        (slice(first - chunk.first, end - chunk.first), ~visible)
+        for first, end in options.visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end)
+        if (visible := options.visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device="cpu")) is not None
+    ]
 
 
 class _Scratch:
-    """Two buffers of one worker, as long as the longest chunk needs them."""
+    """Two buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
 
     def __init__(self, call: _Call) -> None:
         size = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
+        self._call = call
         self._relative = np.empty(size, call.q.dtype)
         self._absolute = np.empty(size, call.q.dtype)
+        self._views: dict[int, _Views] = {}
 
-    def relative(self, chunk: Chunk) -> Array:
-        """Return a buffer in relative layout, (n, width)."""
-        n = chunk.stop - chunk.start
-        return self._relative[: n * chunk.width].reshape(n, chunk.width)
+    def views(self, index: int) -> _Views:
+        """Return a chunk's views, made once for all heads."""
+        if index not in self._views:
+            chunk = self._call.chunks[index]
+            n, m = chunk.stop - chunk.start, chunk.end - chunk.first
+            relative = self._relative[: n * chunk.width].reshape(n, chunk.width)
+            logits = self._absolute[: n * m].reshape(n, m)
+            moved = chunk.absolute(relative, xp=xp)
+            self._views[index] = _Views(chunk, relative, moved, logits, self._call.hidden[index])
+        return self._views[index]
 
-    def absolute(self, chunk: Chunk) -> Array:
-        """Return a buffer in absolute layout, (n, m)."""
-        n, m = chunk.stop - chunk.start, chunk.end - chunk.first
-        return self._absolute[: n * m].reshape(n, m)
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """Where a chunk works."""
+
+    chunk: Chunk
+    relative: Array  # relative layout, (n, width)
+    moved: Array  # the same memory in absolute layout, (n, m)
+    logits: Array  # (n, m)
+    hidden: list[tuple[slice, Array]]
+
+    def hide(self, value: float) -> None:
+        """Put ``value`` into the logits where the pattern hides a key from a query."""
+        for columns, hidden in self.hidden:
+            np.copyto(self.logits[:, columns], value, where=hidden)
 
 
-def _attend(call: _Call, scratch: _Scratch, batch: int, head: int, chunk: Chunk, out: Array, lse: Array | None) -> None:
+def _attend(call: _Call, views: _Views, batch: int, head: int, out: Array, lse: Array | None) -> None:
+    chunk, relative, logits = views.chunk, views.relative, views.logits
     group = head * call.k.shape[1] // call.q.shape[1]
     queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
-    logits = scratch.absolute(chunk)
     q = call.q[batch, head, queries] * call.options.scale
     np.matmul(q, call.k[batch, group, keys].T, out=logits)
-    relative = scratch.relative(chunk)
     if call.tables.rel_k is not None or call.tables.rel_bias is not None:
         _write_relative(call, batch, head, chunk, q, relative)
-        logits += chunk.absolute(relative, xp=xp)
+        logits += views.moved
     if call.options.softcap is not None:
         logits *= 1 / call.options.softcap
         np.tanh(logits, out=logits)
         logits *= call.options.softcap
-    _hide(call, batch, head, chunk, logits)
+    _hide(call, batch, head, views)
 
     largest = logits.max(axis=-1, keepdims=True)
     if call.dead_rows:
@@ -149,9 +184,9 @@ def _attend(call: _Call, scratch: _Scratch, batch: int, head: int, chunk: Chunk,
     here = out[batch, head, queries]
     np.matmul(logits, call.v[batch, group, keys], out=here)
     if call.tables.rel_v is not None:
-        _fill_hidden(call, chunk, logits, 0.0)  # in relative layout a query's NaN would reach its neighbour's row
+        views.hide(0.0)  # in relative layout a query's NaN would reach its neighbour's row
         relative[...] = 0.0
-        chunk.absolute(relative, xp=xp)[...] = logits
+        views.moved[...] = logits
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             plan = call.tables.rel_v.plan(low, high)
@@ -201,22 +236,14 @@ def _of_table(table: Table, head: int) -> Array:
     return columns if columns.ndim == 2 else columns[head if columns.shape[0] > 1 else 0]
 
 
-def _hide(call: _Call, batch: int, head: int, chunk: Chunk, logits: Array) -> None:
+def _hide(call: _Call, batch: int, head: int, views: _Views) -> None:
     """Add an additive mask, and put ``-inf`` where a query may not see."""
-    _fill_hidden(call, chunk, logits, -math.inf)
+    views.hide(-math.inf)
     if call.mask is not None:
+        chunk, logits = views.chunk, views.logits
         mask = call.mask[batch, head, chunk.start : chunk.stop, chunk.first : chunk.end]
         if mask.dtype == bool:
             np.copyto(logits, -math.inf, where=~mask)
         else:
             logits += mask
             np.copyto(logits, -math.inf, where=mask == -math.inf)  # where the products are not finite
-
-
-def _fill_hidden(call: _Call, chunk: Chunk, x: Array, value: float) -> None:
-    """Put ``value`` where the pattern hides a key from a query, (n, m)."""
-    visibility = call.options.visibility
-    for first, end in visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end):
-        visible = visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device="cpu")
-        if visible is not None:
-            np.copyto(x[:, first - chunk.first : end - chunk.first], value, where=~visible)
