@@ -2,6 +2,7 @@
 #   make demo        one block on every array library here, its ONNX graph, a picture of what it does to a tune
 #   make test        every test, with coverage
 #   make test-peers  the same numbers as other code bases, which it installs
+#   make test-web    exported graphs in onnxruntime-web; needs Node
 #   make check       the static checks
 #   make bench       time and memory beside what people use today
 
@@ -12,7 +13,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
 INPUTS := pyproject.toml requirements/pins.txt
 
-.PHONY: help demo test test-peers check bench clean
+.PHONY: help demo test test-peers test-web check bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +28,9 @@ test: .venv/dev.stamp
 test-peers: .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio tests/peers
 
+test-web: .venv/dev.stamp .venv-web/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/web
+
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,7 +41,7 @@ bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-peers .venv-web .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -55,6 +59,11 @@ $(BIN)/python:
 .venv-peers/stamp: .venv/dev.stamp requirements/peers.txt
 	rm -rf .venv-peers
 	$(PIP) --no-deps --target .venv-peers --requirement requirements/peers.txt
+	@touch $@
+
+# Node's packages lie outside the tests, where no checker looks for Python in them.
+.venv-web/stamp: Makefile
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv-web onnxruntime-web@1.30.0
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)

@@ -34,7 +34,7 @@ def at_most(g: Emitter, length: Dim, limit: Dim, name: str) -> Value:
     if isinstance(limit, int):
         stored = g.constant(np.arange(limit + 1))
     else:
-        stored = _ramp(g, g.plus(limit, 1, f"guard/{name}_limit"), f"{name}_limit", f"{name}_limit_and_1")
+        stored = _ramp(g, g.plus(limit, 1, f"guard/{name}_limit_after"), f"{name}_limit", f"{name}_limit_and_1")
     cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))
     counted = _ramp(g, after, name, symbol)
     # Unlike a reshape of so little, which OpenVINO leaves out, a maximum of unequal lengths fails in every runtime.

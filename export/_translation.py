@@ -44,7 +44,7 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     ValueError, TypeError
         If ``opset`` does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
         the argument: ``return_lse``, ``dropout``, a negative ``offset``, a ``mask`` by head with more than one axis
-        before the heads, a ``block_size`` or a ``causal`` call whose lengths torch cannot tell apart from others'.
+        before the heads, a ``block_size`` where torch cannot tell that queries and keys are one sequence.
 
     Examples
     --------

@@ -158,7 +158,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 FULL, CLIP, ZERO = Span.full(12), Span(2, 1, "clip"), Span(1, 2, "zero")
-TABLE, VALUES = random(4, 4, 6), random(4, 5)
+TABLE, VALUES, LONG = random(4, 4, 6), random(4, 5), random(4, 23, 6)
 CROSS: dict[str, dict[str, Any]] = {
     "full": {"rel_k": random(4, 23, 6), "span": FULL},
     "shared, scales": {"rel_k": random(23, 6), "span": FULL, "scale": 0.3, "rel_scale": 0.7},
@@ -274,6 +274,29 @@ def test_calls_along_one_sequence(opset: int) -> None:
     run = session(program)
     for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+
+
+class Gap(nn.Module):
+    """Queries and keys of lengths of their own, and an offset that is the length of something else."""
+
+    def forward(self, q: Tensor, k: Tensor, gap: Tensor) -> Any:
+        offset = gap.shape[0]
+        full = relative_attention(q, k, k, LONG, FULL, offset=offset)
+        return full, relative_attention(q, k, k, TABLE, CLIP, offset=offset, rel_v=TABLE)
+
+
+@opsets
+def test_an_offset_unknown_to_torch(opset: int) -> None:
+    def inputs(queries: int, keys: int, gap: int) -> tuple[Tensor, ...]:
+        return random(2, 4, queries, 6, seed=1), random(2, 2, keys, 6, seed=2), random(gap)
+
+    model = Gap()
+    run = session(export(model, inputs(3, 7, 2), {"q": {2: VARY}, "k": {2: VARY}, "gap": {0: VARY}}, opset))
+    for shape in ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4)):
+        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+    for queries, keys, gap in ((5, 3, 8), (2, 17, 4), (1, 14, 1)):  # one position too far, to the left or to the right
+        with pytest.raises(Exception, match="Max"):
+            run(*inputs(queries, keys, gap))
 
 
 class One(nn.Module):
