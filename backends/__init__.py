@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 
-NATIVE = ("jax", "numpy", "torch")
+NATIVE = ("cupy", "jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
 
@@ -59,7 +59,7 @@ def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any],
         module = _module(library)
         reason = module.refusal(function, call)
         if reason is None:
-            takes_half = library == "torch" and module.takes_half(call)
+            takes_half = library in ("cupy", "torch") and module.takes_half(call)
             return getattr(module, function), call.given if takes_half else call.operands
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
@@ -76,6 +76,10 @@ def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
 
 def _module(library: str) -> Any:
     """Import a library's fast path: by statements, which torch.compile can trace through."""
+    if library == "cupy":
+        from relskew_core.backends import _cupy
+
+        return _cupy
     if library == "jax":
         from relskew_core.backends import _jax
 

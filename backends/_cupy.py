@@ -1,0 +1,107 @@
+"""CuPy: torch's fused kernels on CuPy's memory where torch is there, else cuBLAS and one kernel of its own.
+
+Arrays go to torch and back through DLPack, without a copy, and torch works on CuPy's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from relskew_core._problem import Gradients, Operands, Options, Problem
+from relskew_core._typing import Array
+from relskew_core.backends import _cupy_blas
+from relskew_core.backends._cupy_device import Cuda
+
+
+def refusal(function: str, call: Problem) -> str | None:
+    """Say why there is no native path for a call, ``None`` if there is one."""
+    reason = torch_refusal(call.given)
+    if reason is None or function == "attention":
+        return None
+    return f"CuPy has no gradients of its own, and through torch: {reason}"
+
+
+def takes_half(call: Problem) -> bool:
+    """Whether the native path takes arrays of half precision as they are."""
+    return torch_refusal(call.given) is None
+
+
+def torch_refusal(operands: Operands) -> str | None:
+    """Say why torch's fused kernels do not take a call, ``None`` if they do."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from relskew_core.backends import _triton_choice  # pragma: gpu only
+
+    with on_current_stream(operands.q):  # pragma: gpu only
+        return _triton_choice.refusal(to_torch(operands))
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
+    """Return the output and, if asked for, the log-sum-exp."""
+    if torch_refusal(operands) is not None:  # pragma: gpu only
+        with operands.q.device:
+            out, lse = _cupy_blas.attention(operands, options, device=Cuda(xp))
+    else:  # pragma: gpu only
+        from relskew_core.backends import _triton
+
+        with on_current_stream(operands.q):
+            out, lse = (_from_torch(x) for x in _triton.attention(to_torch(operands), options))
+    return out, lse if options.return_lse else None
+
+
+def attention_vjp(  # pragma: gpu only
+    d_out: Array, operands: Operands, options: Options, *, out: Array | None, xp: Any
+) -> Gradients:
+    """Return the gradients of every operand."""
+    from torch.utils.dlpack import from_dlpack
+
+    from relskew_core.backends import _triton_operator
+
+    with on_current_stream(operands.q):
+        gradients = _triton_operator.attention_vjp(from_dlpack(d_out), to_torch(operands), options)
+        return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
+
+
+@contextmanager
+def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
+    """Let torch work where CuPy works: on the array's device and CuPy's current stream."""
+    import torch
+
+    number, pointer = like.device.id, _cupy().cuda.get_current_stream().ptr
+    with torch.cuda.device(number):
+        # 0 is the default stream of both; 1 and 2 are CUDA's names of the legacy and the per-thread one
+        stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream(number)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def to_torch(operands: Operands) -> Operands:
+    """Return tensors on the same memory."""
+    import torch
+    from torch.utils.dlpack import from_dlpack
+
+    def tensor(x: Array | None) -> Any:
+        if x is None:
+            return None
+        if x.dtype == bool:  # older DLPack knows no booleans
+            return from_dlpack(x.view("uint8")).view(torch.bool)
+        return from_dlpack(x)
+
+    return Operands(*(tensor(x) for x in operands))
+
+
+def _from_torch(x: Any) -> Array:  # pragma: gpu only
+    return _cupy().from_dlpack(x.detach())
+
+
+def _cupy() -> Any:  # pragma: gpu only
+    import cupy
+
+    return cupy
