@@ -122,13 +122,14 @@ def _hidden(options: Options, chunk: Chunk) -> list[tuple[slice, Array]]:
 
 
 class _Scratch:
-    """Two buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
+    """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
 
     def __init__(self, call: _Call) -> None:
         size = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
         self._call = call
         self._relative = np.empty(size, call.q.dtype)
         self._absolute = np.empty(size, call.q.dtype)
+        self._negligible = np.empty(size, bool)
         self._views: dict[int, _Views] = {}
 
     def views(self, index: int) -> _Views:
@@ -137,9 +138,14 @@ class _Scratch:
             chunk = self._call.chunks[index]
             n, m = chunk.stop - chunk.start, chunk.end - chunk.first
             relative = self._relative[: n * chunk.width].reshape(n, chunk.width)
-            logits = self._absolute[: n * m].reshape(n, m)
-            moved = chunk.absolute(relative, xp=xp)
-            self._views[index] = _Views(chunk, relative, moved, logits, self._call.hidden[index])
+            self._views[index] = _Views(
+                chunk=chunk,
+                relative=relative,
+                moved=chunk.absolute(relative, xp=xp),
+                logits=self._absolute[: n * m].reshape(n, m),
+                negligible=self._negligible[: n * m].reshape(n, m),
+                hidden=self._call.hidden[index],
+            )
         return self._views[index]
 
 
@@ -151,6 +157,7 @@ class _Views:
     relative: Array  # relative layout, (n, width)
     moved: Array  # the same memory in absolute layout, (n, m)
     logits: Array  # (n, m)
+    negligible: Array  # booleans, (n, m)
     hidden: list[tuple[slice, Array]]
 
     def hide(self, value: float) -> None:
@@ -177,7 +184,7 @@ def _attend(call: _Call, views: _Views, batch: int, head: int, out: Array, lse: 
     largest = logits.max(axis=-1, keepdims=True)
     if call.dead_rows:
         largest[largest == -math.inf] = 0.0
-    total = _write_exponentials(logits, largest)
+    total = _write_exponentials(logits, largest, views.negligible)
     dead = total == 0.0
     if call.dead_rows:
         total[dead] = 1.0
@@ -196,12 +203,21 @@ def _attend(call: _Call, views: _Views, batch: int, head: int, out: Array, lse: 
         lse[batch, head, queries] = np.where(dead, -math.inf, largest + np.log(total))[:, 0]
 
 
-def _write_exponentials(logits: Array, largest: Array) -> Array:
-    """Write ``exp(logits - largest)`` over the logits, zeros for what is negligible, and return the rows' sums."""
+def _write_exponentials(logits: Array, largest: Array, negligible: Array) -> Array:
+    """Write ``exp(logits - largest)`` over the logits, zeros for what is negligible, and return the rows' sums.
+
+    No subnormal numbers are made on the way, which exp and products crawl through.
+    """
     logits -= largest
-    # exp in place takes e^-inf = 0 at full speed and crawls through subnormals: none are made
-    np.copyto(logits, -math.inf, where=logits < NEGLIGIBLE)
-    np.exp(logits, out=logits)
+    np.less(logits, NEGLIGIBLE, out=negligible)
+    if 8 * np.count_nonzero(negligible) < negligible.size:
+        np.copyto(logits, -math.inf, where=negligible)
+        np.exp(logits, out=logits)
+    else:  # scattered all over peaky logits, where a masked copy takes longer than a product
+        np.maximum(logits, NEGLIGIBLE, out=logits)
+        np.exp(logits, out=logits)
+        np.logical_not(negligible, out=negligible)
+        logits *= negligible
     return logits.sum(axis=-1, keepdims=True)
 
 
