@@ -17,6 +17,10 @@ from relskew_core.export._oracle import reference_block
 from relskew_core.export._plan import make_plan
 
 form = pytest.mark.parametrize("form", FORMS)
+TYPED = [
+    "full", "causal", "cache, mask", "cross, window", "clip, values", "blocks", "bias, full, grouped",
+    "bias alone, shared, mask", "core: clip, values", "core: causal",
+]  # fmt: skip
 
 
 def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -52,7 +56,7 @@ def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> N
     assert report.ok, report.table()
 
 
-@pytest.mark.parametrize("form", ["full", "causal", "cache, mask", "cross, window", "clip, values", "blocks"])
+@pytest.mark.parametrize("form", TYPED)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
