@@ -76,7 +76,8 @@ class Call:
             rel_q=None if operands.rel_q is None else _rows(by_batch(operands.rel_q)),
             mask=mask,
         )
-        forward, backward = (_fitted(tile, flat.q.device) for tile in tiles(flat.q.dtype, widest(operands)) or ())
+        device = limits(flat.q.device)
+        forward, backward = (fitted(tile, *device) for tile in tiles(flat.q.dtype, widest(operands)) or ())
         batch, heads = flat.q.shape[:2]
         return cls(flat, options, heads, batch, forward, backward)
 
@@ -149,12 +150,19 @@ def widest(operands: Operands) -> int:
     return max(x.shape[-1] for x in (operands.q, operands.v, operands.rel_q) if x is not None)
 
 
-def _fitted(tile: Tile, device: torch.device) -> Tile:
+def fitted(tile: Tile, major: int, shared_bytes: int) -> Tile:
+    """Fit a tile to a device: its compute capability's first number, and the shared memory a program may have."""
+    if tile.size == 64 and major not in (9, 10):  # only warpgroups that multiply leave enough registers
+        tile = Tile(32, 4, 2)
+    return tile if shared_bytes >= SHARED_BYTES else Tile(tile.size, tile.warps, 1)
+
+
+def limits(device: torch.device) -> tuple[int, int]:
+    """Return a device's compute capability's first number, and the shared memory that a program may have."""
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
-        enough = properties.shared_memory_per_block_optin >= SHARED_BYTES
-        return tile if enough else Tile(tile.size, tile.warps, 1)
-    return tile
+        return properties.major, properties.shared_memory_per_block_optin
+    return 9, 227 * 2**10  # what the interpreter stands in for
 
 
 def block(width: int) -> int:

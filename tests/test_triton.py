@@ -51,6 +51,37 @@ def test_widths_are_those_of_the_launch_configurations(dtype: torch.dtype, width
     assert reason == f"the fused kernels take heads of width {width} in {dtype}, not {width + 1}"
 
 
+def test_tiles_fit_the_device() -> None:
+    from relskew_core.backends._triton_call import Tile, fitted
+
+    tile = Tile(64, 8, 2)
+    assert fitted(tile, 9, 227 * 2**10) == tile
+    assert fitted(tile, 8, 163 * 2**10) == Tile(32, 4, 2)
+    assert fitted(Tile(32, 8, 2), 8, 99 * 2**10) == Tile(32, 8, 1)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # which of two defaults holds changes with 3.10
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability"),
+    [(torch.bfloat16, 64, 90), (torch.bfloat16, 64, 80), (torch.float16, 128, 90), (torch.float32, 64, 90)],
+    ids=str,
+)
+def test_kernels_compile_for_devices_that_are_not_here(
+    dtype: torch.dtype, width: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_registers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    call = gpu_registers.call_of(dtype, width, "full", capability)
+    for name, kernel, arguments in gpu_registers.launches(call):
+        use = gpu_registers.compiled(name, kernel, arguments, capability)
+        assert use.shared_bytes <= gpu_registers.SHARED_BYTES[capability]
+        assert use.registers <= 255
+        if name == "forward":
+            assert use.spilled_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -149,30 +149,32 @@ def test_backward(case: Case) -> None:
 
 
 LAUNCHES = [
-    # dtype, width, tile of the forward: one for every launch configuration, and both half precisions
-    ("float16", 64, 64), ("bfloat16", 40, 64), ("bfloat16", 128, 64), ("float16", 130, 32), ("float32", 64, 32),
-    ("float32", 128, 16),
+    # dtype, width, compute capability, tile of the forward: every launch configuration, and both half precisions
+    ("float16", 64, 9, 64), ("bfloat16", 40, 9, 64), ("bfloat16", 128, 9, 64), ("float16", 130, 9, 32),
+    ("float32", 64, 9, 32), ("float32", 128, 9, 16), ("bfloat16", 64, 8, 32),
 ]  # fmt: skip
 
 
 def test_launches_are_all_tested() -> None:
     from relskew_core.backends._triton_call import TILES, tiles
 
-    tested = {tiles(getattr(torch, dtype), width) for dtype, width, _ in LAUNCHES}
+    tested = {tiles(getattr(torch, dtype), width) for dtype, width, *_ in LAUNCHES}
     assert tested == set(TILES.values())
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["exact", "tf32"])
-@pytest.mark.parametrize(("dtype", "width", "size"), LAUNCHES, ids=str)
-def test_launch(dtype: str, width: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "width", "major", "size"), LAUNCHES, ids=str)
+def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if tf32 and dtype != "float32":
         pytest.skip("TF32 stands in for float32 alone")
-    from relskew_core.backends._triton_call import Call
+    from relskew_core.backends import _triton_call
 
-    monkeypatch.setattr(Call, "precision", "tf32" if tf32 else "ieee")
+    monkeypatch.setattr(_triton_call, "limits", lambda device: (major, 2**18))
+    monkeypatch.setattr(_triton_call.Call, "precision", "tf32" if tf32 else "ieee")
     case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
                 tables="rel_k rel_v rel_bias")  # fmt: skip
     call, arrays = checked(case, getattr(torch, dtype))
+    assert _triton_call.Call.of(call.given, call.options).forward.size == size
     assert_as_dense(case, call, arrays, None, libraries.GATES[dtype])
     assert_as_dense(case, call, arrays, backward(case, call), 2 * libraries.GATES[dtype])
 

@@ -1,0 +1,157 @@
+"""Registers, spills and shared memory of the fused kernels: ``python -m benchmarks.gpu_registers``; needs no GPU.
+
+Every launch configuration is compiled for every kernel; the table is the one in ``docs/gpu.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from relskew_core import Span
+from relskew_core._problem import problem
+from relskew_core.backends import _triton_backward, _triton_forward, _triton_keys
+from relskew_core.backends._triton_call import TILES, Call, Tile, block, fitted
+
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+TERMS = {
+    "plain": (None, False),
+    "full": (Span.causal(1024), False),
+    "clipped": (Span.clipped(64), False),
+    "clipped, values": (Span.clipped(64), True),
+}
+"""What the compiled calls have: tables of the keys' positions, and of the values'."""
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one compiled kernel takes."""
+
+    kernel: str
+    capability: int
+    tile: Tile
+    registers: int
+    spilled_bytes: int  # the stack of a thread
+    shared_bytes: int
+
+
+SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
+"""Shared memory that a program may have, by compute capability."""
+
+
+def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Call:
+    """Return a causal call of 1024 positions with tables of two heads' own, as a device of a capability takes it."""
+    span, values = TERMS[terms]
+    x = torch.empty((1, 2, 1024, width), dtype=dtype)
+    table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
+    given = problem(
+        x, x, x, table, span, rel_v=table if values else None, rel_bias=None, rel_q=None, causal=True, window=None,
+        block_size=None, mask=None, offset=0, scale=None, rel_scale=None, softcap=None, chunk_size=None,
+    )  # fmt: skip
+    call = Call.of(given.given, given.options)
+    device = capability // 10, SHARED_BYTES[capability]
+    return replace(call, forward=fitted(call.forward, *device), backward=fitted(call.backward, *device))
+
+
+def launches(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name the kernels of a call with their arguments."""
+    x, numbers = call.operands, torch.empty(1)
+    yield "forward", _triton_forward.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
+    given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
+    yield "keys", _triton_keys.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q}
+    logits, weights = (x.q if table is not None else None for table in (x.rel_k, x.rel_v))
+    yield "queries", _triton_backward.query_gradient_kernel, {
+        **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,
+        "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
+        "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None, "KEEP_MASK": False,
+    }  # fmt: skip
+    if logits is not None:
+        width, tile = x.q.shape[-1], call.backward
+        yield "tables", _triton_keys.table_gradient_kernel, {
+            "x": x.q, "y": x.q, "sums": numbers, "y_b": 2048 * width, "y_h": 1024 * width, "y_i": width, "heads": 2,
+            "chunk_start": 0, "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048,
+            "slab_rows": 2048, "D": width, "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+
+
+def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int) -> Usage:
+    """Compile a kernel as a launch with these arguments would."""
+    signature, constants, attributes = {}, {}, {}
+    fixed = set(kernel.do_not_specialize or ())
+    for index, parameter in enumerate(kernel.params):
+        value = arguments.get(parameter.name)
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        integer = isinstance(value, int) and parameter.name not in fixed
+        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = _type(value)
+    source = ASTSource(kernel, signature, constants, attributes)
+    tile = Tile(arguments["B"], arguments["num_warps"], arguments["num_stages"])
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(binary.asm["cubin"])
+        report = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found is not None, report
+    registers, stack = map(int, found.groups())
+    shared = int(binary.metadata.shared)
+    return Usage(name, capability, tile, registers, stack, shared)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a row for every kernel of every launch configuration."""
+    parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the fused kernels.")
+    parser.add_argument("--capabilities", type=int, nargs="+", choices=list(SHARED_BYTES), default=(90, 80))
+    parser.add_argument("--widths", type=int, nargs="+", default=(64, 128, 256))
+    parser.add_argument("--terms", nargs="+", choices=list(TERMS), default=list(TERMS))
+    options = parser.parse_args(arguments)
+    print(
+        "| capability | dtype, width | terms | kernel | tile, warps, stages | registers | spilled bytes | shared KiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for capability in options.capabilities:
+        for half, width in TILES:
+            if width not in options.widths:
+                continue
+            dtype = torch.bfloat16 if half else torch.float32
+            for terms in options.terms:
+                for name, kernel, given in launches(call_of(dtype, width, terms, capability)):
+                    use = compiled(name, kernel, given, capability)
+                    tile = f"{use.tile.size}, {use.tile.warps}, {use.tile.stages}"
+                    cells = (capability, f"{TYPES[dtype]}, {width}", terms, name, tile, use.registers)
+                    print(
+                        "|",
+                        *(f"{cell} |" for cell in (*cells, use.spilled_bytes, use.shared_bytes // 1024)),
+                        flush=True,
+                    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
