@@ -1,0 +1,138 @@
+"""The fused kernels on a CUDA device: compiled, against the dense formula in float64; ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dense
+import libraries
+import relskew_core
+from dense import CASES, Case
+from relskew_core import Span
+from relskew_core.backends import _triton_choice
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+FEW = [
+    Case("large, full range", n=190, m=190, d=64, tables="rel_k rel_v rel_bias"),
+    Case("large, causal", n=300, m=300, d=64, heads=4, kv_heads=2, span=Span.causal(300), options={"causal": True}),
+    Case(
+        "large, clipped",
+        n=260,
+        m=390,
+        d=64,
+        span=Span.clipped(9),
+        tables="rel_k rel_v rel_bias",
+        options={"offset": 40},
+    ),
+    Case(
+        "large, clipped, causal", n=390, m=390, d=64, span=Span.clipped(16), options={"causal": True}, own_tables=False
+    ),
+    Case("large, window", n=260, m=260, d=64, span=Span(70, 20), tables="rel_k rel_v", options={"window": (70, 20)}),
+    Case("large, key padding", n=100, m=130, d=64, mask="boolean", mask_shape=(2, 1, 1, 130)),
+    Case("large, additive mask", n=100, m=130, d=64, mask="additive with holes", options={"softcap": 5.0}),
+    Case("large, decoding", n=1, m=500, d=64, span=Span.causal(500), options={"causal": True, "offset": 499}),
+    *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
+]
+
+
+attend: Any = relskew_core.relative_attention  # arrays and options come by name, out of dictionaries
+attend_vjp: Any = relskew_core.relative_attention_vjp
+
+
+def on_device(case: Case, dtype: str) -> dict[str, Tensor]:
+    arrays = {name: torch.tensor(x, device="cuda") for name, x in case.arrays().items()}
+    return {name: x.to(getattr(torch, dtype)) if x.is_floating_point() else x for name, x in arrays.items()}
+
+
+def assert_close(actual: Any, expected: Any, gate: float) -> None:
+    actual, expected = actual.double().cpu().numpy(), np.asarray(expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
+    assert np.linalg.norm((actual - expected)[finite]) <= gate * max(1.0, float(np.linalg.norm(expected[finite])))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", [*FEW, *CASES], ids=str)
+def test_output_and_gradients(case: Case, dtype: str) -> None:
+    arrays = on_device(case, dtype)
+    wide: dict[str, Any] = {name: x.double().cpu() if x.is_floating_point() else x.cpu() for name, x in arrays.items()}
+    expected = dense.attention(**wide, **case.call())
+    out, lse = attend(**arrays, **case.call(), return_lse=True, impl="native")
+    assert_close(out, expected.out, libraries.GATES[dtype])
+    assert_close(lse, expected.lse, libraries.GATES[dtype])
+    d_out = torch.tensor(case.d_out(), device="cuda").to(out.dtype)
+    gradients = attend_vjp(d_out, **arrays, **case.call(), impl="native")
+    wanted = dense.vjp(d_out.double().cpu().numpy(), {name: x.numpy() for name, x in wide.items()}, case.call())
+    for name, x in wanted.items():
+        assert_close(getattr(gradients, name), x, 2 * libraries.GATES[dtype])
+
+
+@pytest.mark.parametrize("width", [256, 130])
+def test_widest_heads(width: int) -> None:
+    case = Case("wide", n=70, m=90, d=width, tables="rel_k rel_v")
+    arrays = on_device(case, "bfloat16")
+    out = attend(**arrays, impl="native")
+    assert_close(out, attend(**{n: x.double() for n, x in arrays.items()}, impl="portable").cpu(), 2e-2)
+
+
+@pytest.mark.parametrize("case", FEW[:4], ids=str)
+def test_gradients_are_repeatable_to_the_bit(case: Case) -> None:
+    arrays = {name: x.requires_grad_() for name, x in on_device(case, "bfloat16").items()}
+
+    def gradients() -> list[Tensor]:
+        out = attend(**arrays, **case.call(), impl="native")
+        return list(torch.autograd.grad(out.float().square().sum(), list(arrays.values())))
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph(backend: str) -> None:
+    arrays = on_device(FEW[0], "bfloat16")
+    compiled = torch.compile(lambda given: attend(**given, impl="native"), fullgraph=True, backend=backend)
+    assert torch.equal(compiled(arrays), attend(**arrays, impl="native"))
+
+
+def test_chooses_the_fused_kernels_by_itself() -> None:
+    arrays = on_device(FEW[0], "float16")
+    assert torch.equal(attend(**arrays), attend(**arrays, impl="native"))
+    assert _triton_choice.refusal_of_device(0) is None
+    with pytest.raises(ValueError, match="and float32, not torch"):
+        attend(**on_device(FEW[0], "float64"), impl="native")
+
+
+def test_tf32_only_where_torch_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = on_device(FEW[0], "float32")
+    exact = attend(**arrays, impl="native")
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        rounded = attend(**arrays, impl="native")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert 1e-6 < float((exact - rounded).norm() / exact.norm()) < 1e-2
+
+
+def test_long_training_step_fits_in_little_memory() -> None:
+    length, shape = 32768, (1, 8, 32768, 64)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    table = torch.randn((8, length, 64), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, k, v, table, causal=True, impl="native").sum().backward()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2 * 2**30
+    assert table.grad is not None
+    assert math.isfinite(float(table.grad.float().norm()))
