@@ -48,6 +48,11 @@ class Usage:
     spilled_bytes: int  # the stack of a thread
     shared_bytes: int
 
+    @property
+    def cell(self) -> str:
+        """Registers a thread, bytes that it spills, KiB that a program shares."""
+        return f"{self.registers}, {self.spilled_bytes}, {self.shared_bytes // 1024}"
+
 
 SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 """Shared memory that a program may have, by compute capability."""
@@ -114,14 +119,26 @@ def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int)
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report
     registers, stack = map(int, found.groups())
-    shared = int(binary.metadata.shared)
-    return Usage(name, capability, tile, registers, stack, shared)
+    return Usage(name, capability, tile, registers, stack, int(binary.metadata.shared))
 
 
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def rows(dtype: torch.dtype, width: int, chosen: list[str], capability: int) -> Iterator[str]:
+    """Compile a launch configuration, and return a row of the table for every kernel."""
+    uses: dict[str, dict[str, Usage]] = {}
+    for terms in chosen:
+        for name, kernel, given in launches(call_of(dtype, width, terms, capability)):
+            uses.setdefault(name, {})[terms] = compiled(name, kernel, given, capability)
+    for name, by_terms in uses.items():
+        tile = next(iter(by_terms.values())).tile
+        cells = [f"{capability / 10}", f"{TYPES[dtype]}, {width}", name, f"{tile.size}, {tile.warps}, {tile.stages}"]
+        cells += [by_terms[terms].cell if terms in by_terms else "" for terms in chosen]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,25 +148,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=(64, 128, 256))
     parser.add_argument("--terms", nargs="+", choices=list(TERMS), default=list(TERMS))
     options = parser.parse_args(arguments)
-    print(
-        "| capability | dtype, width | terms | kernel | tile, warps, stages | registers | spilled bytes | shared KiB |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    heads = ("compute capability", "dtype, width", "kernel", "tile, warps, stages", *options.terms)
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for capability in options.capabilities:
         for half, width in TILES:
-            if width not in options.widths:
-                continue
-            dtype = torch.bfloat16 if half else torch.float32
-            for terms in options.terms:
-                for name, kernel, given in launches(call_of(dtype, width, terms, capability)):
-                    use = compiled(name, kernel, given, capability)
-                    tile = f"{use.tile.size}, {use.tile.warps}, {use.tile.stages}"
-                    cells = (capability, f"{TYPES[dtype]}, {width}", terms, name, tile, use.registers)
-                    print(
-                        "|",
-                        *(f"{cell} |" for cell in (*cells, use.spilled_bytes, use.shared_bytes // 1024)),
-                        flush=True,
-                    )
+            if width in options.widths:
+                for row in rows(torch.bfloat16 if half else torch.float32, width, options.terms, capability):
+                    print(row, flush=True)
     return 0
 
 

@@ -35,6 +35,7 @@ def test_output(case: Case, torch: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     if not torch:
         monkeypatch.setattr(_cupy, "find_spec", lambda name: None)
     arrays = {name: cupy.asarray(x) for name, x in case.arrays("float32").items()}
+    cupy.cuda.Device().synchronize()  # the arrays were made on another stream
     with cupy.cuda.Stream(non_blocking=True) as stream:
         out, lse = relative_attention(**arrays, **case.call(), return_lse=True, impl="native")
         stream.synchronize()
