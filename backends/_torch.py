@@ -160,7 +160,7 @@ def standing_alone(x: Tensor) -> Tensor:
 @attention_vjp_op.register_fake
 def _(d_out: Tensor, d_lse: Tensor | None, *rest: Any) -> list[Tensor]:
     operands, mask_gradient = Operands(*rest[:8]), rest[-1]
-    wanted = operands if mask_gradient else operands._replace(mask=None)
+    wanted = (operands if mask_gradient else operands._replace(mask=None)).without_key_table()
     q = operands.q
     return [q.new_empty(0) if x is None or x.dtype == torch.bool else q.new_empty(x.shape) for x in wanted]
 
