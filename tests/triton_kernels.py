@@ -34,6 +34,8 @@ CASES = [
          tables="rel_k rel_v rel_bias"),
     Case("clipped on the past, causal, offset", n=33, m=50, d=W, lead=(1,), span=Span(2, 0, "clip"),
          tables="rel_k rel_v", options={"causal": True, "offset": 17}),
+    Case("clipped, an offset between tiles", n=34, m=20, d=W, lead=(1,), heads=1, span=Span.clipped(1),
+         tables="rel_k rel_v", options={"offset": 15}),
     Case("zero beyond, offset before all keys", n=50, m=40, d=W, lead=(1,), heads=1, span=Span(2, 5, "zero"),
          tables="rel_k rel_v rel_bias", options={"offset": -20}),
     Case("window, offset", n=34, m=60, d=W, lead=(1,), heads=1, span=Span(20, 9), tables="rel_k rel_v",
