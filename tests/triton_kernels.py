@@ -147,7 +147,8 @@ def test_forward(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case: Case) -> None:
     call, arrays = checked(case)
-    assert_as_dense(case, call, arrays, backward(case, call), 2 * libraries.GATES["float32"])
+    # sums over a table's edge cancel: the gradients of a row of logits add up to nothing
+    assert_as_dense(case, call, arrays, backward(case, call), 5 * libraries.GATES["float32"])
 
 
 LAUNCHES = [
