@@ -111,6 +111,27 @@ def test_operator_keeps_to_torchs_rules() -> None:
     )
 
 
+def test_operator_compiles_into_one_graph() -> None:
+    from relskew_core.backends import _triton_choice, _triton_operator
+
+    call, _ = checked(OPERATOR)
+
+    def loss(q: Tensor) -> Tensor:
+        given = call.given._replace(q=q)
+        # as on a CUDA device, where these are asked before
+        assert _triton_choice.refusal_of_operands(given) is None
+        if torch.version.cuda is None:
+            assert _triton_choice.refusal_of_device(0) is not None
+        return _triton_operator.attention(given, call.options)[0].square().sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        q = call.given.q.clone().requires_grad_()
+        function(q).backward()
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)
+
+
 def test_operator_under_vmap() -> None:
     call, _ = checked(OPERATOR)
     q, *rest = leaves_of(call)

@@ -75,7 +75,7 @@ def test_output_and_gradients(case: Case, dtype: str) -> None:
     gradients = attend_vjp(d_out, **arrays, **case.call(), impl="native")
     wanted = dense.vjp(d_out.double().cpu().numpy(), {name: x.numpy() for name, x in wide.items()}, case.call())
     for name, x in wanted.items():
-        assert_close(getattr(gradients, name), x, 2 * libraries.GATES[dtype])
+        assert_close(getattr(gradients, name), x, 5 * libraries.GATES[dtype])
 
 
 @pytest.mark.parametrize("width", [256, 130])
