@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._problem import Operands, Options
-from relskew_core.backends._triton_call import Call
+from relskew_core.backends._triton_call import Call, on_device_of
 from relskew_core.backends._triton_forward import forward_kernel
 
 
@@ -26,5 +26,6 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(-math.inf)
     tile = call.forward
     grid = (-(-options.visibility.n_queries // tile.size), call.batch * call.heads)
-    forward_kernel[grid](out=out, lse=lse, **call.arguments(tile))
+    with on_device_of(q):
+        forward_kernel[grid](out=out, lse=lse, **call.arguments(tile))
     return out, lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -163,6 +164,13 @@ def limits(device: torch.device) -> tuple[int, int]:
         properties: Any = torch.cuda.get_device_properties(device)
         return properties.major, properties.shared_memory_per_block_optin
     return 9, 227 * 2**10  # what the interpreter stands in for
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Launch kernels where a tensor lies: Triton takes torch's current device."""
+    if x.is_cuda:  # pragma: gpu only
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 def block(width: int) -> int:

@@ -33,7 +33,8 @@ def refusal_of_operands(operands: Operands) -> str | None:
     programs = q.shape[:-2].numel()
     if programs > GRID:
         return f"the fused kernels take {GRID} heads of all batch entries together, not {programs}"
-    if any(x.stride(-2) * x.shape[-2] >= 2**31 for x in (q, k, v) if x.numel()):
+    heads = (x for x in (q, k, v, rel_q, operands.mask) if x is not None)
+    if any(x.stride(-2) * x.shape[-2] >= 2**31 for x in heads):
         return "the fused kernels count the numbers of one head in 32 bits"
     return None
 

@@ -11,7 +11,7 @@ from relskew_core._problem import Gradients, Operands, Options
 from relskew_core._table import Plan
 from relskew_core.backends._torch_call import by_batch
 from relskew_core.backends._triton_backward import query_gradient_kernel
-from relskew_core.backends._triton_call import Call, block
+from relskew_core.backends._triton_call import Call, block, on_device_of
 from relskew_core.backends._triton_keys import key_gradient_kernel, table_gradient_kernel
 
 BUFFER_BYTES = 2**30
@@ -36,6 +36,19 @@ def attention_vjp(
     ``wanted`` says whether those of ``rel_k`` and ``rel_bias``, of ``rel_v`` and of an additive mask are: they alone
     need buffers of a chunk's queries times their positions.
     """
+    with on_device_of(operands.q):
+        return _attention_vjp(d_out, operands, options, out, lse, d_lse, wanted)
+
+
+def _attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
     call = Call.of(operands, options)
     delta = (d_out.float() * out.float()).sum(-1)
     if d_lse is not None:
