@@ -143,14 +143,16 @@ def huang(x: Inputs) -> Any:
     return logits.softmax(-1) @ x.v
 
 
-_compiled: dict[str, Any] = {}
+_compiled: dict[Any, Any] = {}
 
 
 def flex(x: Inputs) -> Any:
     """Return FlexAttention, compiled, with the captured product of queries and table, the product included."""
-    if not _compiled:
-        _compiled["attention"] = torch.compile(flex_attention)
-    return flex_by(x, _compiled["attention"] if x.q.is_cuda else flex_attention)
+    if x.q.is_cuda and x.shape not in _compiled:  # pragma: gpu only
+        _compiled.clear()
+        torch.compiler.reset()  # after some recompilations for other shapes it would stay eager
+        _compiled[x.shape] = torch.compile(flex_attention, dynamic=False)
+    return flex_by(x, _compiled.get(x.shape, flex_attention))
 
 
 def flex_by(x: Inputs, attention: Any) -> Any:
