@@ -158,30 +158,27 @@ class _Relative:
         """Return the gradients of the table and of the bias, whichever are there, in float32."""
         result = {}
         scale = self.call.options.rel_scale if self.names[0] == "rel_k" else 1.0
-        far = self.far.unflatten(1, (self.call.batch, self.call.heads))
         if self.table is not None:
             width = self.table.shape[-1]
             sums = self.bias_sums.new_zeros((1, *self.bias_sums.shape, width)) if self.sums is None else self.sums
-            edges = (far[..., None, :] @ self.rows.float())[..., 0, :]
-            result[self.names[0]] = self._fold(sums.sum(0), edges, self.table.ndim == 2) * scale
+            result[self.names[0]] = self._fold(sums.sum(0), self.rows, self.table.ndim == 2) * scale
         if self.bias is not None and self.names[1] is not None:
-            edges = far.sum(-1, keepdim=True)
-            bias = self._fold(self.bias_sums[..., None], edges, self.bias.shape[0] == 1)
+            bias = self._fold(self.bias_sums[..., None], None, self.bias.shape[0] == 1)
             result[self.names[1]] = bias.reshape(self.bias.shape)
         return result
 
-    def _fold(self, sums: Tensor, far: Tensor, shared: bool) -> Tensor:
-        """Fold (batch · heads, columns, width) and the two edges' (2, batch, heads, width) into (…, rows, width)."""
-        span = self.call.options.span
-        sums = sums.unflatten(0, (self.call.batch, self.call.heads)).sum(0)
-        far = far.sum(1)
-        if shared:
-            sums, far = sums.sum(0), far.sum(1)
+    def _fold(self, sums: Tensor, rows: Tensor | None, shared: bool) -> Tensor:
+        """Fold (batch · heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
+        span, heads = self.call.options.span, (self.call.batch, self.call.heads)
+        axes = (0, 1) if shared else (0,)
         plan = Plan.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
-        core = plan.fold(sums.mT, xp=torch)
+        core = plan.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
         table = torch.nn.functional.pad(core, (plan.start, span.rows - plan.stop)).mT.contiguous()
-        table[..., 0, :] += far[0]
-        table[..., -1, :] += far[1]
+        if span.beyond == "clip":  # sums of the tiles wholly past the edges
+            for row, far in ((0, self.far[0]), (-1, self.far[1])):
+                far = far.unflatten(0, heads)[..., None, :]
+                edge = far.sum(-1) if rows is None else (far @ rows.float())[..., 0, :]
+                table[..., row, :] += edge.sum(axes)
         return table
 
 
