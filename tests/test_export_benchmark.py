@@ -20,6 +20,7 @@ from relskew_core import attention_block, init_weights
 FORMS = forms(16, width=16, heads=2)
 MACHINE = {
     "cpu": "a processor", "cores": 2, "date": "2026-01-01", "commit": "abc", "onnxruntime_threads": 1,
+    "load_average": 0.7,
     "versions": {"onnxruntime": "1", "torch": "2", "relskew": "3"},
 }  # fmt: skip
 
@@ -68,6 +69,7 @@ def test_measure_and_record(tmp_path: Path) -> None:
     assert text.endswith(f"{END}\nafter\n")
     assert "stale" not in text
     assert "| relskew `ort` | 19 |" in text
+    assert "which others were using as well (load average 0.7 before the start)" in text
     with pytest.raises(ValueError, match="must have the lines"):
         write(record, tmp_path / "record.json", "")
 

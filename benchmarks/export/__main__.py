@@ -67,9 +67,11 @@ def heading(result: Record) -> str:
     """Return where a record is from, in one line."""
     where = result.machine
     threads = where["onnxruntime_threads"]
+    load = where["load_average"]
+    busy = f", which others were using as well (load average {load} before the start)" if load >= 0.5 else ""
     versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("onnxruntime", "torch", "relskew"))
     return (
-        f"{where['cpu']}, {threads} thread{'s' if threads != 1 else ''} of {where['cores']} cores, {versions}, "
+        f"{where['cpu']}, {threads} thread{'s' if threads != 1 else ''} of {where['cores']} cores{busy}, {versions}, "
         f"{str(where['date'])[:10]}, commit {where['commit']}"
     )
 
