@@ -82,7 +82,8 @@ def operator_arguments(case: dense.Case, *, grad: bool, return_lse: bool) -> tup
         **arrays, **options, span=case.span, causal=case.options.get("causal", False),
         offset=case.options.get("offset", 0), return_lse=return_lse,
     )  # fmt: skip
-    leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in call.operands]
+    operands: Any = call.operands.without_key_table()
+    leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
     return (*leaves, *_torch.flat(call.options))
 
 
