@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from onnx import TensorProto
 
 from relskew_core.export._chunks import attend_chunks
-from relskew_core.export._emitter import Emitter, Value
+from relskew_core.export._emitter import BOOL, Emitter, Value
 from relskew_core.export._parts import (
     Present,
     Projected,
@@ -37,14 +40,9 @@ def attend(
 
     ``condition`` replaces the visibility worked out here (blocks folded into the batch bring their own).
     """
-    spec = plan.spec
-    queries = split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
     if plan.chunk_size is not None:
-        keys, values, present = keys_and_values(g, plan, projected, past)
-        chunked = attend_chunks(g, plan, queries, keys, values, tables, lengths, mask)
-        if len(projected.q.shape) == 4:
-            chunked = split_heads(g, chunked, spec.num_heads, spec.head_dim, "out")
-        return chunked, present
+        return _by_length(g, plan, plan.chunk_size, projected, tables, lengths, mask, past)
+    queries = split_heads(g, projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
     window = Window(g, plan, tables, lengths)
     if plan.fused:
         bias = relative_logits(g, plan, queries, window, lengths)
@@ -54,6 +52,40 @@ def attend(
     keys, values, present = keys_and_values(g, plan, projected, past)
     heads = weighted_heads(g, plan, queries, keys, values, window, lengths, condition)
     return as_given(g, projected, heads), present
+
+
+def _by_length(
+    g: Emitter,
+    plan: Plan,
+    size: int,
+    projected: Projected,
+    tables: Tables,
+    lengths: Lengths,
+    mask: Value | None,
+    past: Present | None,
+) -> tuple[Value, Present | None]:
+    """Attention of up to ``size`` queries at once, for which a loop would cost more than it saves, or in chunks."""
+
+    def short(g: Emitter) -> Sequence[Value]:
+        at_once = replace(plan, chunk_size=None, guarded=False)
+        heads, present = attend(g, at_once, projected, tables, lengths, mask=mask, past=past)
+        return [heads, *(present or ())]
+
+    def long(g: Emitter) -> Sequence[Value]:
+        count, width = plan.spec.num_heads, plan.spec.head_dim
+        queries = split_heads(g, projected.q, count, width, "q")
+        keys, values, present = keys_and_values(g, plan, projected, past)
+        heads = attend_chunks(g, plan, size, queries, keys, values, tables, lengths, mask)
+        if len(projected.q.shape) == 4:
+            heads = split_heads(g, heads, count, width, "out")
+        return [heads, *(present or ())]
+
+    inputs = [g.dim(lengths.queries), g.constant([size])]
+    one_chunk = g.index("LessOrEqual", inputs, "chunks/one_is_enough", (1,), BOOL)
+    heads = Value(g.path("heads"), projected.q.shape, g.dtype)
+    present = None if past is None else present_values(g, plan, past)
+    g.choose(one_chunk, "attention_by_length", [heads, *(present or ())], short=short, long=long)
+    return heads, present
 
 
 def _fused(
@@ -72,7 +104,7 @@ def _fused(
     attributes = {"scale": 1.0, "is_causal": int(plan.causal_attribute)}
     if g.dtype.itemsize == 2:
         attributes["softmax_precision"] = TensorProto.FLOAT
-    path = "relskew/compute/attention"
+    path = g.path("attention")
     if past is not None and not plan.profile.cache_inputs:
         keys, values, present = keys_and_values(g, plan, projected, past, transpose_keys=False)
         heads = Value(f"{path}/output", queries.shape, g.dtype)

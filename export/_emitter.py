@@ -35,17 +35,19 @@ class Emitter:
     """Collects inputs, initializers and nodes; the same calls in the same order give the same bytes.
 
     ``compute`` makes a node that works on data and ``index`` one that works on lengths and positions. Their names
-    start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can tell them apart.
+    start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can tell them apart. What an
+    emitter of a branch makes has the branch's name, ``scope``, in front.
     """
 
-    def __init__(self, dtype: np.dtype[Any], outer: Emitter | None = None) -> None:
+    def __init__(self, dtype: np.dtype[Any], outer: Emitter | None = None, scope: str = "") -> None:
         self.dtype = dtype
+        self.scope: str = scope if outer is None else outer.scope + scope
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._infos: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
         self._scalars: dict[str, Value] = {} if outer is None else dict(outer._scalars)
-        # Tensors are put where they stay, since each copy of a large model counts. A loop's body shares them.
+        # Tensors are put where they stay, since each copy of a large model counts. Loops and branches share them.
         self._model: onnx.ModelProto = onnx.ModelProto() if outer is None else outer._model
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
         self._names: set[str] = set() if outer is None else outer._names
@@ -99,7 +101,7 @@ class Emitter:
         **attributes: Any,
     ) -> Value:
         """Add a node on data; its output has the graph's element type unless ``dtype`` says otherwise."""
-        path = f"relskew/compute/{name}"
+        path = self.path(name)
         value = Value(output or path, shape, dtype or self.dtype)
         self.node(op_type, inputs, path, [value], **attributes)
         return value
@@ -114,7 +116,7 @@ class Emitter:
         **attributes: Any,
     ) -> Value:
         """Add a node on lengths and positions, int64 of shape (1,) unless said otherwise."""
-        path = f"relskew/shape/{name}"
+        path = f"relskew/shape/{self.scope}{name}"
         value = Value(path, shape, dtype)
         self.node(op_type, inputs, path, [value], **attributes)
         return value
@@ -133,9 +135,25 @@ class Emitter:
         given = ["" if value is None else value.name for value in inputs]
         self._nodes.append(helper.make_node(op_type, given, names, name=path, **attributes))
 
+    def path(self, name: str) -> str:
+        """Return the name of a node on data."""
+        return f"relskew/compute/{self.scope}{name}"
+
+    def choose(
+        self, condition: Value, name: str, outputs: Sequence[Value], **branches: Callable[[Emitter], Sequence[Value]]
+    ) -> None:
+        """Give to ``outputs`` what the first of two branches makes where ``condition``, else what the second makes."""
+        bodies = {}
+        for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
+            body = Emitter(self.dtype, self, f"{scope}/")
+            for result in emit(body):
+                body.output(result, "result of the branch")
+            bodies[kind] = body.graph(f"{self.path(name)}/{scope}", "")
+        self.node("If", [condition], self.path(name), outputs, **bodies)
+
     def loop(self, count: Value, name: str, emit: Callable[[Emitter, Value], Value]) -> Value:
         """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
-        path = f"relskew/compute/{name}"
+        path = self.path(name)
         body = Emitter(self.dtype, self)
         iteration = body.input(f"{path}/iteration", (), "number of the iteration", INT64)
         running = body.input(f"{path}/running", (), "always true", BOOL)

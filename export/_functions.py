@@ -19,7 +19,9 @@ def fold_into_functions(model: onnx.ModelProto) -> None:
     for one in _graphs(graph):
         skew = [node for node in one.node if "/skew/" in node.name]
         if skew:
-            functions.append(_fold(one, skew, "Skew", "relskew/compute/skew", constants, model))
+            _, _, *branch = skew[0].name.partition("/skew/")[0].split("/")
+            path = "/".join(["relskew/compute", *branch, "skew"])
+            functions.append(_fold(one, skew, "".join(map(str.title, [*branch, "skew"])), path, constants, model))
     inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS)]
     functions.append(_fold(graph, inner, "RelativeAttention", "relskew/compute/relative_attention", constants, model))
     used = set(_used(graph.node))

@@ -85,7 +85,7 @@ def weighted_heads(
 
 def present_values(g: Emitter, plan: Plan, past: Present) -> Present:
     shape: Shape = (past[0].shape[0], plan.spec.num_kv_heads, "total_length", plan.spec.head_dim)
-    return Value("present_key", shape, g.dtype), Value("present_value", shape, g.dtype)
+    return Value(f"{g.scope}present_key", shape, g.dtype), Value(f"{g.scope}present_value", shape, g.dtype)
 
 
 def keys_and_values(

@@ -65,7 +65,7 @@ class Plan:
     left: Side
     right: Side
     local: bool  # blocks folded into the batch; else one dense attention
-    chunk_size: int | None  # queries of one turn of a loop; None: all at once
+    chunk_size: int | None  # the most queries to attend at once, and those of one turn of a loop; None: no loop
     projections: bool  # the whole block from x to y, or attention of q, k and v alone
     in_place: bool  # caches of fixed length, written where each row of the batch ends
     guarded: bool  # the lengths are checked before the tables are read, so that no window needs to

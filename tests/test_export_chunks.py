@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from export_forms import FORMS, made, random_weights
@@ -44,10 +47,23 @@ def test_chunks_in_other_runtimes(form: str) -> None:
     assert report.ok, report.table()
 
 
+@pytest.mark.parametrize(("length", "looped"), [(1, False), (3, False), (4, True)])
+def test_a_loop_only_where_there_are_more_queries(length: int, looped: bool, tmp_path: Path) -> None:
+    spec, options, weights = made("cache, grouped, no bias")
+    settings = onnxruntime.SessionOptions()
+    settings.enable_profiling, settings.profile_file_prefix = True, str(tmp_path / "profile")
+    content = to_onnx(spec, weights, chunk_size=3, **options).SerializeToString()
+    session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+    past = np.ones((1, 2, 2, 2), np.float32)
+    session.run(None, {"x": np.ones((1, length, 8), np.float32), "past_key": past, "past_value": past})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ran = {event["args"]["op_name"] for event in events if event["cat"] == "Node"}
+    assert "If" in ran
+    assert ("Loop" in ran, "Attention" in ran) == (looped, not looped)
+
+
 def peak(chunk_size: int | None, answer: Any) -> None:
     """Run a long input and say by how many bytes the process's peak grew."""
-    import onnxruntime
-
     spec = BlockSpec(16, 2, Span.causal(4096), causal=True)
     model = to_onnx(spec, random_weights(spec), chunk_size=chunk_size)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -44,8 +44,8 @@ def test_the_same_nodes_and_numbers(form: str, options: dict[str, Any]) -> None:
         tensor.name for tensor in flat.graph.initializer if not tensor.name.startswith("relskew/constant/")
     }
     inside = {node.name for function in boxed.functions for node in function.node if node.op_type != "Constant"}
-    names = {node.name for node in boxed.graph.node} | inside | loops(boxed.functions[-1].node)
-    assert {node.name for node in flat.graph.node} <= names
+    names = {node.name for node in boxed.graph.node} | inside | nested(boxed.functions[-1].node)
+    assert {node.name for node in flat.graph.node} | nested(flat.graph.node) <= names
     plan = make_plan(spec, np.dtype(np.float32), **own, **options)
     feeds = make_inputs(plan, next(case for case in make_cases(plan, [4], [3]) if case.fits), seed=0)
     runs = []
@@ -56,9 +56,10 @@ def test_the_same_nodes_and_numbers(form: str, options: dict[str, Any]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def loops(nodes: Any) -> set[str]:
-    bodies = [attribute.g for node in nodes for attribute in node.attribute if attribute.HasField("g")]
-    return {node.name for body in bodies for node in body.node}
+def nested(nodes: Any) -> set[str]:
+    """Names of the nodes in loops and branches."""
+    bodies = [attribute.g.node for node in nodes for attribute in node.attribute if attribute.HasField("g")]
+    return {node.name for body in bodies for node in body}.union(*(nested(body) for body in bodies))
 
 
 def test_without_them_there_are_none() -> None:

@@ -23,21 +23,28 @@ FORMS: dict[str, dict[str, Any]] = {
     "causal, values": {"chunk_size": 3},
     "causal": {"functions": True},
     "full, grouped": {"profile": "portable", "functions": True},
+    "causal, window": {"chunk_size": 5},
 }
+SCOPES = {"causal, values": "long/", "causal, window": "short/"}
+"""Which branch of a graph with chunks is changed."""
+
+
+def graphs(model: onnx.ModelProto) -> Iterator[Any]:
+    """The graph and the functions of a model, and all that is nested in them."""
+
+    def nested(graph: Any) -> Iterator[Any]:
+        yield graph
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    yield from nested(attribute.g)
+
+    for graph in (model.graph, *model.functions):
+        yield from nested(graph)
 
 
 def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """All nodes, those of loops and functions included."""
-
-    def inner(some: Any) -> Iterator[onnx.NodeProto]:
-        for node in some:
-            yield node
-            for attribute in node.attribute:
-                yield from inner(attribute.g.node)
-
-    yield from inner(model.graph.node)
-    for function in model.functions:
-        yield from inner(function.node)
+    return (node for graph in graphs(model) for node in graph.node)
 
 
 def failures(form: str, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
@@ -80,14 +87,11 @@ def test_tables(form: str, how: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_skew_off_by_one(form: str) -> None:
     """Drop one entry too few in front and one more behind, so that every shape stays right."""
+    name = f"relskew/compute/{SCOPES.get(form, '')}skew/flatten"
 
     def mutate(model: onnx.ModelProto) -> None:
-        roll = [node for node in nodes(model) if node.name == "relskew/compute/skew/flatten"]
-        assert len(roll) == 1
-        shifted = roll[0]
-        graphs = [model.graph, *(function for function in model.functions)]
-        graphs += [a.g for graph in list(graphs) for n in graph.node for a in n.attribute if a.HasField("g")]
-        (owner,) = (graph for graph in graphs if any(node.name == shifted.name for node in graph.node))
+        (shifted,) = (node for node in nodes(model) if node.name == name)
+        (owner,) = (graph for graph in graphs(model) if any(node.name == name for node in graph.node))
         place = [node.name for node in owner.node].index(shifted.name)
         kept = shifted.output[0]
         owner.node[place].output[0] = "rolled/whole"
@@ -107,7 +111,7 @@ def test_a_skew_off_by_one(form: str) -> None:
     assert failures(form, mutate) & {"y", "out"}
 
 
-@pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal"])
+@pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal", "causal, window"])
 def test_a_lost_causal_attribute(form: str) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
@@ -121,7 +125,8 @@ def test_a_lost_causal_attribute(form: str) -> None:
 @pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask", "causal, values"])
 def test_a_lost_causal_condition(form: str) -> None:
     def mutate(model: onnx.ModelProto) -> None:
-        (causal,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/causal")
+        name = f"relskew/compute/{SCOPES.get(form, '')}visible/causal"
+        (causal,) = (node for node in nodes(model) if node.name == name)
         causal.op_type, causal.input[1] = "Equal", causal.input[0]  # true for every key
 
     assert failures(form, mutate) & {"y", "out"}
