@@ -60,12 +60,10 @@ def attention_vjp(  # pragma: gpu only
     d_out: Array, operands: Operands, options: Options, *, out: Array | None, xp: Any
 ) -> Gradients:
     """Return the gradients of every operand."""
-    from torch.utils.dlpack import from_dlpack
-
     from relskew_core.backends import _triton_operator
 
     with on_current_stream(operands.q):
-        gradients = _triton_operator.attention_vjp(from_dlpack(d_out), to_torch(operands), options)
+        gradients = _triton_operator.attention_vjp(_tensor(d_out), to_torch(operands), options)
         return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
 
 
@@ -76,25 +74,27 @@ def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
 
     number, pointer = like.device.id, _cupy().cuda.get_current_stream().ptr
     with torch.cuda.device(number):
-        # 0 is the default stream of both; 1 and 2 are CUDA's names of the legacy and the per-thread one
-        stream = torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream(number)
+        # 0 is the default stream of both and 1 another name of it; torch takes 2, the default stream of each thread
+        stream = torch.cuda.ExternalStream(pointer) if pointer > 1 else torch.cuda.default_stream(number)
         with torch.cuda.stream(stream):
             yield
 
 
 def to_torch(operands: Operands) -> Operands:
     """Return tensors on the same memory."""
+    return Operands(*(None if x is None else _tensor(x) for x in operands))
+
+
+def _tensor(x: Array) -> Any:
+    """Return a tensor on an array's memory; on a copy's where a stride is negative, which torch cannot have."""
     import torch
     from torch.utils.dlpack import from_dlpack
 
-    def tensor(x: Array | None) -> Any:
-        if x is None:
-            return None
-        if x.dtype == bool:  # older DLPack knows no booleans
-            return from_dlpack(x.view("uint8")).view(torch.bool)
-        return from_dlpack(x)
-
-    return Operands(*(tensor(x) for x in operands))
+    if min(x.strides, default=0) < 0:
+        x = x.copy()
+    if x.dtype == bool:  # older DLPack knows no booleans
+        return from_dlpack(x.view("uint8")).view(torch.bool)
+    return from_dlpack(x)
 
 
 def _from_torch(x: Any) -> Array:  # pragma: gpu only

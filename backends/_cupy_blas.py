@@ -6,7 +6,7 @@ All arithmetic goes through a :class:`Device`, so that the same steps run on Num
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from relskew_core._chunk import Chunk, chunks, visible_columns
@@ -53,6 +53,7 @@ class _Call:
 def attention(operands: Operands, options: Options, *, device: Device) -> tuple[Array, Array]:
     """Return the output (..., H, Lq, Dv) and the log-sum-exp (..., H, Lq)."""
     xp, q = device.xp, operands.q
+    options = replace(options, visibility=options.visibility.bounded())
     heads, group = q.shape[-3], q.shape[-3] // operands.k.shape[-3]
     call = _Call(
         device=device,

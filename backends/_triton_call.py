@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,7 @@ class Call:
             rel_q=None if operands.rel_q is None else _rows(by_batch(operands.rel_q)),
             mask=mask,
         )
+        options = replace(options, visibility=options.visibility.bounded())
         device = limits(flat.q.device)
         forward, backward = (fitted(tile, *device) for tile in tiles(flat.q.dtype, widest(operands)) or ())
         batch, heads = flat.q.shape[:2]
@@ -108,7 +109,10 @@ class Call:
     @property
     def precision(self) -> str:
         """How float32 is multiplied: exactly, unless torch itself may use TF32."""
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        flags: Any = torch.backends.cuda.matmul
+        # torch before 2.9 has the one flag, and later ones refuse to read it where the other was set
+        tf32 = flags.fp32_precision == "tf32" if hasattr(flags, "fp32_precision") else flags.allow_tf32
+        return "tf32" if tf32 else "ieee"
 
     def arguments(self, tile: Tile) -> dict[str, Any]:
         """Return everything that all kernels share, by the names of their arguments."""

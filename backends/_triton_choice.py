@@ -33,8 +33,8 @@ def refusal_of_operands(operands: Operands) -> str | None:
     programs = q.shape[:-2].numel()
     if programs > GRID:
         return f"the fused kernels take {GRID} heads of all batch entries together, not {programs}"
-    heads = (x for x in (q, k, v, rel_q, operands.mask) if x is not None)
-    if any(x.stride(-2) * x.shape[-2] >= 2**31 for x in heads):
+    heads = (x for x in (q, k, v, rel_q, operands.rel_k, operands.rel_v, operands.mask) if x is not None)
+    if any(sum(x.stride(axis) * x.shape[axis] for axis in (-2, -1)) >= 2**31 for x in heads):
         return "the fused kernels count the numbers of one head in 32 bits"
     return None
 

@@ -110,7 +110,12 @@ def unskew(s, B: tl.constexpr):
 def softcapped(s, softcap, SOFTCAP: tl.constexpr):
     """Return ``softcap · tanh(s / softcap)``."""
     if SOFTCAP:
-        s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)
+        x = s / softcap
+        y = x * x
+        # near zero a series in the terms of Cephes' tanhf: a difference from 1 would leave few digits of small logits
+        near = (((-5.70498872745e-3 * y + 2.06390887954e-2) * y - 5.37397155531e-2) * y + 1.33314422036e-1) * y
+        near = x + x * y * (near - 3.33332819422e-1)
+        s = softcap * tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     return s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -113,6 +114,20 @@ def _kept(buffer: str, far: str, flag: str, relative: _Relative | None) -> dict[
     return {buffer: relative.buffer, far: relative.far, flag: True}
 
 
+class _Memory:
+    """The memory of all chunks' buffers: made for the first, the longest, and never beside that of another."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.flat: Tensor | None = None
+
+    def zeros(self, shape: tuple[int, ...], *, room: int) -> Tensor:
+        """Return zeros at its start; the first call makes room."""
+        if self.flat is None:
+            self.flat = self.like.new_empty(room)
+        return self.flat[: math.prod(shape)].view(shape).zero_()
+
+
 class _Relative:
     """Sums over all queries of their numbers by relative position times rows of their own: a table's gradient."""
 
@@ -125,14 +140,15 @@ class _Relative:
         programs = call.batch * call.heads
         self.row_bytes = programs * self.all.width * rows.element_size()
         self.sums: Tensor | None = None
-        self.bias_sums = torch.zeros((programs, self.all.width), device=rows.device)
-        self.far = torch.zeros((2, programs, rows.shape[-2]), device=rows.device)
+        self.bias_sums = torch.zeros((programs, self.all.width), dtype=torch.float32, device=rows.device)
+        self.far = torch.zeros((2, programs, rows.shape[-2]), dtype=torch.float32, device=rows.device)
+        self.memory = _Memory(rows)
 
     def begin(self, start: int, stop: int) -> None:
-        """Make the buffer of a chunk; the first chunk is the longest."""
-        here = self.call.columns(start, stop)
-        programs = self.call.batch * self.call.heads
-        self.buffer = self.rows.new_zeros((programs, stop - start, here.width))
+        """Clear the buffer of a chunk."""
+        programs, rows = self.call.batch * self.call.heads, stop - start
+        shape = (programs, rows, self.call.columns(start, stop).width)
+        self.buffer = self.memory.zeros(shape, room=programs * rows * self.all.width)
 
     def end(self, start: int, stop: int) -> None:
         """Add what the kernel left of a chunk."""
@@ -145,7 +161,8 @@ class _Relative:
         width, tile = self.table.shape[-1], self.call.backward
         slabs = -(-(stop - start) // SLAB_ROWS)
         if self.sums is None:
-            self.sums = torch.zeros((slabs, programs, self.all.width, width), device=self.rows.device)
+            shape = (slabs, programs, self.all.width, width)
+            self.sums = torch.zeros(shape, dtype=torch.float32, device=self.rows.device)
         strides = dict(zip(("y_b", "y_h", "y_i"), self.rows.stride(), strict=False))
         table_gradient_kernel[here.width // tile.size, programs, slabs](
             self.buffer, self.rows, self.sums, **strides, heads=self.call.heads, chunk_start=start, chunk_stop=stop,
@@ -176,8 +193,8 @@ class _Relative:
         table = torch.nn.functional.pad(core, (plan.start, span.rows - plan.stop)).mT.contiguous()
         if span.beyond == "clip":  # sums of the tiles wholly past the edges
             for row, far in ((0, self.far[0]), (-1, self.far[1])):
-                far = far.unflatten(0, heads)[..., None, :]
-                edge = far.sum(-1) if rows is None else (far @ rows.float())[..., 0, :]
+                far = far.unflatten(0, heads)[..., None]
+                edge = far.sum(-2) if rows is None else (far * rows).sum(-2)  # a product may round, under autocast
                 table[..., row, :] += edge.sum(axes)
         return table
 
@@ -190,7 +207,8 @@ class _Mask:
     def __init__(self, call: Call, mask: Tensor) -> None:
         self.call, self.like = call, mask
         self.row_bytes = call.batch * call.heads * call.options.visibility.n_keys * mask.element_size()
-        self.sums = torch.zeros(mask.shape, device=mask.device)
+        self.sums = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        self.memory = _Memory(mask)
 
     @classmethod
     def of(cls, call: Call) -> _Mask | None:
@@ -199,10 +217,9 @@ class _Mask:
         return None if mask is None or mask.dtype == torch.uint8 else cls(call, mask)
 
     def begin(self, start: int, stop: int) -> None:
-        """Make the buffer of a chunk."""
-        self.buffer = self.like.new_zeros(
-            (self.call.batch, self.call.heads, stop - start, self.call.options.visibility.n_keys)
-        )
+        """Clear the buffer of a chunk."""
+        shape = (self.call.batch, self.call.heads, stop - start, self.call.options.visibility.n_keys)
+        self.buffer = self.memory.zeros(shape, room=math.prod(shape))
 
     def end(self, start: int, stop: int) -> None:
         """Add what the kernel left of a chunk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relskew_core._span import Span
 from relskew_core._typing import Array, Namespace
@@ -55,6 +55,16 @@ class Visibility:
         """First position of the block before the block of ``position``."""
         assert self.block_size is not None
         return (position // self.block_size - 1) * self.block_size
+
+    def bounded(self) -> Visibility:
+        """Return the same pattern without what hides nothing: no number is larger than the positions are."""
+        last = self.n_queries - 1 + self.offset
+        left, right = self.window or (None, None)
+        left = None if left is None or left >= last else left
+        right = None if right is None or right >= self.n_keys - 1 - self.offset else right
+        block_size = None if self.block_size is None or self.block_size > last else self.block_size
+        window = None if left is None and right is None else (left, right)
+        return replace(self, window=window, block_size=block_size)
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys that some query of ``start … stop - 1`` may see."""

@@ -146,6 +146,14 @@ def test_what_nobody_sees_reaches_nothing(host: Host) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_windows_wider_than_32_bits_hide_nothing(host: Host) -> None:
+    plain = Case("plain", n=3, m=5)
+    whole = attend(host, plain, plain.arrays())
+    for options in ({"window": (2**40, 2**31 - 1)}, {"window": (2**31 - 1, 4)}):
+        for one, other in zip(whole, attend(host, plain, plain.arrays(), **options), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_products_refuse_what_no_stride_describes() -> None:
     x = np.zeros((1, 4, 4))[:, ::2, ::2]
     with pytest.raises(ValueError, match="one of the last two strides must be 1"):
@@ -181,6 +189,12 @@ def test_arrays_go_to_torch_without_a_copy(boolean: bool) -> None:
     assert tensors.q.data_ptr() == x.ctypes.data
     assert tensors.mask.data_ptr() == mask.ctypes.data
     assert str(tensors.mask.dtype) == ("torch.bool" if boolean else "torch.float64")
+
+
+def test_arrays_that_run_backwards_are_copied() -> None:
+    x = np.arange(24.0).reshape(2, 3, 4)[:, ::-1]
+    tensor = _cupy._tensor(x)
+    np.testing.assert_array_equal(tensor.numpy(), x)
 
 
 def test_kernel_takes_what_it_is_given() -> None:

@@ -91,8 +91,9 @@ def test_kernels_compile_for_devices_that_are_not_here(
         (operands(q=torch.empty((2**13, 2**3, 4, 8), dtype=torch.float16, device="meta")), "together, not 65536"),
         (operands(k=torch.empty((1, 3, 2**24, 2**7), dtype=torch.float16, device="meta")), "in 32 bits"),
         (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta")), "in 32 bits"),
+        (operands(mask=torch.empty((2**16, 2**15), dtype=torch.bool, device="meta").mT), "in 32 bits"),
     ],
-    ids=["dtype", "values", "rel_q", "heads", "length", "mask"],
+    ids=["dtype", "values", "rel_q", "heads", "length", "mask", "mask by columns"],
 )
 def test_refusals_say_why(given: Operands, reason: str) -> None:
     assert reason in str(_triton_choice.refusal_of_operands(given))

@@ -6,6 +6,7 @@ Run by ``test_triton.py``, as ``triton_kernels.py`` is.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,52 @@ def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(one, same)  # repeatable to the bit
             assert_close(chunked, one.double(), 1e-6)
             assert_close(slabbed, one.double(), 1e-6)
+
+
+@pytest.mark.parametrize("case", [CLIPPED, FULL], ids=str)
+def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core.backends import _triton_vjp
+
+    places: dict[object, set[int]] = {}
+    for kind in (_triton_vjp._Relative, _triton_vjp._Mask):
+
+        def begin(part: Any, start: int, stop: int, begin: Any = kind.begin) -> None:
+            begin(part, start, stop)
+            places.setdefault(part, set()).add(part.buffer.data_ptr())
+
+        monkeypatch.setattr(kind, "begin", begin)
+    backward(case, checked(case, chunk_size=16)[0])
+    assert places
+    assert all(len(of_part) == 1 for of_part in places.values())
+
+
+def test_sums_are_in_float32_whatever_is_torchs_default() -> None:
+    call, _ = checked(CLIPPED)
+    expected = backward(CLIPPED, call)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            gradients = backward(CLIPPED, call)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(gradients, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from relskew_core.backends import _triton_call
+
+    call, _ = checked(FULL)
+    for flags, expected in (
+        ({"fp32_precision": "tf32"}, "tf32"),  # since torch 2.9, where it is an error to read the other flag now
+        ({"fp32_precision": "none"}, "ieee"),
+        ({"allow_tf32": True}, "tf32"),
+        ({"allow_tf32": False}, "ieee"),
+    ):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(**flags))
+        assert _triton_call.Call.of(call.given, call.options).precision == expected
 
 
 def test_only_wanted_gradients() -> None:
