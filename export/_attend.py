@@ -41,7 +41,8 @@ def attend(
     ``condition`` replaces the visibility worked out here (blocks folded into the batch bring their own).
     """
     if plan.chunk_size is not None:
-        return _by_length(g, plan, plan.chunk_size, projected, tables, lengths, mask, past)
+        spread = _by_length if plan.profile.branches else _in_chunks
+        return spread(g, plan, projected, tables, lengths, mask, past)
     queries = split_heads(g, projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
     window = Window(g, plan, tables, lengths)
     if plan.fused:
@@ -57,14 +58,13 @@ def attend(
 def _by_length(
     g: Emitter,
     plan: Plan,
-    size: int,
     projected: Projected,
     tables: Tables,
     lengths: Lengths,
     mask: Value | None,
     past: Present | None,
 ) -> tuple[Value, Present | None]:
-    """Attention of up to ``size`` queries at once, for which a loop would cost more than it saves, or in chunks."""
+    """Attention in chunks, or of one chunk's queries at once, for which a loop would cost more than it saves."""
 
     def short(g: Emitter) -> Sequence[Value]:
         at_once = replace(plan, chunk_size=None, guarded=False)
@@ -72,19 +72,33 @@ def _by_length(
         return [heads, *(present or ())]
 
     def long(g: Emitter) -> Sequence[Value]:
-        count, width = plan.spec.num_heads, plan.spec.head_dim
-        queries = split_heads(g, projected.q, count, width, "q")
-        keys, values, present = keys_and_values(g, plan, projected, past)
-        heads = attend_chunks(g, plan, size, queries, keys, values, tables, lengths, mask)
-        if len(projected.q.shape) == 4:
-            heads = split_heads(g, heads, count, width, "out")
+        heads, present = _in_chunks(g, plan, projected, tables, lengths, mask, past)
         return [heads, *(present or ())]
 
-    inputs = [g.dim(lengths.queries), g.constant([size])]
+    inputs = [g.dim(lengths.queries), g.constant([plan.chunk_size])]
     one_chunk = g.index("LessOrEqual", inputs, "chunks/one_is_enough", (1,), BOOL)
     heads = Value(g.path("heads"), projected.q.shape, g.dtype)
     present = None if past is None else present_values(g, plan, past)
     g.choose(one_chunk, "attention_by_length", [heads, *(present or ())], short=short, long=long)
+    return heads, present
+
+
+def _in_chunks(
+    g: Emitter,
+    plan: Plan,
+    projected: Projected,
+    tables: Tables,
+    lengths: Lengths,
+    mask: Value | None,
+    past: Present | None,
+) -> tuple[Value, Present | None]:
+    """Attention in a loop over chunks of queries."""
+    count, width = plan.spec.num_heads, plan.spec.head_dim
+    queries = split_heads(g, projected.q, count, width, "q")
+    keys, values, present = keys_and_values(g, plan, projected, past)
+    heads = attend_chunks(g, plan, queries, keys, values, tables, lengths, mask)
+    if len(projected.q.shape) == 4:
+        heads = split_heads(g, heads, count, width, "out")
     return heads, present
 
 

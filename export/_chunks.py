@@ -13,7 +13,6 @@ from relskew_core.export._window import Lengths, Tables, Window
 def attend_chunks(
     g: Emitter,
     plan: Plan,
-    size: int,
     queries: Value,
     keys: Value,
     values: Value,
@@ -21,33 +20,34 @@ def attend_chunks(
     lengths: Lengths,
     mask: Value | None,
 ) -> Value:
-    """Return the heads side by side, ``(batch, queries, H * D)``, for more than ``size`` queries.
+    """Return the heads side by side, ``(batch, queries, H * D)``.
 
-    All chunks have that size; the last one starts early enough to end with the last query, and what it has in common
-    with the one before is dropped.
+    All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
+    query, and what it has in common with the one before is dropped.
     """
     lengths = guarded(g, plan, lengths)
-    n, whole_chunk = g.dim(lengths.queries), g.constant([size])
-    over = g.index("Add", [n, g.constant([size - 1])], "chunks/over")
-    count = g.index("Div", [over, whole_chunk], "chunks/count")
-    last = g.index("Sub", [n, whole_chunk], "chunks/last_start")
+    n = g.dim(lengths.queries)
+    size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
+    over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
+    count = g.index("Div", [over, size], "chunks/count")
+    last = g.index("Sub", [n, size], "chunks/last_start")
 
     def chunk(body: Emitter, iteration: Value) -> Value:
-        step = body.index("Mul", [whole_chunk, iteration], "chunk/step")
+        step = body.index("Mul", [size, iteration], "chunk/step")
         start = body.index("Min", [step, last], "chunk/start")
-        end = body.index("Add", [start, whole_chunk], "chunk/end")
-        rows = _cut(body, queries, 2, start, end, size, "queries")
+        end = body.index("Add", [start, size], "chunk/end")
+        rows = _cut(body, queries, 2, start, end, "chunk", "queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
         seen = Lengths(
             size,
             body.minus(stop, first, "chunk/key_count"),
             body.minus(body.plus(lengths.past, start, "chunk/position"), first, "chunk/offset"),
-            size,
+            "chunk",
             "chunk_keys",
         )
         whole = first == 0 and stop is lengths.keys
         if whole:
-            seen = Lengths(size, lengths.keys, seen.past, size, lengths.key_symbol)
+            seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
         k = keys if whole else _cut(body, keys, 3, first, stop, "chunk_keys", "keys")
         v = values if whole else _cut(body, values, 2, first, stop, "chunk_keys", "values")
         window = Window(body, plan, tables, seen)
@@ -58,13 +58,12 @@ def attend_chunks(
     iterations, batch, _, width = turns.shape
     # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
     stack = g.dims("chunks/by_turn_shape", -1, g.length(queries, 0, "chunks/batch"), size, int(width))
-    stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, size, width))
-    shape = (batch, iterations, size, width)
+    stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
+    shape = (batch, iterations, "chunk", width)
     turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 0, 2, 3])
     joined_shape = (batch, "chunked_length", width)
     joined = g.compute("Reshape", [turned, g.constant([0, -1, int(width)])], "chunks/joined", joined_shape)
-    full = g.index("Sub", [count, g.constant([1])], "chunks/full")
-    before = g.index("Mul", [full, whole_chunk], "chunks/before_last")
+    before = g.index("Mul", [g.index("Sub", [count, g.constant([1])], "chunks/full"), size], "chunks/before_last")
     rest = g.index("Sub", [before, n], "chunks/rest_from_end")
     axis = g.constant([1])
     head_bounds = [g.constant([0]), before, axis]
@@ -105,7 +104,7 @@ def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Di
     return mask
 
 
-def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
+def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, name: str) -> Value:
     shape = list(x.shape)
     shape[axis] = symbol
     bounds = [g.dim(start), g.dim(end), g.constant([axis])]

@@ -66,8 +66,8 @@ def to_onnx(
         Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
     chunk_size : int, optional
         Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
-        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Shorter
-        inputs run as without. No control flow by default.
+        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
+        ``"ort"`` runs shorter inputs as without. No control flow by default.
     projections : bool, default True
         The whole block from ``x`` to ``y``; else attention alone, from heads ``q (batch, H, query_length, D)``,
         ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape

@@ -22,12 +22,13 @@ class Profile:
     causal_attribute: bool  # Attention's is_causal, or causality in the mask
     cache_inputs: bool  # Attention's past_key and past_value, or Concat
     dead_rows: bool  # Attention gives zeros where everything is masked by -inf
+    branches: bool  # an If between inputs of one chunk and longer ones, or a loop over one chunk
 
 
 PROFILES = {
-    "ort": Profile("ort", 23, True, True, True, True, True),
-    "portable": Profile("portable", 18, False, False, False, False, False),
-    "trt": Profile("trt", 23, True, False, False, False, False),
+    "ort": Profile("ort", 23, True, True, True, True, True, True),
+    "portable": Profile("portable", 18, False, False, False, False, False, False),
+    "trt": Profile("trt", 23, True, False, False, False, False, False),
 }
 NEWEST_OPSET = 24
 IN_PLACE_OPSET = 24  # of TensorScatter
@@ -65,7 +66,7 @@ class Plan:
     left: Side
     right: Side
     local: bool  # blocks folded into the batch; else one dense attention
-    chunk_size: int | None  # the most queries to attend at once, and those of one turn of a loop; None: no loop
+    chunk_size: int | None  # queries of one turn of a loop; None: all at once
     projections: bool  # the whole block from x to y, or attention of q, k and v alone
     in_place: bool  # caches of fixed length, written where each row of the batch ends
     guarded: bool  # the lengths are checked before the tables are read, so that no window needs to
