@@ -70,7 +70,7 @@ def fused() -> Any:  # pragma: gpu only
 def cast_for_autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     """Cast what floats to the dtype of the autocast region that a call stands in, as torch's own attention does."""
     device = next(x for x in arrays.values() if isinstance(x, Tensor)).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch refuses to be asked about meta
         return arrays
     dtype = torch.get_autocast_dtype(device)
     lower = (torch.float32, torch.float16, torch.bfloat16)

@@ -10,12 +10,15 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
+from relskew_core import backends
 from relskew_core._attention import relative_attention
 from relskew_core._block import apply_block, uniform_bound
 from relskew_core._checks import check_real, describe
+from relskew_core._problem import check_mask
 from relskew_core._span import Span
 from relskew_core._spec import PROJECTIONS, BlockSpec
 from relskew_core.backends._torch_dropout import relative_attention_with_dropout
@@ -245,6 +248,7 @@ def _attend_without_padding(
     hidden = padding[..., None, None, :]
     if mask is None:
         mask = ~hidden
-    elif isinstance(mask, Tensor):  # anything else is refused where it is used
+    else:
+        mask = check_mask(backends.autocast({"mask": mask})["mask"], q, k, xp=xp)
         mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
     return attend(q, k, *arrays, mask=mask, **options)

@@ -223,7 +223,8 @@ def _project(x: Array, name: str, weights: Mapping[str, Array], heads: int, *, x
 def _merge_heads(heads: Array, weights: Mapping[str, Array], *, xp: Any) -> Array:
     """Inverse of the split into heads, then the output projection: (..., H, L, D) -> (..., L, E)."""
     merged = _swap(heads, xp=xp)
-    return _linear(xp.reshape(merged, (*merged.shape[:-2], -1)), "out_proj", weights, xp=xp)
+    width = merged.shape[-2] * merged.shape[-1]
+    return _linear(xp.reshape(merged, (*merged.shape[:-2], width)), "out_proj", weights, xp=xp)
 
 
 def _swap(x: Array, *, xp: Any) -> Array:

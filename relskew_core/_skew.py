@@ -92,11 +92,11 @@ def unskew(s: Array) -> Array:
 def slide(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace) -> Array:
     """Return ``s[i, j] = x[i, first - step · i + j]``, shape (..., n, n_keys), for ``first <= step · n``.
 
-    ``x`` needs at least ``n_keys + step`` columns unless it has one row. Where ``first - step · i + j`` runs past the
-    last column the view shows the next row's entries: such places are for the caller to mask.
+    ``x`` needs at least ``n_keys + step`` columns unless it has less than two rows. Where ``first - step · i + j`` runs
+    past the last column the view shows the next row's entries: such places are for the caller to mask.
     """
     *lead, n, width = x.shape
-    if n == 1:
+    if n < 2:
         return x[..., first : first + n_keys]
     flat = xp.reshape(x, (*lead, n * width))
     kept = flat[..., first : first + n * (width - step)]

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 import oracles
 from libraries import LIBRARIES
-from relskew_core import Span, merge_attention, relative_logits, relative_values, skew, unskew
+from relskew_core import (
+    BlockSpec,
+    Span,
+    attention_block,
+    init_weights,
+    merge_attention,
+    relative_logits,
+    relative_values,
+    skew,
+    unskew,
+)
 from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
 
 leads = st.sampled_from([(), (3,), (2, 1), (0,)])
@@ -325,6 +335,14 @@ def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
     assert np.array_equal(lse == -np.inf, dead)
     assert not np.isnan(out).any()
     assert not np.isnan(lse).any()
+
+
+@pytest.mark.parametrize("lead", [(0, 3), (2, 0), (0,)], ids=str)
+def test_nothing_asked_is_nothing_answered(lead: tuple[int, ...]) -> None:
+    spec = BlockSpec(8, 2, Span.clipped(2), rel_values=True)
+    y: Any = attention_block(np.zeros((*lead, 8), np.float32), init_weights(spec, seed=0), spec)
+    assert y.shape == (*lead, 8)
+    assert relative_logits(np.zeros((*lead, 8)), np.zeros((5, 8)), Span.clipped(2), n_keys=4).shape == (*lead, 4)
 
 
 def queries(call: Call, start: int, stop: int) -> Call:
