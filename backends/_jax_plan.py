@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Chunks of ``n`` queries and ``m`` keys each, and where both meet the tables (see ``_kernel.Chunk``)."""
+    """Chunks of ``n`` queries and ``m`` keys each, and where both meet the tables (see ``_chunk.Chunk``)."""
 
     places: Place
     n: int

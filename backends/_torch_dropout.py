@@ -5,6 +5,7 @@ What is dropped follows from a seed, chunk by chunk: the backward pass draws it 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -45,7 +46,8 @@ def relative_attention_with_dropout(
 ) -> Tensor:
     """Return ``relative_attention`` with a share ``dropout`` of its weights zeroed and the others scaled up.
 
-    Moves torch's default generator on the CPU by one number, whatever the arrays' device.
+    Moves torch's default generator on the CPU by one number, whatever the arrays' device. Under ``torch.func.grad`` and
+    ``jvp``, which keep all weights anyway, factors are drawn as anything random there.
     """
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
     arrays = {"q": q, "k": k, "v": v, **tables, "rel_q": None, "mask": mask}
@@ -53,18 +55,23 @@ def relative_attention_with_dropout(
         **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
         scale=None, rel_scale=None, softcap=None, chunk_size=None,
     )  # fmt: skip
-    seed = torch.randint(2**32, (), device="cpu")
     if _torch.differentiates_by_function():
-        out, _ = attention(call.operands, call.options, factors=_Kept(seed, dropout), xp=xp)
+        out, _ = attention(call.operands, call.options, factors=partial(_drawn, 1 - dropout), xp=xp)
         out = out / (1 - dropout)
     else:
+        seed = torch.randint(2**32, (), device="cpu")
         out = dropout_op(*call.operands.without_key_table(), *_torch.flat(call.options), seed, dropout)
     result: Tensor = call.result(out)
     return result
 
 
+def _drawn(share: float, chunk: Chunk, weights: Tensor) -> Tensor:
+    """Draw 1 for the weights that are kept and 0 for the others, in ways that ``torch.vmap`` takes part in."""
+    return (torch.rand(weights.shape, dtype=weights.dtype, device=weights.device) < share).to(weights.dtype)
+
+
 class _Kept:
-    """Factors of a chunk's weights for the portable kernels: 1 for those that are kept, 0 for the others."""
+    """As :func:`_drawn`, from a seed: the same for a chunk whenever it is asked for."""
 
     def __init__(self, seed: Tensor, dropout: float) -> None:
         self._seed, self._share = int(seed), 1 - dropout

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import dense
 import relskew_core
 from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core._chunk import Chunk
 from relskew_core.backends import _torch_dropout
 from relskew_core.backends.torch_nn import RelativeMultiheadAttention
 
@@ -188,6 +189,17 @@ def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
         module(*inputs(module.spec), key_padding_mask=padding)
 
 
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [(torch.ones(9, 8, dtype=torch.bool), ValueError), (torch.zeros(9, 9, dtype=torch.int64), TypeError)],
+    ids=["shape", "dtype"],
+)
+def test_masks_that_do_not_fit_are_refused_with_padding_too(mask: Tensor, error: type[Exception]) -> None:
+    module = made(SPECS["causal"])
+    with pytest.raises(error, match="`mask` must"):
+        module(*inputs(module.spec), mask=mask, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "local", "window"])
 def test_cached_decoding(name: str) -> None:
     spec = SPECS[name]
@@ -355,6 +367,28 @@ def test_torch_func_goes_through_dropout(name: str) -> None:
     assert not torch.allclose(gradients["rel_k"], torch.func.grad(loss)(weights, 2)["rel_k"])
 
 
+def test_every_sample_has_a_gradient_and_drops_of_its_own() -> None:
+    module = made(SPECS["causal"], dropout=0.5)
+    x = inputs(module.spec)[0][:1].expand(2, -1, -1)
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(module, weights, (x,))
+        return y.sin().sum()
+
+    by_sample = torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")
+    gradients = by_sample(dict(module.named_parameters()), x)["rel_k"]
+    assert not torch.allclose(gradients[0], gradients[1])
+
+
+def test_what_a_seed_keeps_is_the_same_again() -> None:
+    """On devices without kernels of their own the portable kernels ask for it forward and backward."""
+    weights, chunks = torch.rand(2, 40, 40), [Chunk(start, start + 40, 0, 40, 0, 40, 0) for start in (0, 40)]
+    first, again = (_torch_dropout._Kept(torch.tensor(7), 0.25) for _ in range(2))
+    assert torch.equal(first(chunks[0], weights), again(chunks[0], weights))
+    assert not torch.equal(first(chunks[0], weights), first(chunks[1], weights))
+    assert first(chunks[0], weights).mean().item() == pytest.approx(0.75, abs=0.03)
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_vmap_over_dropout(randomness: str) -> None:
     module = made(SPECS["causal"], dropout=0.5)
@@ -447,6 +481,8 @@ def test_devices_and_dtypes() -> None:
     spec = SPECS["bidirectional"]
     module = RelativeMultiheadAttention(spec, device="meta", dtype=torch.bfloat16)
     assert {(x.device.type, x.dtype) for x in module.parameters()} == {("meta", torch.bfloat16)}
+    y = module(torch.empty(2, 5, 8, device="meta", dtype=torch.bfloat16))
+    assert (y.shape, y.device.type) == ((2, 5, 8), "meta")
     with torch.device("meta"):
         assert {x.device.type for x in RelativeMultiheadAttention(spec).parameters()} == {"meta"}
     module = RelativeMultiheadAttention(spec).to(torch.bfloat16)
