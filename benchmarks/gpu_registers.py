@@ -31,8 +31,9 @@ TERMS = {
     "full": (Span.causal(1024), False),
     "clipped": (Span.clipped(64), False),
     "clipped, values": (Span.clipped(64), True),
+    "everything": (Span.causal(1024), True),
 }
-"""What the compiled calls have: tables of the keys' positions, and of the values'."""
+"""What the compiled calls have: tables of the keys' positions, and of the values'; or all that a call can have."""
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -54,7 +55,7 @@ class Usage:
         return f"{self.registers}, {self.spilled_bytes}, {self.shared_bytes // 1024}"
 
 
-SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
+SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Shared memory that a program may have, by compute capability."""
 
 
@@ -63,9 +64,17 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Call
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
+    others: dict[str, Any] = dict.fromkeys(("rel_bias", "rel_q", "mask", "softcap"))
+    if terms == "everything":
+        others = {
+            "rel_bias": torch.empty((2, 1024), dtype=dtype),
+            "rel_q": x,
+            "mask": torch.empty((1024, 1024), dtype=dtype),
+            "softcap": 50.0,
+        }
     given = problem(
-        x, x, x, table, span, rel_v=table if values else None, rel_bias=None, rel_q=None, causal=True, window=None,
-        block_size=None, mask=None, offset=0, scale=None, rel_scale=None, softcap=None, chunk_size=None,
+        x, x, x, table, span, rel_v=table if values else None, causal=True, window=None, block_size=None, offset=0,
+        scale=None, rel_scale=None, chunk_size=None, **others,
     )  # fmt: skip
     call = Call.of(given.given, given.options)
     device = capability // 10, SHARED_BYTES[capability]
@@ -79,10 +88,12 @@ def launches(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
     yield "keys", _triton_keys.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q}
     logits, weights = (x.q if table is not None else None for table in (x.rel_k, x.rel_v))
+    rel_q, mask = x.rel_q, x.mask
     yield "queries", _triton_backward.query_gradient_kernel, {
         **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,
         "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
-        "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None, "KEEP_MASK": False,
+        "d_rel_q": rel_q, "d_mask": mask,
+        "KEEP_LOGITS": logits is not None, "KEEP_WEIGHTS": weights is not None, "KEEP_MASK": mask is not None,
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
@@ -100,12 +111,12 @@ def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int)
     fixed = set(kernel.do_not_specialize or ())
     for index, parameter in enumerate(kernel.params):
         value = arguments.get(parameter.name)
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        free = isinstance(value, int) and parameter.name not in fixed
+        if parameter.is_constexpr or value is None or (free and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
             continue
-        integer = isinstance(value, int) and parameter.name not in fixed
-        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (free and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
         signature[parameter.name] = _type(value)
     source = ASTSource(kernel, signature, constants, attributes)
@@ -146,8 +157,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the fused kernels.")
     parser.add_argument("--capabilities", type=int, nargs="+", choices=list(SHARED_BYTES), default=(90, 80))
     parser.add_argument("--widths", type=int, nargs="+", default=(64, 128, 256))
-    parser.add_argument("--terms", nargs="+", choices=list(TERMS), default=list(TERMS))
+    parser.add_argument("--terms", nargs="+", choices=list(TERMS), default=list(TERMS)[:-1])
+    parser.add_argument("--tf32", action="store_true", help="multiply float32 as torch may be allowed to")
     options = parser.parse_args(arguments)
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
     heads = ("compute capability", "dtype, width", "kernel", "tile, warps, stages", *options.terms)
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for capability in options.capabilities:
