@@ -11,6 +11,8 @@ from relskew_core.export._plan import Plan
 
 LENGTHS = (1, 2, 3, 7, 8, 16, 33)
 PASTS = (0, 1, 7)
+# Largest chunk that inputs are made longer than; the dense attention up to it is as large as its square.
+LARGEST_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,16 @@ def _tried(plan: Plan, lengths: Sequence[int] | None, end: int | None) -> list[i
     """Return the lengths for one axis: those asked for, or the usual ones, the longest, and past every soft edge."""
     if lengths is not None:
         return list(lengths)
+    usual, chunk = set(LENGTHS), plan.chunk_size
+    if chunk is not None and chunk <= LARGEST_CHUNK:
+        usual |= {chunk, chunk + 1, 2 * chunk + 1}
     if end is not None:
-        return sorted({length for length in LENGTHS if length < end} | {end})
+        return sorted({length for length in usual if length < end} | {end})
     edges = {side.rows + extra for side in (plan.left, plan.right) for extra in (1, 2, 5)}
     size = plan.spec.block_size
     if size is not None:
         edges |= {size, size + 1, 2 * size, 3 * size - 1}
-    return sorted({*LENGTHS, *edges} - {0})
+    return sorted({*usual, *edges} - {0})
 
 
 def make_inputs(plan: Plan, case: Case, seed: int) -> dict[str, np.ndarray]:

@@ -54,7 +54,7 @@ def validate(
         Execution providers of onnxruntime, each tried alone, with their options if wanted; ``"cpu"``, ``"cuda"`` and
         ``"tensorrt"`` for short. TF32 is off on CUDA unless the options ask for it.
     lengths : sequence of int, optional
-        Lengths to try; by default short ones, every length at an edge of the table, and the longest.
+        Lengths to try; by default short ones, every length at an edge of the table or a chunk, and the longest.
     batches : sequence of int, default (1, 2, 3)
         Batch sizes to try.
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)

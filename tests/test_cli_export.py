@@ -59,6 +59,7 @@ def test_a_device_chooses_the_chunks(capsys: pytest.CaptureFixture[str]) -> None
 
     assert chunk("--length", "9") is None
     assert chunk("--length", "9", "--device", "cpu") == "128"
+    assert "chunks of 128" in capsys.readouterr().out
     assert chunk("--length", "9", "--device", "cpu", "--chunk-size", "3") == "3"
     assert chunk("--length", "9", "--device", "cuda") is None
     assert chunk("--causal", "--block-size", "3", "--device", "cpu") is None

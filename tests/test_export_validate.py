@@ -410,3 +410,11 @@ def test_inputs_differ_between_cases() -> None:
     assert len(set(cases)) == len(cases)
     first, second = (make_inputs(plan, cases[0], seed)["x"] for seed in (0, 1))
     assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("span", [Span.clipped(2), Span.full(100)])
+def test_inputs_of_more_than_one_chunk_are_tried(span: Span) -> None:
+    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=40)
+    assert {40, 41, 81} <= {case.queries for case in make_cases(plan, None, (1,))}
+    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=10**6)
+    assert max(case.queries for case in make_cases(plan, None, (1,))) <= 101

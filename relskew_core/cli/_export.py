@@ -104,7 +104,8 @@ def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: C
     opset = ", ".join(f"opset {entry.version}" for entry in model.opset_import)
     nodes = count(len(model.graph.node), "node")
     profile, dtype = metadata.get("relskew.profile"), metadata.get("relskew.dtype")
-    grid.add_row("graph", f"profile {profile}, {opset}, {dtype}, {nodes}")
+    chunks = f", chunks of {metadata['relskew.chunk_size']}" if "relskew.chunk_size" in metadata else ""
+    grid.add_row("graph", f"profile {profile}, {opset}, {dtype}, {nodes}{chunks}")
     for name, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
         grid.add_row(name, "\n".join(_signature(value) for value in values))
     if model.graph.doc_string:
