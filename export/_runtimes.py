@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import sys
@@ -60,6 +61,8 @@ def open_onnxruntime(source: Source, provider: Provider) -> Runner:
         raise UnavailableError(f"{name} is not available here, only {', '.join(runtime.get_available_providers())}")
     if name == "CUDAExecutionProvider":
         options.setdefault("use_tf32", "0")  # on by default, and good for three digits only
+        with contextlib.redirect_stdout(sys.stderr):  # it prints what it misses
+            runtime.preload_dlls()  # those of pip's packages, which no loader would find
 
     def session(level: Any) -> Any:
         settings = runtime.SessionOptions()

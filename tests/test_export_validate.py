@@ -255,6 +255,24 @@ def test_a_provider_that_did_not_run_the_nodes() -> None:
     assert "no node on AzureExecutionProvider" in check.detail
 
 
+@pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
+def test_cuda_libraries_of_packages_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An onnxruntime that lists CUDA, yet cannot load it, runs on the CPU without a word."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime has CUDAExecutionProvider")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("preloaded"))
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, providers=["cuda"], batches=(1,))
+    assert wrong(report) == {"placement"}
+    assert "no node on CUDAExecutionProvider" in report.failures[0].detail
+    written = capsys.readouterr()
+    assert (written.out, written.err) == ("", "preloaded\n")
+
+
 def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
     weights = random_weights(CAUSAL)
     report = validate(to_onnx(CAUSAL, weights, dtype="bfloat16"), CAUSAL, weights)
