@@ -27,12 +27,20 @@ CHUNK_SIZE = 128
 SCRATCH_BYTES = 2**23
 """Budget of one logits buffer, which very many keys keep by smaller chunks."""
 
+SMALL = 2**13
+"""Logits of a head up to which Python's work for each head costs more than the caches and threads save."""
+
 
 def refusal(function: str, call: Problem) -> str | None:
     """Say why there is no native path for a call, ``None`` if there is one."""
     if function != "attention":
         return f"NumPy's serves the forward pass, not {function}"
     return None
+
+
+def is_small(call: Problem) -> bool:
+    """Whether all heads in one product are faster than head by head."""
+    return call.given.q.shape[-2] * call.given.k.shape[-2] <= SMALL
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:

@@ -31,7 +31,7 @@ property_test = settings(deadline=None, max_examples=60)
 
 
 def every_way(function: Callable[..., None]) -> Callable[..., None]:
-    """Try a property on NumPy and torch, portable and whatever ``impl="auto"`` takes."""
+    """Try a property on NumPy's portable and native path, and on what torch takes with ``impl="auto"``."""
     missing = {row.name: row.missing() for row in LIBRARIES}
     marks = {way: [pytest.mark.skip(reason=reason)] if (reason := missing[way.row]) is not None else [] for way in WAYS}
     params = [pytest.param(way, id=str(way), marks=marks[way]) for way in WAYS]
