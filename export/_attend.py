@@ -40,7 +40,7 @@ def attend(
 
     ``condition`` replaces the visibility worked out here (blocks folded into the batch bring their own).
     """
-    if plan.chunk_size is not None:
+    if plan.looped:
         spread = _by_length if plan.profile.branches else _in_chunks
         return spread(g, plan, projected, tables, lengths, mask, past)
     queries = split_heads(g, projected.q, plan.spec.num_heads, plan.spec.head_dim, "q")
@@ -67,7 +67,7 @@ def _by_length(
     """Attention in chunks, or of one chunk's queries at once, for which a loop would cost more than it saves."""
 
     def short(g: Emitter) -> Sequence[Value]:
-        at_once = replace(plan, chunk_size=None, guarded=False)
+        at_once = replace(plan, looped=False, guarded=False)
         heads, present = attend(g, at_once, projected, tables, lengths, mask=mask, past=past)
         return [heads, *(present or ())]
 

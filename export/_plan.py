@@ -70,6 +70,7 @@ class Plan:
     projections: bool  # the whole block from x to y, or attention of q, k and v alone
     in_place: bool  # caches of fixed length, written where each row of the batch ends
     guarded: bool  # the lengths are checked before the tables are read, so that no window needs to
+    looped: bool  # attention goes over chunks, as chunk_size asks; not so in the branch for short inputs
 
     @property
     def one_sided(self) -> bool:
@@ -115,6 +116,14 @@ class Plan:
         return self.in_place or (not self.local and not (self.profile.slice_window and limited))
 
     @property
+    def by_rows(self) -> bool:
+        """Whether the keys' table is stored by position, one node more than by its columns.
+
+        A short window then is read from one place, and not from all over the table; the loop's ones are short.
+        """
+        return self.gathers or self.chunk_size is not None
+
+    @property
     def dead_rows(self) -> bool:
         """Some query may see no key at all."""
         return self.mask or (self.spec.cross and self.left.past_edge == "hidden")
@@ -124,7 +133,7 @@ class Plan:
         """Whether one Attention node does the work."""
         return (
             self.profile.fused
-            and self.chunk_size is None
+            and not self.looped
             and not self.spec.rel_values
             and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
             and (self.profile.dead_rows or not self.dead_rows)
@@ -206,6 +215,7 @@ def make_plan(
         projections,
         in_place,
         guarded,
+        chunk_size is not None,
     )
 
 

@@ -78,7 +78,7 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
     for key, array in weights.items():
         if key in ("rel_k", "rel_v"):
             columns, order = _columns(plan, array), "(position, head_dim)"
-            if key == "rel_k" and not plan.gathers:
+            if key == "rel_k" and not plan.by_rows:
                 columns, order = np.swapaxes(columns, -1, -2), "(head_dim, position)"
             layout[key] = (columns, f"{order}; relative position 0 is at {_zero(plan)}")
         elif key == "rel_bias":

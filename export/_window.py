@@ -27,7 +27,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The stored tables: ``rel_k (…, head_dim, position)``, or ``(…, position, head_dim)`` to gather; ``rel_v`` so.
+    """The stored tables: ``rel_k (…, head_dim, position)``, or by rows ``(…, position, head_dim)``; ``rel_v`` so.
 
     ``rel_bias`` is ``(H, position)``, or ``(1, position)`` for all heads.
     """
@@ -69,7 +69,7 @@ class Window:
         table, g = self._tables.rel_k, self._g
         if table is None:
             return None
-        if self._index is None:
+        if not self._plan.by_rows:
             columns = self._cut(table, len(table.shape) - 1, "rel_k")
         else:
             rows = self._cut(table, len(table.shape) - 2, "rel_k")

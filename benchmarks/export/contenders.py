@@ -16,6 +16,8 @@ from relskew_core.export import to_onnx
 
 BARE = "no positions"
 CHUNK = 128
+CHUNKED = f"relskew `ort`, chunks of {CHUNK}"
+"""The graph for CPUs."""
 EXAMPLE = 64
 """Length of the input that torch's exporter is shown."""
 
@@ -55,7 +57,7 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
     return {
         BARE: lambda: without_positions(form.spec, weights).SerializeToString(),
         "relskew `ort`": ours(),
-        f"relskew `ort`, chunks of {CHUNK}": ours(chunk_size=CHUNK),
+        CHUNKED: ours(chunk_size=CHUNK),
         "relskew `portable`": ours(profile="portable"),
         f"torch: {form.textbook_label}": textbook(dynamo=True),
         f"torch, dynamo=False: {form.textbook_label}": textbook(dynamo=False),
