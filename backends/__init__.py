@@ -58,7 +58,7 @@ def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any],
     else:
         module = _module(library)
         reason = module.refusal(function, call)
-        if reason is None and impl == "auto" and library == "numpy" and module.is_small(call):
+        if reason is None and impl == "auto" and library == "numpy" and module.is_short(call):
             return None
         if reason is None:
             takes_half = library in ("cupy", "torch") and module.takes_half(call)

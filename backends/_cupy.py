@@ -18,7 +18,7 @@ from relskew_core.backends._cupy_device import Cuda
 
 def refusal(function: str, call: Problem) -> str | None:
     """Say why there is no native path for a call, ``None`` if there is one."""
-    reason = torch_refusal(call.given)
+    reason = torch_refusal(call.given, call.options)
     if reason is None or function == "attention":
         return None
     return f"CuPy has no gradients of its own, and through torch: {reason}"
@@ -26,10 +26,10 @@ def refusal(function: str, call: Problem) -> str | None:
 
 def takes_half(call: Problem) -> bool:
     """Whether the native path takes arrays of half precision as they are."""
-    return torch_refusal(call.given) is None
+    return torch_refusal(call.given, call.options) is None
 
 
-def torch_refusal(operands: Operands) -> str | None:
+def torch_refusal(operands: Operands, options: Options) -> str | None:
     """Say why torch's fused kernels do not take a call, ``None`` if they do."""
     if find_spec("torch") is None:
         return "torch is not installed"
@@ -40,12 +40,12 @@ def torch_refusal(operands: Operands) -> str | None:
     from relskew_core.backends import _triton_choice  # pragma: gpu only
 
     with on_current_stream(operands.q):  # pragma: gpu only
-        return _triton_choice.refusal(to_torch(operands))
+        return _triton_choice.refusal(to_torch(operands), options)
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
     """Return the output and, if asked for, the log-sum-exp."""
-    if torch_refusal(operands) is not None:  # pragma: gpu only
+    if torch_refusal(operands, options) is not None:  # pragma: gpu only
         with operands.q.device:
             out, lse = _cupy_blas.attention(operands, options, device=Cuda(xp))
     else:  # pragma: gpu only

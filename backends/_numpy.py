@@ -27,7 +27,7 @@ CHUNK_SIZE = 128
 SCRATCH_BYTES = 2**23
 """Budget of one logits buffer, which very many keys keep by smaller chunks."""
 
-SMALL = 2**13
+SHORT = 2**13
 """Logits of a head up to which Python's work for each head costs more than the caches and threads save."""
 
 
@@ -38,9 +38,9 @@ def refusal(function: str, call: Problem) -> str | None:
     return None
 
 
-def is_small(call: Problem) -> bool:
+def is_short(call: Problem) -> bool:
     """Whether all heads in one product are faster than head by head."""
-    return call.given.q.shape[-2] * call.given.k.shape[-2] <= SMALL
+    return call.given.q.shape[-2] * call.given.k.shape[-2] <= SHORT
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:

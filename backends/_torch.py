@@ -23,7 +23,7 @@ def refusal(function: str, call: Problem) -> str | None:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cuda":
-        return _triton_choice.refusal(call.given)
+        return _triton_choice.refusal(call.given, call.options)
     if device != "cpu":
         return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
     if call.options.softcap is not None:
@@ -107,7 +107,7 @@ def attention_op(
         chunk_size, return_lse,
     )  # fmt: skip
     out, lse = _torch_forward.attention(operands, options)
-    return out, q.new_empty(0) if lse is None else lse
+    return standing_alone(out), q.new_empty(0) if lse is None else standing_alone(lse)
 
 
 @attention_op.register_fake

@@ -70,40 +70,28 @@ def _drawn(share: float, chunk: Chunk, weights: Tensor) -> Tensor:
     return (torch.rand(weights.shape, dtype=weights.dtype, device=weights.device) < share).to(weights.dtype)
 
 
-class _Kept:
-    """As :func:`_drawn`, from a seed: the same for a chunk whenever it is asked for."""
-
-    def __init__(self, seed: Tensor, dropout: float) -> None:
-        self._seed, self._share = int(seed), 1 - dropout
-
-    def __call__(self, chunk: Chunk, weights: Tensor) -> Tensor:
-        generator = torch.Generator(weights.device).manual_seed(self._seed + chunk.start)
-        return torch.empty_like(weights).bernoulli_(self._share, generator=generator)
-
-
-def _taken_apart(args: tuple[Any, ...]) -> tuple[Operands, Options, Tensor, float]:
+def _taken_apart(args: tuple[Any, ...]) -> tuple[Operands, Options, Dropout]:
     *options, seed, dropout = args[8:]
     operands = Operands(*args[:8])
-    return operands, _torch.options_of(operands, *options), seed, dropout
+    return operands, _torch.options_of(operands, *options), Dropout(int(seed), 1 - dropout)
 
 
 def _forward(*args: Any) -> Tensor:
-    operands, options, seed, dropout = _taken_apart(args)
+    operands, options, kept = _taken_apart(args)
     if operands.q.device.type == "cpu":
-        out, _ = _torch_forward.attention(operands, options, dropout=Dropout(int(seed), 1 - dropout))
+        out, _ = _torch_forward.attention(operands, options, dropout=kept)
     else:  # pragma: gpu only
-        out, _ = attention(operands, options, factors=_Kept(seed, dropout), xp=xp)
-    return out.div_(1 - dropout)
+        out, _ = attention(operands, options, factors=kept, xp=xp)
+    return _torch.standing_alone(out).div_(kept.share)
 
 
 def _vjp(d_out: Tensor, *args: Any) -> list[Tensor]:
-    operands, options, seed, dropout = _taken_apart(args)
-    d_out = d_out / (1 - dropout)
+    operands, options, kept = _taken_apart(args)
+    d_out = d_out / kept.share
     if operands.q.device.type == "cpu":
-        kept = Dropout(int(seed), 1 - dropout)
         gradients = _torch_backward.attention_vjp(d_out, operands, options, dropout=kept)
     else:  # pragma: gpu only
-        gradients = attention_vjp(d_out, operands, options, factors=_Kept(seed, dropout), xp=xp)
+        gradients = attention_vjp(d_out, operands, options, factors=kept, xp=xp)
     return [d_out.new_empty(0) if x is None else _torch.standing_alone(x) for x in gradients[:-1]]
 
 

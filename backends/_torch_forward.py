@@ -1,4 +1,4 @@
-"""torch on CPU: the forward pass, head by head and chunk by chunk."""
+"""torch on CPU: the forward pass, stack by stack and chunk by chunk."""
 
 from __future__ import annotations
 
@@ -9,69 +9,63 @@ import torch
 from torch import Tensor
 
 from relskew_core._chunk import visible_columns
+from relskew_core._kernel import attention as portable
 from relskew_core._problem import Operands, Options
-from relskew_core.backends._torch_call import (
-    Call,
-    Dropout,
-    Head,
-    Scratch,
-    of_table,
-    run,
-    write_logits,
-    write_relative_weights,
-    write_softmax,
-)
+from relskew_core.backends._torch_call import Call, Dropout, Place, Stack, is_short, run, undisturbed
+from relskew_core.backends._torch_scratch import Scratch, write_logits, write_relative_weights, write_softmax
 
 
 def attention(operands: Operands, options: Options, *, dropout: Dropout | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    if is_short(operands):
+        with undisturbed():
+            return portable(operands, options, factors=dropout, xp=xp)
     call = Call.of(operands, options, dropout=dropout)
     shape = call.q.shape[:-1]
     out = call.q.new_zeros((*shape, call.v.shape[-1]))
     lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
-    groups, workers = call.groups(), torch.get_num_threads()
-    parts = 1 if len(groups) >= workers else workers  # few heads: their chunks are dealt to the workers
+    places, workers = [place for share in call.shares() for place in share], torch.get_num_threads()
+    parts = 1 if len(places) >= workers else workers  # few heads: their chunks are dealt to the workers
     idle = [Scratch(call) for _ in range(workers)]
 
-    def work(task: tuple[int, int, int]) -> None:
-        batch, group, part = task
+    def work(task: tuple[Place, int]) -> None:
+        place, part = task
         scratch = idle.pop()
         with torch.inference_mode():
-            for number in call.heads(group):
-                head = call.at(batch, number)
-                outs = call.by_chunk(out[batch, number])
-                sums = None if lse is None else call.by_chunk(lse[batch, number])
-                for index in range(part, len(call.chunks), parts):
-                    views = scratch.views(index)
-                    _attend(call, scratch, head, index, outs[views.number])
-                    if sums is not None:
-                        _write_lse(views.logits, views.weights, sums[views.number])
+            stack = call.at(place)
+            outs = call.by_chunk(out[place.batch, place.heads])
+            sums = None if lse is None else call.by_chunk(lse[place.batch, place.heads], axis=-1)
+            for index in range(part, len(call.chunks), parts):
+                views = scratch.views(index)
+                _attend(call, scratch, stack, index, outs[views.number])
+                if sums is not None:
+                    _write_lse(views.logits, views.weights, sums[views.number])
         idle.append(scratch)
 
-    run(work, [(*group, part) for group in groups for part in range(parts)], workers)
+    run(work, [(place, part) for place in places for part in range(parts)], workers)
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
 
 
-def _attend(call: Call, scratch: Scratch, head: Head, index: int, out: Tensor) -> None:
+def _attend(call: Call, scratch: Scratch, stack: Stack, index: int, out: Tensor) -> None:
     views = scratch.views(index)
     weights, chunk = views.weights, views.chunk
-    write_logits(call, views, head)
+    write_logits(call, views, stack)
     write_softmax(call, views)
     if call.tables.rel_v is not None:
         views.clear_hidden(views.weights)
     if call.dropout is not None:
-        kept = call.dropout.write(call, scratch, head, index)
+        kept = call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
         weights = torch.mul(weights, kept, out=kept)
-    torch.mm(weights, views.keys(head.v), out=out)
+    torch.bmm(weights, views.keys(stack.v), out=out)
     if call.tables.rel_v is not None:
         relative = scratch.relative("relative", chunk)
         write_relative_weights(chunk, weights, relative)
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             plan = call.tables.rel_v.plan(low, high)
-            rows = of_table(call.tables.rel_v, head.number)[:, plan.start : plan.stop].t()
-            out.addmm_(plan.fold(seen, xp=xp), rows)
+            rows = call.of_table(call.tables.rel_v, stack.place)[..., plan.start : plan.stop].mT
+            out.baddbmm_(plan.fold(seen, xp=xp), rows)
 
 
 def _write_lse(logits: Tensor, weights: Tensor, lse: Tensor) -> None:

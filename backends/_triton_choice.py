@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from relskew_core._problem import Operands
+from relskew_core._problem import Operands, Options
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """Widest heads that the registers hold."""
@@ -16,10 +16,22 @@ GRID = 65535
 """Most programs along a grid's second axis."""
 
 
-def refusal(operands: Operands) -> str | None:
+FARTHEST = 2**30
+"""Bound of offsets, which the kernels add lengths to in 32 bits."""
+
+
+def refusal(operands: Operands, options: Options) -> str | None:
     """Say why the fused kernels do not serve a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
-    return reason or refusal_of_operands(operands)
+    return reason or refusal_of_operands(operands) or refusal_of_options(options)
+
+
+def refusal_of_options(options: Options) -> str | None:
+    """Say why the fused kernels do not take these options."""
+    offset = options.visibility.offset
+    if not -FARTHEST < offset < FARTHEST:
+        return f"the fused kernels take offsets below {FARTHEST} to both sides, not {offset}"
+    return None
 
 
 def refusal_of_operands(operands: Operands) -> str | None:

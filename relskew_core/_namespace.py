@@ -80,6 +80,8 @@ def _namespace(name: str, array: Array) -> Namespace:
         from array_api_compat import torch as namespace  # a plain import would make the package's name a local one
 
         return namespace
+    if type(array).__name__ == "MaskedArray":  # counts for a plain array, whose mask nothing would heed
+        raise TypeError(f"`{name}` must be an array without a mask of its own, got {describe(array)}")
     try:
         return array_api_compat.array_namespace(array)
     except TypeError:

@@ -8,11 +8,26 @@ from collections.abc import Iterator
 import pytest
 
 from libraries import LIBRARIES, Library
+from relskew_core.backends import _torch_call
 
 if importlib.util.find_spec("jax") is not None:
     import jax
 
     jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless asked before its first array
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_works_in_stacks() -> Iterator[None]:
+    """Have torch's native path work off the tests' short calls as it does long ones, unless a test asks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch_call, "SHORT", 0)
+        yield
+
+
+@pytest.fixture(params=[0, _torch_call.SHORT], ids=["in stacks", "all at once"])
+def both_ways_of_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try how torch's native path works off long calls, and how it does short ones."""
+    monkeypatch.setattr(_torch_call, "SHORT", request.param)
 
 
 @pytest.fixture(

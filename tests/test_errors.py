@@ -29,7 +29,7 @@ def zeros(*shape: int, dtype: Any = float) -> Any:
 
 
 Q, TABLE, GRID = zeros(H, N, D), zeros(5, D), zeros(H, 6, D)
-NOT_ARRAYS = ("text", [[1.0]], 1.0, None)
+NOT_ARRAYS = ("text", [[1.0]], 1.0, None, np.ma.zeros((H, N, D)))
 NOT_INTS = (1.5, "1", True)
 SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
 CROSS = BlockSpec(4, 2, Span.clipped(2), cross=True)

@@ -20,6 +20,7 @@ import relskew_core
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core._chunk import Chunk
 from relskew_core.backends import _torch_dropout
+from relskew_core.backends._torch_call import Dropout
 from relskew_core.backends.torch_nn import RelativeMultiheadAttention
 
 SPECS = {
@@ -237,6 +238,7 @@ def kept_of(module: RelativeMultiheadAttention, given: tuple[Tensor, ...], seed:
     return torch.where(whole > 0, dropped / whole, 0.0)
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "cross", "local", "window"])
 def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
     """The same weights, recovered once, put into the dense formula."""
@@ -253,6 +255,7 @@ def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
     module = made(BlockSpec(8, 2, Span.clipped(3)), dropout=0.3)
     (x,) = inputs(module.spec, n=300)
@@ -265,6 +268,7 @@ def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
         assert (a == b).float().mean().item() == pytest.approx(0.7**2 + 0.3**2, abs=0.02)  # independent
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_is_for_training_and_follows_torchs_seed() -> None:
     module, quiet = made(SPECS["causal"], dropout=0.5), made(SPECS["causal"])
     (x,) = inputs(module.spec)
@@ -298,6 +302,7 @@ def test_dropout_keeps_the_memory_promise() -> None:
     assert max(sizes) <= length * 8
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_survives_checkpoints() -> None:
     module = made(SPECS["bidirectional"], dropout=0.5)
     results = []
@@ -310,6 +315,7 @@ def test_dropout_survives_checkpoints() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 def test_gradcheck_of_dropout() -> None:
     module = made(SPECS["bidirectional"], dropout=0.4)
     (x,) = inputs(module.spec, n=4)
@@ -325,6 +331,7 @@ def test_gradcheck_of_dropout() -> None:
     assert torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
+@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_is_an_operator() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
     table = torch.randn(2, 3, 4, dtype=torch.float64)
@@ -381,9 +388,9 @@ def test_every_sample_has_a_gradient_and_drops_of_its_own() -> None:
 
 
 def test_what_a_seed_keeps_is_the_same_again() -> None:
-    """On devices without kernels of their own the portable kernels ask for it forward and backward."""
+    """The portable kernels ask for it forward and backward."""
     weights, chunks = torch.rand(2, 40, 40), [Chunk(start, start + 40, 0, 40, 0, 40, 0) for start in (0, 40)]
-    first, again = (_torch_dropout._Kept(torch.tensor(7), 0.25) for _ in range(2))
+    first, again = (Dropout(7, 0.75) for _ in range(2))
     assert torch.equal(first(chunks[0], weights), again(chunks[0], weights))
     assert not torch.equal(first(chunks[0], weights), first(chunks[1], weights))
     assert first(chunks[0], weights).mean().item() == pytest.approx(0.75, abs=0.03)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from relskew_core import backends
-from relskew_core._problem import Operands, problem
+from relskew_core import Span, backends
+from relskew_core._problem import Operands, Options, problem
+from relskew_core._visibility import Visibility
 from relskew_core.backends import _triton_choice
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -104,6 +105,15 @@ def test_kernels_compile_for_devices_that_are_not_here(
 )
 def test_refusals_say_why(given: Operands, reason: str) -> None:
     assert reason in str(_triton_choice.refusal_of_operands(given))
+
+
+@pytest.mark.parametrize("offset", [-(2**30), 2**30])
+def test_offsets_past_32_bits_are_refused(offset: int) -> None:
+    def options(offset: int) -> Options:
+        return Options(Span.clipped(2), Visibility(4, 4, offset, False), 1.0, 1.0, None, None, False)
+
+    assert _triton_choice.refusal_of_options(options(offset // 2)) is None
+    assert str(offset) in str(_triton_choice.refusal_of_options(options(offset)))
 
 
 def test_refuses_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
