@@ -54,9 +54,9 @@ Batch 1, 8 heads of 64 numbers, float32, standard normal inputs, unless a title 
 
 ## Method
 
-- The contenders of a table run in one process, in turns, each round starting with another one; a turn repeats a short
-  call for a tenth of a second, and the fastest call counts. Compare ratios: absolute times belong to this
-  machine{load}.
+- The contenders of a table run in one process, in turns, each round starting with another one; a turn waits
+  until the threads of the one before have stopped spinning, repeats a short call for a tenth of a second, and the
+  fastest call counts. Compare ratios: absolute times belong to this machine{load}.
 - Every result of relative attention is checked against the plain formula in float64 (sampled queries of every head)
   before it is timed; a relative error above {gate:g} × the logits' standard deviation fails the run.
 - Memory: a fresh process warms up on a short sequence, makes the inputs, returns freed memory to the system, resets the

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks import timing
 from libraries import LIBRARIES, Library
 from relskew_core.backends import _torch_call
 
@@ -21,6 +22,14 @@ def torch_works_in_stacks() -> Iterator[None]:
     """Have torch's native path work off the tests' short calls as it does long ones, unless a test asks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch_call, "SHORT", 0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def benchmarks_do_not_pause() -> Iterator[None]:
+    """No time is measured in a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "PAUSE_SECONDS", 0.0)
         yield
 
 
