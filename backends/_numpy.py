@@ -138,6 +138,7 @@ class _Scratch:
         self._relative = np.empty(size, call.q.dtype)
         self._absolute = np.empty(size, call.q.dtype)
         self._negligible = np.empty(size, bool)
+        self._ones = np.ones(max((chunk.end - chunk.first for chunk in call.chunks), default=0), call.q.dtype)
         self._views: dict[int, _Views] = {}
 
     def views(self, index: int) -> _Views:
@@ -152,7 +153,9 @@ class _Scratch:
                 moved=chunk.absolute(relative, xp=xp),
                 logits=self._absolute[: n * m].reshape(n, m),
                 negligible=self._negligible[: n * m].reshape(n, m),
+                ones=self._ones[:m],
                 hidden=self._call.hidden[index],
+                n_hidden=sum(int(hidden.sum()) for _, hidden in self._call.hidden[index]),
             )
         return self._views[index]
 
@@ -166,7 +169,9 @@ class _Views:
     moved: Array  # the same memory in absolute layout, (n, m)
     logits: Array  # (n, m)
     negligible: Array  # booleans, (n, m)
+    ones: Array  # (m,)
     hidden: list[tuple[slice, Array]]
+    n_hidden: int  # how many logits the pattern hides
 
     def hide(self, value: float) -> None:
         """Put ``value`` into the logits where the pattern hides a key from a query."""
@@ -192,7 +197,7 @@ def _attend(call: _Call, views: _Views, batch: int, head: int, out: Array, lse: 
     largest = logits.max(axis=-1, keepdims=True)
     if call.dead_rows:
         largest[largest == -math.inf] = 0.0
-    total = _write_exponentials(logits, largest, views.negligible)
+    total = _write_exponentials(views, largest)
     dead = total == 0.0
     if call.dead_rows:
         total[dead] = 1.0
@@ -211,22 +216,25 @@ def _attend(call: _Call, views: _Views, batch: int, head: int, out: Array, lse: 
         lse[batch, head, queries] = np.where(dead, -math.inf, largest + np.log(total))[:, 0]
 
 
-def _write_exponentials(logits: Array, largest: Array, negligible: Array) -> Array:
+def _write_exponentials(views: _Views, largest: Array) -> Array:
     """Write ``exp(logits - largest)`` over the logits, zeros for what is negligible, and return the rows' sums.
 
     No subnormal numbers are made on the way, which exp and products crawl through.
     """
+    logits, negligible = views.logits, views.negligible
     logits -= largest
     np.less(logits, NEGLIGIBLE, out=negligible)
-    if 8 * np.count_nonzero(negligible) < negligible.size:
-        np.copyto(logits, -math.inf, where=negligible)
+    count = np.count_nonzero(negligible)
+    if 8 * count < negligible.size:
+        if count != views.n_hidden:  # what the pattern hides is -inf already
+            np.copyto(logits, -math.inf, where=negligible)
         np.exp(logits, out=logits)
     else:  # scattered all over peaky logits, where a masked copy takes longer than a product
         np.maximum(logits, NEGLIGIBLE, out=logits)
         np.exp(logits, out=logits)
         np.logical_not(negligible, out=negligible)
         logits *= negligible
-    return logits.sum(axis=-1, keepdims=True)
+    return (logits @ views.ones)[:, None]  # BLAS takes a third of the time of a sum along rows
 
 
 def _write_relative(call: _Call, batch: int, head: int, chunk: Chunk, scaled: Array, x: Array) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 PAUSE_SECONDS = 0.15
-"""Wait before a turn: a library's threads go on spinning for a tenth of a second after their last call, on its cores."""
+"""Wait before a turn: another library's threads go on spinning for a tenth of a second after their last call."""
 
 TURN_SECONDS = 0.1
 """A turn repeats a short call for so long."""
