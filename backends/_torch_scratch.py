@@ -141,8 +141,8 @@ def write_logits(call: Call, views: Views, stack: Stack) -> None:
     """Write a chunk's logits in absolute layout, into the views' memory."""
     options, logits = call.options, views.logits
     beta = 1
-    if views.product is not None:
-        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale)  # type: ignore[arg-type]
+    if views.product is not None and stack.rel_k is not None:
+        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale)
     if call.tables.rel_bias is not None:
         spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp)
         bias = spread[stack.place.heads] if spread.ndim == 3 and spread.shape[0] > 1 else spread

@@ -70,6 +70,14 @@ def test_it_keeps_the_dtype_and_its_gate(dtype: str, gate: float) -> None:
         assert np.linalg.norm(x - y) <= gate * np.linalg.norm(y)
 
 
+@pytest.mark.parametrize("every", [1500, 2], ids=["few", "scattered all over"])
+def test_negligible_weights_are_zeros(every: int) -> None:
+    """A weight of e^-80 is no subnormal number yet; against values this large it would show."""
+    q, k, v = np.ones((2000, 1), np.float32), np.zeros((2000, 1), np.float32), np.zeros((2000, 1), np.float32)
+    k[1::every], v[1::every] = -80.0, 1e38
+    assert not np.any(attend(q, k, v, scale=1.0))
+
+
 @pytest.mark.parametrize("heads", [1, 3], ids=["chunks are dealt", "heads are dealt"])
 def test_the_number_of_threads_changes_nothing(heads: int) -> None:
     given = arrays(300, heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,9 +53,11 @@ def main(
         write(result, ROOT / "docs" / "export.md", heading(result))
 
 
-def _rows(name: str, lengths: list[int], rounds: int, budget: float, threads: int, tell: object) -> list[Row]:
+def _rows(
+    name: str, lengths: list[int], rounds: int, budget: float, threads: int, tell: Callable[[str], None]
+) -> list[Row]:
     form = forms(max(lengths))[name]
-    return list(measure(name, form, lengths, rounds=rounds, budget=budget, threads=threads, tell=tell))  # type: ignore[arg-type]
+    return list(measure(name, form, lengths, rounds=rounds, budget=budget, threads=threads, tell=tell))
 
 
 def _machine(threads: int) -> dict[str, object]:

@@ -97,7 +97,7 @@ def past_the_end(call: Callable[[], Any]) -> str:
     """Call with an input that the table is too short for: nothing but an error is right."""
     try:
         call()
-    except Exception:
+    except Exception:  # every runtime has its own
         return "fails"
     return "gives numbers"
 
@@ -124,7 +124,7 @@ def wrong(call: Callable[[], Any], expected: np.ndarray[Any, Any] | None) -> str
     """Call once; say what is wrong with it, if anything."""
     try:
         y = call()
-    except Exception as error:
+    except Exception as error:  # the cell of the table says it
         return reason(error)
     if expected is None:
         return ""

@@ -46,6 +46,7 @@ class Textbook(nn.Module):
         return y
 
     def relative(self, q: Tensor) -> Tensor:
+        """Return the relative logits, (batch, heads, length, length): what the textbooks below differ in."""
         raise NotImplementedError
 
 
