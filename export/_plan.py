@@ -17,18 +17,27 @@ class Profile:
 
     name: str
     opset: int
-    fused: bool  # one Attention node, or its parts
-    slice_window: bool  # the window of the table by Slice, or by Gather
-    causal_attribute: bool  # Attention's is_causal, or causality in the mask
-    cache_inputs: bool  # Attention's past_key and past_value, or Concat
-    dead_rows: bool  # Attention gives zeros where everything is masked by -inf
-    branches: bool  # an If between inputs of one chunk and longer ones, or a loop over one chunk
+    fused: bool = False  # one Attention node, or its parts
+    slice_window: bool = False  # the window of the table by Slice, or by Gather
+    causal_attribute: bool = False  # Attention's is_causal, or causality in the mask
+    cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
+    dead_rows: bool = False  # Attention gives zeros where everything is masked by -inf
+    branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
 
 
 PROFILES = {
-    "ort": Profile("ort", 23, True, True, True, True, True, True),
-    "portable": Profile("portable", 18, False, False, False, False, False, False),
-    "trt": Profile("trt", 23, True, False, False, False, False, False),
+    "ort": Profile(
+        "ort",
+        23,
+        fused=True,
+        slice_window=True,
+        causal_attribute=True,
+        cache_inputs=True,
+        dead_rows=True,
+        branches=True,
+    ),
+    "portable": Profile("portable", 18),
+    "trt": Profile("trt", 23, fused=True),
 }
 NEWEST_OPSET = 24
 IN_PLACE_OPSET = 24  # of TensorScatter
