@@ -10,12 +10,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from relskew_core._checks import check_choice
-from relskew_core._namespace import is_torch
+from relskew_core._array.checks import check_choice
+from relskew_core._array.namespace import is_torch
 from relskew_core.backends._parallel import set_numpy_threads
 
 if TYPE_CHECKING:
-    from relskew_core._problem import Operands, Problem
+    from relskew_core._kernel.problem import Operands, Problem
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from relskew_core._checks import check_int
+from relskew_core._array.checks import check_int
 
 T = TypeVar("T")
 

@@ -21,9 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from relskew_core import Span
-from relskew_core._problem import problem
-from relskew_core.backends import _triton_backward, _triton_forward, _triton_keys
-from relskew_core.backends._triton_call import TILES, Call, Tile, block, fitted
+from relskew_core._kernel.problem import problem
+from relskew_core.backends._torch.triton.call import TILES, Call, Tile, block, fitted
+from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
+from relskew_core.backends._torch.triton.kernels import keys as key_kernels
+from relskew_core.backends._torch.triton.kernels import queries as query_kernels
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
 TERMS = {
@@ -84,12 +86,12 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Call
 def launches(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name the kernels of a call with their arguments."""
     x, numbers = call.operands, torch.empty(1)
-    yield "forward", _triton_forward.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
+    yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}
     given = {**call.arguments(call.backward), "d_out": x.q, "lse": numbers, "delta": numbers}
-    yield "keys", _triton_keys.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q}
+    yield "keys", key_kernels.key_gradient_kernel, {**given, "d_k": x.q, "d_v": x.q}
     logits, weights = (x.q if table is not None else None for table in (x.rel_k, x.rel_v))
     rel_q, mask = x.rel_q, x.mask
-    yield "queries", _triton_backward.query_gradient_kernel, {
+    yield "queries", query_kernels.query_gradient_kernel, {
         **given, "d_q": x.q, "d_logits": logits, "weights": weights, "far_logits": numbers, "far_weights": numbers,
         "chunk_start": 0, "chunk_stop": 1024, "first_position": -1024, "width": 2048,
         "d_rel_q": rel_q, "d_mask": mask,
@@ -97,7 +99,7 @@ def launches(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     }  # fmt: skip
     if logits is not None:
         width, tile = x.q.shape[-1], call.backward
-        yield "tables", _triton_keys.table_gradient_kernel, {
+        yield "tables", key_kernels.table_gradient_kernel, {
             "x": x.q, "y": x.q, "sums": numbers, "y_b": 2048 * width, "y_h": 1024 * width, "y_i": width, "heads": 2,
             "chunk_start": 0, "chunk_stop": 1024, "width": 2048, "first_column": 0, "all_columns": 2048,
             "slab_rows": 2048, "D": width, "BLOCK_D": block(width), "B": tile.size, "PRECISION": call.precision,

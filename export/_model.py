@@ -11,17 +11,17 @@ import numpy as np
 import onnx
 
 from relskew_core import __version__
-from relskew_core._checks import check_bool, describe
-from relskew_core._spec import BlockSpec
-from relskew_core.export._attend import attend
-from relskew_core.export._emitter import INT64, Emitter, Value
-from relskew_core.export._functions import fold_into_functions
-from relskew_core.export._in_place import attend_in_place
-from relskew_core.export._local import attend_blocks
-from relskew_core.export._parts import Present, Projected
+from relskew_core._array.checks import check_bool, describe
+from relskew_core._block.spec import BlockSpec
+from relskew_core.export._graph.attend import attend
+from relskew_core.export._graph.emitter import INT64, Emitter, Value
+from relskew_core.export._graph.functions import fold_into_functions
+from relskew_core.export._graph.in_place import attend_in_place
+from relskew_core.export._graph.local import attend_blocks
+from relskew_core.export._graph.parts import Present, Projected
+from relskew_core.export._graph.window import Lengths, Tables
 from relskew_core.export._plan import IR_VERSION, Plan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
-from relskew_core.export._window import Lengths, Tables
 
 
 def to_onnx(

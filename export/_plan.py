@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relskew_core._checks import check_bool, check_choice, check_int, describe
-from relskew_core._spec import BlockSpec
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe
+from relskew_core._block.spec import BlockSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
-from relskew_core._checks import check_bool, check_int, describe
+from relskew_core._array.checks import check_bool, check_int, describe
 
 # A protobuf holds less than 2 GiB; the nodes and names need some of it.
 _PROTOBUF_LIMIT = 2**31 - 2**24

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from relskew_core._checks import describe
-from relskew_core._spec import BlockSpec
+from relskew_core._array.checks import describe
+from relskew_core._block.spec import BlockSpec
 from relskew_core.export._plan import Plan
 
 DTYPES: dict[str, np.dtype[Any]] = {

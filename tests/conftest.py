@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import timing
 from libraries import LIBRARIES, Library
-from relskew_core.backends import _torch_call
+from relskew_core.backends._torch.cpu import call as cpu_call
 
 if importlib.util.find_spec("jax") is not None:
     import jax
@@ -21,7 +21,7 @@ if importlib.util.find_spec("jax") is not None:
 def torch_works_in_stacks() -> Iterator[None]:
     """Have torch's native path work off the tests' short calls as it does long ones, unless a test asks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch_call, "SHORT", 0)
+        patch.setattr(cpu_call, "SHORT", 0)
         yield
 
 
@@ -33,10 +33,10 @@ def benchmarks_do_not_pause() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[0, _torch_call.SHORT], ids=["in stacks", "all at once"])
+@pytest.fixture(params=[0, cpu_call.SHORT], ids=["in stacks", "all at once"])
 def both_ways_of_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Try how torch's native path works off long calls, and how it does short ones."""
-    monkeypatch.setattr(_torch_call, "SHORT", request.param)
+    monkeypatch.setattr(cpu_call, "SHORT", request.param)
 
 
 @pytest.fixture(

@@ -28,7 +28,7 @@ class Runtime:
 
     def load(self, model: Any) -> Session:
         """Return a function from inputs by name to the outputs in order."""
-        export = importlib.import_module("relskew_core.export._runtimes")
+        export = importlib.import_module("relskew_core.export._validate.runtimes")
         runner = export.opener(self.key)(export.Source(model, None), self.provider)
         if runner.misplaced:  # pragma: gpu only
             raise RuntimeError(f"not on {self.provider}: {', '.join(runner.misplaced)}")

@@ -15,7 +15,7 @@ import libraries
 import relskew_core
 from dense import CASES, Case
 from relskew_core import Span
-from relskew_core.backends import _triton_choice
+from relskew_core.backends._torch.triton import choice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +108,7 @@ def test_compiles_into_one_graph(backend: str) -> None:
 def test_chooses_the_fused_kernels_by_itself() -> None:
     arrays = on_device(FEW[0], "float16")
     assert torch.equal(attend(**arrays), attend(**arrays, impl="native"))
-    assert _triton_choice.refusal_of_device(0) is None
+    assert choice.refusal_of_device(0) is None
     with pytest.raises(ValueError, match="and float32, not torch"):
         attend(**on_device(FEW[0], "float64"), impl="native")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from peers.common import check, join, padding, peer, randn, randomised, split
+
 from relskew_core import (
     Span,
     alibi_bias,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from export_forms import FORMS, made
-from relskew_core.export import _runtimes, to_onnx, validate
+from relskew_core.export import to_onnx, validate
+from relskew_core.export._validate import runtimes
 
 HERE = Path(__file__).parent
 PACKAGES = HERE.parents[1] / ".venv-web"
@@ -47,12 +48,12 @@ class Web:
             raise RuntimeError(told["error"])
         return told
 
-    def open(self, source: _runtimes.Source, provider: _runtimes.Provider) -> _runtimes.Runner:
+    def open(self, source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
         """Load a model, as relskew's own runtimes do."""
         content = source.model.SerializeToString()
         version = self.ask(model=base64.b64encode(content).decode())["version"]
 
-        def run(feeds: _runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
             given = {
                 name: {"type": x.dtype.name, "dims": x.shape, "data": base64.b64encode(x.tobytes()).decode()}
                 for name, x in feeds.items()
@@ -62,7 +63,7 @@ class Web:
                 for y in self.ask(feeds=given)["results"]
             ]
 
-        return _runtimes.Runner(f"onnxruntime-web {version}", "wasm", run)
+        return runtimes.Runner(f"onnxruntime-web {version}", "wasm", run)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def web() -> Iterator[Web]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", ["ort", "portable"])
 def test_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, form: str, profile: str) -> None:
-    monkeypatch.setitem(_runtimes.OPENERS, "web", web.open)
+    monkeypatch.setitem(runtimes.OPENERS, "web", web.open)
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])
@@ -85,7 +86,7 @@ def test_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, form: str
 
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"functions": True}], ids=["chunks", "functions"])
 def test_options_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    monkeypatch.setitem(_runtimes.OPENERS, "web", web.open)
+    monkeypatch.setitem(runtimes.OPENERS, "web", web.open)
     spec, own, weights = made("cache, mask")
     model = to_onnx(spec, weights, **own, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])

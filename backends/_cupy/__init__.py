@@ -1,0 +1,107 @@
+"""CuPy: torch's fused kernels on CuPy's memory where torch is there, else cuBLAS and one kernel of its own.
+
+Arrays go to torch and back through DLPack, without a copy, and torch works on CuPy's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.problem import Gradients, Operands, Options, Problem
+from relskew_core.backends._cupy import blas
+from relskew_core.backends._cupy.device import Cuda
+
+
+def refusal(function: str, call: Problem) -> str | None:
+    """Say why there is no native path for a call, ``None`` if there is one."""
+    reason = torch_refusal(call.given, call.options)
+    if reason is None or function == "attention":
+        return None
+    return f"CuPy has no gradients of its own, and through torch: {reason}"
+
+
+def takes_half(call: Problem) -> bool:
+    """Whether the native path takes arrays of half precision as they are."""
+    return torch_refusal(call.given, call.options) is None
+
+
+def torch_refusal(operands: Operands, options: Options) -> str | None:
+    """Say why torch's fused kernels do not take a call, ``None`` if they do."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from relskew_core.backends._torch.triton import choice  # pragma: gpu only
+
+    with on_current_stream(operands.q):  # pragma: gpu only
+        return choice.refusal(to_torch(operands), options)
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
+    """Return the output and, if asked for, the log-sum-exp."""
+    if torch_refusal(operands, options) is not None:  # pragma: gpu only
+        with operands.q.device:
+            out, lse = blas.attention(operands, options, device=Cuda(xp))
+    else:  # pragma: gpu only
+        from relskew_core.backends._torch.triton import forward as triton_forward
+
+        with on_current_stream(operands.q):
+            out, lse = (_from_torch(x) for x in triton_forward.attention(to_torch(operands), options))
+    return out, lse if options.return_lse else None
+
+
+def attention_vjp(  # pragma: gpu only
+    d_out: Array, operands: Operands, options: Options, *, out: Array | None, xp: Any
+) -> Gradients:
+    """Return the gradients of every operand."""
+    from relskew_core.backends._torch.triton import operator as triton_operator
+
+    with on_current_stream(operands.q):
+        gradients = triton_operator.attention_vjp(_tensor(d_out), to_torch(operands), options)
+        return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
+
+
+@contextmanager
+def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
+    """Let torch work where CuPy works: on the array's device and CuPy's current stream."""
+    import torch
+
+    number, pointer = like.device.id, _cupy().cuda.get_current_stream().ptr
+    with torch.cuda.device(number):
+        # 0 is the default stream of both and 1 another name of it; torch takes 2, the default stream of each thread
+        stream = torch.cuda.ExternalStream(pointer) if pointer > 1 else torch.cuda.default_stream(number)
+        with torch.cuda.stream(stream):
+            yield
+
+
+def to_torch(operands: Operands) -> Operands:
+    """Return tensors on the same memory."""
+    return Operands(*(None if x is None else _tensor(x) for x in operands))
+
+
+def _tensor(x: Array) -> Any:
+    """Return a tensor on an array's memory; on a copy's where a stride is negative, which torch cannot have."""
+    import torch
+    from torch.utils.dlpack import from_dlpack
+
+    if min(x.strides, default=0) < 0:
+        x = x.copy()
+    if x.dtype == bool:  # older DLPack knows no booleans
+        return from_dlpack(x.view("uint8")).view(torch.bool)
+    return from_dlpack(x)
+
+
+def _from_torch(x: Any) -> Array:  # pragma: gpu only
+    return _cupy().from_dlpack(x.detach())
+
+
+def _cupy() -> Any:  # pragma: gpu only
+    import cupy
+
+    return cupy

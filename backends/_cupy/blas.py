@@ -1,0 +1,177 @@
+"""CuPy without torch: cuBLAS adds ``QKᵀ`` to the skewed product in place, one kernel makes weights of it, in place.
+
+All arithmetic goes through a :class:`Device`, so that the same steps run on NumPy arrays in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel.forward import Tables
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core._positions.table import Table
+from relskew_core.backends._cupy.softmax import NO_END
+
+
+class Device(Protocol):
+    """What the algorithm asks of a library and its device."""
+
+    xp: Namespace
+
+    def view(self, x: Array, start: int, shape: tuple[int, ...], pitches: tuple[int, ...]) -> Array:
+        """Return a view of a flat array, pitches in elements."""
+
+    def multiply(self, alpha: float, a: Array, b: Array, beta: float, c: Array) -> None:
+        """Write ``alpha · a b + beta · c`` into ``c``: (P or 1, n, k), (P or 1, k, m), (P, n, m)."""
+
+    def softmax(self, x: Array, lse: Array, mask: Array | None, numbers: dict[str, Any]) -> None:
+        """Turn logits into weights in place, as ``_cupy_softmax.SOURCE`` does, a block for every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The operands with one axis for batch and heads together."""
+
+    device: Device
+    operands: Operands
+    options: Options
+    tables: Tables
+    batch: int
+    heads: int
+    group: int  # query heads of a key head
+    q: Array  # (P, Lq, D)
+    k: Array  # (P / group, Lk, D)
+    v: Array
+    rel_q: Array
+    mask: Array | None  # four axes
+
+
+def attention(operands: Operands, options: Options, *, device: Device) -> tuple[Array, Array]:
+    """Return the output (..., H, Lq, Dv) and the log-sum-exp (..., H, Lq)."""
+    xp, q = device.xp, operands.q
+    options = replace(options, visibility=options.visibility.bounded())
+    heads, group = q.shape[-3], q.shape[-3] // operands.k.shape[-3]
+    call = _Call(
+        device=device,
+        operands=operands,
+        options=options,
+        tables=Tables.of(operands, options, xp=xp),
+        batch=math.prod(q.shape[:-3]),
+        heads=heads,
+        group=group,
+        q=_by_head(q, xp=xp),
+        k=_by_head(operands.k, xp=xp),
+        v=_by_head(operands.v, xp=xp),
+        rel_q=_by_head(q if operands.rel_q is None else operands.rel_q, xp=xp),
+        mask=_mask(operands, xp=xp),
+    )
+    out = xp.zeros((call.q.shape[0], q.shape[-2], operands.v.shape[-1]), dtype=q.dtype)
+    lse = xp.full(call.q.shape[:2], -math.inf, dtype=q.dtype)
+    for chunk in chunks(operands, options):
+        if chunk.first < chunk.end and call.q.shape[0]:
+            _attend(call, chunk, out, lse)
+    return xp.reshape(out, (*q.shape[:-1], out.shape[-1])), xp.reshape(lse, q.shape[:-1])
+
+
+def _by_head(x: Array, *, xp: Namespace) -> Array:
+    return xp.ascontiguousarray(xp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:])))
+
+
+def _mask(operands: Operands, *, xp: Namespace) -> Array | None:
+    """Return a mask with batch, heads, queries and keys, each axis whole or 1."""
+    mask, q = operands.mask, operands.q
+    if mask is None:
+        return None
+    lead = q.ndim - 3
+    mask = xp.reshape(mask, (1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
+    if any(size > 1 for size in mask.shape[:lead]):
+        mask = xp.broadcast_to(mask, (*q.shape[:lead], *mask.shape[lead:]))
+    return xp.ascontiguousarray(xp.reshape(mask, (math.prod(mask.shape[:lead]), *mask.shape[lead:])))
+
+
+def _attend(call: _Call, chunk: Chunk, out: Array, lse: Array) -> None:
+    device, xp, options = call.device, call.device.xp, call.options
+    programs, n, m = call.q.shape[0], chunk.stop - chunk.start, chunk.end - chunk.first
+    queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
+    relative = xp.empty((programs, n, chunk.width), dtype=call.q.dtype)
+    pitch = chunk.width - (n > 1)
+    logits = device.view(relative, chunk.spare, (programs, n, m), (n * chunk.width, pitch, 1))
+    there = _write_relative(call, chunk, call.rel_q[:, queries], relative)
+    for member in range(call.group):  # the heads that share keys lie evenly apart
+        own = slice(member, None, call.group)
+        device.multiply(options.scale, call.q[own, queries], call.k[:, keys].swapaxes(1, 2), float(there), logits[own])
+    device.softmax(relative, lse, call.mask, _numbers(call, chunk, pitch))
+    for member in range(call.group):
+        own = slice(member, None, call.group)
+        device.multiply(1.0, logits[own], call.v[:, keys], 0.0, out[own, queries])
+    if call.tables.rel_v is not None:
+        seen, low, high = visible_columns(relative, chunk, options)
+        if low <= high:
+            plan = call.tables.rel_v.plan(low, high)
+            weights = plan.fold(seen, xp=xp)
+            rows = call.tables.rel_v.columns[..., plan.start : plan.stop].swapaxes(-1, -2)
+            _by_table(call, 1.0, weights, rows, 1.0, out[:, queries])
+
+
+def _by_table(call: _Call, alpha: float, a: Array, rows: Array, beta: float, c: Array) -> None:
+    """Multiply by a table that all heads share, or that every head has one of."""
+    if rows.ndim == 2:
+        call.device.multiply(alpha, a, rows[None], beta, c)
+        return
+    for batch in range(call.batch):
+        here = slice(batch * call.heads, (batch + 1) * call.heads)
+        call.device.multiply(alpha, a[here], rows, beta, c[here])
+
+
+def _write_relative(call: _Call, chunk: Chunk, rel_q: Array, x: Array) -> bool:
+    """Write what depends on the relative position alone, (P, n, width); ``False`` if nothing does."""
+    rel_k, bias = call.tables.rel_k, call.tables.rel_bias
+    if rel_k is not None:
+        plan = rel_k.plan(chunk.low, chunk.high)
+        begin = plan.zeros_before + plan.edge_before
+        end = begin + plan.stop - plan.start
+        core = x[..., begin:end]
+        if begin < end:
+            _by_table(call, call.options.rel_scale, rel_q, rel_k.columns[..., plan.start : plan.stop], 0.0, core)
+            x[..., plan.zeros_before : begin] = core[..., :1]
+            x[..., end : end + plan.edge_after] = core[..., -1:]
+        x[..., : plan.zeros_before] = 0.0
+        x[..., end + plan.edge_after :] = 0.0
+    if bias is not None:
+        by_head = _spread(bias, chunk, call)
+        by_batch = x.reshape(call.batch, call.heads, *x.shape[1:])  # contiguous: a view
+        if rel_k is None:
+            by_batch[...] = by_head
+        else:
+            by_batch += by_head
+    return rel_k is not None or bias is not None
+
+
+def _spread(bias: Table, chunk: Chunk, call: _Call) -> Array:
+    return bias.spread(chunk.low, chunk.high, xp=call.device.xp)
+
+
+def _numbers(call: _Call, chunk: Chunk, pitch: int) -> dict[str, Any]:
+    """Return the kernel's numbers by name, in its order."""
+    pattern, mask, n = call.options.visibility, call.mask, chunk.stop - chunk.start
+    strides, start = [0, 0, 0, 0], 0
+    if mask is not None:
+        counts = [math.prod(mask.shape[axis + 1 :]) for axis in range(4)]
+        strides = [count if size > 1 else 0 for count, size in zip(counts, mask.shape, strict=True)]
+        start = chunk.start * strides[2] + chunk.first * strides[3]
+    boolean = mask is not None and mask.dtype == bool
+    return {
+        "mask_start": start,
+        "head_pitch": n * chunk.width, "pitch": pitch, "spare": chunk.spare, "n": n, "m": chunk.end - chunk.first,
+        "heads": call.heads, "position": chunk.start + pattern.offset, "first_key": chunk.first,
+        "before": -1 if pattern.left is None else pattern.left,
+        "after": NO_END if pattern.right is None else pattern.right,
+        "block_size": pattern.block_size or 0, "softcap": call.options.softcap or 0.0,
+        "mask_kind": 0 if mask is None else 1 if boolean else 2,
+        "mask_b": strides[0], "mask_h": strides[1], "mask_i": strides[2], "mask_j": strides[3],
+        "lse_pitch": call.q.shape[1], "lse_start": chunk.start,
+    }  # fmt: skip

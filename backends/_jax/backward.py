@@ -1,0 +1,125 @@
+"""JAX: the backward pass, the forward's loops once more, carrying the gradients of everything that chunks share."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.backward import grouped_outer, sum_to
+from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.problem import Gradients, Operands, Options
+from relskew_core.backends._jax.chunk import Call, Chunk, Columns
+from relskew_core.backends._jax.loops import Place, Segment
+
+
+@partial(jax.jit, static_argnames="options")
+def attention_vjp(
+    d_out: Array, operands: Operands, options: Options, *, out: Array | None, d_lse: Array | None
+) -> Gradients:
+    """Return the gradients of every operand, ``None`` for a boolean mask."""
+    call = Call.of(operands, options)
+    d_lse = None if d_lse is None else d_lse[..., None]
+    mask = operands.mask if operands.mask is not None and operands.mask.dtype != bool else None
+    rel_k, rel_v, rel_bias = (None if x is None else x.columns for x in (call.rel_k, call.rel_v, call.rel_bias))
+    k, v = (jnp.matrix_transpose(x) for x in (operands.k, operands.v))  # to transpose weights would be a copy
+    like = Gradients(operands.q, k, v, rel_k, rel_v, rel_bias, operands.rel_q, mask)
+    sums: Gradients = jax.tree.map(jnp.zeros_like, like)
+    with jax.named_scope("relative_attention_vjp"):
+        for segment in call.plan.segments:
+            sums, _ = lax.scan(partial(_step, call, segment, d_out, out, d_lse), sums, segment.places)
+
+    def rows(table: Columns | None, columns: Array | None) -> Array | None:
+        return None if table is None else table.gradient(columns)
+
+    bias = rows(call.rel_bias, sums.rel_bias)
+    return sums._replace(
+        k=jnp.matrix_transpose(sums.k),
+        v=jnp.matrix_transpose(sums.v),
+        rel_k=rows(call.rel_k, sums.rel_k),
+        rel_v=rows(call.rel_v, sums.rel_v),
+        rel_bias=None if bias is None else bias[..., 0],
+    )
+
+
+def _step(
+    call: Call,
+    segment: Segment,
+    d_out: Array,
+    out: Array | None,
+    d_lse: Array | None,
+    sums: Gradients,
+    place: Place,
+) -> tuple[Gradients, None]:
+    """Add one chunk's gradients."""
+    operands, options, chunk = call.operands, call.options, Chunk(call, segment, place)
+    d_rows = chunk.fresh(d_out)
+    (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.keys(operands.v)
+    capped = chunk.logits(q, rel_q, k)
+    weights, _ = chunk.weights(capped, lse=False)
+
+    d_weights = grouped_matmul(d_rows, jnp.matrix_transpose(v), xp=jnp)
+    d_v = grouped_outer(d_rows, weights, v.shape[-3], xp=jnp)
+    new = {"v": _add(sums.v, chunk.seen(d_v), {-1: place.first})}
+    if call.rel_v is not None:
+        d_weights = d_weights + chunk.absolute(jnp.matmul(d_rows, chunk.columns(call.rel_v)))
+        new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(weights))
+
+    if out is None:
+        delta = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
+    else:
+        delta = jnp.sum(d_rows * chunk.queries(out), axis=-1, keepdims=True)
+    if d_lse is not None:
+        delta = delta - chunk.fresh(d_lse)
+    d_logits = weights * (d_weights - delta)
+    if sums.mask is not None:
+        row, column = chunk.mask_starts(sums.mask)
+        piece = _sum_mask(d_logits, sums.mask)
+        new["mask"] = _add(sums.mask, piece, {-2: row, -1: column})
+    if options.softcap is not None:
+        ratio = capped * (1 / options.softcap)
+        d_logits = d_logits * (1 - ratio * ratio)
+
+    d_q = grouped_matmul(d_logits, k, xp=jnp) * options.scale
+    d_k = grouped_outer(q, d_logits, k.shape[-3], xp=jnp)
+    new["k"] = _add(sums.k, chunk.seen(d_k), {-1: place.first})
+    if call.rel_k is not None or call.rel_bias is not None:
+        relative = chunk.relative(d_logits)
+        if call.rel_bias is not None:
+            ones = jnp.ones((*q.shape[:-1], 1), dtype=q.dtype)
+            new["rel_bias"] = _add_columns(chunk, call.rel_bias, sums.rel_bias, ones, relative)
+        if call.rel_k is not None:
+            new["rel_k"] = _add_columns(chunk, call.rel_k, sums.rel_k, rel_q, relative)
+            d_rel_q = jnp.matmul(relative, jnp.matrix_transpose(chunk.columns(call.rel_k))) * options.rel_scale
+            if sums.rel_q is None:
+                d_q = d_q + d_rel_q
+            else:
+                new["rel_q"] = _add(sums.rel_q, d_rel_q, {-2: place.start})
+    new["q"] = _add(sums.q, d_q, {-2: place.start})
+    return sums._replace(**new), None
+
+
+def _add(total: Array, piece: Array, starts: dict[int, Array | int]) -> Array:
+    """Add a piece to a larger array that the loop carries; XLA does it in place."""
+    at = [jnp.asarray(starts.get(axis - total.ndim, 0), dtype=jnp.int32) for axis in range(total.ndim)]
+    return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, piece.shape) + piece, at)
+
+
+def _add_columns(chunk: Chunk, table: Columns, total: Array, x: Array, relative: Array) -> Array:
+    """Add ``Σ_i x_i relative_i`` to the chunk's columns of a table's gradient, summed over all that share the table."""
+    if table.columns.ndim == 2:  # one product over everything that shares the table
+        x, relative = (jnp.reshape(y, (math.prod(y.shape[:-1]), y.shape[-1])) for y in (x, relative))
+    piece = sum_to(jnp.matmul(jnp.matrix_transpose(x), relative), total.shape[:-2], xp=jnp)
+    return _add(total, piece, {-1: chunk.column(table)})
+
+
+def _sum_mask(d_logits: Array, mask: Array) -> Array:
+    """Sum along the axes on which a mask broadcasts."""
+    for axis in (-2, -1):
+        if mask.shape[axis] == 1:
+            d_logits = jnp.sum(d_logits, axis=axis, keepdims=True)
+    return sum_to(d_logits, mask.shape[:-2], xp=jnp)

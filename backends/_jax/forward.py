@@ -1,0 +1,49 @@
+"""JAX: the forward pass, a loop over chunks of one shape for each segment."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core.backends._jax.chunk import Call, Chunk
+from relskew_core.backends._jax.loops import Place, Segment
+
+
+@partial(jax.jit, static_argnames="options")
+def attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    call = Call.of(operands, options)
+    shape, dtype = operands.q.shape[:-1], operands.q.dtype
+    results = (
+        jnp.zeros((*shape, operands.v.shape[-1]), dtype=dtype),
+        jnp.full((*shape, 1), -math.inf, dtype=dtype) if options.return_lse else None,
+    )
+    with jax.named_scope("relative_attention"):
+        for segment in call.plan.segments:
+            results, _ = lax.scan(partial(_step, call, segment), results, segment.places)
+    out, lse = results
+    return out, None if lse is None else lse[..., 0]
+
+
+def _step(
+    call: Call, segment: Segment, results: tuple[Array, Array | None], place: Place
+) -> tuple[tuple[Array, Array | None], None]:
+    """Attend from one chunk, and put its rows where they belong."""
+    chunk = Chunk(call, segment, place)
+    logits = chunk.logits(*chunk.scaled_queries(), chunk.keys(call.operands.k))
+    weights, sums = chunk.weights(logits, lse=results[1] is not None)
+    rows = grouped_matmul(weights, chunk.keys(call.operands.v), xp=jnp)
+    if call.rel_v is not None:
+        rows = rows + jnp.matmul(chunk.relative(weights), jnp.matrix_transpose(chunk.columns(call.rel_v)))
+    out, lse = results
+    out = lax.dynamic_update_slice_in_dim(out, rows, place.start, axis=out.ndim - 2)
+    if lse is not None and sums is not None:
+        lse = lax.dynamic_update_slice_in_dim(lse, sums[..., None], place.start, axis=lse.ndim - 2)
+    return (out, lse), None

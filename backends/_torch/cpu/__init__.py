@@ -1,0 +1,1 @@
+"""torch on CPU: stacks of heads, chunk by chunk, in place."""

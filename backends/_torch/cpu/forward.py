@@ -1,0 +1,73 @@
+"""torch on CPU: the forward pass, stack by stack and chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.chunk import visible_columns
+from relskew_core._kernel.forward import attention as portable
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core.backends._torch.cpu.call import Call, Dropout, Place, Stack, is_short, run, undisturbed
+from relskew_core.backends._torch.cpu.scratch import Scratch, write_logits, write_relative_weights, write_softmax
+
+
+def attention(operands: Operands, options: Options, *, dropout: Dropout | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    if is_short(operands):
+        with undisturbed():
+            return portable(operands, options, factors=dropout, xp=xp)
+    call = Call.of(operands, options, dropout=dropout)
+    shape = call.q.shape[:-1]
+    out = call.q.new_zeros((*shape, call.v.shape[-1]))
+    lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
+    places, workers = [place for share in call.shares() for place in share], torch.get_num_threads()
+    parts = 1 if len(places) >= workers else workers  # few heads: their chunks are dealt to the workers
+    idle = [Scratch(call) for _ in range(workers)]
+
+    def work(task: tuple[Place, int]) -> None:
+        place, part = task
+        scratch = idle.pop()
+        with torch.inference_mode():
+            stack = call.at(place)
+            outs = call.by_chunk(out[place.batch, place.heads])
+            sums = None if lse is None else call.by_chunk(lse[place.batch, place.heads], axis=-1)
+            for index in range(part, len(call.chunks), parts):
+                views = scratch.views(index)
+                _attend(call, scratch, stack, index, outs[views.number])
+                if sums is not None:
+                    _write_lse(views.logits, views.weights, sums[views.number])
+        idle.append(scratch)
+
+    run(work, [(place, part) for place in places for part in range(parts)], workers)
+    lead = operands.q.shape[:-3]
+    return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
+
+
+def _attend(call: Call, scratch: Scratch, stack: Stack, index: int, out: Tensor) -> None:
+    views = scratch.views(index)
+    weights, chunk = views.weights, views.chunk
+    write_logits(call, views, stack)
+    write_softmax(call, views)
+    if call.tables.rel_v is not None:
+        views.clear_hidden(views.weights)
+    if call.dropout is not None:
+        kept = call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
+        weights = torch.mul(weights, kept, out=kept)
+    torch.bmm(weights, views.keys(stack.v), out=out)
+    if call.tables.rel_v is not None:
+        relative = scratch.relative("relative", chunk)
+        write_relative_weights(chunk, weights, relative)
+        seen, low, high = visible_columns(relative, chunk, call.options)
+        if low <= high:
+            plan = call.tables.rel_v.plan(low, high)
+            rows = call.of_table(call.tables.rel_v, stack.place)[..., plan.start : plan.stop].mT
+            out.baddbmm_(plan.fold(seen, xp=xp), rows)
+
+
+def _write_lse(logits: Tensor, weights: Tensor, lse: Tensor) -> None:
+    """Write the log-sum-exp: the largest weight is 1 / sum, or 0 where all logits are -inf."""
+    torch.sub(logits.amax(-1), weights.amax(-1).clamp_(min=torch.finfo(weights.dtype).tiny).log_(), out=lse)

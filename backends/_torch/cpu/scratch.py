@@ -1,0 +1,176 @@
+"""torch on CPU: where a chunk works, with its logits written in place.
+
+The product with the table is written first; its skewed view then takes the product with the keys on top, a matrix
+product that accumulates into a strided result. So the logits are never copied from one layout to the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._array.softmax import NEGLIGIBLE
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._positions.table import Table
+from relskew_core.backends._torch.cpu.call import Call, Stack
+
+
+class Scratch:
+    """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
+
+    def __init__(self, call: Call) -> None:
+        longest = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
+        self._flat: dict[str, Tensor] = {}
+        self._size, self._call = call.stack * longest, call
+        self._views: dict[int, Views] = {}
+
+    def relative(self, name: str, chunk: Chunk) -> Tensor:
+        """Return a buffer in relative layout, (stack, n, width)."""
+        return self._buffer(name, chunk.stop - chunk.start, chunk.width)
+
+    def absolute(self, name: str, chunk: Chunk) -> Tensor:
+        """Return a buffer in absolute layout, (stack, n, m)."""
+        return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first)
+
+    def views(self, index: int) -> Views:
+        """Return a chunk's views."""
+        if index not in self._views:
+            self._views[index] = Views.of(self._call, self, index)
+        return self._views[index]
+
+    def _buffer(self, name: str, *shape: int) -> Tensor:
+        if name not in self._flat:
+            self._flat[name] = self._call.q.new_empty(self._size)
+        stack = self._call.stack
+        return self._flat[name][: stack * math.prod(shape)].view(stack, *shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Where a chunk works, made once for all stacks: every view made costs as much as a small kernel.
+
+    Threads feel it twice, since each operation gives the interpreter's lock away and waits to get it back.
+    """
+
+    chunk: Chunk
+    number: int  # of the chunk among all that the queries are cut into
+    relative: Tensor  # buffer of the logits in relative layout, (stack, n, width)
+    logits: Tensor  # the same memory in absolute layout, (stack, n, m)
+    weights: Tensor  # (stack, n, m)
+    hidden: list[tuple[slice, Tensor]]  # columns in which the pattern hides something, and what it hides there
+    hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
+    product: Product | None  # the product with `rel_k`
+
+    @classmethod
+    def of(cls, call: Call, scratch: Scratch, index: int) -> Views:
+        chunk = call.chunks[index]
+        relative, weights = scratch.relative("logits", chunk), scratch.absolute("weights", chunk)
+        logits = chunk.absolute(relative, xp=xp)
+        table = call.tables.rel_k
+        return cls(
+            chunk=chunk,
+            number=chunk.start // (call.options.chunk_size or 1),
+            relative=relative,
+            logits=logits,
+            weights=weights,
+            hidden=call.hidden[index],
+            hidden_logits=[(logits[..., columns], hidden) for columns, hidden in call.hidden[index]],
+            product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
+        )
+
+    def keys(self, x: Tensor, *, axis: int = -2) -> Tensor:
+        """Cut keys or values to those that the chunk sees."""
+        return x.narrow(axis, self.chunk.first, self.chunk.end - self.chunk.first)
+
+    def hide(self, value: float) -> None:
+        """Put ``value`` into the logits where the pattern hides a key from a query."""
+        for place, hidden in self.hidden_logits:
+            place.masked_fill_(hidden, value)
+
+    def clear_hidden(self, x: Tensor) -> None:
+        """Put zeros into ``x``, (stack, n, m), where the pattern hides a key from a query.
+
+        In relative layout such a place belongs to another query: zeros there keep a query's NaN to itself.
+        """
+        for columns, hidden in self.hidden:
+            x[..., columns].masked_fill_(hidden, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Where ``q · e_r`` for ``r = low … high`` goes, past the ends of a short table too."""
+
+    start: int  # the table's first column that is multiplied …
+    count: int  # … and how many are
+    core: Tensor  # their place
+    copies: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
+    zeros: list[Tensor]  # places beyond a table that counts for nothing there
+
+    @classmethod
+    def of(cls, table: Table, low: int, high: int, x: Tensor) -> Product:
+        plan = table.plan(low, high)
+        begin = plan.zeros_before + plan.edge_before
+        end = begin + plan.stop - plan.start
+        core = x[..., begin:end]
+        edges = [
+            (x[..., plan.zeros_before : begin], core[..., :1]),
+            (x[..., end : end + plan.edge_after], core[..., -1:]),
+        ]
+        return cls(
+            start=plan.start,
+            count=plan.stop - plan.start,
+            core=core,
+            copies=[(place, edge) for place, edge in edges if place.numel()],
+            zeros=[x for x in (x[..., : plan.zeros_before], x[..., end + plan.edge_after :]) if x.numel()],
+        )
+
+    def write(self, q: Tensor, columns: Tensor, scale: float) -> None:
+        """Multiply queries (stack, n, D) by the columns of a table (stack, D, rows)."""
+        torch.baddbmm(self.core, q, columns.narrow(-1, self.start, self.count), beta=0, alpha=scale, out=self.core)
+        for place, edge in self.copies:
+            place.copy_(edge)
+        for place in self.zeros:
+            place.zero_()
+
+
+def write_logits(call: Call, views: Views, stack: Stack) -> None:
+    """Write a chunk's logits in absolute layout, into the views' memory."""
+    options, logits = call.options, views.logits
+    beta = 1
+    if views.product is not None and stack.rel_k is not None:
+        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale)
+    if call.tables.rel_bias is not None:
+        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp)
+        bias = spread[stack.place.heads] if spread.ndim == 3 and spread.shape[0] > 1 else spread
+        views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
+    elif views.product is None:
+        beta = 0
+    columns = views.keys(stack.k_columns, axis=-1)
+    torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale, out=logits)
+    views.hide(-math.inf)
+    if stack.mask is not None:
+        mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
+        if mask.dtype != torch.bool:
+            logits.add_(mask)
+            logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
+        else:
+            logits.masked_fill_(~mask, -math.inf)
+
+
+def write_softmax(call: Call, views: Views) -> None:
+    """Write the softmax of the logits over the keys; rows that see nothing get zeros."""
+    logits, weights = views.logits, views.weights
+    torch._softmax(logits, -1, False, out=weights)
+    torch.threshold_(weights, math.exp(NEGLIGIBLE), 0.0)  # no subnormals into the products
+    if call.dead_rows:
+        weights.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
+
+
+def write_relative_weights(chunk: Chunk, weights: Tensor, relative: Tensor) -> None:
+    """Write a chunk's weights, (stack, n, m), into relative layout, (stack, n, width): the adjoint of the skew."""
+    relative.zero_()
+    chunk.absolute(relative, xp=xp).copy_(weights)

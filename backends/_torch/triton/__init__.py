@@ -1,0 +1,1 @@
+"""torch on CUDA: fused kernels in Triton."""

@@ -1,0 +1,235 @@
+"""Triton: the backward pass on the host: chunks of queries, and what they leave behind for tables and masks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.problem import Gradients, Operands, Options
+from relskew_core._positions.table import Plan
+from relskew_core.backends._torch.cpu.call import by_batch
+from relskew_core.backends._torch.triton.call import Call, block, on_device_of
+from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
+from relskew_core.backends._torch.triton.kernels.queries import query_gradient_kernel
+
+BUFFER_BYTES = 2**30
+"""Budget of what a chunk of queries leaves behind: long chunks fill the device, short ones spare its memory."""
+
+SLAB_ROWS = 2048
+"""Queries whose share of a table's gradient one program sums."""
+
+
+def attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None = None,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> Gradients:
+    """Return the gradients of every operand.
+
+    ``wanted`` says whether those of ``rel_k`` and ``rel_bias``, of ``rel_v`` and of an additive mask are: they alone
+    need buffers of a chunk's queries times their positions.
+    """
+    with on_device_of(operands.q):
+        return _attention_vjp(d_out, operands, options, out, lse, d_lse, wanted)
+
+
+def _attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+) -> Gradients:
+    call = Call.of(operands, options)
+    delta = (d_out.float() * out.float()).sum(-1)
+    if d_lse is not None:
+        delta = delta - d_lse
+    given = {
+        "d_out": by_batch(d_out).contiguous(),
+        "lse": lse.contiguous(),
+        "delta": delta.contiguous(),
+        **call.arguments(call.backward),
+    }
+    x = call.operands
+    d_q, d_k, d_v = (x.new_zeros(x.shape) for x in (x.q, x.k, x.v))
+    d_rel_q = None if x.rel_q is None else x.rel_q.new_zeros(x.rel_q.shape)
+    logits = _Relative(call, x.q if x.rel_q is None else x.rel_q, "rel_k", "rel_bias") if wanted[0] else None
+    weights = _Relative(call, given["d_out"], "rel_v") if wanted[1] else None
+    mask = _Mask.of(call) if wanted[2] else None
+
+    if x.q.numel() and options.visibility.positions() is not None:
+        grid = (-(-options.visibility.n_keys // call.backward.size), call.batch * x.k.shape[1])
+        key_gradient_kernel[grid](d_k=d_k, d_v=d_v, **given)
+        kept = [part for part in (logits, weights, mask) if part is not None and part.wanted]
+        for start, stop in _chunks(call, sum(part.row_bytes for part in kept)):
+            for part in kept:
+                part.begin(start, stop)
+            columns = call.columns(start, stop)
+            grid = (-(-(stop - start) // call.backward.size), call.batch * call.heads)
+            query_gradient_kernel[grid](
+                d_q=d_q, d_rel_q=d_rel_q, chunk_start=start, chunk_stop=stop, first_position=columns.first,
+                width=columns.width, **_kept("d_logits", "far_logits", "KEEP_LOGITS", logits),
+                **_kept("weights", "far_weights", "KEEP_WEIGHTS", weights),
+                d_mask=None if mask is None else mask.buffer, KEEP_MASK=mask is not None, **given,
+            )  # fmt: skip
+            for part in kept:
+                part.end(start, stop)
+
+    lead = operands.q.shape[:-3]
+    of = {} if logits is None else logits.gradients()
+    of |= {} if weights is None else weights.gradients()
+    return Gradients(
+        q=d_q.reshape(operands.q.shape),
+        k=d_k.reshape(operands.k.shape),
+        v=d_v.reshape(operands.v.shape),
+        rel_k=of.get("rel_k"),
+        rel_v=of.get("rel_v"),
+        rel_bias=of.get("rel_bias"),
+        rel_q=None if d_rel_q is None else d_rel_q.reshape((*lead, *d_rel_q.shape[1:])),
+        mask=None if mask is None or operands.mask is None else mask.gradient(operands.mask.shape, lead),
+    )
+
+
+def _chunks(call: Call, row_bytes: int) -> list[tuple[int, int]]:
+    """Cut the queries into chunks of whole tiles."""
+    n, size = call.options.visibility.n_queries, call.backward.size
+    rows = BUFFER_BYTES // max(1, row_bytes) if call.options.chunk_size is None else call.options.chunk_size
+    rows = max(size, rows // size * size)
+    return [(start, min(start + rows, n)) for start in range(0, n, rows)]
+
+
+def _kept(buffer: str, far: str, flag: str, relative: _Relative | None) -> dict[str, Any]:
+    if relative is None or not relative.wanted:
+        return {buffer: None, far: None, flag: False}
+    return {buffer: relative.buffer, far: relative.far, flag: True}
+
+
+class _Memory:
+    """The memory of all chunks' buffers: made for the first, the longest, and never beside that of another."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.flat: Tensor | None = None
+
+    def zeros(self, shape: tuple[int, ...], *, room: int) -> Tensor:
+        """Return zeros at its start; the first call makes room."""
+        if self.flat is None:
+            self.flat = self.like.new_empty(room)
+        return self.flat[: math.prod(shape)].view(shape).zero_()
+
+
+class _Relative:
+    """Sums over all queries of their numbers by relative position times rows of their own: a table's gradient."""
+
+    def __init__(self, call: Call, rows: Tensor, table: str, bias: str | None = None) -> None:
+        self.call, self.rows, self.names = call, rows, (table, bias)
+        self.table = getattr(call.operands, table)
+        self.bias = None if bias is None else getattr(call.operands, bias)
+        self.wanted = self.table is not None or self.bias is not None
+        self.all = call.columns(0, call.options.visibility.n_queries)
+        programs = call.batch * call.heads
+        self.row_bytes = programs * self.all.width * rows.element_size()
+        self.sums: Tensor | None = None
+        self.bias_sums = torch.zeros((programs, self.all.width), dtype=torch.float32, device=rows.device)
+        self.far = torch.zeros((2, programs, rows.shape[-2]), dtype=torch.float32, device=rows.device)
+        self.memory = _Memory(rows)
+
+    def begin(self, start: int, stop: int) -> None:
+        """Clear the buffer of a chunk."""
+        programs, rows = self.call.batch * self.call.heads, stop - start
+        shape = (programs, rows, self.call.columns(start, stop).width)
+        self.buffer = self.memory.zeros(shape, room=programs * rows * self.all.width)
+
+    def end(self, start: int, stop: int) -> None:
+        """Add what the kernel left of a chunk."""
+        here, programs = self.call.columns(start, stop), self.call.batch * self.call.heads
+        column = here.first - self.all.first
+        if self.bias is not None:
+            self.bias_sums[:, column : column + here.width] += self.buffer.sum(1, dtype=torch.float32)
+        if self.table is None:
+            return
+        width, tile = self.table.shape[-1], self.call.backward
+        slabs = -(-(stop - start) // SLAB_ROWS)
+        if self.sums is None:
+            shape = (slabs, programs, self.all.width, width)
+            self.sums = torch.zeros(shape, dtype=torch.float32, device=self.rows.device)
+        strides = dict(zip(("y_b", "y_h", "y_i"), self.rows.stride(), strict=False))
+        table_gradient_kernel[here.width // tile.size, programs, slabs](
+            self.buffer, self.rows, self.sums, **strides, heads=self.call.heads, chunk_start=start, chunk_stop=stop,
+            width=here.width, first_column=column, all_columns=self.all.width, slab_rows=SLAB_ROWS,
+            D=width, BLOCK_D=block(width), B=tile.size, PRECISION=self.call.precision,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the table and of the bias, whichever are there, in float32."""
+        result = {}
+        scale = self.call.options.rel_scale if self.names[0] == "rel_k" else 1.0
+        if self.table is not None:
+            width = self.table.shape[-1]
+            sums = self.bias_sums.new_zeros((1, *self.bias_sums.shape, width)) if self.sums is None else self.sums
+            result[self.names[0]] = self._fold(sums.sum(0), self.rows, self.table.ndim == 2) * scale
+        if self.bias is not None and self.names[1] is not None:
+            bias = self._fold(self.bias_sums[..., None], None, self.bias.shape[0] == 1)
+            result[self.names[1]] = bias.reshape(self.bias.shape)
+        return result
+
+    def _fold(self, sums: Tensor, rows: Tensor | None, shared: bool) -> Tensor:
+        """Fold (batch · heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
+        span, heads = self.call.options.span, (self.call.batch, self.call.heads)
+        axes = (0, 1) if shared else (0,)
+        plan = Plan.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
+        core = plan.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
+        table = torch.nn.functional.pad(core, (plan.start, span.rows - plan.stop)).mT.contiguous()
+        if span.beyond == "clip":  # sums of the tiles wholly past the edges
+            for row, far in ((0, self.far[0]), (-1, self.far[1])):
+                far = far.unflatten(0, heads)[..., None]
+                edge = far.sum(-2) if rows is None else (far * rows).sum(-2)  # a product may round, under autocast
+                table[..., row, :] += edge.sum(axes)
+        return table
+
+
+class _Mask:
+    """The gradient of an additive mask: a chunk's gradients of logits, summed along what the mask broadcasts."""
+
+    wanted = True
+
+    def __init__(self, call: Call, mask: Tensor) -> None:
+        self.call, self.like = call, mask
+        self.row_bytes = call.batch * call.heads * call.options.visibility.n_keys * mask.element_size()
+        self.sums = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        self.memory = _Memory(mask)
+
+    @classmethod
+    def of(cls, call: Call) -> _Mask | None:
+        """Return ``None`` where there is nothing to differentiate by."""
+        mask = call.operands.mask
+        return None if mask is None or mask.dtype == torch.uint8 else cls(call, mask)
+
+    def begin(self, start: int, stop: int) -> None:
+        """Clear the buffer of a chunk."""
+        shape = (self.call.batch, self.call.heads, stop - start, self.call.options.visibility.n_keys)
+        self.buffer = self.memory.zeros(shape, room=math.prod(shape))
+
+    def end(self, start: int, stop: int) -> None:
+        """Add what the kernel left of a chunk."""
+        target = self.sums if self.like.shape[2] == 1 else self.sums[:, :, start:stop]
+        axes = [axis for axis, size in enumerate(target.shape) if size == 1]
+        target += self.buffer.sum(axes, keepdim=True, dtype=torch.float32) if axes else self.buffer
+
+    def gradient(self, shape: tuple[int, ...], lead: tuple[int, ...]) -> Tensor:
+        """Return the gradient in the shape of the caller's mask."""
+        sums = self.sums
+        if sums.numel() != torch.Size(shape).numel():  # it broadcasts along some of the batch axes
+            sums = sums.reshape(*lead, *sums.shape[1:]).sum_to_size(shape)
+        return sums.reshape(shape)

@@ -1,0 +1,195 @@
+"""Triton: a call brought into what the kernels take, numbers and strides by name, and the tiles it is cut into."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core.backends._torch.cpu.call import by_batch, mask_by_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel is launched: queries and keys of a tile, warps, loads in flight."""
+
+    size: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    # (half precision, width up to): forward, backward; the largest whose registers hold it
+    (True, 64): (Tile(64, 8, 2), Tile(64, 8, 2)),
+    (True, 128): (Tile(64, 8, 2), Tile(32, 4, 2)),
+    (True, 256): (Tile(32, 8, 2), Tile(32, 8, 2)),
+    (False, 64): (Tile(32, 8, 1), Tile(32, 8, 1)),
+    (False, 128): (Tile(16, 8, 1), Tile(16, 8, 1)),
+}
+"""The launch configurations."""
+
+SHARED_BYTES = 160 * 2**10
+"""Shared memory that several loads in flight take; devices with less have one."""
+
+
+def tiles(dtype: torch.dtype, width: int) -> tuple[Tile, Tile] | None:
+    """Return the tiles of the forward and of the backward kernels, ``None`` for heads too wide."""
+    half = dtype.itemsize == 2
+    return next((TILES[key] for key in TILES if key[0] == half and width <= key[1]), None)
+
+
+class Columns(NamedTuple):
+    """Columns in relative layout: the position of the first, and how many there are."""
+
+    first: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The operands with one batch axis and unit strides along their width, and what the kernels call by name."""
+
+    operands: Operands
+    options: Options
+    heads: int
+    batch: int
+    forward: Tile
+    backward: Tile
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> Call:
+        """Flatten the leading axes; copies only what no stride can describe."""
+        mask = operands.mask
+        if mask is not None:
+            mask = mask_by_batch(mask, operands.q)
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        flat = Operands(
+            q=_rows(by_batch(operands.q)),
+            k=_rows(by_batch(operands.k)),
+            v=_rows(by_batch(operands.v)),
+            rel_k=_rows(operands.rel_k),
+            rel_v=_rows(operands.rel_v),
+            rel_bias=_rows(operands.rel_bias),
+            rel_q=None if operands.rel_q is None else _rows(by_batch(operands.rel_q)),
+            mask=mask,
+        )
+        options = replace(options, visibility=options.visibility.bounded())
+        device = limits(flat.q.device)
+        forward, backward = (fitted(tile, *device) for tile in tiles(flat.q.dtype, widest(operands)) or ())
+        batch, heads = flat.q.shape[:2]
+        return cls(flat, options, heads, batch, forward, backward)
+
+    def columns(self, start: int, stop: int) -> Columns:
+        """Return the windows that a chunk of queries leaves gradients in: whole tiles."""
+        visibility, size = self.options.visibility, self.backward.size
+        low, high = self.options.positions()
+        first_part, last_part, band_low, band_high = self.parts(size)
+        if first_part == 0:
+            low = max(low, band_low + 2 - 2 * size)
+        if last_part == 2:
+            high = min(high, band_high - 2 + 2 * size)
+        # of key against query, in rows and columns of tiles
+        low = max(low + visibility.offset, 1 - stop) // size * size
+        high = max(low, min(high + visibility.offset, visibility.n_keys - 1 - start) // size * size)
+        return Columns(low - visibility.offset, high - low + size)
+
+    def parts(self, size: int) -> tuple[int, int, int, int]:
+        """Return the first and the last part, where whole tiles fit before and after the band, and its ends."""
+        x, span = self.operands, self.options.span
+        low, high = self.options.positions()
+        band_low, band_high = -span.left - (span.beyond == "zero"), span.right + (span.beyond == "zero")
+        if span.beyond == "error" or (x.rel_k is None and x.rel_v is None and x.rel_bias is None):
+            return 1, 1, band_low, band_high
+        return 0 if low < band_low - size else 1, 2 if high > band_high + size else 1, band_low, band_high
+
+    @property
+    def precision(self) -> str:
+        """How float32 is multiplied: exactly, unless torch itself may use TF32."""
+        flags: Any = torch.backends.cuda.matmul
+        # torch before 2.9 has the one flag, and later ones refuse to read it where the other was set
+        tf32 = flags.fp32_precision == "tf32" if hasattr(flags, "fp32_precision") else flags.allow_tf32
+        return "tf32" if tf32 else "ieee"
+
+    def arguments(self, tile: Tile) -> dict[str, Any]:
+        """Return everything that all kernels share, by the names of their arguments."""
+        x, options = self.operands, self.options
+        pattern, span = options.visibility, options.span
+        low, high = options.positions()
+        first_part, last_part, band_low, band_high = self.parts(tile.size)
+        clip = span.beyond == "clip"
+        rel_width = x.q.shape[-1] if x.rel_q is None else x.rel_q.shape[-1]
+        widths = {"D": x.q.shape[-1], "DV": x.v.shape[-1], "DR": rel_width}
+        return {
+            "q": x.q, "k": x.k, "v": x.v, "rel_q": x.rel_q, "rel_k": x.rel_k, "rel_v": x.rel_v,
+            "rel_bias": x.rel_bias, "mask": x.mask,
+            **_strides("q", x.q, "bhi"), **_strides("k", x.k, "bhj"), **_strides("v", x.v, "bhj"),
+            **_strides("rel_q", x.rel_q, "bhi"), **_strides("rel_k", x.rel_k, "hr"), **_strides("rel_v", x.rel_v, "hr"),
+            **_strides("rel_bias", x.rel_bias, "h"), **_strides("mask", x.mask, "bhij"),
+            "heads": self.heads, "group": self.heads // x.k.shape[1],
+            "n_queries": pattern.n_queries, "n_keys": pattern.n_keys, "offset": pattern.offset,
+            "before": pattern.left or 0, "after": pattern.right or 0, "block_size": pattern.block_size or 1,
+            "span_left": span.left, "table_rows": span.rows,
+            "lowest": low if clip else max(low, -span.left), "highest": high if clip else min(high, span.right),
+            "band_low": band_low, "band_high": band_high,
+            "scale": options.scale, "rel_scale": options.rel_scale, "softcap": options.softcap or 1.0,
+            **widths, **{f"BLOCK_{name}": block(width) for name, width in widths.items()},
+            "B": tile.size,
+            "BEFORE": pattern.left is not None, "AFTER": pattern.right is not None,
+            "LOCAL": pattern.block_size is not None,
+            "MASK": 0 if x.mask is None else 1 if x.mask.dtype == torch.uint8 else 2,
+            "SOFTCAP": options.softcap is not None,
+            "REL_K": x.rel_k is not None, "REL_Q": x.rel_q is not None, "REL_V": x.rel_v is not None,
+            "REL_BIAS": x.rel_bias is not None,
+            "FIRST_PART": first_part, "LAST_PART": last_part,
+            "EDGES": clip, "PRECISION": self.precision,
+            "num_warps": tile.warps, "num_stages": tile.stages,
+        }  # fmt: skip
+
+
+def widest(operands: Operands) -> int:
+    """Return the widest of a call's heads."""
+    return max(x.shape[-1] for x in (operands.q, operands.v, operands.rel_q) if x is not None)
+
+
+def fitted(tile: Tile, major: int, shared_bytes: int) -> Tile:
+    """Fit a tile to a device: its compute capability's first number, and the shared memory a program may have."""
+    if tile.size == 64 and major not in (9, 10):  # only warpgroups that multiply leave enough registers
+        tile = Tile(32, 4, 2)
+    return tile if shared_bytes >= SHARED_BYTES else Tile(tile.size, tile.warps, 1)
+
+
+def limits(device: torch.device) -> tuple[int, int]:
+    """Return a device's compute capability's first number, and the shared memory that a program may have."""
+    if device.type == "cuda":  # pragma: gpu only
+        properties: Any = torch.cuda.get_device_properties(device)
+        return properties.major, properties.shared_memory_per_block_optin
+    return 9, 227 * 2**10  # what the interpreter stands in for
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Launch kernels where a tensor lies: Triton takes torch's current device."""
+    if x.is_cuda:  # pragma: gpu only
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+def block(width: int) -> int:
+    """Return the power of two that a width is padded to; products take no less than 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _rows(x: Any) -> Any:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(name: str, x: Tensor | None, axes: str) -> dict[str, int]:
+    """Name the strides, zero along axes that broadcast; tables shared by all heads have none of theirs."""
+    if x is None:
+        return {f"{name}_{axis}": 0 for axis in axes}
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]
+    strides = [0] * (3 - x.ndim) + strides if axes == "hr" else strides
+    return dict(zip((f"{name}_{axis}" for axis in axes), strides, strict=False))

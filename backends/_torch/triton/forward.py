@@ -1,0 +1,31 @@
+"""Triton: attention on a GPU by fused kernels, forward and backward, and when they serve.
+
+The kernels run compiled on CUDA tensors, and on CPU tensors in Triton's interpreter: the same code for both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core.backends._torch.triton.call import Call, on_device_of
+from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
+
+
+def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (..., H, Lq, Dv) in the operands' dtype, and the log-sum-exp (..., H, Lq) in float32."""
+    call = Call.of(operands, options)
+    q = operands.q
+    shape = q.shape[:-1]
+    out = q.new_empty((*shape, operands.v.shape[-1]))
+    lse = q.new_empty(shape, dtype=torch.float32)
+    if math.prod(shape) == 0 or options.visibility.positions() is None:
+        return out.zero_(), lse.fill_(-math.inf)
+    tile = call.forward
+    grid = (-(-options.visibility.n_queries // tile.size), call.batch * call.heads)
+    with on_device_of(q):
+        forward_kernel[grid](out=out, lse=lse, **call.arguments(tile))
+    return out, lse

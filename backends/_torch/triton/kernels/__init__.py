@@ -1,0 +1,1 @@
+"""The fused kernels, written in Triton's language."""

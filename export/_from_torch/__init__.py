@@ -1,0 +1,1 @@
+"""Models of torch whose attention becomes the same few nodes."""

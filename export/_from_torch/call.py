@@ -1,0 +1,165 @@
+"""The operands of one call of torch's operator, as heads with one batch axis, and what is known of their lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._graph.emitter import BOOL, Dim, Shape, Value
+from relskew_core.export._graph.window import Lengths
+from relskew_core.export._plan import Plan
+
+
+class TracedCall:
+    """Queries, keys and values ``(batch, heads, length, D)``, their lengths and the mask.
+
+    ``aligned``: the keys are known to be ``offset`` ones of the past and one for each query. ``square``: and nothing
+    is past.
+    """
+
+    def __init__(self, g: TracedEmitter, q: Any, k: Any, v: Any, rel_q: Any, mask: Any, offset: Any) -> None:
+        self._g, self._leading = g, len(q.shape) - 3
+        self._given = q
+        self.aligned = _is_sum(k.shape[-2], q.shape[-2], _length_of(offset))
+        self.square = self.aligned and offset == 0
+        self.q, self.k, self.v = (self._heads(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        self.rel_q = None if rel_q is None else self._heads(rel_q, "rel_q")
+        self.out_shape: Shape = (*self.q.shape[:3], self.v.shape[3])
+        self.lengths = self._lengths(offset)
+        self.mask, self.additive = self._masks(mask)
+
+    def result(self, heads: Value) -> Any:
+        """Return heads with the leading axes of the queries that came."""
+        g = self._g
+        if self._leading == 1:
+            return g.tensor(heads)
+        if self._leading == 0:
+            return g.tensor(g.compute("Squeeze", [heads, g.constant([0])], "result", heads.shape[1:]))
+        given = g.adopt(self._given, "given/q", _shape(self._given, "given"))
+        leading = g.index("Shape", [given], "result/leading", (self._leading,), start=0, end=self._leading)
+        rest = g.index("Shape", [heads], "result/heads", (3,), start=1, end=4)
+        shape = g.dims("result/shape", leading, rest)
+        return g.tensor(g.compute("Reshape", [heads, shape], "result", _shape(self._given, "given")))
+
+    def _heads(self, x: Any, name: str) -> Value:
+        g, shape = self._g, _shape(x, name)
+        whole = g.adopt(x, name, shape)
+        if self._leading == 1:
+            return whole
+        if self._leading == 0:
+            return g.compute("Unsqueeze", [whole, g.constant([0])], f"{name}/batch", (1, *shape))
+        rest = g.index("Shape", [whole], f"{name}/rest", (3,), start=self._leading)
+        merged = g.dims(f"{name}/merged", -1, rest)
+        return g.compute("Reshape", [whole, merged], f"{name}/batch", (f"{name}_batch", *shape[self._leading :]))
+
+    def _lengths(self, offset: Any) -> Lengths:
+        g = self._g
+        queries = g.length(self.q, 2, "queries")
+        keys = queries if self.square else g.length(self.k, 2, "keys")
+        past: Dim
+        if isinstance(offset, int):
+            if offset < 0:
+                raise ValueError(f"`offset` must be at least 0 to be exported to ONNX, got {offset}")
+            past = offset
+        else:
+            scalar = g.adopt(offset, "offset", (), np.dtype(np.int64))
+            past = g.index("Reshape", [scalar, g.constant([1])], "past")
+        return Lengths(queries, keys, past, "queries", "queries" if self.square else "keys")
+
+    def _masks(self, mask: Any) -> tuple[Value | None, Value | None]:
+        """Return which keys a mask shows, and what it adds to their logits."""
+        if mask is None:
+            return None, None
+        g, rank = self._g, len(mask.shape)
+        if rank > 4 or (self._leading > 1 and rank == 4):
+            raise ValueError(
+                "`mask` can be exported to ONNX with one leading axis before the heads, "
+                f"got {rank} axes for queries of {self._leading + 3}"
+            )
+        shape = _shape(mask, "mask")
+        if mask.dtype.numpy() == BOOL:
+            return g.adopt(mask, "mask", shape, BOOL), None
+        additive = g.adopt(mask, "mask", shape)
+        lowest = g.constant(-np.inf, g.dtype)
+        return g.compute("Greater", [additive, lowest], "mask/shows", shape, BOOL), additive
+
+
+def stored_table(g: TracedEmitter, plan: Plan, table: Any, name: str) -> Value | None:
+    """Return a table as its window reads it: trimmed to the rows that can be seen, with columns for what lies past."""
+    if table is None:
+        return None
+    shape = tuple(int(size) for size in table.shape)
+    axis = len(shape) - (1 if name == "rel_bias" else 2)
+    stored = g.adopt(table, name, shape)
+    start, stop = plan.kept_rows
+
+    def cut(x: Value, first: int, last: int, part: str) -> Value:
+        bounds = [g.constant([first]), g.constant([last]), g.constant([axis])]
+        return g.compute("Slice", [x, *bounds], f"{name}/{part}", with_rows(last - first))
+
+    def with_rows(rows: int) -> Shape:
+        return (*shape[:axis], rows, *shape[axis + 1 :])
+
+    def zeros(rows: int) -> Value:
+        return g.constant(np.zeros(with_rows(rows)), g.dtype)
+
+    if (start, stop) != (0, shape[axis]):
+        stored = cut(stored, start, stop, "kept")
+    rows = stop - start
+    added = plan.added_rows
+    spare = (plan.left.spare, 0 if plan.one_sided else plan.right_spare)
+    before: list[Value] = [zeros(spare[0])] if spare[0] else []
+    after: list[Value] = []
+    for pieces, count, first, part in ((before, added[0], 0, "first"), (after, added[1], rows - 1, "last")):
+        if count and plan.spec.span.beyond == "clip":
+            edge = cut(stored, first, first + 1, part)
+            pieces.append(
+                g.compute("Expand", [edge, g.constant(with_rows(count))], f"{name}/{part}s", with_rows(count))
+            )
+        elif count:
+            pieces.append(zeros(count))
+    if spare[1]:
+        after.append(zeros(spare[1]))
+    if before or after:
+        stored = g.compute("Concat", [*before, stored, *after], f"{name}/stored", with_rows(plan.columns), axis=axis)
+    if name == "rel_k" and not plan.by_rows:
+        rank = len(shape)
+        perm = [*range(rank - 2), rank - 1, rank - 2]
+        turned = tuple(stored.shape[index] for index in perm)
+        stored = g.compute("Transpose", [stored], f"{name}/columns", turned, perm=perm)
+    return stored
+
+
+def _shape(x: Any, name: str) -> Shape:
+    return tuple(size if isinstance(size, int) else f"{name}_{axis}" for axis, size in enumerate(x.shape))
+
+
+def _length_of(offset: Any) -> Any:
+    """Return an offset as the length of the axis that it was read from, ``None`` if it is not one."""
+    value = offset
+    while not isinstance(value, int):
+        node = value.producer()
+        if node is None:
+            return None
+        if node.op_type == "Shape":
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            return node.inputs[0].shape[start] if end == start + 1 else None
+        if node.op_type not in ("Squeeze", "Reshape", "Identity", "Cast"):
+            return None
+        value = node.inputs[0]
+    return value
+
+
+def _is_sum(total: Any, *parts: Any) -> bool:
+    """Whether a length is known to be the sum of others."""
+    if any(part is None for part in parts):
+        return False
+    lengths = [length for length in (total, *parts) if not isinstance(length, int)]
+    if any(length.value is None for length in lengths):
+        return False
+    rest = total
+    for part in parts:
+        rest = rest - part
+    return rest == 0 if isinstance(rest, int) else rest.value == "0"

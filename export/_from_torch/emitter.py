@@ -1,0 +1,52 @@
+"""The emitter's calls as calls of onnxscript, so that the recipes of the block serve graphs that others are making."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from relskew_core.export._graph.emitter import Emitter, Shape, Value
+
+
+class TracedEmitter(Emitter):
+    """Emits into whatever graph onnxscript's current evaluator is making, with the operators of one opset.
+
+    Names only tell the values of one call apart; those of the graph are given by who makes it.
+    """
+
+    def __init__(self, op: Any, dtype: np.dtype[Any]) -> None:
+        super().__init__(dtype)
+        self._op = op
+        self._tensors: dict[str, Any] = {}
+
+    def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
+        """Make a tensor of the graph known under a name."""
+        self._tensors[self._claim(name)] = tensor
+        return Value(name, shape, dtype or self.dtype)
+
+    def tensor(self, value: Value) -> Any:
+        """Return the tensor of the graph that a value stands for."""
+        return self._tensors[value.name]
+
+    def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
+        """Store an array."""
+        import onnx_ir
+
+        return self.adopt(self._op.Constant(value=onnx_ir.tensor(array)), name, array.shape, array.dtype)
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Value | None],
+        path: str,
+        outputs: Sequence[Value],
+        **attributes: Any,
+    ) -> None:
+        """Add a node; outputs of it that nothing stands for are left to the optimiser."""
+        given = [None if value is None else self.tensor(value) for value in inputs]
+        made = getattr(self._op, op_type)(*given, **attributes)
+        made = made if isinstance(made, Sequence) else [made]
+        for value, tensor in zip(outputs, made, strict=False):
+            self._tensors[self._claim(value.name)] = tensor

@@ -1,0 +1,111 @@
+"""Long sequences: a loop over chunks of queries, so that no tensor has the size of all queries times all keys."""
+
+from __future__ import annotations
+
+from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.guard import guarded
+from relskew_core.export._graph.parts import merge_heads, weighted_heads
+from relskew_core.export._graph.visible import visible
+from relskew_core.export._graph.window import Lengths, Tables, Window
+from relskew_core.export._plan import Plan
+
+
+def attend_chunks(
+    g: Emitter,
+    plan: Plan,
+    queries: Value,
+    keys: Value,
+    values: Value,
+    tables: Tables,
+    lengths: Lengths,
+    mask: Value | None,
+) -> Value:
+    """Return the heads side by side, ``(batch, queries, H * D)``.
+
+    All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
+    query, and what it has in common with the one before is dropped.
+    """
+    lengths = guarded(g, plan, lengths)
+    n = g.dim(lengths.queries)
+    size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
+    over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
+    count = g.index("Div", [over, size], "chunks/count")
+    last = g.index("Sub", [n, size], "chunks/last_start")
+
+    def chunk(body: Emitter, iteration: Value) -> Value:
+        step = body.index("Mul", [size, iteration], "chunk/step")
+        start = body.index("Min", [step, last], "chunk/start")
+        end = body.index("Add", [start, size], "chunk/end")
+        rows = _cut(body, queries, 2, start, end, "chunk", "queries")
+        first, stop = _keys_of(body, plan, lengths, start, end)
+        seen = Lengths(
+            size,
+            body.minus(stop, first, "chunk/key_count"),
+            body.minus(body.plus(lengths.past, start, "chunk/position"), first, "chunk/offset"),
+            "chunk",
+            "chunk_keys",
+        )
+        whole = first == 0 and stop is lengths.keys
+        if whole:
+            seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
+        k = keys if whole else _cut(body, keys, 3, first, stop, "chunk_keys", "keys")
+        v = values if whole else _cut(body, values, 2, first, stop, "chunk_keys", "values")
+        window = Window(body, plan, tables, seen)
+        condition = visible(body, plan, seen, _mask_of(body, mask, start, end, first, stop))
+        return merge_heads(body, weighted_heads(body, plan, rows, k, v, window, seen, condition))
+
+    turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
+    iterations, batch, _, width = turns.shape
+    # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
+    stack = g.dims("chunks/by_turn_shape", -1, g.length(queries, 0, "chunks/batch"), size, int(width))
+    stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
+    shape = (batch, iterations, "chunk", width)
+    turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 0, 2, 3])
+    joined_shape = (batch, "chunked_length", width)
+    joined = g.compute("Reshape", [turned, g.constant([0, -1, int(width)])], "chunks/joined", joined_shape)
+    before = g.index("Mul", [g.index("Sub", [count, g.constant([1])], "chunks/full"), size], "chunks/before_last")
+    rest = g.index("Sub", [before, n], "chunks/rest_from_end")
+    axis = g.constant([1])
+    head_bounds = [g.constant([0]), before, axis]
+    tail_bounds = [rest, g.constant([INT64_MAX]), axis]
+    head = g.compute("Slice", [joined, *head_bounds], "chunks/head", (batch, "before_last", width))
+    tail = g.compute("Slice", [joined, *tail_bounds], "chunks/tail", (batch, "rest", width))
+    return g.compute("Concat", [head, tail], "chunks/heads", (batch, lengths.query_symbol, width), axis=1)
+
+
+def _keys_of(g: Emitter, plan: Plan, lengths: Lengths, start: Value, end: Value) -> tuple[Dim, Dim]:
+    """Return the first key that a query of the chunk may see, and the one after the last."""
+    first: Dim = 0
+    stop: Dim = lengths.keys
+    if plan.left.past_edge == "hidden":
+        position = g.plus(lengths.past, start, "chunk/first_position")
+        reach = g.minus(position, plan.left.rows, "chunk/first_reach")
+        # A query beyond the end of a memory sees none of it; one key is kept so that no axis is empty.
+        final = g.minus(lengths.keys, 1, "chunk/final_key")
+        positive = g.index("Max", [g.dim(reach), g.constant([0])], "chunk/first_positive")
+        first = g.index("Min", [positive, g.dim(final)], "chunk/first")
+    if plan.right.past_edge == "hidden":
+        after = g.plus(lengths.past, end, "chunk/after")
+        reach = g.plus(after, plan.right.rows, "chunk/stop_reach")
+        stop = reach if plan.one_sided else g.index("Min", [g.dim(reach), g.dim(lengths.keys)], "chunk/stop")
+    return first, stop
+
+
+def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Dim, stop: Dim) -> Value | None:
+    """Return the mask of a chunk; an axis of length one broadcasts, so it stays."""
+    if mask is None:
+        return None
+    for axis, low, high, name in ((2, start, end, "queries"), (3, first, stop, "keys")):
+        begin = low
+        if low != 0:
+            final = g.minus(g.length(mask, axis, f"chunk/mask_{name}"), 1, f"chunk/mask_final_{name}")
+            begin = g.index("Min", [g.dim(low), g.dim(final)], f"chunk/mask_first_{name}")
+        mask = _cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"mask_{name}")
+    return mask
+
+
+def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, name: str) -> Value:
+    shape = list(x.shape)
+    shape[axis] = symbol
+    bounds = [g.dim(start), g.dim(end), g.constant([axis])]
+    return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), BOOL if x.dtype == BOOL else None)

@@ -1,0 +1,47 @@
+"""Lengths that cannot be computed where an input is longer than the table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relskew_core.export._graph.emitter import Dim, Emitter, Value
+from relskew_core.export._graph.window import Lengths
+from relskew_core.export._plan import Plan
+
+
+def guarded(g: Emitter, plan: Plan, lengths: Lengths) -> Lengths:
+    """Return lengths that fail to be computed where the input is longer than a table's end without more."""
+    queries, keys, past = lengths.queries, lengths.keys, lengths.past
+    same = queries == keys
+    if plan.left.past_edge == "limited":
+        if plan.one_sided:
+            keys = at_most(g, keys, plan.left.rows + 1, "keys")
+            queries = keys if same else g.minus(keys, past, "guard/queries_left")
+        else:
+            reach = at_most(g, g.plus(queries, past, "guard/reach"), plan.left.rows + 1, "queries")
+            queries = g.minus(reach, past, "guard/queries_left")
+            keys = queries if same else keys
+    if plan.right.past_edge == "limited":
+        keys = at_most(g, keys, g.plus(plan.right.rows + 1, past, "guard/keys_limit"), "keys")
+        queries = keys if same else queries
+    return Lengths(queries, keys, past, lengths.query_symbol, lengths.key_symbol)
+
+
+def at_most(g: Emitter, length: Dim, limit: Dim, name: str) -> Value:
+    """Return ``length``, as the last number of two ramps ``0 … length``; one of them does not go past ``limit``."""
+    after = g.plus(length, 1, f"guard/{name}_after")
+    symbol = f"{name}_and_1"
+    if isinstance(limit, int):
+        stored = g.constant(np.arange(limit + 1))
+    else:
+        stored = _ramp(g, g.plus(limit, 1, f"guard/{name}_limit_after"), f"{name}_limit", f"{name}_limit_and_1")
+    cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))
+    counted = _ramp(g, after, name, symbol)
+    # Unlike a reshape of so little, which OpenVINO leaves out, a maximum of unequal lengths fails in every runtime.
+    both = g.index("Max", [cut, counted], f"guard/{name}_both", (symbol,))
+    return g.index("Gather", [both, g.constant([-1])], f"guard/{name}", axis=0)
+
+
+def _ramp(g: Emitter, end: Dim, name: str, symbol: str) -> Value:
+    limits = [g.constant(0), g.scalar(end, f"guard/{name}_end"), g.constant(1)]
+    return g.index("Range", limits, f"guard/{name}_counted", (symbol,))

@@ -1,0 +1,172 @@
+"""Attention on heads, of standard primitives: relative logits, softmax, weighted sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from relskew_core.export._graph.emitter import Emitter, Shape, Value
+from relskew_core.export._graph.skew import skew, unskew
+from relskew_core.export._graph.visible import hides_by_condition
+from relskew_core.export._graph.window import Lengths, Window
+from relskew_core.export._plan import Plan
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """Queries, keys and values: projected, ``(batch, length, heads * D)``, or heads, ``(batch, heads, length, D)``."""
+
+    q: Value
+    k: Value
+    v: Value
+
+
+Present = tuple[Value, Value]
+
+
+def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
+    """Return heads ``(batch, heads, length, D)``, or ``(batch, heads, D, length)``."""
+    if len(x.shape) == 4:
+        batch, _, length, _ = x.shape
+        if not transposed:
+            return x
+        return g.compute("Transpose", [x], f"{name}/heads", (batch, heads, head_dim, length), perm=[0, 1, 3, 2])
+    batch, length = x.shape[:2]
+    split = g.constant([0, 0, heads, head_dim])
+    whole = g.compute("Reshape", [x, split], f"{name}/split", (batch, length, heads, head_dim))
+    if transposed:
+        return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, head_dim, length), perm=[0, 2, 3, 1])
+    return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, length, head_dim), perm=[0, 2, 1, 3])
+
+
+def relative_logits(g: Emitter, plan: Plan, queries: Value, window: Window, lengths: Lengths) -> Value:
+    """Return what depends on the relative position, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
+
+    A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
+    """
+    logits, bias = window.product(queries), window.bias()
+    if logits is not None and bias is not None:
+        logits = g.compute("Add", [logits, bias], "relative/biased", logits.shape)
+    elif logits is None:
+        assert bias is not None
+        leading: Shape = (1,) * (4 - len(bias.shape)) + bias.shape[:-2]
+        whole = g.dims("relative/bias_shape", 1, 1, lengths.queries, 1)
+        shape = (*leading, lengths.query_symbol, window.symbol)
+        logits = g.compute("Expand", [bias, whole], "relative/logits", shape)
+    if not hides_by_condition(plan):
+        logits = window.hide(logits)
+    return skew(g, logits, lengths, one_sided=window.one_sided)
+
+
+def weighted_heads(
+    g: Emitter,
+    plan: Plan,
+    queries: Value,
+    keys: Value,
+    values: Value,
+    window: Window,
+    lengths: Lengths,
+    condition: Value | None,
+) -> Value:
+    """Return ``(batch, H, queries, D)`` from heads of queries, keys ``(batch, Hkv, D, keys)`` and values."""
+    bias = relative_logits(g, plan, queries, window, lengths)
+    weights = softmax_weights(g, plan, queries, keys, bias, condition)
+    heads = grouped_product(g, plan, weights, values, "attention/values", (*weights.shape[:3], plan.spec.head_dim))
+    if not plan.spec.rel_values:
+        return heads
+    moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
+    relative = g.compute("MatMul", [moved, window.rows()], "relative/values", heads.shape)
+    return g.compute("Add", [heads, relative], "attention/add_relative_values", heads.shape)
+
+
+def present_values(g: Emitter, plan: Plan, past: Present) -> Present:
+    shape: Shape = (past[0].shape[0], plan.spec.num_kv_heads, "total_length", plan.spec.head_dim)
+    return Value(f"{g.scope}present_key", shape, g.dtype), Value(f"{g.scope}present_value", shape, g.dtype)
+
+
+def keys_and_values(
+    g: Emitter, plan: Plan, projected: Projected, past: Present | None, *, transpose_keys: bool = True
+) -> tuple[Value, Value, Present | None]:
+    """Return keys ``(batch, Hkv, D, keys)``, or not transposed, and values ``(batch, Hkv, keys, D)``."""
+    spec = plan.spec
+    heads = (spec.num_kv_heads, spec.head_dim)
+    keys = split_heads(g, projected.k, *heads, "k", transposed=transpose_keys and past is None)
+    values = split_heads(g, projected.v, *heads, "v")
+    if past is None:
+        return keys, values, None
+    present = present_values(g, plan, past)
+    for cached, new, whole in zip(past, (keys, values), present, strict=True):
+        g.node("Concat", [cached, new], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
+    keys, values = present
+    if transpose_keys:
+        batch, _, length, _ = keys.shape
+        shape = (batch, spec.num_kv_heads, spec.head_dim, length)
+        keys = g.compute("Transpose", [keys], "cache/keys_transposed", shape, perm=[0, 1, 3, 2])
+    return keys, values, present
+
+
+def softmax_weights(g: Emitter, plan: Plan, queries: Value, keys: Value, bias: Value, condition: Value | None) -> Value:
+    """Softmax of content and relative logits, in float32 at least; zeros where no key may be seen."""
+    shape: Shape = (*queries.shape[:3], bias.shape[3])
+    logits = grouped_product(g, plan, queries, keys, "attention/content", shape)
+    logits = g.compute("Add", [logits, bias], "attention/logits", shape)
+    if condition is not None:
+        logits = hide(g, plan, logits, condition)
+    if g.dtype.itemsize == 2:
+        single = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=TensorProto.FLOAT)
+        soft = g.compute("Softmax", [single], "attention/softmax", shape, FLOAT32, axis=-1)
+        to = TensorProto.FLOAT16 if g.dtype == np.float16 else TensorProto.BFLOAT16
+        weights = g.compute("Cast", [soft], "attention/weights", shape, to=to)
+    else:
+        weights = g.compute("Softmax", [logits], "attention/softmax", shape, axis=-1)
+    if plan.dead_rows and condition is not None:
+        zero = g.constant(0.0, g.dtype)
+        weights = g.compute("Where", [condition, weights, zero], "attention/dead_rows", shape)
+    return weights
+
+
+def hide(g: Emitter, plan: Plan, logits: Value, condition: Value) -> Value:
+    """Return ``logits`` where ``condition``, else what no softmax sees."""
+    hidden = g.constant(plan.masked_value, g.dtype)
+    if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
+        # A hidden half-precision logit may have overflowed, so it is replaced, not lowered.
+        return g.compute("Where", [condition, logits, hidden], "attention/mask", _broadcast(logits, condition))
+    bias = g.compute("Where", [condition, g.constant(0.0, g.dtype), hidden], "attention/hidden", condition.shape)
+    return g.compute("Add", [logits, bias], "attention/mask", _broadcast(logits, condition))
+
+
+def _broadcast(logits: Value, condition: Value) -> Shape:
+    """Return the shape of both together: logits of a bias alone have one batch, and one head if shared."""
+    missing = len(logits.shape) - len(condition.shape)
+    other = (1,) * missing + condition.shape
+    return tuple(two if one == 1 else one for one, two in zip(logits.shape, other, strict=True))
+
+
+def grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shape: Shape) -> Value:
+    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
+    spec = plan.spec
+    if spec.num_heads == spec.num_kv_heads:
+        return g.compute("MatMul", [x, y], name, shape)
+    batch = x.shape[0]
+    rows: Shape = (batch, spec.num_kv_heads, "group_queries", x.shape[3])
+    # A zero keeps the dimension at its place, the last one here.
+    grouped = g.compute("Reshape", [x, g.constant([0, spec.num_kv_heads, -1, 0])], f"{name}/group", rows)
+    product = g.compute("MatMul", [grouped, y], name, (*rows[:3], shape[3]))
+    return g.compute("Reshape", [product, g.constant([0, spec.num_heads, -1, 0])], f"{name}/ungroup", shape)
+
+
+def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:
+    """Return heads ``(batch, heads, length, D)`` side by side, ``(batch, length, heads * D)``."""
+    batch, count, length, head_dim = heads.shape
+    turned = g.compute("Transpose", [heads], f"{name}/turn", (batch, length, count, head_dim), perm=[0, 2, 1, 3])
+    width = int(count) * int(head_dim)
+    return g.compute("Reshape", [turned, g.constant([0, 0, width])], f"{name}/heads", (batch, length, width))
+
+
+def as_given(g: Emitter, projected: Projected, heads: Value) -> Value:
+    """Return heads side by side if the queries came so."""
+    return heads if len(projected.q.shape) == 4 else merge_heads(g, heads)

@@ -1,0 +1,100 @@
+"""Which keys a query sees, as one boolean tensor where the table's window cannot say it."""
+
+from __future__ import annotations
+
+from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
+from relskew_core.export._graph.window import Lengths
+from relskew_core.export._plan import Plan
+
+
+def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Value | None:
+    """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
+    symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
+    if plan.in_place:  # every row of the batch stands somewhere else
+        symbols = (lengths.row_symbol, 1, *symbols)
+    conditions: list[Value] = []
+    positions = _Positions(g, plan, lengths)
+
+    def compare(op_type: str, keys: Value, bounds: Value, name: str) -> None:
+        conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", symbols, BOOL))
+
+    if plan.one_sided and not plan.causal_attribute:
+        compare("LessOrEqual", positions.keys, positions.queries, "causal")
+    if plan.spec.block_size is not None and plan.left.past_edge != "limited":
+        size = g.constant(plan.spec.block_size)
+        keys = g.index("Div", [positions.keys, size], "visible/key_block", positions.keys.shape)
+        queries = g.index("Div", [positions.queries, size], "visible/query_block", positions.queries.shape)
+        previous = g.index("Sub", [queries, g.constant(1)], "visible/previous_block", queries.shape)
+        compare("GreaterOrEqual", keys, previous, "block")
+    if hides_by_condition(plan) and plan.left.past_edge == "hidden":
+        shape = positions.queries.shape
+        first = g.index("Sub", [positions.queries, g.constant(plan.left.rows)], "visible/first", shape)
+        compare("GreaterOrEqual", positions.keys, first, "past")
+    if hides_by_condition(plan) and plan.right.past_edge == "hidden" and not plan.one_sided:
+        shape = positions.queries.shape
+        last = g.index("Add", [positions.queries, g.constant(plan.right.rows)], "visible/last", shape)
+        compare("LessOrEqual", positions.keys, last, "future")
+    if mask is not None:
+        conditions.append(mask)
+    if not conditions:
+        return None
+    whole = conditions[0]
+    for index, condition in enumerate(conditions[1:]):
+        shape = (*condition.shape[:-2], *symbols[-2:])
+        whole = g.compute("And", [whole, condition], f"visible/and_{index}", shape, BOOL)
+    return whole
+
+
+def hides_by_condition(plan: Plan) -> bool:
+    """Whether hidden ends of the table must be in the condition: rows without any key must be zeroed by it."""
+    return plan.dead_rows and not plan.fused
+
+
+class _Positions:
+    """Positions of keys ``(keys,)`` and queries ``(queries, 1)``, made when first asked for."""
+
+    def __init__(self, g: Emitter, plan: Plan, lengths: Lengths) -> None:
+        self._g, self._plan, self._lengths = g, plan, lengths
+        self._keys: Value | None = None
+        self._queries: Value | None = None
+
+    @property
+    def keys(self) -> Value:
+        if self._keys is None:
+            self._keys = self._range("key", 0, self._lengths.keys, self._lengths.key_symbol)
+        return self._keys
+
+    @property
+    def queries(self) -> Value:
+        if self._queries is None:
+            g, lengths = self._g, self._lengths
+            symbol = lengths.query_symbol
+            if self._plan.in_place:
+                return self._of_rows()
+            if lengths.past == 0 and lengths.queries == lengths.keys:
+                flat = self.keys
+            elif self._plan.one_sided:
+                inputs = [self.keys, g.dim(lengths.past), g.constant([INT64_MAX])]
+                flat = g.index("Slice", inputs, "visible/query_positions", (symbol,))
+            else:
+                flat = self._range("query", lengths.past, lengths.queries, symbol)
+            shape: Shape = (symbol, 1)
+            self._queries = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", shape)
+        return self._queries
+
+    def _of_rows(self) -> Value:
+        """Positions of the queries of every row of the batch, ``(batch, 1, queries, 1)``."""
+        g, lengths = self._g, self._lengths
+        flat = self._range("query", 0, lengths.queries, lengths.query_symbol)
+        column = g.index("Unsqueeze", [flat, g.constant([1])], "visible/query_column", (lengths.query_symbol, 1))
+        axes = g.constant([1, 2, 3])
+        past = g.index("Unsqueeze", [g.dim(lengths.past), axes], "visible/past_rows", (lengths.row_symbol, 1, 1, 1))
+        shape: Shape = (lengths.row_symbol, 1, lengths.query_symbol, 1)
+        self._queries = g.index("Add", [column, past], "visible/query_positions_by_row", shape)
+        return self._queries
+
+    def _range(self, name: str, first: Dim, length: Dim, symbol: int | str) -> Value:
+        g = self._g
+        end = g.plus(first, length, f"visible/{name}_end")
+        limits = [g.scalar(first, f"visible/{name}_first"), g.scalar(end, f"visible/{name}_count"), g.constant(1)]
+        return g.index("Range", limits, f"visible/{name}_positions", (symbol,))

@@ -1,0 +1,1 @@
+"""Graphs held against float64 in the runtimes."""

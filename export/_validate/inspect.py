@@ -1,0 +1,170 @@
+"""What can be said of a model without running it: its form, its inputs and outputs, its stored weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from relskew_core._block.spec import BlockSpec
+from relskew_core.export._graph.emitter import element_type
+from relskew_core.export._graph.functions import DOMAIN
+from relskew_core.export._plan import PROFILES, Plan, check_spec, make_plan
+from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.runtimes import Source
+from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that can be run and compared."""
+
+    source: Source
+    plan: Plan
+    weights: Mapping[str, np.ndarray]  # rounded to the graph's element type
+    outputs: tuple[str, ...]
+
+
+def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, checks: list[Check]) -> Subject | None:
+    """Ask what needs no runtime; ``None`` if the model cannot be compared at all. Answers go to ``checks``."""
+
+    def answer(name: str, problem: str, detail: str = "") -> bool:
+        checks.append(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
+        return not problem
+
+    try:
+        source = _load(model_or_path)
+    except Exception as error:
+        answer("file", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return None
+    answer("file", "")
+    check_spec(spec)
+    model = source.model
+    described = {entry.key: entry.value for entry in model.metadata_props}
+    answer("standard", _not_standard(model))
+    answer("spec", _other_spec(described, spec))
+    plan = _plan_of(model, spec, described)
+    if not answer("interface", _other_interface(model, plan)):
+        return None
+    rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
+    # Without our metadata the layout of the tables is unknown: any profile's will do.
+    known = described.get("relskew.profile") in PROFILES
+    plans = [plan] if known else [replace(plan, profile=profile) for profile in PROFILES.values()]
+    answer("weights", *min(_other_weights(model, possible, rounded) for possible in plans))
+    return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
+
+
+def _load(model_or_path: Any) -> Source:
+    if isinstance(model_or_path, onnx.ModelProto):
+        if model_or_path.ByteSize() < 2**31 - 1:
+            onnx.checker.check_model(model_or_path)
+        return Source(model_or_path, None)
+    path = os.fspath(model_or_path)
+    onnx.checker.check_model(path)
+    return Source(onnx.load(path), path)
+
+
+def _not_standard(model: onnx.ModelProto) -> str:
+    """Say what only some runtimes would understand."""
+    ours = {function.name for function in model.functions if function.domain == DOMAIN}
+    domains = {"", "ai.onnx", *([DOMAIN] if ours else [])}
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
+    problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
+    foreign = [node for node in nodes if node.domain and not (node.domain == DOMAIN and node.op_type in ours)]
+    problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
+    return "; ".join(problems)
+
+
+def _other_spec(described: Mapping[str, str], spec: BlockSpec) -> str:
+    if "relskew.spec" not in described:
+        return ""
+    written = BlockSpec.from_dict(json.loads(described["relskew.spec"]))
+    return "" if written == spec else f"the model was made for {written}, asked for is {spec}"
+
+
+def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, str]) -> Plan:
+    """Read back the arguments of the export."""
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
+    first = "x" if "x" in inputs else "q"
+    if first not in inputs or inputs[first].elem_type not in kinds:
+        raise ValueError(f"the model must have an input x or q of a floating type, got the inputs {', '.join(inputs)}")
+    profile = described.get("relskew.profile", "portable")
+    limit = described.get("relskew.max_length", "")
+    return make_plan(
+        spec,
+        kinds[inputs[first].elem_type],
+        profile=profile if profile in PROFILES else "ort" if "past_lengths" in inputs else "portable",
+        max_length=int(limit) if limit else None,
+        projections=first == "x",
+        past="past_key" in inputs,
+        in_place="past_lengths" in inputs,
+        mask="mask" in inputs,
+        chunk_size=int(described["relskew.chunk_size"]) if "relskew.chunk_size" in described else None,
+    )
+
+
+def _other_interface(model: onnx.ModelProto, plan: Plan) -> str:
+    """Compare the inputs and outputs with those of the contract, in order."""
+    spec = plan.spec
+    cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
+    total = (*cache[:2], "total_length", spec.head_dim)
+    inputs: dict[str, tuple[int | str, ...]] = {}
+    if plan.projections:
+        inputs["x"] = ("batch", "query_length", spec.embed_dim)
+        if spec.cross:
+            inputs["memory"] = ("batch", "memory_length", spec.embed_dim)
+    else:
+        inputs["q"] = ("batch", spec.num_heads, "query_length", spec.head_dim)
+        inputs |= dict.fromkeys("kv", ("batch", spec.num_kv_heads, "key_length", spec.head_dim))
+    if plan.mask:
+        inputs["mask"] = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
+    if plan.past:
+        inputs |= {"past_key": cache, "past_value": cache}
+    if plan.in_place:
+        inputs["past_lengths"] = ("batch",)
+    outputs = {"y": inputs["x"]} if plan.projections else {"out": inputs["q"]}
+    if plan.past:
+        outputs |= {"present_key": total, "present_value": total}
+    problems = []
+    for kind, found, wanted in (("inputs", model.graph.input, inputs), ("outputs", model.graph.output, outputs)):
+        shapes = {value.name: _shape(value) for value in found}
+        if list(shapes) != list(wanted):
+            problems.append(f"{kind} {', '.join(shapes)}, expected {', '.join(wanted)}")
+            continue
+        for name, shape in wanted.items():
+            # Symbols may have any name; sizes that are not symbols must be there.
+            fits = len(shapes[name]) == len(shape) and all(
+                isinstance(want, str) or have == want for have, want in zip(shapes[name], shape, strict=False)
+            )
+            if not fits:
+                problems.append(f"{name} of shape {shapes[name]}, expected {shape}")
+    return "; ".join(problems)
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
+    dims = value.type.tensor_type.shape.dim
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
+
+
+def _other_weights(model: onnx.ModelProto, plan: Plan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
+    """Compare the stored weights bit for bit: a changed bias of the keys would not show in ``y``."""
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    expected = graph_layout(plan, rounded)
+    present = [key for key in expected if key in stored]
+    problems = []
+    for key in present:
+        array, (wanted, _) = numpy_helper.to_array(stored[key]), expected[key]
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            problems.append(f"{key} is {array.dtype} {array.shape}, expected {wanted.dtype} {wanted.shape}")
+        elif array.tobytes() != wanted.tobytes():
+            difference = float(np.max(np.abs(array.astype(np.float64) - wanted.astype(np.float64))))
+            problems.append(f"{key} differs by up to {difference:.3g}")
+    return "; ".join(problems), f"{len(present)} of {len(expected)} stored under their names and equal"

@@ -1,0 +1,88 @@
+"""The array library of a call, found once, in the public function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import array_api_compat
+
+from relskew_core._array.checks import describe
+from relskew_core._array.typing import Array, Namespace
+
+
+def namespace_of_arrays(
+    arrays: Mapping[str, Array], optional: Mapping[str, Array | None] | None = None, *, floating: bool = True
+) -> Namespace:
+    """Return the namespace of the arrays, refusing what does not share library, device and (floating) dtype.
+
+    The first array is the reference; errors name the argument that differs from it. ``optional`` ones may be ``None``.
+    """
+    present = {name: array for name, array in (optional or {}).items() if array is not None}
+    (first_name, first), *others = {**arrays, **present}.items()
+    xp = _namespace(first_name, first)
+    if floating and not is_floating(first, xp=xp):
+        raise TypeError(
+            f"`{first_name}` must be an array of a real floating dtype of its library, got {describe(first)}"
+        )
+    for name, array in others:
+        check_companion(name, array, first_name, first, xp=xp)
+        if array.dtype != first.dtype:
+            raise TypeError(f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {describe(array)}")
+    return xp
+
+
+def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
+    """Refuse an ``array`` of another library or on another device than ``first``."""
+    if _namespace(name, array) is not xp:
+        raise TypeError(
+            f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
+        )
+    here, there = device(first), device(array)
+    if here != there and None not in (here, there):  # JAX's tracers are on no device yet
+        raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
+
+
+def is_floating(array: Array, *, xp: Namespace) -> bool:
+    """Whether the dtype is a real floating one that the library itself computes with."""
+    try:
+        return bool(xp.isdtype(array.dtype, "real floating"))
+    except TypeError:  # NumPy does not know ml_dtypes' bfloat16 and would compute with it in float32
+        return False
+
+
+def is_half(dtype: Any, *, xp: Namespace) -> bool:
+    """Whether a dtype is float16 or bfloat16, in which nothing may be accumulated."""
+    return any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
+
+
+def namespace_of(library: Any) -> Namespace:
+    """Return the standard-conforming namespace of an array library given as a module."""
+    if not hasattr(library, "asarray"):
+        raise TypeError(f"`xp` must be the module of an array library, such as numpy or torch, got {describe(library)}")
+    return array_api_compat.array_namespace(library.asarray(0.0))
+
+
+def device(array: Array) -> Any:
+    """Return the device of an array, ``None`` while JAX traces."""
+    return array.device if is_torch(array) else array_api_compat.device(array)
+
+
+def is_torch(array: Array) -> bool:
+    """Whether an array is torch's, in a way that torch.compile traces; it warns of array_api_compat's caches."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _namespace(name: str, array: Array) -> Namespace:
+    if is_torch(array):
+        from array_api_compat import torch as namespace  # a plain import would make the package's name a local one
+
+        return namespace
+    if type(array).__name__ == "MaskedArray":  # counts for a plain array, whose mask nothing would heed
+        raise TypeError(f"`{name}` must be an array without a mask of its own, got {describe(array)}")
+    try:
+        return array_api_compat.array_namespace(array)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None

@@ -1,0 +1,1 @@
+"""Projections around attention."""

@@ -1,0 +1,171 @@
+"""What an attention block is: its sizes, what its queries see, and the shapes of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Any
+
+from relskew_core._array.checks import check_bool, check_int, check_window, describe
+from relskew_core._positions.span import Span
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """An attention block with relative positions: projections, heads, visibility and tables.
+
+    Parameters
+    ----------
+    embed_dim : int
+        Width ``E`` of the inputs and of the output.
+    num_heads : int
+        Number ``H`` of query heads.
+    span : Span
+        Relative positions of the tables ``rel_k`` and ``rel_v``.
+    num_kv_heads : int, optional
+        Number ``Hkv`` of key and value heads (grouped queries); a divisor of ``num_heads``, which is the default.
+    head_dim : int, optional
+        Width ``D`` of a head; ``embed_dim / num_heads`` by default.
+    causal : bool, default False
+        A query sees no key of its future.
+    cross : bool, default False
+        Keys and values come from a memory instead of the input.
+    window : (int or None, int or None), optional
+        A query sees the keys at ``-left <= r <= right`` only; ``None`` is unbounded.
+    block_size : int, optional
+        Music Transformer's local attention (Huang et al. 2018, section 3.5): a query sees its own block, causally,
+        and the whole previous block. Requires ``causal`` and excludes ``cross``.
+    shared_table : bool, default False
+        One table ``(R, D)`` for all heads instead of ``(H, R, D)``.
+    rel_values : bool, default False
+        A table ``rel_v`` adds relative positions to the values (Shaw et al. 2018, equation 3).
+    rel_keys : bool, default True
+        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4).
+    rel_bias : bool, default False
+        A table ``rel_bias`` of one number for each head and relative position is added to the logits, as T5's and
+        ALiBi's biases are.
+    bias : bool, default True
+        The projections have biases.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is out of range or two of them exclude each other; the message names them.
+
+    Examples
+    --------
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+    >>> spec.head_dim, spec.num_kv_heads
+    (4, 2)
+    >>> spec.weight_shapes()["rel_k"]
+    (2, 16, 4)
+    """
+
+    embed_dim: int
+    num_heads: int
+    span: Span
+    _: KW_ONLY
+    num_kv_heads: int = None  # type: ignore[assignment]  # an int once made: None asks for num_heads
+    head_dim: int = None  # type: ignore[assignment]  # an int once made: None asks for embed_dim / num_heads
+    causal: bool = False
+    cross: bool = False
+    window: tuple[int | None, int | None] | None = None
+    block_size: int | None = None
+    shared_table: bool = False
+    rel_values: bool = False
+    rel_keys: bool = True
+    rel_bias: bool = False
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("embed_dim", "num_heads"):
+            put(name, check_int(name, getattr(self, name), minimum=1))
+        if not isinstance(self.span, Span):
+            raise TypeError(f"`span` must be a Span, got {describe(self.span)}")
+        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "bias"):
+            check_bool(name, getattr(self, name))
+        put("window", check_window("window", self.window))
+        if self.num_kv_heads is None:
+            put("num_kv_heads", self.num_heads)
+        put("num_kv_heads", check_int("num_kv_heads", self.num_kv_heads, minimum=1))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_heads` must be a multiple of `num_kv_heads`, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim is None:
+            if self.embed_dim % self.num_heads:
+                raise ValueError(
+                    "`embed_dim` must be a multiple of `num_heads` unless `head_dim` is given, "
+                    f"got {self.embed_dim} and {self.num_heads}"
+                )
+            put("head_dim", self.embed_dim // self.num_heads)
+        put("head_dim", check_int("head_dim", self.head_dim, minimum=1))
+        if self.block_size is not None:
+            put("block_size", check_int("block_size", self.block_size, minimum=1))
+            if not self.causal:
+                raise ValueError(f"`block_size` requires `causal=True`, got block_size={self.block_size}, causal=False")
+            if self.cross:
+                raise ValueError(f"`block_size` excludes `cross`, got block_size={self.block_size}, cross=True")
+        if not (self.rel_keys or self.rel_values or self.rel_bias):
+            raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """Shape of ``rel_k`` and ``rel_v``: ``(R, D)`` if shared by the heads, else ``(H, R, D)``."""
+        rows = (self.span.rows, self.head_dim)
+        return rows if self.shared_table else (self.num_heads, *rows)
+
+    def weight_shapes(self, *, projections: bool = True) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by its key, in the naming of torch modules; of the tables alone if asked for."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {
+            "q_proj": (width, self.embed_dim),
+            "k_proj": (kv_width, self.embed_dim),
+            "v_proj": (kv_width, self.embed_dim),
+            "out_proj": (self.embed_dim, width),
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in PROJECTIONS if projections else ():
+            shapes[f"{name}.weight"] = sizes[name]
+            if self.bias:
+                shapes[f"{name}.bias"] = sizes[name][:1]
+        if self.rel_keys:
+            shapes["rel_k"] = self.table_shape
+        if self.rel_values:
+            shapes["rel_v"] = self.table_shape
+        if self.rel_bias:
+            shapes["rel_bias"] = self.table_shape[:-1]
+        return shapes
+
+    def check_weights(self, weights: Any, *, projections: bool = True) -> None:
+        """Refuse a mapping whose keys or shapes are not those of :meth:`weight_shapes`; the message names the key."""
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"`weights` must be a mapping from names to arrays, got {describe(weights)}")
+        shapes = self.weight_shapes(projections=projections)
+        missing = [key for key in shapes if key not in weights]
+        extra = [str(key) for key in weights if key not in shapes]
+        if missing or extra:
+            found = [f"{word} {', '.join(keys)}" for word, keys in (("missing", missing), ("extra", extra)) if keys]
+            raise ValueError(f"`weights` must have exactly the keys {', '.join(shapes)}; {'; '.join(found)}")
+        for key, shape in shapes.items():
+            if not hasattr(weights[key], "shape"):
+                raise TypeError(f"`weights[{key!r}]` must be an array of shape {shape}, got {describe(weights[key])}")
+            if tuple(weights[key].shape) != shape:
+                raise ValueError(f"`weights[{key!r}]` must have shape {shape}, got {tuple(weights[key].shape)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-compatible values; :meth:`from_dict` is the inverse."""
+        fields = asdict(self)
+        fields["window"] = None if self.window is None else list(self.window)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> BlockSpec:
+        """Make a spec from :meth:`to_dict`'s result, also after a round trip through JSON."""
+        kwargs = dict(fields)
+        return cls(**{**kwargs, "span": Span(**kwargs["span"])})

@@ -1,0 +1,295 @@
+"""Relative attention: the public function, and the merge of attention over parts of the keys."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+
+from relskew_core import backends
+from relskew_core._array.checks import describe
+from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._array.softmax import softmax
+from relskew_core._array.typing import Array
+from relskew_core._kernel.backward import attention_vjp
+from relskew_core._kernel.forward import attention
+from relskew_core._kernel.problem import Gradients, problem
+from relskew_core._positions.span import Span
+
+
+def relative_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    mask: Array | None = None,
+    offset: int | Sequence[int] | Array = 0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Array | tuple[Array, Array]:
+    """Attend with relative positions, in memory that grows with the length and not with its square.
+
+    With ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
+
+        logits[i, j] = scale · q_i · k_j + rel_scale · (rel_q_i · rel_k[r] + k_j · key_table[r])
+                       + rel_bias[r] + mask[i, j]
+        out[i]       = Σ_j softmax_j(logits)[i, j] · (v_j + rel_v[r])
+
+    Parameters
+    ----------
+    q : array, shape (..., H, Lq, D)
+        Queries, of a real floating dtype. All arrays share library, device, dtype and leading axes; the heads axis
+        may be absent, ``(Lq, D)``, from all of them.
+    k : array, shape (..., Hkv, Lk, D)
+        Keys; ``H`` is a multiple of ``Hkv`` (grouped queries).
+    v : array, shape (..., Hkv, Lk, Dv)
+        Values.
+    rel_k : array, shape (R, D) or (H, R, D), optional
+        Table of the keys' relative positions, ascending.
+    span : Span, optional
+        Which relative positions the rows of all tables stand for; by default ``Span.causal(R)`` if ``causal``, else
+        ``Span.full((R + 1) // 2)`` for odd ``R``.
+    rel_v : array, shape (R, Dv) or (H, R, Dv), optional
+        Table of the values' relative positions.
+    rel_bias : array, shape (R,) or (H, R), optional
+        One number for each relative position: T5's buckets, ALiBi's slopes.
+    rel_q : array, shape (..., H, Lq, Dr), optional
+        Queries that meet ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
+    key_table : array, shape (R, D) or (H, R, D), optional
+        Table that keys meet, as rows of the same positions: adds ``rel_scale · k_j · key_table[r]`` to the logits,
+        DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``. Portable code.
+    causal : bool, default False
+        A query sees the keys ``r <= 0``. What lies at ``r > 0`` in a table counts for nothing.
+    window : (int or None, int or None), optional
+        A query sees the keys ``-left <= r <= right``; ``None`` is unbounded.
+    block_size : int, optional
+        Music Transformer's local attention, causal by definition: a query sees its own block of this many positions
+        up to itself, and the whole previous block.
+    mask : array, optional
+        Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative. One for
+        each item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
+        under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN. Takes the portable code.
+    scale, rel_scale : float, optional
+        Factors of the two products; ``D ** -0.5`` and ``scale``.
+    softcap : float, optional
+        Replace the sum by ``softcap · tanh(sum / softcap)`` before masks.
+    chunk_size : int, optional
+        Queries worked on together; by default what a scratch budget allows. Changes results by rounding only.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits, for :func:`merge_attention`.
+    impl : {"auto", "portable", "native"}, default "auto"
+        ``"portable"`` is the one code for every library; ``"native"`` is the library's fast path or an error that
+        says why there is none; ``"auto"`` takes the native path where it serves and is the faster one.
+
+    Returns
+    -------
+    out : array, shape (..., H, Lq, Dv)
+        In the arrays' dtype. A query that may see no key gets zeros.
+    lse : array, shape (..., H, Lq)
+        Only with ``return_lse``; natural logarithm, ``-inf`` for a query that may see no key; float32 if the arrays
+        are of half precision, which is accumulated in float32 throughout.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or a table with ``beyond="error"`` is too short for what queries may see; the
+        message names the argument.
+
+    Notes
+    -----
+    Shaw et al. 2018, "Self-Attention with Relative Position Representations", equations 3 and 4; Huang et al. 2018,
+    "Music Transformer", equation 3 and sections 3.4 and 3.5. Values behind a mask must be finite unless no query of
+    the chunk can see them; keys, tables and masked products need not be.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.zeros((3, 1))
+    >>> v = np.asarray([[1.0], [2.0], [4.0]])
+    >>> relative_attention(q, k, v, causal=True)  # equal logits: the mean of what is seen
+    array([[1.        ],
+           [1.5       ],
+           [2.33333333]])
+    >>> far_past = np.asarray([[50.0], [0.0], [0.0]])  # r = -2, -1, 0
+    >>> relative_attention(q + 1, k, v, far_past, causal=True)
+    array([[1. ],
+           [1.5],
+           [1. ]])
+    """
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "rel_k": rel_k,
+        "rel_v": rel_v,
+        "rel_bias": rel_bias,
+        "rel_q": rel_q,
+        "mask": mask,
+        "key_table": key_table,
+    }
+    call = problem(
+        **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
+        scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size, return_lse=return_lse,
+    )  # fmt: skip
+    kernel, operands = backends.native("attention", call, impl) or (attention, call.operands)
+    out, lse = kernel(operands, call.options, xp=call.xp)
+    if not return_lse:
+        return call.result(out)
+    return call.result(out), call.result(lse, dtype=call.wide)
+
+
+def relative_attention_vjp(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    mask: Array | None = None,
+    offset: int | Sequence[int] | Array = 0,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    impl: str = "auto",
+) -> Gradients:
+    """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
+
+    Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
+    training loops of one's own.
+
+    Parameters
+    ----------
+    d_out : array, shape (..., H, Lq, Dv)
+        Gradient of the output.
+    q, k, v, rel_k, span, rel_v, rel_bias, rel_q, key_table, causal, window, block_size, mask
+        As in the forward call.
+    offset, scale, rel_scale, softcap
+        As in the forward call. Offsets by item must be known where there are tables.
+    chunk_size, impl
+        As in :func:`relative_attention`.
+    out : array, shape (..., H, Lq, Dv), optional
+        The output of the forward call, which saves a pass over the weights.
+    lse : array, shape (..., H, Lq), optional
+        The log-sum-exp of the forward call; checked, and not needed: weights are computed anew from the logits.
+
+    Returns
+    -------
+    Gradients
+        A named tuple with the fields ``q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table``, each of the shape
+        and dtype of its argument; ``None`` for absent arguments and boolean masks.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    The gradient of the product with a table is ``unskew`` of the gradient of the logits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.zeros((3, 1))
+    >>> v, table = np.asarray([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
+    >>> gradients = relative_attention_vjp(np.ones((3, 1)), q + 1, k, v, table, causal=True)
+    >>> gradients.v
+    array([[1.83333333],
+           [0.83333333],
+           [0.33333333]])
+    >>> gradients.rel_k  # r = -2, -1, 0: only the present grows the output
+    array([[-0.44444444],
+           [-0.36111111],
+           [ 0.80555556]])
+    """
+    call = problem(
+        q, k, v, rel_k, span,
+        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, key_table=key_table, causal=causal, window=window,
+        block_size=block_size, mask=mask, offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    shape = (*q.shape[:-1], v.shape[-1])
+    namespace_of_arrays({"q": q, "d_out": d_out}, {"out": out})
+    if lse is not None:
+        check_companion("lse", lse, "q", q, xp=call.xp)
+        if lse.dtype != call.wide:
+            raise TypeError(f"`lse` must have the dtype of the forward call's, {call.wide}, got {describe(lse)}")
+    for name, array, expected in (("d_out", d_out, shape), ("out", out, shape), ("lse", lse, shape[:-1])):
+        if array is not None and tuple(array.shape) != expected:
+            raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
+    kernel, operands = backends.native("attention_vjp", call, impl) or (attention_vjp, call.operands)
+    d_out, out = (None if x is None else call.operand(x, operands.q.dtype) for x in (d_out, out))
+    gradients = kernel(d_out, operands, call.options, out=out, xp=call.xp)
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table}
+    return call.gradients(gradients, {**tables, "mask": mask})
+
+
+def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """Merge attention over disjoint sets of keys into attention over their union (ring attention, split keys).
+
+    Parameters
+    ----------
+    outs : sequence of array, shape (..., Lq, Dv)
+        Outputs of :func:`relative_attention` for the same queries.
+    lses : sequence of array, shape (..., Lq)
+        Their log-sum-exps.
+
+    Returns
+    -------
+    out : array, shape (..., Lq, Dv)
+        In the dtype of ``outs``.
+    lse : array, shape (..., Lq)
+        In the dtype of ``lses``. Where no part sees a key: zeros and ``-inf``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the sequences are empty, differ in length, or their arrays do not fit; the message names the argument.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> outs, lses = [np.asarray([[1.0]]), np.asarray([[4.0]])], [np.log([1.0]), np.log([2.0])]
+    >>> merge_attention(outs, lses)
+    (array([[3.]]), array([1.09861229]))
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"`outs` and `lses` must be of one length, at least 1, got {len(outs)} and {len(lses)}")
+    xp = namespace_of_arrays({f"outs[{index}]": out for index, out in enumerate(outs)})
+    namespace_of_arrays({f"lses[{index}]": lse for index, lse in enumerate(lses)})
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if tuple(out.shape) != tuple(outs[0].shape) or out.ndim < 2:
+            raise ValueError(f"`outs[{index}]` must have the shape (..., Lq, Dv) of `outs[0]`, got {describe(out)}")
+        if tuple(lse.shape) != tuple(out.shape[:-1]):
+            raise ValueError(f"`lses[{index}]` must have shape {tuple(out.shape[:-1])}, got {describe(lse)}")
+    shares, lse = softmax(xp.stack(lses, axis=-1), dead_rows=True, lse=True, xp=xp)
+    wide = xp.float32 if is_half(outs[0].dtype, xp=xp) else outs[0].dtype
+    parts = [xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)]
+    return xp.astype(reduce(operator.add, parts), outs[0].dtype), lse

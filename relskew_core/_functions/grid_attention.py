@@ -1,0 +1,272 @@
+"""Attention over a grid in chunks: the logits of height and width are made for some rows of queries at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from array_api_compat import device
+
+from relskew_core._array.checks import check_bool, check_int, check_real, describe
+from relskew_core._array.namespace import is_half, namespace_of_arrays
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
+from relskew_core._kernel.problem import check_mask
+from relskew_core._positions.span import Span
+
+SCRATCH_BYTES = 8 * 2**20
+"""Budget of the logits of one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """What positions add to the logits, made for some rows of the queries' grid at a time."""
+
+    table_h: Array | None
+    table_w: Array | None
+    rel_bias: Array | None
+    prefix_bias: Array | None
+    span_h: Span | None
+    span_w: Span | None
+    q_grid: tuple[int, int]
+    k_grid: tuple[int, int]
+    prefix: tuple[int, int]
+    offset: tuple[int, int]
+    q_step: tuple[int, int]
+    k_step: tuple[int, int]
+    rel_scale: float
+
+    def inside(self, q: Array, top: int, bottom: int, *, xp: Namespace) -> Array | None:
+        """Return the part of the grid's query rows ``top … bottom - 1``, by all keys."""
+        offset = (self.offset[0] + top * self.q_step[0], self.offset[1])
+        total = None
+        if self.table_h is not None and self.table_w is not None:
+            total = relative_logits_2d(
+                self.rows(q, top, bottom) * self.rel_scale, self.table_h, self.table_w,
+                q_grid=(bottom - top, self.q_grid[1]), k_grid=self.k_grid,
+                span_h=self.span_h, span_w=self.span_w, offset=offset, q_step=self.q_step, k_step=self.k_step,
+            )  # fmt: skip
+        if self.rel_bias is not None:
+            bias = toeplitz_2d(
+                self.rel_bias, self.span_h, self.span_w,
+                q_grid=(bottom - top, self.q_grid[1]), k_grid=self.k_grid, offset=offset,
+            )  # fmt: skip
+            total = bias if total is None else total + bias
+        return self._with_prefix(total, 0, None, q, xp=xp)
+
+    def outside(self, q: Array, *, xp: Namespace) -> Array | None:
+        """Return the part of the queries that stand outside the grid, by all keys."""
+        return self._with_prefix(None, 2, 1, q, xp=xp)
+
+    def rows(self, x: Array, top: int, bottom: int) -> Array:
+        """Cut the grid's rows ``top … bottom - 1`` out of (..., prefix + h · w, D)."""
+        width = self.q_grid[1]
+        return x[..., self.prefix[0] + top * width : self.prefix[0] + bottom * width, :]
+
+    def _with_prefix(
+        self, grid: Array | None, at_prefix: int, at_grid: int | None, q: Array, *, xp: Namespace
+    ) -> Array | None:
+        """Put the columns of the keys outside the grid before the grid's."""
+        if (grid is None and self.prefix_bias is None) or (not self.prefix[1] and at_grid is None):
+            return grid
+        cells = self.k_grid[0] * self.k_grid[1]
+        lead = (1,) if grid is None else tuple(grid.shape[:-1])
+        if self.prefix_bias is not None and self.prefix_bias.ndim == 2 and grid is None:
+            lead = (self.prefix_bias.shape[0], 1)
+
+        def columns(which: int | None, count: int) -> Array:
+            if self.prefix_bias is None or which is None:
+                return xp.zeros((*lead, count), dtype=q.dtype, device=device(q))
+            return xp.broadcast_to(self.prefix_bias[..., None, which : which + 1], (*lead, count))
+
+        return xp.concat(
+            [columns(at_prefix, self.prefix[1]), columns(at_grid, cells) if grid is None else grid], axis=-1
+        )
+
+
+def relative_attention_2d(
+    q: Array,
+    k: Array,
+    v: Array,
+    table_h: Array | None = None,
+    table_w: Array | None = None,
+    *,
+    q_grid: tuple[int, int],
+    k_grid: tuple[int, int],
+    span_h: Span | None = None,
+    span_w: Span | None = None,
+    rel_bias: Array | None = None,
+    prefix: tuple[int, int] = (0, 0),
+    prefix_bias: Array | None = None,
+    offset: tuple[int, int] = (0, 0),
+    q_step: tuple[int, int] = (1, 1),
+    k_step: tuple[int, int] = (1, 1),
+    mask: Array | None = None,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Attend on a grid with relative heights and widths, holding some rows of the logits at a time.
+
+    ::
+
+        logits = scale · q·k + rel_scale · (q · e_h[r_h] + q · e_w[r_w]) + rel_bias[r_h, r_w] + mask
+
+    Parameters
+    ----------
+    q : array, shape (..., H, pq + qh · qw, D)
+        Queries of a real floating dtype: ``pq`` outside the grid (class tokens), then the grid row by row. The heads
+        axis may be absent from all arrays.
+    k : array, shape (..., Hkv, pk + kh · kw, D)
+        Keys, likewise; ``H`` is a multiple of ``Hkv``.
+    v : array, shape (..., Hkv, pk + kh · kw, Dv)
+        Values.
+    table_h, table_w : array, shape (R, D) or (H, R, D), optional
+        Rows of ascending relative heights and widths; both or neither.
+    q_grid, k_grid : (int, int)
+        Height and width of both grids.
+    span_h, span_w : Span, optional
+        Which relative positions the rows of the tables and of ``rel_bias`` stand for; by default
+        ``Span.full((R + 1) // 2)`` for odd ``R``.
+    rel_bias : array, shape (H, Rh, Rw) or (Rh, Rw), optional
+        One number for each relative height and width together (Swin, BEiT).
+    prefix : (int, int), default (0, 0)
+        How many queries and keys stand before the grid, outside it: no table reaches them.
+    prefix_bias : array, shape (H, 3) or (3,), optional
+        Bias of a query of the grid at a key outside, of a query outside at a key of the grid, of both outside (BEiT).
+    offset : (int, int), default (0, 0)
+        Height and width of the grid's query 0 where its key 0 stands at (0, 0).
+    q_step, k_step : (int, int), default (1, 1)
+        How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
+        Without ``rel_bias``.
+    mask : array, optional
+        Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
+    scale, rel_scale : float, optional
+        Factors of the products; ``D ** -0.5`` and ``scale``. SAM, ViTDet and MViT have ``rel_scale=1``.
+    chunk_size : int, optional
+        About how many queries are worked on together, in whole rows of the grid; by default what a scratch budget
+        allows.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits.
+
+    Returns
+    -------
+    out : array, shape (..., H, Lq, Dv)
+        In the arrays' dtype. A query that may see no key gets zeros.
+    lse : array, shape (..., H, Lq)
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.ones((4, 1))
+    >>> v = np.asarray([[1.0], [2.0], [3.0], [4.0]])
+    >>> below = np.asarray([[0.0], [0.0], [50.0]])  # the next row wins
+    >>> relative_attention_2d(q, q, v, below, 0 * below, q_grid=(2, 2), k_grid=(2, 2))
+    array([[3.5],
+           [3.5],
+           [2.5],
+           [2.5]])
+    """
+    xp = namespace_of_arrays(
+        {"q": q, "k": k, "v": v},
+        {"table_h": table_h, "table_w": table_w, "rel_bias": rel_bias, "prefix_bias": prefix_bias},
+    )
+    q_grid, k_grid = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
+    prefix, offset = check_pair("prefix", prefix, minimum=0), check_pair("offset", offset)
+    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
+    for name, steps in (("q_step", q_step), ("k_step", k_step)):
+        if rel_bias is not None and steps != (1, 1):
+            raise ValueError(f"`{name}` must be (1, 1) with `rel_bias`, got {steps}")
+    _check(q, k, q_grid, k_grid, prefix, table_h, table_w, rel_bias, prefix_bias)
+    if rel_bias is not None:
+        check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
+    check_bool("return_lse", return_lse)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
+    if q.ndim == 2:  # no heads: a bias of one head loses its axis
+        rel_bias = rel_bias[0, ...] if rel_bias is not None and rel_bias.ndim == 3 else rel_bias
+        prefix_bias = prefix_bias[0, ...] if prefix_bias is not None and prefix_bias.ndim == 2 else prefix_bias
+    dtype = q.dtype
+    if mask is not None:
+        mask = check_mask(mask, q, k, xp=xp)
+    if is_half(dtype, xp=xp):  # sums are float32 here as within one call of attention
+        q, k, v, table_h, table_w, rel_bias, prefix_bias = (
+            None if x is None else xp.astype(x, xp.float32) for x in (q, k, v, table_h, table_w, rel_bias, prefix_bias)
+        )
+        mask = xp.astype(mask, xp.float32) if mask is not None and mask.dtype == dtype else mask
+    positions = _Positions(
+        table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
+        q_step, k_step, factor if rel_scale is None else check_real("rel_scale", rel_scale),
+    )  # fmt: skip
+
+    parts = []
+
+    def attend(start: int, stop: int, bias: Array | None) -> None:
+        cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
+        parts.append(
+            relative_attention(
+                q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp), scale=factor,
+                chunk_size=stop - start, return_lse=True,
+            )
+        )  # fmt: skip
+
+    if prefix[0]:
+        attend(0, prefix[0], positions.outside(q, xp=xp))
+    step = _rows_of_a_chunk(q, k, q_grid[1], chunk_size)
+    for top, bottom in pairwise([*range(0, q_grid[0], step), q_grid[0]]):
+        bias = positions.inside(q, top, bottom, xp=xp)
+        attend(prefix[0] + top * q_grid[1], prefix[0] + bottom * q_grid[1], bias)
+    out, lse = (xp.concat([part[which] for part in parts], axis=which - 2) for which in (0, 1))
+    out = out if out.dtype == dtype else xp.astype(out, dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Array,
+    k: Array,
+    q_grid: tuple[int, int],
+    k_grid: tuple[int, int],
+    prefix: tuple[int, int],
+    table_h: Array | None,
+    table_w: Array | None,
+    rel_bias: Array | None,
+    prefix_bias: Array | None,
+) -> None:
+    for name, x, grid, outside in (("q", q, q_grid, prefix[0]), ("k", k, k_grid, prefix[1])):
+        if x.ndim < 2 or x.shape[-2] != outside + grid[0] * grid[1]:
+            raise ValueError(
+                f"`{name}` must have {outside} + {grid[0]} · {grid[1]} rows for its prefix and grid, got {describe(x)}"
+            )
+    if (table_h is None) != (table_w is None):
+        absent, given = ("table_h", "table_w") if table_h is None else ("table_w", "table_h")
+        raise ValueError(f"`{absent}` must be given with `{given}`, got None")
+    n_heads = q.shape[-3] if q.ndim > 2 else 1
+    if rel_bias is not None and (rel_bias.ndim not in (2, 3) or (rel_bias.ndim == 3 and rel_bias.shape[0] != n_heads)):
+        raise ValueError(f"`rel_bias` must have shape ({n_heads}, Rh, Rw) or (Rh, Rw), got {describe(rel_bias)}")
+    if prefix_bias is not None and tuple(prefix_bias.shape) not in ((3,), (n_heads, 3)):
+        raise ValueError(f"`prefix_bias` must have shape ({n_heads}, 3) or (3,), got {describe(prefix_bias)}")
+
+
+def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array | None:
+    """Add a mask to a bias; a boolean one becomes minus infinity."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    if xp.isdtype(mask.dtype, "bool"):
+        return xp.where(mask, bias, -math.inf)
+    return bias + mask
+
+
+def _rows_of_a_chunk(q: Array, k: Array, width: int, chunk_size: int | None) -> int:
+    """Return how many rows of the grid are worked on together."""
+    if chunk_size is None:
+        row: int = math.prod(q.shape[:-2]) * width * k.shape[-2]
+        return max(1, SCRATCH_BYTES // (4 * max(1, row)))
+    return max(1, check_int("chunk_size", chunk_size, minimum=1) // width)

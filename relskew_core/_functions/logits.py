@@ -1,0 +1,217 @@
+"""Relative logits and relative values: the two products with a table, as building blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from relskew_core._array.checks import check_choice, check_int, describe
+from relskew_core._array.namespace import device, is_half, namespace_of_arrays
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.problem import check_tables, visibility_of
+from relskew_core._positions.ragged import RowVisibility, Windows
+from relskew_core._positions.skew import pad_last, slide, unslide
+from relskew_core._positions.span import Span
+from relskew_core._positions.table import Table
+
+
+def relative_logits(
+    q: Array,
+    table: Array,
+    span: Span | None = None,
+    *,
+    n_keys: int | None = None,
+    n_queries: int | None = None,
+    offset: int | Sequence[int] | Array = 0,
+    causal: bool = False,
+    side: str = "query",
+) -> Array:
+    """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
+
+    Parameters
+    ----------
+    q : array, shape (..., H, Lq, D) or (Lq, D)
+        Queries, of a real floating dtype; with ``side="key"`` keys ``(..., H, Lk, D)``.
+    table : array, shape (R, D) or (H, R, D)
+        Rows of ascending relative positions, of the library, device and dtype of ``q``.
+    span : Span, optional
+        Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
+        ``Span.full((R + 1) // 2)`` for odd ``R``.
+    n_keys : int
+        Number ``Lk`` of keys.
+    n_queries : int
+        Number ``Lq`` of queries, instead of ``n_keys`` with ``side="key"``.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
+    causal : bool, default False
+        Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
+    side : {"query", "key"}, default "query"
+        Who meets the table: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position to content.
+
+    Returns
+    -------
+    array, shape (..., H, Lq, Lk) or (Lq, Lk)
+        Unscaled. A view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the product is
+        not copied.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
+
+    Notes
+    -----
+    Huang et al. 2018, equation 3 (``S_rel``); Shaw et al. 2018, equation 4 with ``beyond="clip"``; He et al. 2021,
+    "DeBERTa", equation 4, third term.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, table = np.ones((3, 1)), np.asarray([[-2.0], [-1.0], [0.0], [1.0], [2.0]])
+    >>> relative_logits(q, table, n_keys=3)
+    array([[ 0.,  1.,  2.],
+           [-1.,  0.,  1.],
+           [-2., -1.,  0.]])
+    >>> relative_logits(q[:1], table, n_keys=3, offset=2)
+    array([[-2., -1.,  0.]])
+    >>> relative_logits(np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, side="key")
+    array([[  0.,  10., 200.],
+           [ -1.,   0., 100.]])
+    """
+    xp = namespace_of_arrays({"q": q, "table": table})
+    if q.ndim < 2:
+        raise ValueError(f"`q` must have shape (..., heads, length, width) or (length, width), got {describe(q)}")
+    check_choice("side", side, ("query", "key"))
+    span = _check_table(q, table, span, causal=causal)
+    if table.shape[-1] != q.shape[-1]:
+        raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
+    given, other = (n_keys, n_queries) if side == "query" else (n_queries, n_keys)
+    name, unused = ("n_keys", "n_queries") if side == "query" else ("n_queries", "n_keys")
+    if other is not None:
+        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {other!r}")
+    length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
+    if side == "query":
+        return _logits(q, table, span, length, offset, window, xp=xp)
+    own = visibility_of(q, length, offset, causal, xp=xp)
+    replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
+    # Seen from a key, queries are what keys are to a query, with past and future changed over.
+    mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
+    negative: Any = [-each for each in offset] if isinstance(offset, (list, tuple)) else -offset  # type: ignore[operator]
+    return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
+
+
+def _logits(
+    q: Array,
+    table: Array,
+    span: Span,
+    n_keys: int,
+    offset: Any,
+    window: tuple[int | None, int | None] | None,
+    *,
+    xp: Namespace,
+) -> Array:
+    """Return ``q_i · e_r``, zeros where the window hides a key from a query."""
+    n, m = q.shape[-2], n_keys
+    visibility = visibility_of(q, m, offset, False, window, xp=xp)
+    visibility.check_reach("table", span)
+    dtype = q.dtype
+    if is_half(dtype, xp=xp):
+        q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
+    lowest, highest = visibility.left, visibility.right
+    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
+        windows = Windows(visibility, span, xp)
+        table, span, lowest, highest = windows.of(table), windows.window_span, None, None
+    if q.ndim == 2 and table.ndim == 3:
+        table = table[0, ...]
+    # Columns r = low … high, the first a spare one; what lies outside the window is zeros.
+    low = -(n + visibility.offset)
+    high = low + n + m - 1
+    first = low if lowest is None else max(low, -lowest)
+    last = high if highest is None else min(high, highest)
+    if last < first:
+        product, first, last = q[..., :0], low, low - 1
+    else:
+        columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(first, last, xp=xp)
+        product = columns.product(q, first, last, xp=xp)
+    logits = slide(pad_last(product, first - low, high - last, xp=xp), n_keys=m, first=n, xp=xp)
+    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+
+
+def relative_values(
+    weights: Array,
+    table: Array,
+    span: Span | None = None,
+    *,
+    offset: int | Sequence[int] | Array = 0,
+    causal: bool = False,
+) -> Array:
+    """Sum the table rows of all keys' relative positions by weight, ``Σ_j w_ij · e_{j - (i + offset)}``.
+
+    The adjoint of :func:`relative_logits` in the table's rows.
+
+    Parameters
+    ----------
+    weights : array, shape (..., H, Lq, Lk) or (Lq, Lk)
+        Attention weights, or anything else in absolute layout, of a real floating dtype.
+    table : array, shape (R, Dv) or (H, R, Dv)
+        Rows of ascending relative positions, of the library, device and dtype of ``weights``.
+    span : Span, optional
+        Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
+        ``Span.full((R + 1) // 2)`` for odd ``R``.
+    offset : int, or ints of the leading axes before the heads, default 0
+        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
+    causal : bool, default False
+        Weights and rows at ``r > 0`` count for nothing.
+
+    Returns
+    -------
+    array, shape (..., H, Lq, Dv) or (Lq, Dv)
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
+
+    Notes
+    -----
+    Shaw et al. 2018, equation 3, without their ``O(L² · D)`` gather.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.asarray([[10.0], [20.0], [30.0]])  # r = -1, 0, 1
+    >>> relative_values(np.asarray([[0.5, 0.5], [0.0, 1.0]]), table)
+    array([[25.],
+           [20.]])
+    """
+    xp = namespace_of_arrays({"weights": weights, "table": table})
+    if weights.ndim < 2 or min(weights.shape[-2:]) < 1:
+        raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
+    span = _check_table(weights, table, span, causal=causal)
+    n, m = weights.shape[-2:]
+    visibility = visibility_of(weights, m, offset, causal, xp=xp)
+    visibility.check_reach("table", span)
+    dtype = weights.dtype
+    if is_half(dtype, xp=xp):
+        weights, table = xp.astype(weights, xp.float32), xp.astype(table, xp.float32)
+    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
+        windows = Windows(visibility, span, xp)
+        if causal:
+            weights = xp.where(visibility.mask(0, n, 0, m, xp=xp, device=device(weights)), weights, 0.0)
+        table, span, causal = windows.of(table), windows.window_span, False
+    if weights.ndim == 2 and table.ndim == 3:
+        table = table[0, ...]
+    low = -(n - 1 + visibility.offset)
+    high = low + n + m - 2
+    last = min(high, 0) if causal else high
+    if last < low:
+        return xp.zeros((*weights.shape[:-1], table.shape[-1]), dtype=dtype, device=device(weights))
+    relative = unslide(weights, width=n + m - 1, first=n - 1, xp=xp)[..., : last - low + 1]
+    columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, last, xp=xp)
+    values = columns.mix(relative, low, last, xp=xp)
+    return values if values.dtype == dtype else xp.astype(values, dtype)
+
+
+def _check_table(x: Array, table: Array, span: Span | None, *, causal: bool) -> Span:
+    return check_tables({"table": table}, span, x, None, causal=causal)

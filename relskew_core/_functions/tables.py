@@ -1,0 +1,166 @@
+"""Tables that are made or changed: sinusoids of relative positions, and tables of another number of rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from array_api_compat import device
+
+from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
+from relskew_core._array.namespace import is_half, namespace_of, namespace_of_arrays
+from relskew_core._array.typing import Array
+from relskew_core._positions.span import Span
+
+Order = Literal["halves", "interleaved"]
+Direction = Literal["past", "future"]
+Method = Literal["linear", "cubic"]
+
+
+def sinusoidal_table(
+    span: Span,
+    dim: int,
+    *,
+    xp: Any,
+    dtype: Any = None,
+    order: Order = "halves",
+    direction: Direction = "past",
+    base: float = 10000.0,
+) -> Array:
+    """Return the sinusoids of relative positions, of any reach: Transformer-XL's ``R`` before its projection.
+
+    Parameters
+    ----------
+    span : Span
+        The relative positions of the rows.
+    dim : int
+        Even width ``D``.
+    xp : module
+        Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` …
+    dtype : dtype of ``xp``, optional
+        The library's default floating dtype if ``None``.
+    order : {"halves", "interleaved"}, default "halves"
+        All sines and then all cosines (Transformer-XL, XLNet), or in turn (ESPnet, NeMo, HF's Conformers).
+    direction : {"past", "future"}, default "past"
+        Where angles are positive: of ``query - key`` as in all of these, or of ``key - query``. Sines change sign.
+    base : float, default 10000.0
+        Ratio of the longest to the shortest wave.
+
+    Returns
+    -------
+    array, shape (R, D)
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    Vaswani et al. 2017, section 3.5; Dai et al. 2019, "Transformer-XL", section 3.3. Angles are computed in double
+    precision: far positions stay exact in every library.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sinusoidal_table(Span(1, 1), 2, xp=np).round(4)  # r = -1, 0, 1
+    array([[ 0.8415,  0.5403],
+           [ 0.    ,  1.    ],
+           [-0.8415,  0.5403]])
+    """
+    if not isinstance(span, Span):
+        raise TypeError(f"`span` must be a Span, got {describe(span)}")
+    dim = check_int("dim", dim, minimum=2)
+    if dim % 2:
+        raise ValueError(f"`dim` must be even, got {dim}")
+    check_choice("order", order, get_args(Order))
+    check_choice("direction", direction, get_args(Direction))
+    base = check_real("base", base, positive=True)
+    xp = namespace_of(xp)
+    sign = -1 if direction == "past" else 1
+    rates = [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
+    rows = []
+    for r in range(-span.left, span.right + 1):
+        sines = [math.sin(r * rate) + 0.0 for rate in rates]
+        cosines = [math.cos(r * rate) for rate in rates]
+        both = [number for pair in zip(sines, cosines, strict=True) for number in pair]
+        rows.append(sines + cosines if order == "halves" else both)
+    return xp.asarray(rows, dtype=dtype)
+
+
+def resize_table(
+    table: Array, rows: int, *, method: Method = "linear", align_corners: bool = False, axis: int = -2
+) -> Array:
+    """Interpolate a table to another number of rows, as vision models do for another size of image.
+
+    Parameters
+    ----------
+    table : array, shape (..., R, D)
+        Of a real floating dtype.
+    rows : int
+        Number of rows to make: ``2n - 1`` for ``n`` positions, with ``Span.full(n)``.
+    method : {"linear", "cubic"}, default "linear"
+        Linear, or the cubic convolution with ``a = -0.75``: both as ``torch.nn.functional.interpolate`` does it.
+    align_corners : bool, default False
+        Keep the first and the last row; otherwise rows are cells whose outer edges are kept.
+    axis : int, default -2
+        Axis of the rows. Two calls resize a table of both heights and widths ``(H, Rh, Rw)``: axes -2 and -1.
+
+    Returns
+    -------
+    array, shape (..., rows, D)
+        Of the table's dtype; differentiable where the library is: one product with a small matrix.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> resize_table(np.asarray([[0.0], [1.0], [2.0]]), 5, align_corners=True)[:, 0]
+    array([0. , 0.5, 1. , 1.5, 2. ])
+    """
+    xp = namespace_of_arrays({"table": table})
+    axis = check_int("axis", axis)
+    if not -table.ndim <= axis < table.ndim or table.shape[axis] < 1:
+        raise ValueError(f"`table` must have rows on its axis {axis}, got {describe(table)}")
+    check_choice("method", method, get_args(Method))
+    new = check_int("rows", rows, minimum=1)
+    weights = _weights(table.shape[axis], new, method, align_corners=check_bool("align_corners", align_corners))
+    wide = xp.float32 if is_half(table.dtype, xp=xp) else table.dtype
+    matrix = xp.asarray(weights, dtype=wide, device=device(table))
+    columns = xp.astype(xp.moveaxis(table, axis, -1), wide)
+    resized = xp.matmul(columns, xp.matrix_transpose(matrix)) if table.ndim > 1 else xp.matmul(matrix, columns)
+    return xp.astype(xp.moveaxis(resized, -1, axis), table.dtype)
+
+
+def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list[list[float]]:
+    """Return which old rows make up each new one."""
+    matrix = []
+    for row in range(new):
+        place = row * (old - 1) / max(new - 1, 1) if align_corners else (row + 0.5) * old / new - 0.5
+        start = math.floor(place)
+        taps = _linear(place - start) if method == "linear" else _cubic(place - start)
+        weights = [0.0] * old
+        for index, tap in taps.items():
+            weights[min(max(start + index, 0), old - 1)] += tap
+        matrix.append(weights)
+    return matrix
+
+
+def _linear(t: float) -> dict[int, float]:
+    return {0: 1 - t, 1: t}
+
+
+def _cubic(t: float, a: float = -0.75) -> dict[int, float]:
+    """Return the cubic convolution's weights of the four nearest rows (Keys 1981)."""
+
+    def near(x: float) -> float:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: float) -> float:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return {-1: far(t + 1), 0: near(t), 1: near(1 - t), 2: far(2 - t)}

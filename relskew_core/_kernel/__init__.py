@@ -1,0 +1,1 @@
+"""One call, checked, and the portable loop over its chunks."""

@@ -1,0 +1,296 @@
+"""The portable backward kernel: the forward's chunks once more, and every gradient by the skew's adjoint.
+
+Nothing but the inputs is kept from the forward pass: all keys of a chunk are at hand, so its weights are computed anew.
+With ``P`` the weights, ``dP = dO · (V + EV)`` and ``Δ`` its mean by weight, ``dS = P ∘ (dP - Δ)``; then the product
+with the table gets ``unskew(dS)``, and values with relative positions meet ``unskew(P)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from relskew_core._array.namespace import device
+from relskew_core._array.softmax import softmax
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel.forward import Factors, Tables, chunk_logits, grouped_matmul, hide, relative_queries
+from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
+from relskew_core._kernel.problem import Gradients, Operands, Options
+from relskew_core._positions.skew import pad_last
+
+
+def attention_vjp(
+    d_out: Array,
+    operands: Operands,
+    options: Options,
+    *,
+    out: Array | None = None,
+    d_lse: Array | None = None,
+    factors: Factors | None = None,
+    xp: Namespace,
+) -> Gradients:
+    """Return the gradients of every operand; ``out`` saves a pass over the weights, ``d_lse`` adds a gradient.
+
+    ``factors`` are the forward's: they must come out the same for every chunk.
+    """
+    tables = Tables.of(operands, options, xp=xp)
+    sums = _Sums(operands, tables, xp)
+    for chunk in chunks(operands, options):
+        if chunk.first == chunk.end:
+            sums.add_nothing(chunk)
+        else:
+            _backward(d_out, operands, options, tables, chunk, sums, out=out, d_lse=d_lse, factors=factors, xp=xp)
+    return sums.gradients()
+
+
+def _backward(
+    d_out: Array,
+    operands: Operands,
+    options: Options,
+    tables: Tables,
+    chunk: Chunk,
+    sums: _Sums,
+    *,
+    out: Array | None,
+    d_lse: Array | None,
+    factors: Factors | None,
+    xp: Namespace,
+) -> None:
+    queries = slice(chunk.start, chunk.stop)
+    d_out = d_out[..., queries, :]
+    q = operands.q[..., queries, :] * options.scale
+    k, v = (x[..., chunk.first : chunk.end, :] for x in (operands.k, operands.v))
+
+    capped = chunk_logits(operands, options, tables, chunk, xp=xp)
+    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
+    logits = hide(capped, operands.mask, options.visibility, chunk, xp=xp)
+    weights, _ = softmax(logits, dead_rows=dead_rows, lse=False, xp=xp)
+    kept = None if factors is None else factors(chunk, weights)
+    of_values = weights if kept is None else weights * kept
+
+    d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
+    sums.v.add(chunk.first, grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
+    if tables.rel_v is not None:
+        relative, low, high = visible_columns(chunk.relative(of_values, xp=xp), chunk, options)
+        if low <= high:
+            product = tables.rel_v.product(d_out, low, high, xp=xp)
+            product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
+            d_weights = d_weights + chunk.absolute(product, xp=xp)
+            sums.add_table("rel_v", low, high, relative, d_out)
+    if kept is not None:
+        d_weights = d_weights * kept
+
+    if out is None:
+        delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
+    else:
+        delta = xp.sum(d_out * out[..., queries, :], axis=-1, keepdims=True)
+    if d_lse is not None:
+        delta = delta - d_lse[..., queries][..., None]
+    d_logits = weights * (d_weights - delta)
+    sums.add_mask(chunk, d_logits)
+    if options.softcap is not None:
+        ratio = capped * (1 / options.softcap)
+        d_logits = d_logits * (1 - ratio * ratio)
+
+    d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
+    d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
+    if tables.key_table is not None:
+        d_k = d_k + _key_side_gradient(d_logits, k * options.rel_scale, options, chunk, sums, xp=xp)
+    sums.k.add(chunk.first, d_k)
+    d_rel_q = None
+    if tables.rel_k is not None or tables.rel_bias is not None:
+        relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
+        if low <= high and tables.rel_bias is not None:
+            sums.add_table("rel_bias", low, high, relative, None)
+        if low <= high and tables.rel_k is not None:
+            sums.add_table("rel_k", low, high, relative, relative_queries(operands, options, chunk, q))
+            d_rel_q = tables.rel_k.mix(relative, low, high, xp=xp) * options.rel_scale
+    if operands.rel_q is not None:
+        sums.add_queries(d_q, xp.zeros_like(operands.rel_q[..., queries, :]) if d_rel_q is None else d_rel_q)
+    else:
+        sums.add_queries(d_q if d_rel_q is None else d_q + d_rel_q, None)
+
+
+def _key_side_gradient(
+    d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: _Sums, *, xp: Namespace
+) -> Array:
+    """Return what the chunk's keys get from the table that they meet, and add to the table's gradient."""
+    table, pieces = sums.tables.key_table, []
+    assert table is not None
+    lowest, highest = options.positions()
+    for block in blocks(chunk, options.visibility.offset):
+        rows = slice(block.start - chunk.first, block.stop - chunk.first)
+        relative = block.relative(xp.matrix_transpose(d_logits[..., rows]), xp=xp)
+        # Columns that no query sees are never multiplied, as in `visible_columns`.
+        low, high = max(block.low + (block.spare > 0), -highest), min(block.high, -lowest)
+        own = keys[..., rows, :]
+        if low > high:
+            pieces.append(xp.zeros_like(own))
+            continue
+        seen = relative[..., low - block.low : high - block.low + 1]
+        sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
+        pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))
+    return xp.concat(pieces, axis=-2) if len(pieces) > 1 else pieces[0]
+
+
+def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
+    """Return ``Σ x_i y_iᵀ`` over the queries of a key head: (..., H, n, m), (..., H, n, D) -> (..., Hkv, m, D)."""
+    *lead, heads, n, _ = x.shape
+    if heads != groups:
+        x, y = (xp.reshape(z, (*lead, groups, heads // groups * n, z.shape[-1])) for z in (x, y))
+    return xp.matmul(xp.matrix_transpose(x), y)
+
+
+class _Run:
+    """A sum of pieces along axis -2 whose starts never decrease: only the part that still grows is kept open."""
+
+    def __init__(self, like: Array, xp: Namespace) -> None:
+        self._like, self._xp = like, xp
+        self._done: list[Array] = []
+        self._open: Array | None = None
+        self._first = 0
+
+    def _zeros(self, rows: int) -> Array:
+        shape = (*self._like.shape[:-2], rows, self._like.shape[-1])
+        return self._xp.zeros(shape, dtype=self._like.dtype, device=device(self._like))
+
+    def add(self, first: int, piece: Array) -> None:
+        """Add a piece that starts at row ``first``."""
+        if self._open is None:
+            self._done.append(self._zeros(first))
+            self._first, self._open = first, piece
+            return
+        closed = min(first - self._first, self._open.shape[-2])
+        if closed:
+            self._done.append(self._open[..., :closed, :])
+            self._open = self._open[..., closed:, :]
+        gap = first - self._first - closed
+        if gap:
+            self._done.append(self._zeros(gap))
+        self._first = first
+        missing = piece.shape[-2] - self._open.shape[-2]
+        if missing > 0:
+            self._open = self._xp.concat([self._open, self._zeros(missing)], axis=-2)
+        elif missing < 0:
+            piece = self._xp.concat([piece, self._zeros(-missing)], axis=-2)
+        self._open = self._open + piece
+
+    def total(self) -> Array:
+        """Return the sum, with the shape of the array that it is the gradient of."""
+        pieces = [*self._done, *([] if self._open is None else [self._open])]
+        rows = sum(piece.shape[-2] for piece in pieces)
+        pieces.append(self._zeros(self._like.shape[-2] - rows))
+        return self._xp.concat(pieces, axis=-2)
+
+
+@dataclass
+class _Sums:
+    """The gradients while the chunks go by."""
+
+    operands: Operands
+    tables: Tables
+    xp: Namespace
+
+    def __post_init__(self) -> None:
+        self.k = _Run(self.operands.k, self.xp)
+        self.v = _Run(self.operands.v, self.xp)
+        self._columns: dict[str, Array] = {}
+        self._q: list[Array] = []
+        self._rel_q: list[Array] = []
+        self._mask: list[Array] = []
+
+    def add_queries(self, d_q: Array, d_rel_q: Array | None) -> None:
+        """Add a chunk's gradients of ``q`` and of a separate ``rel_q``."""
+        self._q.append(d_q)
+        if d_rel_q is not None:
+            self._rel_q.append(d_rel_q)
+
+    def add_nothing(self, chunk: Chunk) -> None:
+        """Add a chunk that sees no key: zeros for all that goes query by query."""
+        for pieces, like in ((self._q, self.operands.q), (self._rel_q, self.operands.rel_q)):
+            if like is not None:
+                pieces.append(self.xp.zeros_like(like[..., chunk.start : chunk.stop, :]))
+        mask = self.operands.mask
+        if mask is not None and mask.shape[-2] > 1:
+            self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
+
+    def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
+        """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""
+        xp, table = self.xp, getattr(self.tables, name)
+        plan = table.plan(low, high)
+        core = plan.fold(relative, xp=xp)
+        if rows is None:
+            piece = xp.sum(core, axis=-2, keepdims=True)
+        elif table.columns.ndim == 2:  # one product over everything that shares the table
+            core, rows = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (core, rows))
+            piece = xp.matmul(xp.matrix_transpose(rows), core)
+        else:
+            piece = xp.matmul(xp.matrix_transpose(rows), core)
+        piece = plan.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
+        self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
+
+    def add_mask(self, chunk: Chunk, d_logits: Array) -> None:
+        """Add a chunk's gradient of an additive mask."""
+        mask, xp = self.operands.mask, self.xp
+        if mask is None or xp.isdtype(mask.dtype, "bool"):
+            return
+        piece = d_logits
+        if mask.shape[-1] == 1:
+            piece = xp.sum(piece, axis=-1, keepdims=True)
+        else:
+            piece = pad_last(piece, chunk.first, mask.shape[-1] - chunk.end, xp=xp)
+        if mask.shape[-2] == 1:
+            piece = xp.sum(piece, axis=-2, keepdims=True)
+        piece = sum_to(piece, mask.shape[:-2], xp=xp)
+        if mask.shape[-2] == 1 and self._mask:
+            self._mask[0] = self._mask[0] + piece
+        else:
+            self._mask.append(piece)
+
+    def gradients(self) -> Gradients:
+        """Return everything, summed and whole."""
+        xp, operands = self.xp, self.operands
+
+        def table(name: str) -> Array | None:
+            value, laid = getattr(operands, name), getattr(self.tables, name)
+            if value is None:
+                return None
+            if name not in self._columns:
+                return xp.zeros_like(value)
+            gradient = laid.gradient(self._columns[name], xp=xp)
+            if name == "key_table":  # its columns descend
+                return xp.flip(gradient, axis=-2)
+            return gradient[..., 0] if name == "rel_bias" else gradient
+
+        return Gradients(
+            q=_joined(self._q, operands.q, xp=xp),
+            k=self.k.total(),
+            v=self.v.total(),
+            rel_k=table("rel_k"),
+            rel_v=table("rel_v"),
+            rel_bias=table("rel_bias"),
+            rel_q=None if operands.rel_q is None else _joined(self._rel_q, operands.rel_q, xp=xp),
+            mask=self._mask_gradient(),
+            key_table=table("key_table"),
+        )
+
+    def _mask_gradient(self) -> Array | None:
+        mask, xp = self.operands.mask, self.xp
+        if mask is None or xp.isdtype(mask.dtype, "bool"):
+            return None
+        return _joined(self._mask, mask, xp=xp)
+
+
+def _joined(pieces: list[Array], like: Array, *, xp: Namespace) -> Array:
+    return xp.concat(pieces, axis=-2) if pieces else xp.zeros_like(like)
+
+
+def sum_to(x: Array, lead: tuple[int, ...], *, xp: Namespace) -> Array:
+    """Sum the leading axes of (*batch, a, b) to ``lead``, along which a factor of ``x`` was broadcast."""
+    extra = x.ndim - 2 - len(lead)
+    axes = tuple(range(extra))
+    axes += tuple(extra + axis for axis, size in enumerate(lead) if size == 1 and x.shape[extra + axis] != 1)
+    if axes:
+        x = xp.sum(x, axis=axes, keepdims=True)
+    return xp.reshape(x, (*lead, *x.shape[-2:]))

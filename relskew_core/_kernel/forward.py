@@ -1,0 +1,157 @@
+"""The portable forward kernel: one loop over query chunks for every kind of attention.
+
+Global, causal, windowed, local, cross and cached attention differ only in the keys that a chunk may see and in the
+table columns that belong to them. Scratch is ``chunk × (chunk + keys)`` and never ``queries × keys``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from relskew_core._array.namespace import device
+from relskew_core._array.softmax import softmax
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel.key_side import blocks, key_side_logits, mirrored
+from relskew_core._kernel.problem import Operands, Options
+from relskew_core._positions.table import Table
+from relskew_core._positions.visibility import Visibility
+
+Factors = Callable[[Chunk, Array], Array]
+"""For a chunk and its weights, what to multiply them by before they meet the values: dropout."""
+
+
+def attention(
+    operands: Operands, options: Options, *, factors: Factors | None = None, xp: Namespace
+) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    tables = Tables.of(operands, options, xp=xp)
+    outs, sums = [], []
+    for chunk in chunks(operands, options):
+        out, lse = _attend(operands, options, tables, chunk, factors, xp=xp)
+        outs.append(out)
+        sums.append(lse)
+    if not outs:
+        shape = (*operands.q.shape[:-2], 0)
+        outs = [xp.zeros((*shape, operands.v.shape[-1]), dtype=operands.q.dtype, device=device(operands.q))]
+        sums = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
+    if len(outs) == 1:
+        return outs[0], sums[0]
+    return xp.concat(outs, axis=-2), xp.concat(sums, axis=-1) if options.return_lse else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables of a call, extended once to all relative positions that its chunks touch."""
+
+    rel_k: Table | None
+    rel_v: Table | None
+    rel_bias: Table | None
+    key_table: Table | None  # by query position − key position
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options, *, xp: Namespace) -> Tables:
+        """Transpose the tables into columns and extend them where that is cheap."""
+        laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
+        low, high = min([chunk.low for chunk in laid] or [0]), max([chunk.high for chunk in laid] or [0])
+
+        def table(rows: Array | None) -> Table | None:
+            if rows is None:
+                return None
+            columns = Table(xp.matrix_transpose(rows), options.span.left, options.span.beyond)
+            return columns.covering(low, high, xp=xp)
+
+        bias, of_keys = operands.rel_bias, None
+        if operands.key_table is not None:
+            met = [block for chunk in laid for block in blocks(chunk, options.visibility.offset)]
+            reach = min([block.low for block in met] or [0]), max([block.high for block in met] or [0])
+            of_keys = mirrored(operands.key_table, options.span, xp=xp).covering(*reach, xp=xp)
+        return cls(
+            table(operands.rel_k), table(operands.rel_v), table(None if bias is None else bias[..., None]), of_keys
+        )
+
+
+def _attend(
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, factors: Factors | None, *, xp: Namespace
+) -> tuple[Array, Array | None]:
+    v = operands.v[..., chunk.first : chunk.end, :]
+    if chunk.first == chunk.end:
+        shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
+        out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
+        return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
+    logits = hide(
+        chunk_logits(operands, options, tables, chunk, xp=xp), operands.mask, options.visibility, chunk, xp=xp
+    )
+    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
+    weights, lse = softmax(logits, dead_rows=dead_rows, lse=options.return_lse, xp=xp)
+    if factors is not None:
+        weights = weights * factors(chunk, weights)
+    out = grouped_matmul(weights, v, xp=xp)
+    if tables.rel_v is not None:
+        relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
+        if low <= high:
+            out = out + tables.rel_v.mix(relative, low, high, xp=xp)
+    return out, lse
+
+
+def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return the logits of a chunk in absolute layout, softcapped, before masks."""
+    q = operands.q[..., chunk.start : chunk.stop, :] * options.scale
+    k = operands.k[..., chunk.first : chunk.end, :]
+    logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)
+    relative = _relative_terms(operands, options, tables, chunk, q, xp=xp)
+    if relative is not None:
+        logits = logits + chunk.absolute(relative, xp=xp)
+    if tables.key_table is not None:
+        keys = k * options.rel_scale
+        logits = logits + key_side_logits(keys, tables.key_table, chunk, options.visibility.offset, q.shape[-3], xp=xp)
+    return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
+
+
+def _relative_terms(
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, scaled_q: Array, *, xp: Namespace
+) -> Array | None:
+    """Return everything that depends on the relative position, in relative layout (..., n, width)."""
+    bias = None if tables.rel_bias is None else tables.rel_bias.spread(chunk.low, chunk.high, xp=xp)
+    if tables.rel_k is None:
+        if bias is None:
+            return None
+        return xp.broadcast_to(bias, (*bias.shape[:-2], chunk.stop - chunk.start, chunk.width))
+    q = relative_queries(operands, options, chunk, scaled_q)
+    product = tables.rel_k.product(q, chunk.low, chunk.high, xp=xp)
+    return product if bias is None else product + bias
+
+
+def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_q: Array) -> Array:
+    """Return the chunk's queries that meet ``rel_k``, scaled."""
+    if operands.rel_q is None and options.rel_scale == options.scale:
+        return scaled_q
+    rel_q = operands.q if operands.rel_q is None else operands.rel_q
+    return rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
+
+
+def hide(logits: Array, mask: Array | None, visibility: Visibility, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Add an additive mask, and put ``-inf`` where a query may not see."""
+    visible = visibility.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(logits))
+    if mask is not None:
+        mask = mask[(..., *chunk.of_mask(mask))]
+        if xp.isdtype(mask.dtype, "bool"):
+            allowed = mask
+        else:
+            logits, allowed = logits + mask, mask > -math.inf
+        visible = allowed if visible is None else xp.logical_and(visible, allowed)
+    return logits if visible is None else xp.where(visible, logits, -math.inf)
+
+
+def grouped_matmul(x: Array, y: Array, *, xp: Namespace) -> Array:
+    """Multiply (..., H, n, a) by (..., Hkv, a, b): the ``H / Hkv`` heads of a group share one ``y`` without copies."""
+    heads, groups = x.shape[-3], y.shape[-3]
+    if heads == groups:
+        return xp.matmul(x, y)
+    *lead, _, n, width = x.shape
+    split = xp.reshape(x, (*lead, groups, heads // groups, n, width))  # dask splits and merges one axis at a time
+    product = xp.matmul(xp.reshape(split, (*lead, groups, heads // groups * n, width)), y)
+    split = xp.reshape(product, (*lead, groups, heads // groups, n, y.shape[-1]))
+    return xp.reshape(split, (*lead, heads, n, y.shape[-1]))

@@ -1,0 +1,64 @@
+"""Keys that meet a table of their own, ``k_j · e_r``: DeBERTa's position to content.
+
+Seen from a key, queries are what keys are to a query, with past and future changed over: the same skew, on blocks of
+keys against the queries of a chunk. Blocks, since a key meets as many columns as there are queries and keys of its
+block; all keys at once would meet ``n + m`` columns each where ``n`` are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._positions.span import Span
+from relskew_core._positions.table import Table
+
+SMALLEST = 16
+"""Keys of a block at least: a few columns in vain cost less than many small products."""
+
+
+def mirrored(table: Array, span: Span, *, xp: Namespace) -> Table:
+    """Return the columns of a table by ``-r``: query position − key position, ascending."""
+    return Table(xp.flip(xp.matrix_transpose(table), axis=-1), span.right, span.beyond)
+
+
+def blocks(chunk: Chunk, offset: int) -> Iterator[Chunk]:
+    """Cut a chunk's keys into blocks, each a chunk whose queries are the keys, and whose keys the chunk's queries."""
+    n = chunk.stop - chunk.start
+    size = max(SMALLEST, n // 2)
+    for start in range(chunk.first, chunk.end, size):
+        stop = min(start + size, chunk.end)
+        spare = stop - start if stop - start > 1 else 0
+        low = chunk.start + offset - start - spare
+        yield Chunk(start, stop, chunk.start, chunk.stop, low, spare + n, spare)
+
+
+def key_side_logits(k: Array, table: Table, chunk: Chunk, offset: int, heads: int, *, xp: Namespace) -> Array:
+    """Return ``k_j · e_r`` for the keys of a chunk, (..., H, n, m)."""
+    pieces = []
+    for block in blocks(chunk, offset):
+        keys = k[..., block.start - chunk.first : block.stop - chunk.first, :]
+        by_head = table.columns.ndim > 2
+        product = table.product(by_query_head(keys, heads, xp=xp) if by_head else keys, block.low, block.high, xp=xp)
+        logits = block.absolute(product, xp=xp)
+        pieces.append(logits if by_head else by_query_head(logits, heads, xp=xp))
+    return xp.matrix_transpose(xp.concat(pieces, axis=-2) if len(pieces) > 1 else pieces[0])
+
+
+def by_query_head(x: Array, heads: int, *, xp: Namespace) -> Array:
+    """Repeat what belongs to key heads for the query heads of their groups: (..., Hkv, a, b) to (..., H, a, b)."""
+    *lead, groups, a, b = x.shape
+    if heads == groups:
+        return x
+    size = heads // groups
+    wide = xp.broadcast_to(xp.reshape(x, (*lead, groups, 1, a, b)), (*lead, groups, size, a, b))
+    return xp.reshape(wide, (*lead, heads, a, b))
+
+
+def by_key_head(x: Array, groups: int, *, xp: Namespace) -> Array:
+    """Return the adjoint of :func:`by_query_head`."""
+    *lead, heads, a, b = x.shape
+    if heads == groups:
+        return x
+    return xp.sum(xp.reshape(x, (*lead, groups, heads // groups, a, b)), axis=-3)

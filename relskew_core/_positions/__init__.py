@@ -1,0 +1,1 @@
+"""Who sees whom, and which row of a table belongs to it."""

@@ -1,0 +1,180 @@
+"""Offsets that differ from item to item of a batch: ragged and left-padded sequences, caches of different lengths.
+
+Every item gets a window of the tables of its own, shifted by its offset, so that from there on all items stand at
+offset 0; what may be seen is a mask with the batch's axes. Offsets may be values that nobody knows yet, under
+``jax.jit`` or on a device: nothing but sizes decides what is done.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from relskew_core._array.checks import check_int, describe
+from relskew_core._array.namespace import check_companion, device, is_torch
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._positions.span import Beyond, Span
+from relskew_core._positions.table import Plan
+from relskew_core._positions.visibility import Visibility
+
+
+@dataclass(frozen=True, eq=False)
+class RowVisibility(Visibility):
+    """The pattern of a batch whose query ``i`` stands at position ``i + offsets[item]``."""
+
+    offsets: Array = None  # integers, the batch's axes
+    known: tuple[int, ...] | None = None  # their values in order, where they are at hand
+
+    def each(self) -> list[Visibility]:
+        """Return the patterns that occur, one for each different offset that is known."""
+        return [
+            Visibility(self.n_queries, self.n_keys, offset, self.causal, self.window, self.block_size)
+            for offset in sorted(set(self.known or ()))
+        ]
+
+    def keys(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of keys that some query of some item may see."""
+        if self.known is None:
+            return 0, self.n_keys
+        ranges = [pattern.keys(start, stop) for pattern in self.each()]
+        first, end = min((first for first, _ in ranges), default=0), max((end for _, end in ranges), default=0)
+        return first, max(first, end)
+
+    def positions(self) -> tuple[int, int] | None:
+        """Return the range of relative positions, as of offset 0, that the items' windows cover."""
+        return (1 - self.n_queries, self.n_keys - 1) if self.n_queries and self.n_keys else None
+
+    def check_reach(self, name: str, span: Span) -> None:
+        """Refuse a table that is too short for an item whose offset is known."""
+        for pattern in self.each():
+            pattern.check_reach(name, span)
+
+    def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
+        """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m)."""
+        queries = xp.arange(start, stop, device=device)[:, None] + self.offsets[..., None, None, None]
+        keys = xp.arange(first, end, device=device)
+        seen = keys >= 0 * queries
+        if self.right is not None:
+            seen = xp.logical_and(seen, keys <= queries + self.right)
+        if self.left is not None:
+            seen = xp.logical_and(seen, keys >= queries - self.left)
+        if self.block_size is not None:
+            seen = xp.logical_and(seen, keys >= (queries // self.block_size - 1) * self.block_size)
+        return seen
+
+    def some_query_sees_nothing(self) -> bool:
+        """Whether a query's range of keys may be empty."""
+        return True
+
+    def sees(self, positions: Array, *, xp: Namespace) -> Array:
+        """Return which relative positions (..., W) lie between a query and a key that it may see."""
+        low, high = self.offsets[..., None], self.offsets[..., None] + (self.n_queries - 1)
+        # The queries that have a key there stand from `low` to `high`.
+        low, high = xp.maximum(low, -positions), xp.minimum(high, self.n_keys - 1 - positions)
+        seen = low <= high
+        if self.right is not None:
+            seen = xp.logical_and(seen, positions <= self.right)
+        if self.left is not None:
+            seen = xp.logical_and(seen, positions >= -self.left)
+        if self.block_size is not None:  # a block's last query looks back furthest
+            size = self.block_size
+            furthest = xp.where(high // size > low // size, high - high + size - 1, high % size)
+            seen = xp.logical_and(seen, -positions <= furthest + size)
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a batch's tables: column ``c`` of item ``b`` holds ``r = c - n_queries - offsets[b]``."""
+
+    visibility: RowVisibility
+    span: Span  # of the tables
+    xp: Namespace
+
+    @property
+    def window_span(self) -> Span:
+        """Which positions, as of offset 0, a window's rows stand for: one more than occur, for the slide."""
+        return Span(self.visibility.n_queries, max(0, self.visibility.n_keys - 1), "zero")
+
+    def _positions(self) -> Array:
+        offsets, span = self.visibility.offsets, self.window_span
+        return self.xp.arange(-span.left, span.right + 1, device=device(offsets)) - offsets[..., None]
+
+    def of(self, table: Array) -> Array:
+        """Return every item's rows of a table: (R, D) or (H, R, D) to (..., 1 or H, W, D).
+
+        Rows that nobody may see are zeros, whatever they hold; rows beyond a table that has to reach are NaN, which
+        only offsets that are not known lead to.
+        """
+        xp, span = self.xp, self.span
+        positions = self._positions()
+        lead, width = positions.shape[:-1], positions.shape[-1]
+        table = table if table.ndim == 3 else table[None, ...]
+        indices = xp.clip(positions + span.left, 0, span.rows - 1)
+        rows = xp.take(table, xp.reshape(indices, (-1,)), axis=1)
+        heads, _, size = rows.shape
+        rows = xp.reshape(xp.permute_dims(xp.reshape(rows, (heads, -1, width, size)), (1, 0, 2, 3)),
+                          (*lead, heads, width, size))  # fmt: skip
+        if span.beyond != "clip":
+            there = xp.logical_and(positions >= -span.left, positions <= span.right)[..., None, :, None]
+            rows = xp.where(there, rows, 0.0 if span.beyond == "zero" else math.nan)
+        return xp.where(self.visibility.sees(positions, xp=xp)[..., None, :, None], rows, 0.0)
+
+    def gradient(self, windows: Array, table: Array) -> Array:
+        """Return the adjoint of :meth:`of`: (..., 1 or H, W, D) summed into the rows of ``table``."""
+        xp, visibility = self.xp, self.visibility
+        if visibility.known is None:
+            raise TypeError(
+                "`offset` must be known for the gradient of a table: a sequence of ints, or an array that nobody "
+                f"traces, got {describe(visibility.offsets)}"
+            )
+        seen = visibility.sees(self._positions(), xp=xp)[..., None, :, None]
+        columns = xp.matrix_transpose(xp.where(seen, windows, 0.0))
+        columns = xp.reshape(columns, (-1, *columns.shape[-3:]))
+        span, reach = self.span, self.window_span
+        beyond: Beyond = "clip" if span.beyond == "clip" else "zero"
+        total = xp.zeros((*columns.shape[1:-1], span.rows), dtype=columns.dtype, device=device(columns))
+        for item, offset in enumerate(visibility.known):
+            plan = Plan.of(span.left, span.rows, beyond, -reach.left - offset, reach.right - offset)
+            total = total + plan.place(plan.fold(columns[item, ...], xp=xp), span.rows, xp=xp)
+        return xp.reshape(xp.matrix_transpose(total), table.shape)
+
+
+def is_by_row(offset: Any) -> bool:
+    """Whether an offset is one for each item: a sequence, or an array with axes."""
+    return isinstance(offset, (list, tuple)) or bool(getattr(offset, "ndim", 0))
+
+
+def row_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
+    """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
+    lead = tuple(q.shape[:-3])
+    if isinstance(offset, (list, tuple)):
+        known = tuple(check_int(f"offset[{index}]", value) for index, value in enumerate(offset))
+        if (len(known),) != lead:
+            raise ValueError(
+                f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"
+            )
+        return xp.asarray(known, dtype=xp.int64, device=device(q)), known
+    check_companion("offset", offset, "q", q, xp=xp)
+    if not xp.isdtype(offset.dtype, "integral"):
+        raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
+    if tuple(offset.shape) != lead:
+        raise ValueError(
+            f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {describe(offset)}"
+        )
+    return offset, _values(offset, xp=xp)
+
+
+def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
+    """Return an array's values where they can be read at no cost: on a CPU, and not while somebody traces."""
+    if is_torch(offset):
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling() or type(offset) is not torch.Tensor:  # else a fake tensor
+            return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(offset):
+            return None
+    if "cpu" not in str(device(offset)).lower():  # JAX's tracers are on no device
+        return None
+    return tuple(int(value) for value in xp.reshape(offset, (-1,)))

@@ -1,0 +1,84 @@
+"""Which relative positions a table's rows stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from relskew_core._array.checks import check_choice, check_int
+
+Beyond = Literal["error", "clip", "zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The relative positions ``-left … right`` of a table's rows, ascending.
+
+    Row ``c`` of the table belongs to the relative position ``r = c - left``, where
+    ``r = key position - query position``: negative is the past, positive the future.
+
+    Parameters
+    ----------
+    left, right : int
+        How many positions the table reaches into the past and into the future, both ``>= 0``.
+    beyond : {"error", "clip", "zero"}, default "error"
+        What happens at relative positions outside the span that some query may see:
+        raise a ``ValueError``, repeat the edge row (Shaw et al. 2018, section 3.2), or contribute nothing.
+
+    Examples
+    --------
+    >>> span = Span(2, 1)
+    >>> span.rows
+    4
+    >>> list(range(-span.left, span.right + 1))
+    [-2, -1, 0, 1]
+    """
+
+    left: int
+    right: int
+    beyond: Beyond = "error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", check_int("left", self.left, minimum=0))
+        object.__setattr__(self, "right", check_int("right", self.right, minimum=0))
+        check_choice("beyond", self.beyond, get_args(Beyond))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a table with this span, ``left + right + 1``."""
+        return self.left + self.right + 1
+
+    @classmethod
+    def causal(cls, n: int) -> Span:
+        """Span of the ``n`` relative positions ``-(n-1) … 0``: Music Transformer's ``E_r`` (Huang et al. 2018).
+
+        Examples
+        --------
+        >>> Span.causal(5)
+        Span(left=4, right=0, beyond='error')
+        """
+        return cls(check_int("n", n, minimum=1) - 1, 0)
+
+    @classmethod
+    def full(cls, n: int) -> Span:
+        """Span of the ``2n - 1`` relative positions ``-(n-1) … n-1``: every pair of ``n`` positions.
+
+        Examples
+        --------
+        >>> Span.full(5)
+        Span(left=4, right=4, beyond='error')
+        """
+        reach = check_int("n", n, minimum=1) - 1
+        return cls(reach, reach)
+
+    @classmethod
+    def clipped(cls, k: int) -> Span:
+        """Span ``-k … k`` whose edge rows serve every position further away (Shaw et al. 2018, section 3.2).
+
+        Examples
+        --------
+        >>> Span.clipped(2)
+        Span(left=2, right=2, beyond='clip')
+        """
+        reach = check_int("k", k, minimum=0)
+        return cls(reach, reach, "clip")

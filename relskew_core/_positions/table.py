@@ -1,0 +1,121 @@
+"""The rows of a table for a run of relative positions, past its ends too.
+
+Tables are held transposed, one *column* per relative position, so that one plan of integers extends a table and the
+product of queries with it alike, and folds back what belongs to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._positions.skew import pad_last
+from relskew_core._positions.span import Beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the columns ``first … last`` come from: zeros, a repeated edge, ``start … stop - 1``, an edge, zeros."""
+
+    zeros_before: int
+    edge_before: int
+    start: int
+    stop: int
+    edge_after: int
+    zeros_after: int
+
+    @classmethod
+    def of(cls, left: int, rows: int, beyond: Beyond, first: int, last: int) -> Plan:
+        """Plan the positions ``first … last`` of a table whose column ``c`` holds ``c - left``."""
+        low, high = first + left, last + left
+        if high < 0:  # all before the table
+            return cls._beyond(0, beyond, last - first + 1)
+        if low >= rows:  # all after it
+            return cls._beyond(rows - 1, beyond, last - first + 1)
+        start, stop = max(low, 0), min(high + 1, rows)
+        before, after = start - low, high + 1 - stop
+        if beyond == "clip":
+            return cls(0, before, start, stop, after, 0)
+        return cls(before, 0, start, stop, 0, after)
+
+    @classmethod
+    def _beyond(cls, edge: int, beyond: Beyond, count: int) -> Plan:
+        if beyond == "clip":
+            return cls(0, count - 1, edge, edge + 1, 0, 0)
+        return cls(count, 0, edge, edge, 0, 0)
+
+    def widen(self, core: Array, *, xp: Namespace) -> Array:
+        """Extend (..., stop - start) columns to all that were planned; a view if they are all there."""
+        pieces = [core]
+        if self.edge_before:
+            pieces.insert(0, xp.broadcast_to(core[..., :1], (*core.shape[:-1], self.edge_before)))
+        if self.edge_after:
+            pieces.append(xp.broadcast_to(core[..., -1:], (*core.shape[:-1], self.edge_after)))
+        whole = xp.concat(pieces, axis=-1) if len(pieces) > 1 else core
+        return pad_last(whole, self.zeros_before, self.zeros_after, xp=xp)
+
+    def place(self, core: Array, rows: int, *, xp: Namespace) -> Array:
+        """Put (..., stop - start) columns where they belong among ``rows``, zeros elsewhere."""
+        return pad_last(core, self.start, rows - self.stop, xp=xp)
+
+    def fold(self, wide: Array, *, xp: Namespace) -> Array:
+        """Return the adjoint of :meth:`widen`: sum the planned columns into (..., stop - start)."""
+        begin = self.zeros_before + self.edge_before
+        end = begin + self.stop - self.start
+        core = wide[..., begin:end]
+        if self.edge_before:
+            edge = xp.sum(wide[..., self.zeros_before : begin + 1], axis=-1, keepdims=True)
+            core = xp.concat([edge, core[..., 1:]], axis=-1)
+        if self.edge_after:
+            edge = core[..., -1:] + xp.sum(wide[..., end : end + self.edge_after], axis=-1, keepdims=True)
+            core = xp.concat([core[..., :-1], edge], axis=-1)
+        return core
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table by columns, shape (..., D, rows); column ``c`` holds the relative position ``c - left``."""
+
+    columns: Array
+    left: int
+    beyond: Beyond
+    extension: Plan | None = None  # how the columns came from the caller's table, if they were extended
+    rows: int = 0  # of the caller's table, if they were extended
+
+    def plan(self, first: int, last: int) -> Plan:
+        """Plan the positions ``first … last``."""
+        return Plan.of(self.left, self.columns.shape[-1], self.beyond, first, last)
+
+    def covering(self, first: int, last: int, *, xp: Namespace) -> Table:
+        """Return a table whose chunks are views: extended once to ``first … last``, unless it is much shorter.
+
+        Of a short table it costs less to multiply what is there and to extend the products.
+        """
+        if 2 * self.columns.shape[-1] <= last - first + 1:
+            return self
+        plan = self.plan(first, last)
+        columns = plan.widen(self.columns[..., plan.start : plan.stop], xp=xp)
+        return Table(columns, -first, "zero", plan, self.columns.shape[-1])
+
+    def gradient(self, columns: Array, *, xp: Namespace) -> Array:
+        """Turn the gradient of the columns into the gradient of the caller's table, (..., rows, D)."""
+        if self.extension is not None:
+            core = self.extension.fold(columns, xp=xp)
+            columns = self.extension.place(core, self.rows, xp=xp)
+        return xp.matrix_transpose(columns)
+
+    def product(self, q: Array, first: int, last: int, *, xp: Namespace) -> Array:
+        """Return ``q · e_r`` for ``r = first … last``: (..., n, D) -> (..., n, last - first + 1)."""
+        plan = self.plan(first, last)
+        return plan.widen(xp.matmul(q, self.columns[..., plan.start : plan.stop]), xp=xp)
+
+    def mix(self, weights: Array, first: int, last: int, *, xp: Namespace) -> Array:
+        """Return ``Σ_r w_r e_r`` over ``r = first … last``: (..., n, last - first + 1) -> (..., n, D)."""
+        plan = self.plan(first, last)
+        rows = xp.matrix_transpose(self.columns[..., plan.start : plan.stop])
+        return xp.matmul(plan.fold(weights, xp=xp), rows)
+
+    def spread(self, first: int, last: int, *, xp: Namespace) -> Array:
+        """Return the columns of ``r = first … last`` themselves."""
+        plan = self.plan(first, last)
+        return plan.widen(self.columns[..., plan.start : plan.stop], xp=xp)

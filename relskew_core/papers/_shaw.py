@@ -1,0 +1,286 @@
+"""Shaw, Uszkoreit and Vaswani 2018, "Self-Attention with Relative Position Representations", as printed."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from array_api_compat import device
+
+from relskew_core._array.checks import check_choice, check_int
+from relskew_core._array.namespace import namespace_of, namespace_of_arrays
+from relskew_core._array.typing import Array, Namespace
+from relskew_core.papers._common import check_leading, check_table, check_trailing, weigh
+
+
+def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int = 0, device: Any = None) -> Array:
+    """Table row of every query and key: ``clip(j - (i + offset), -k, k) + k`` (Shaw et al. 2018, section 3.2).
+
+    The paper's tables hold ``w_{-k} … w_k``; adding ``k`` makes the clipped distance a row number.
+    Time and memory ``O(n·m)``.
+
+    Parameters
+    ----------
+    n_queries, n_keys : int
+        ``n`` and ``m``, both ``>= 0``.
+    k : int
+        The clipping distance, ``>= 0``.
+    xp : module
+        Array library to make the matrix in.
+    offset : int, default 0
+        Absolute position of query 0; the paper has 0.
+    device : device of ``xp``, optional
+        Where the matrix shall lie.
+
+    Returns
+    -------
+    array of int, shape (n, m)
+        Numbers in ``0 … 2k``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> clipped_distances(4, 4, 1, xp=np)
+    array([[1, 2, 2, 2],
+           [0, 1, 2, 2],
+           [0, 0, 1, 2],
+           [0, 0, 0, 1]])
+    """
+    n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
+    k, offset = check_int("k", k, minimum=0), check_int("offset", offset)
+    return _distances(n, m, k, offset, xp=namespace_of(xp), device=device)
+
+
+def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0) -> Array:
+    """Gather the row of every query and key: ``a_ij = w_clip(j - i, k)`` (Shaw et al. 2018, section 3.2).
+
+    This tensor is what every other form avoids: memory ``O(n·m·D)`` a head, unless the heads share the table.
+
+    Parameters
+    ----------
+    table : array, shape (2k+1, D) or (H, 2k+1, D)
+        Rows of the relative positions ``-k … k``.
+    n_queries, n_keys : int
+        ``n`` and ``m``.
+    offset : int, default 0
+        Absolute position of query 0.
+
+    Returns
+    -------
+    array, shape (n, m, D) or (H, n, m, D)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> clipped_lookup(np.asarray([[-1.0], [0.0], [1.0]]), 3, 3)[..., 0]
+    array([[ 0.,  1.,  1.],
+           [-1.,  0.,  1.],
+           [-1., -1.,  0.]])
+    """
+    xp = namespace_of_arrays({"table": table})
+    n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
+    return _lookup("table", table, n, m, check_int("offset", offset), xp=xp)
+
+
+def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> Array:
+    """``e_ij = q_i (k_j + a_ij)ᵀ / √D``, every key moved for every query (Shaw et al. 2018, equation 4).
+
+    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m·D)``: the form that the paper's section 3.3 sets out to avoid.
+
+    Parameters
+    ----------
+    q : array, shape (..., n, D)
+        Queries, ``x_i W^Q``.
+    k : array, shape (..., m, D)
+        Keys, ``x_j W^K``; leading axes those of ``q``.
+    rel_k : array, shape (2k+1, D) or (H, 2k+1, D)
+        The paper's ``w^K``, rows of the relative positions ``-k … k``.
+    offset : int, default 0
+        Absolute position of query 0; the paper has 0.
+
+    Returns
+    -------
+    array, shape (..., n, m)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ones, rel_k = np.ones((3, 1)), np.asarray([[-1.0], [0.0], [1.0]])
+    >>> shaw_gather_logits(ones, ones, rel_k)
+    array([[1., 2., 2.],
+           [0., 1., 2.],
+           [0., 0., 1.]])
+    """
+    xp = _check_logits(q, k, rel_k)
+    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], check_int("offset", offset), xp=xp)
+    moved = xp.expand_dims(k, axis=-3) + a
+    return xp.sum(xp.expand_dims(q, axis=-2) * moved, axis=-1) / q.shape[-1] ** 0.5
+
+
+def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> Array:
+    """``e_ij = (q_i k_jᵀ + q_i a_ijᵀ) / √D``, in two products (Shaw et al. 2018, equation 5, section 3.3).
+
+    The second term is ``n`` parallel products, one a query position, of ``(B·H, D)`` and ``(D, m)``: the queries are
+    transposed and reshaped to bring their position to the front, and the product is reshaped back.
+    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m + n·m·D)``: one gathered table for all batches and heads.
+
+    Parameters and result are those of :func:`shaw_gather_logits`, but all heads must share ``rel_k``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ones, rel_k = np.ones((3, 1)), np.asarray([[-1.0], [0.0], [1.0]])
+    >>> shaw_split_logits(ones, ones, rel_k)
+    array([[1., 2., 2.],
+           [0., 1., 2.],
+           [0., 0., 1.]])
+    """
+    xp = _check_logits(q, k, rel_k)
+    check_trailing("rel_k", rel_k, {"R": None, "D": q.shape[-1]}, exact=True)
+    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], check_int("offset", offset), xp=xp)
+    content = xp.matmul(q, xp.matrix_transpose(k))
+    position = _by_position(q, xp.matrix_transpose(a), xp=xp)
+    return (content + position) / q.shape[-1] ** 0.5
+
+
+def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0) -> Array:
+    """``z_i = Σ_j α_ij (v_j + a_ij)``, every value moved for every query (Shaw et al. 2018, equation 3).
+
+    Time and memory ``O(B·H·n·m·Dv)``.
+
+    Parameters
+    ----------
+    weights : array, shape (..., n, m)
+        Softmax weights, ``α``.
+    v : array, shape (..., m, Dv)
+        Values, ``x_j W^V``; leading axes those of ``weights``.
+    rel_v : array, shape (2k+1, Dv) or (H, 2k+1, Dv)
+        The paper's ``w^V``, rows of the relative positions ``-k … k``.
+    offset : int, default 0
+        Absolute position of query 0; the paper has 0.
+
+    Returns
+    -------
+    array, shape (..., n, Dv)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
+    >>> shaw_gather_values(np.eye(3), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    array([10., 20., 30.])
+    >>> shaw_gather_values(np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    array([31., 20.,  9.])
+    """
+    xp = _check_values(weights, v, rel_v)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
+    moved = xp.expand_dims(v, axis=-3) + a
+    return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
+
+
+def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0) -> Array:
+    """``z_i = Σ_j α_ij v_j + Σ_j α_ij a_ij``, in two products (Shaw et al. 2018, equation 3 as section 3.3 says).
+
+    The second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
+    Time ``O(B·H·n·m·Dv)``, memory ``O(n·m·Dv)`` besides the weights and the result.
+
+    Parameters and result are those of :func:`shaw_gather_values`, but all heads must share ``rel_v``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
+    >>> shaw_split_values(np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    array([31., 20.,  9.])
+    """
+    xp = _check_values(weights, v, rel_v)
+    check_trailing("rel_v", rel_v, {"R": None, "Dv": v.shape[-1]}, exact=True)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
+    return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
+
+
+def shaw_attention(
+    q: Array, k: Array, v: Array, rel_k: Array, rel_v: Array | None = None, *, form: str = "gather", offset: int = 0
+) -> Array:
+    """Attention with relative keys and values: equations 4, 2 and 3 of Shaw et al. 2018, one after the other.
+
+    Time ``O(B·H·n·m·D)``; memory ``O(B·H·n·m·D)`` as ``"gather"``, ``O(B·H·n·m + n·m·D)`` as ``"split"``.
+
+    Parameters
+    ----------
+    q, k, v : array, shapes (..., n, D), (..., m, D), (..., m, Dv)
+        Queries, keys and values with the same leading axes.
+    rel_k : array, shape (2k+1, D) or, as ``"gather"``, (H, 2k+1, D)
+        Rows of the relative positions ``-k … k``.
+    rel_v : array, shape (2k+1, Dv) or, as ``"gather"``, (H, 2k+1, Dv), optional
+        The same for the values; without it ``z_i = Σ_j α_ij v_j`` (equation 1).
+    form : {"gather", "split"}, default "gather"
+        Which of the two forms computes the terms.
+    offset : int, default 0
+        Absolute position of query 0; the paper has 0.
+
+    Returns
+    -------
+    array, shape (..., n, Dv)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k, v = np.ones((3, 2, 5, 4))
+    >>> rel_k, rel_v = np.zeros((3, 4)), np.asarray([[-1.0], [0.0], [1.0]]) * np.ones(4)
+    >>> shaw_attention(q, k, v, rel_k, rel_v, form="split")[0, :, 0].round(6)
+    array([1.8, 1.4, 1. , 0.6, 0.2])
+    """
+    check_choice("form", form, ("gather", "split"))
+    xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k}, {"rel_v": rel_v})
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_trailing("v", v, {"m": k.shape[-2], "Dv": None})
+    check_leading("v", v, "q", q)
+    gather = form == "gather"
+    weights = weigh((shaw_gather_logits if gather else shaw_split_logits)(q, k, rel_k, offset=offset), xp=xp)
+    if rel_v is None:
+        return xp.matmul(weights, v)
+    return (shaw_gather_values if gather else shaw_split_values)(weights, v, rel_v, offset=offset)
+
+
+def _distances(n: int, m: int, k: int, offset: int, *, xp: Namespace, device: Any) -> Array:
+    i = xp.arange(n, device=device) + offset
+    j = xp.arange(m, device=device)
+    return xp.clip(xp.expand_dims(j, axis=0) - xp.expand_dims(i, axis=1), -k, k) + k
+
+
+def _lookup(name: str, table: Array, n: int, m: int, offset: int, *, xp: Namespace) -> Array:
+    check_trailing(name, table, {"R": None, "D": None})
+    rows, d = table.shape[-2:]
+    if table.ndim > 3 or rows % 2 == 0:
+        raise ValueError(f"`{name}` must have shape (2k+1, D) or (H, 2k+1, D), got {tuple(table.shape)}")
+    distances = _distances(n, m, rows // 2, offset, xp=xp, device=device(table))
+    gathered = xp.take(table, xp.reshape(distances, (-1,)), axis=-2)
+    return xp.reshape(gathered, (*table.shape[:-2], n, m, d))
+
+
+def _by_position(x: Array, a: Array, *, xp: Namespace) -> Array:
+    """Multiply every position of ``x (..., n, p)`` by its own matrix in ``a (n, p, q)``: (..., n, q)."""
+    *lead, n, p = x.shape
+    positions_first = xp.reshape(xp.moveaxis(x, -2, 0), (n, prod(lead), p))
+    product = xp.matmul(positions_first, a)
+    return xp.moveaxis(xp.reshape(product, (n, *lead, a.shape[-1])), 0, -2)
+
+
+def _check_logits(q: Array, k: Array, rel_k: Array) -> Namespace:
+    xp = namespace_of_arrays({"q": q, "k": k, "rel_k": rel_k})
+    check_trailing("q", q, {"n": None, "D": None})
+    check_trailing("k", k, {"m": None, "D": q.shape[-1]})
+    check_table("rel_k", rel_k, q, {"R": None, "D": q.shape[-1]})
+    check_leading("k", k, "q", q)
+    return xp
+
+
+def _check_values(weights: Array, v: Array, rel_v: Array) -> Namespace:
+    xp = namespace_of_arrays({"weights": weights, "v": v, "rel_v": rel_v})
+    check_trailing("weights", weights, {"n": None, "m": None})
+    check_trailing("v", v, {"m": weights.shape[-1], "Dv": None})
+    check_table("rel_v", rel_v, weights, {"R": None, "Dv": v.shape[-1]})
+    check_leading("v", v, "weights", weights)
+    return xp

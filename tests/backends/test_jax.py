@@ -1,0 +1,277 @@
+"""JAX's loops: the results and gradients of the dense formula, in memory and compile time that keep the promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dense
+import oracles
+import strategies
+from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._kernel.problem import Options
+from relskew_core._positions.visibility import Visibility
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+plans = pytest.importorskip("relskew_core.backends._jax.loops")
+
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compile in a third of the time what runs once, on a few numbers."""
+
+
+def on_jax(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def run(function: Any, *arguments: Any) -> Any:
+    return jax.jit(function).lower(*arguments).compile(compiler_options=QUICKLY)(*arguments)
+
+
+def close(actual: Any, expected: Any, tolerance: float, name: str) -> None:
+    size = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)))
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=tolerance * size, err_msg=name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(call=strategies.calls(), seed=strategies.seeds)
+def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(call: strategies.Call, seed: int) -> None:
+    options = call.options
+    portable = relative_attention(**call.arrays, **options, return_lse=True, impl="portable")
+    rng = np.random.default_rng(seed)
+    cotangents = rng.standard_normal(portable[0].shape), rng.standard_normal(portable[1].shape)
+    cotangents[1][~np.isfinite(portable[1])] = 0.0  # queries that see nothing
+    floating = {name: x for name, x in call.arrays.items() if x.dtype != bool}
+    mask = {name: jnp.asarray(x) for name, x in call.arrays.items() if x.dtype == bool}
+
+    def both(arrays: dict[str, Any]) -> Any:
+        results, pull = jax.vjp(
+            lambda x: relative_attention(**x, **mask, **options, return_lse=True, impl="native"), arrays
+        )
+        return results, pull(tuple(jnp.asarray(x) for x in cotangents))[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "TURNS", 2)  # several loops from a few queries on
+        results, gradients = run(both, on_jax(floating))
+    for name, actual, expected in zip(("out", "lse"), results, portable, strict=True):
+        close(actual, expected, 1e-12, name)
+
+    given: dict[str, Any] = {name: torch.tensor(x, requires_grad=x.dtype != bool) for name, x in call.arrays.items()}
+    plain = {name: option for name, option in options.items() if name != "chunk_size"}
+    out, lse = dense.attention(**given, **plain)
+    expected = torch.autograd.grad(
+        [out, lse], [given[name] for name in floating], [torch.tensor(x) for x in cotangents], materialize_grads=True
+    )
+    for name, gradient in zip(floating, expected, strict=True):
+        close(gradients[name], gradient.numpy(), 1e-10, name)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    m=st.integers(0, 40),
+    size=st.integers(1, 12),
+    pattern=st.fixed_dictionaries(
+        {
+            "offset": st.integers(-50, 50),
+            "causal": st.booleans(),
+            "window": st.none() | st.tuples(*[st.none() | st.integers(0, 12)] * 2),
+            "block_size": st.none() | st.integers(1, 9),
+        }
+    ),
+)
+def test_plans_have_everything_that_is_seen_once_and_at_one_place(
+    n: int, m: int, size: int, pattern: dict[str, Any]
+) -> None:
+    causal = pattern["causal"] or pattern["block_size"] is not None
+    visibility = Visibility(n, m, pattern["offset"], causal, pattern["window"], pattern["block_size"])
+    plan = plans.Plan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0, None, None, False), size)
+    assert len(plan.segments) <= plans.SEGMENTS
+    found = []
+    for segment in plan.segments:
+        assert segment.n <= size
+        assert len(segment.places.start) >= plans.TURNS or len(plan.segments) == 1
+        for start, fresh, first, seen_first, seen_end in zip(*segment.places, strict=True):
+            assert 0 <= start <= n - segment.n
+            assert 0 <= first <= m - segment.m
+            assert segment.overlap or start == fresh
+            assert segment.unseen or (seen_first, seen_end) == (first, first + segment.m)
+            low = first - start - visibility.offset - segment.spare
+            assert plan.low <= low <= low + segment.width - 1 <= plan.high
+            for i in range(fresh, start + segment.n):
+                for j in range(m):
+                    if oracles.sees(i, j, **pattern):
+                        found.append((i, j))
+                        assert first <= seen_first <= j < seen_end <= first + segment.m
+                        assert low <= j - i - visibility.offset < low + segment.width
+    seen = [(i, j) for i in range(n) for j in range(m) if oracles.sees(i, j, **pattern)]
+    assert sorted(found) == seen
+
+
+def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
+    def segments(**pattern: Any) -> list[Any]:
+        options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0, None, None, False)
+        return list(plans.Plan.of(options, 8).segments)
+
+    assert [segment.m for segment in segments()] == [256]
+    assert [segment.m for segment in segments(causal=True, window=(15, None))] == [8 + 15]
+    assert [segment.m for segment in segments(causal=True)] == [40, 80, 128, 168, 208, 256]
+
+
+def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:
+    rows = jax.ShapeDtypeStruct((1, heads, length, width), "float32")
+    return [rows, rows, rows, jax.ShapeDtypeStruct((heads, length, width), "float32")]
+
+
+def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
+    def total(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
+        return jnp.sum(jnp.square(relative_attention(q, k, v, rel_k, causal=True, chunk_size=64)))
+
+    return jax.grad(total, argnums=(0, 1, 2, 3))(q, k, v, rel_k)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+    def scratch(length: int) -> int:
+        compiled = jax.jit(gradient).lower(*shapes(length)).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    shorter, longer = scratch(512), scratch(1024)
+    assert longer < 2.6 * shorter
+    assert longer < 4 * 2 * 1024 * 1024  # one array of 1024 × 1024 for each of the two heads
+
+
+def test_the_program_does_not_grow_with_the_length() -> None:
+    def equations(jaxpr: Any) -> int:
+        inner = (getattr(value, "jaxpr", None) for equation in jaxpr.eqns for value in equation.params.values())
+        return len(jaxpr.eqns) + sum(equations(x) for x in inner if hasattr(x, "eqns"))
+
+    sizes = [equations(jax.make_jaxpr(gradient)(*shapes(length)).jaxpr) for length in (2048, 8192)]
+    assert sizes[0] == sizes[1] > 100
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "rows"),
+    [
+        ({"causal": True}, slice(0, 6), slice(3, 9)),
+        ({"causal": True, "window": (2, None)}, slice(0, 6), slice(6, 9)),
+        ({"block_size": 2}, slice(0, 6), slice(5, 9)),
+    ],
+    ids=["causal", "window", "blocks"],
+)
+def test_what_nobody_sees_gets_no_gradient_and_gives_none(options: dict[str, Any], seen: slice, rows: slice) -> None:
+    case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
+    options = {"span": case.span, "chunk_size": 4, "causal": True, **options}  # the chunks overlap
+    arrays = case.arrays()
+    expected = relative_attention(**arrays, **options)
+    poisoned = {name: x.copy() for name, x in arrays.items()}
+    for name in ("k", "v"):
+        poisoned[name][..., seen.stop :, :] = np.nan
+    for name in ("rel_k", "rel_v"):
+        poisoned[name][..., : rows.start, :] = np.inf
+    poisoned["rel_bias"][..., : rows.start] = np.nan
+    out, gradients = run(
+        lambda x, d_out: (
+            relative_attention(**x, **options, impl="native"),
+            relative_attention_vjp(d_out, **x, **options, impl="native"),
+        ),
+        on_jax(poisoned),
+        jnp.asarray(case.d_out()),
+    )
+    close(out, expected, 1e-12, "out")
+    for name, gradient in dense.vjp(
+        case.d_out(), arrays, {k: x for k, x in options.items() if k != "chunk_size"}
+    ).items():
+        close(getattr(gradients, name), gradient, 1e-10, name)
+
+
+def test_values_that_no_query_of_the_chunk_sees_may_be_anything() -> None:
+    case = dense.Case("later", n=12, m=12, span=Span.causal(12), options={"causal": True, "chunk_size": 2})
+    arrays = case.arrays()
+    for name in ("k", "v"):
+        arrays[name][..., 10:, :] = np.nan
+    out: Any = run(lambda x: relative_attention(**x, **case.call(), impl="native"), on_jax(arrays))
+    expected: Any = relative_attention(**case.arrays(), **case.call())
+    close(out[..., :10, :], expected[..., :10, :], 1e-12, "out")
+    assert np.isnan(out[..., 10:, :]).all()
+
+
+@pytest.mark.parametrize("mask", ["boolean", "additive with holes"], ids=str)
+def test_vmap_is_a_loop_over_calls(mask: str) -> None:
+    case = dense.Case("mapped", lead=(3,), span=Span.clipped(2), tables="rel_k rel_v", mask=mask,
+                      options={"causal": True, "offset": 1, "chunk_size": 3})  # fmt: skip
+    arrays = on_jax(case.arrays())
+
+    def one(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        tables = {"rel_k": arrays["rel_k"], "rel_v": arrays["rel_v"]}
+        return relative_attention(q, k, v, **tables, **case.call(), mask=mask, impl="native")
+
+    def gradient(q: Any, k: Any, v: Any, mask: Any, d_out: Any) -> Any:
+        return jax.grad(lambda q, k, v: jnp.sum(one(q, k, v, mask) * d_out), argnums=(0, 1, 2))(q, k, v)
+
+    args = [arrays[name] for name in ("q", "k", "v", "mask")]
+    close(run(jax.vmap(one), *args), relative_attention(**case.arrays(), **case.call()), 1e-12, "out")
+    expected = dense.vjp(case.d_out(), case.arrays(), {k: x for k, x in case.call().items() if k != "chunk_size"})
+    for name, actual in zip("qkv", run(jax.vmap(gradient), *args, jnp.asarray(case.d_out())), strict=True):
+        close(actual, expected[name], 1e-10, name)
+
+
+@pytest.mark.parametrize("given", [(), ("out",), ("out", "lse")], ids=["neither", "out", "both"])
+def test_the_gradients_function_has_a_native_path(given: tuple[str, ...]) -> None:
+    case = dense.Case("vjp", n=9, m=7, tables="rel_k rel_v rel_bias", mask="additive", mask_shape=(2, 1, 7))
+    out, lse = relative_attention(**on_jax(case.arrays()), **case.call(), return_lse=True)
+    extra = {name: x for name, x in (("out", out), ("lse", lse)) if name in given}
+    result = relative_attention_vjp(
+        jnp.asarray(case.d_out()), **on_jax(case.arrays()), **extra, **case.call(), chunk_size=4, impl="native"
+    )
+    for name, expected in dense.vjp(case.d_out(), case.arrays(), case.call()).items():
+        close(getattr(result, name), expected, 1e-10, name)
+
+
+@pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3), ("bfloat16", 2e-2)])
+def test_gradients_keep_the_dtype_and_sum_in_single(dtype: str, gate: float) -> None:
+    case = dense.Case("half", n=40, m=40, span=Span.causal(40), tables="rel_k rel_v", d=8)
+    options: dict[str, Any] = {"span": case.span, "causal": True}
+    with jax.enable_x64(False):
+        arrays = {name: jnp.asarray(x, dtype=dtype) for name, x in case.arrays().items()}
+        d_out = jnp.asarray(case.d_out(), dtype=dtype)
+        gradients = run(
+            jax.grad(lambda x: jnp.sum(relative_attention(**x, **options, chunk_size=8, impl="native") * d_out)), arrays
+        )
+    assert all(gradients[name].dtype == x.dtype for name, x in arrays.items())
+    wide = {name: np.asarray(x).astype("float64") for name, x in arrays.items()}
+    for name, expected in dense.vjp(np.asarray(d_out).astype("float64"), wide, options).items():
+        error = np.linalg.norm(np.asarray(gradients[name]).astype("float64") - expected) / np.linalg.norm(expected)
+        assert error < gate, name
+
+
+def test_a_second_derivative_goes_through() -> None:
+    case = dense.Case("twice", n=5, m=5, span=Span.causal(5), lead=(), options={"causal": True, "chunk_size": 2})
+    arrays = on_jax(case.arrays())
+
+    def second(impl: str) -> Any:
+        def slope(q: Any) -> Any:
+            others = {name: x for name, x in arrays.items() if name != "q"}
+            return jnp.sum(jnp.square(relative_attention(q, **others, **case.call(), impl=impl)))
+
+        return run(jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(slope)(q)))), arrays["q"])
+
+    close(second("native"), np.asarray(second("portable")), 1e-10, "q")
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
+def test_no_queries_and_no_keys(n: int, m: int) -> None:
+    case = dense.Case("empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias", mask="additive")
+    arrays = on_jax(case.arrays())
+    out, lse = relative_attention(**arrays, span=case.span, return_lse=True, impl="native")
+    assert out.shape == case.d_out().shape
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    gradients = relative_attention_vjp(jnp.asarray(case.d_out()), **arrays, span=case.span, impl="native")
+    assert all(
+        x.shape == arrays[name].shape and not x.any() for name, x in gradients._asdict().items() if x is not None
+    )

@@ -1,0 +1,559 @@
+"""torch's native path as a torch user meets it: operator, autograd, compile, export, vmap, func, autocast, threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dense
+from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._kernel.problem import problem
+from relskew_core.backends import _torch
+
+ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
+
+BY_NAME = {case.name: case for case in dense.CASES}
+CASES = [
+    BY_NAME[name]
+    for name in (
+        "plain",
+        "causal",
+        "clipped",
+        "zero beyond",
+        "all tables, by head",
+        "all tables, shared",
+        "causal window",
+        "blocks with a past",
+        "cross, more queries",
+        "decoding",
+        "causal, some see nothing",
+        "grouped queries",
+        "relative queries of another width",
+        "scales",
+        "no heads axis",
+        "two batch axes",
+        "boolean mask of shape (2, 1, 7)",
+        "additive mask of shape (7,)",
+        "additive with holes mask of shape (2, 1, 7, 7)",
+    )
+]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let the native path use workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensors(case: dense.Case, *, grad: bool = False, dtype: str = "float64") -> dict[str, Any]:
+    """Make the tensors of a case."""
+    given: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays(dtype).items()}
+    return {name: x.requires_grad_(grad and x.is_floating_point()) for name, x in given.items()}
+
+
+def attend(case: dense.Case, *, impl: str = "native", **more: Any) -> Callable[..., Any]:
+    """Return attention as a function of the case's tensors by position."""
+    names = list(case.arrays())
+    return lambda *given: relative_attention(**dict(zip(names, given, strict=True)), **case.call(), impl=impl, **more)
+
+
+def operator_arguments(case: dense.Case, *, grad: bool, return_lse: bool) -> tuple[Any, ...]:
+    """Return what the public function calls the operator with."""
+    options: dict[str, Any] = {
+        name: case.options.get(name) for name in ("window", "block_size", "scale", "rel_scale", "softcap", "chunk_size")
+    }
+    given = tensors(case, grad=grad)
+    arrays: dict[str, Any] = {name: given.get(name) for name in ARRAYS}
+    call = problem(
+        **arrays, **options, span=case.span, causal=case.options.get("causal", False),
+        offset=case.options.get("offset", 0), return_lse=return_lse,
+    )  # fmt: skip
+    operands: Any = call.operands.without_key_table()
+    leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in operands]
+    return (*leaves, *_torch.flat(call.options))
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@every_case
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+def test_opcheck_finds_nothing(case: dense.Case, return_lse: bool) -> None:
+    torch.library.opcheck(
+        torch.ops.relskew.attention.default, operator_arguments(case, grad=True, return_lse=return_lse)
+    )
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@every_case
+def test_opcheck_finds_nothing_in_the_gradient(case: dense.Case) -> None:
+    *operands_and_options, _ = operator_arguments(case, grad=False, return_lse=False)
+    q, _, v = operands_and_options[:3]
+    d_out, d_lse = q.new_ones((*q.shape[:-1], v.shape[-1])), q.new_ones(q.shape[:-1])
+    arguments = (d_out, d_lse, *operands_and_options, True)
+    torch.library.opcheck(torch.ops.relskew.attention_vjp.default, arguments)
+
+
+@every_case
+def test_gradcheck(case: dense.Case) -> None:
+    given = list(tensors(case, grad=True).values())
+    if "holes" in case.name:  # -inf has no neighbourhood
+        given[-1] = given[-1].detach()
+    assert torch.autograd.gradcheck(attend(case), given, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "nothing" not in case.name and "holes" not in case.name], ids=str
+)
+def test_gradcheck_with_the_log_sum_exp(case: dense.Case) -> None:
+    given = list(tensors(case, grad=True).values())
+    assert torch.autograd.gradcheck(attend(case, return_lse=True), given, fast_mode=True)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@every_case
+def test_the_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
+    given = tensors(case, grad=True)
+    wanted = [x for x in given.values() if x.requires_grad]
+    out, lse = attend(case, return_lse=True)(*given.values())
+    seen = lse > -torch.inf
+    expected_out, expected_lse = dense.attention(**given, **case.call())
+    generator = torch.Generator().manual_seed(1)
+    d_out, d_lse = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, lse))
+    loss, expected = (
+        (o * d_out).sum() + (s[seen] * d_lse[seen]).sum() for o, s in ((out, lse), (expected_out, expected_lse))
+    )
+    gradients, expected_gradients = (torch.autograd.grad(x, wanted, materialize_grads=True) for x in (loss, expected))
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_the_log_sum_exp_alone_has_gradients() -> None:
+    case = BY_NAME["all tables, by head"]
+    given = tensors(case, grad=True)
+    names = [name for name in given if name not in ("v", "rel_v")]
+    results = []
+    for lse in (attend(case, return_lse=True)(*given.values())[1], dense.attention(**given, **case.call()).lse):
+        results.append(torch.autograd.grad(lse.sin().sum(), [given[name] for name in names]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@pytest.mark.parametrize("name", ["v", "rel_bias", "mask"])
+def test_one_array_may_require_grad_alone(name: str) -> None:
+    case = dense.Case("alone", tables="rel_k rel_v rel_bias", mask="additive", mask_shape=(2, 7, 7))
+    given = tensors(case)
+    given[name].requires_grad_()
+    attend(case)(*given.values()).sin().sum().backward()
+    expected = tensors(case)
+    expected[name].requires_grad_()
+    dense.attention(**expected, **case.call()).out.sin().sum().backward()
+    torch.testing.assert_close(given[name].grad, expected[name].grad, rtol=0, atol=1e-10)
+    assert all(x.grad is None for other, x in given.items() if other != name)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_without_grad_nothing_is_recorded() -> None:
+    case = BY_NAME["causal"]
+    with torch.no_grad():
+        assert attend(case)(*tensors(case, grad=True).values()).grad_fn is None
+    with torch.inference_mode():
+        assert attend(case)(*tensors(case).values()).is_inference()
+
+
+# Any order of derivative
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "clipped", "grouped queries", "softcap and everything", "causal, some see nothing"]
+)
+def test_the_portable_path_is_differentiable_to_any_order(name: str) -> None:
+    case = BY_NAME[name]
+    given = list(tensors(case, grad=True).values())
+    if case.mask is not None:
+        given[-1] = given[-1].detach()
+    assert torch.autograd.gradgradcheck(attend(case, impl="portable", chunk_size=3), given, fast_mode=True)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_the_native_path_is_differentiable_once_and_says_so() -> None:
+    case = BY_NAME["all tables, by head"]
+    given = tensors(case, grad=True)
+    out = attend(case)(*given.values())
+    (gradient,) = torch.autograd.grad(out.sin().sum(), given["rel_k"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiable once; impl='portable'"):
+        torch.autograd.grad(gradient.sum(), given["q"])
+
+
+# Capture by the compiler and by export
+
+
+class Attend(torch.nn.Module):
+    """Causal attention with its table."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rel_k = torch.nn.Parameter(torch.randn(2, rows, 4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = relative_attention(q, k, v, self.rel_k, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def targets(graph: torch.fx.Graph) -> list[str]:
+    """Names of what a graph does to tensors; lengths, their arithmetic and the choice of an output are left out."""
+    calls = [node.target for node in graph.nodes if node.op.startswith("call_") and node.target != "size"]
+    return [str(target) for target in calls if getattr(target, "__module__", "") != "_operator"]
+
+
+def test_the_compiler_sees_one_node_for_every_length() -> None:
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    attention = Attend(64)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=capture)
+    for length in (9, 16, 33):
+        q, k, v = torch.randn(3, 2, 2, length, 4)
+        torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    assert len(graphs) == 1
+    assert targets(graphs[0].graph) == ["relskew.attention.default"]
+
+
+@pytest.mark.parametrize("name", ["clipped", "blocks", "all tables, by head", "additive mask of shape (2, 7, 7)"])
+def test_compiled_training_steps_equal_eager_ones(name: str) -> None:
+    torch.compiler.reset()
+    case = BY_NAME[name]
+    compiled = torch.compile(attend(case, impl="auto"), fullgraph=True, dynamic=True, backend="aot_eager")
+    results = []
+    for function in (attend(case), compiled):
+        given = tensors(case, grad=True)
+        function(*given.values()).sin().sum().backward()
+        results.append([x.grad for x in given.values()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_export_shows_one_node_and_any_length() -> None:
+    length = torch.export.Dim("length", min=2, max=64)
+    attention = Attend(64)
+    q, k, v = torch.randn(3, 2, 2, 9, 4)
+    shape = {2: length}
+    program = torch.export.export(attention, (q, k, v), dynamic_shapes={"q": shape, "k": shape, "v": shape})
+    assert targets(program.graph) == ["relskew.attention.default"]
+    for n in (2, 17, 64):
+        q, k, v = torch.randn(3, 2, 2, n, 4)
+        torch.testing.assert_close(program.module()(q, k, v), attention(q, k, v))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    q, k, v = (torch.empty(2, 8, 5, 16, device="meta") for _ in range(3))
+    out, lse = torch.ops.relskew.attention(
+        q, k, v, None, None, None, None, None, 0, 0, "zero", False, None, None, None, 0, 1.0, 1.0, None, True
+    )
+    assert (out.shape, lse.shape, out.device.type) == ((2, 8, 5, 16), (2, 8, 5), "meta")
+
+
+# torch.func
+
+
+MAPPED: list[tuple[tuple[str, ...], str | None]] = [
+    *(
+        (names, None)
+        for names in (("q",), ("k", "v"), ("rel_k",), ("rel_v", "q"), ("rel_bias",), ("rel_q",), ARRAYS[:-1])
+    ),
+    *((names, kind) for names in (("mask",), ("q", "mask"), ("v",), ARRAYS) for kind in ("boolean", "additive")),
+]
+
+
+@pytest.mark.parametrize(("mapped", "masked"), MAPPED, ids=lambda x: "+".join(x) if isinstance(x, tuple) else x)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_vmap(mapped: tuple[str, ...], masked: str | None, axis: int) -> None:
+    case = dense.Case(
+        "mapped", n=4, m=5, tables="rel_k rel_v rel_bias", rel_q_width=2, mask=masked, mask_shape=(2, 1, 5)
+    )
+    given = tensors(case)
+    generator = torch.Generator().manual_seed(0)
+    batched = {}
+    for name, x in given.items():
+        if name in mapped:
+            items = [x if x.dtype == torch.bool else x + torch.randn(x.shape, generator=generator) for _ in range(3)]
+            if x.dtype == torch.bool:
+                items[1] = ~x
+            batched[name] = torch.stack(items, dim=axis)
+        else:
+            batched[name] = x
+    in_dims = tuple(axis if name in mapped else None for name in given)
+    actual = torch.vmap(attend(case, return_lse=True), in_dims)(*batched.values())
+    items = [[x.select(axis, index) if name in mapped else x for name, x in batched.items()] for index in range(3)]
+    expected = [
+        torch.stack(parts) for parts in zip(*(attend(case, return_lse=True)(*item) for item in items), strict=True)
+    ]
+    torch.testing.assert_close(list(actual), expected, rtol=0, atol=1e-12)
+
+
+def test_vmap_in_vmap_and_without_heads() -> None:
+    case = BY_NAME["no heads axis"]
+    q, k, v, *tables = tensors(case).values()
+    batched = [torch.stack([torch.stack([x + i + 2 * j for i in range(2)]) for j in range(3)]) for x in (q, k, v)]
+    function = attend(case)
+    in_dims = (0, 0, 0, None, None, None)
+    actual = torch.vmap(torch.vmap(function, in_dims), in_dims)(*batched, *tables)
+    expected = [[function(*(x[j, i] for x in batched), *tables) for i in range(2)] for j in range(3)]
+    torch.testing.assert_close(actual, torch.stack([torch.stack(row) for row in expected]), rtol=0, atol=1e-12)
+
+
+def test_vmap_of_differentiated_attention() -> None:
+    """Backward through a vmapped forward, and per-sample gradients."""
+    case = dense.Case("samples", lead=(), tables="rel_k rel_v")
+    given = tensors(case, grad=True)
+    q = torch.stack([given["q"].detach() * factor for factor in (1.0, 2.0, -1.0)]).requires_grad_()
+    others = [x for name, x in given.items() if name != "q"]
+    in_dims = (0, *(None for _ in others))
+    actual = torch.autograd.grad(torch.vmap(attend(case), in_dims)(q, *others).sin().sum(), [q, *others])
+    expected = torch.autograd.grad(torch.stack([attend(case)(one, *others) for one in q]).sin().sum(), [q, *others])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+    def loss(table: Tensor, one: Tensor) -> Tensor:
+        return attend(case, impl="auto")(one, others[0], others[1], table, others[3]).sin().sum()
+
+    by_sample = torch.vmap(torch.func.grad(loss), (None, 0))(given["rel_k"], q)
+    torch.testing.assert_close(by_sample.sum(0), actual[3], rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, on first use
+@pytest.mark.parametrize("name", ["causal", "all tables, by head", "additive mask of shape (2, 7, 7)"])
+def test_torch_func_equals_autograd(name: str) -> None:
+    case = BY_NAME[name]
+    given = list(tensors(case, grad=True).values())
+
+    def loss(*arrays: Tensor) -> Tensor:
+        return attend(case, impl="auto")(*arrays).sin().sum()
+
+    expected = torch.autograd.grad(loss(*given), given)
+    torch.testing.assert_close(torch.func.grad(loss, tuple(range(len(given))))(*given), expected, rtol=0, atol=1e-10)
+    plain = tuple(x.detach() for x in given)
+    slope = torch.func.jvp(loss, plain, plain)[1]
+    torch.testing.assert_close(
+        slope, sum((a * b).sum() for a, b in zip(plain, expected, strict=True)), rtol=1e-10, atol=0
+    )
+
+
+def test_torch_func_refuses_the_native_path_by_name() -> None:
+    case = BY_NAME["causal"]
+    with pytest.raises(ValueError, match=r"torch\.func\.grad and jvp go through the portable code alone"):
+        torch.func.grad(lambda *given: attend(case)(*given).sum())(*tensors(case).values())
+
+
+# Autocast
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_autocast_gives_its_dtype_and_takes_mixed_ones() -> None:
+    case = BY_NAME["all tables, by head"]
+    given = tensors(case, dtype="float32")
+    mixed = {**given, "v": given["v"].bfloat16(), "rel_bias": given["rel_bias"].half()}
+    rounded = {name: x.bfloat16() for name, x in given.items()}
+    function = attend(case, impl="auto")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = function(*given.values())
+        assert function(*mixed.values()).dtype == torch.bfloat16
+    assert cast.dtype == torch.bfloat16
+    assert torch.equal(cast, function(*rounded.values()))
+    with pytest.raises(TypeError, match="`v` must have the dtype of `q`"):
+        function(*mixed.values())
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert function(*given.values()).dtype == torch.float16
+    with torch.autocast("cpu", enabled=False):
+        assert function(*given.values()).dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone_and_casts_masks() -> None:
+    case = BY_NAME["additive mask of shape (7, 7)"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend(case)(*tensors(case).values()).dtype == torch.float64
+        assert attend(case)(*tensors(case, dtype="float32").values()).dtype == torch.bfloat16
+
+
+def test_gradients_leave_an_autocast_region_in_the_arrays_dtype() -> None:
+    case = BY_NAME["all tables, by head"]
+    given = tensors(case, grad=True, dtype="float32")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = attend(case, impl="auto")(*given.values()).float().sin().sum()
+    loss.backward()
+    exact = tensors(case, grad=True)
+    attend(case)(*exact.values()).sin().sum().backward()
+    for name, x in given.items():
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+        reference = exact[name].grad
+        assert reference is not None
+        assert (x.grad - reference).norm() < 4e-2 * reference.norm(), name
+
+
+# Memory, layout, threads, processes
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+def test_nothing_but_the_arrays_is_kept_for_the_backward_pass(return_lse: bool) -> None:
+    length = 300
+    case = dense.Case(
+        "long",
+        n=length,
+        m=length,
+        lead=(),
+        span=Span.clipped(4),
+        tables="rel_k rel_v rel_bias",
+        options={"causal": True},
+    )
+    given = tensors(case, grad=True)
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = attend(case, return_lse=return_lse)(*given.values())
+    out = result[0] if return_lse else result
+    assert saved
+    ours = {x.untyped_storage().data_ptr() for x in given.values()}
+    assert {x.untyped_storage().data_ptr() for x in saved} <= ours
+    out.sum().backward()
+
+
+def rearranged(x: Tensor) -> Tensor:
+    """Return the same numbers in another order in memory."""
+    if x.ndim == 1:
+        return x.repeat_interleave(2)[::2]
+    return x.mT.contiguous().mT
+
+
+@every_case
+def test_any_strides_will_do(case: dense.Case) -> None:
+    given = tensors(case, grad=True)
+    strided = {name: rearranged(x.detach()).requires_grad_(x.requires_grad) for name, x in given.items()}
+    assert any(not x.is_contiguous() for x in strided.values())
+    results = []
+    for arrays in (given, strided):
+        out = attend(case)(*arrays.values())
+        wanted = [x for x in arrays.values() if x.requires_grad]
+        d_out = rearranged(torch.ones_like(out).cumsum(-1)) if arrays is strided else torch.ones_like(out).cumsum(-1)
+        results.append([out, *torch.autograd.grad(out, wanted, d_out)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_expanded_arrays_and_gradients() -> None:
+    case = dense.Case("expanded", tables="rel_k rel_v rel_bias")
+    q, k, v, *tables = tensors(case).values()
+    k, v = k[:1, :1].expand(2, 2, -1, -1).requires_grad_(), v[:1].expand(2, -1, -1, -1).requires_grad_()
+    results = [
+        torch.autograd.grad(attend(case)(q, x, y, *tables).sum(), [x, y])
+        for x, y in ((k, v), (k.detach().contiguous().requires_grad_(), v.detach().contiguous().requires_grad_()))
+    ]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+def test_softcap_has_no_native_path_and_the_reason_is_given() -> None:
+    case = BY_NAME["softcap"]
+    with pytest.raises(ValueError, match=r"no native path for this call: .*`softcap`"):
+        attend(case)(*tensors(case).values())
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_results_repeat_to_the_bit_and_threads_stay_as_they_are() -> None:
+    case = dense.Case("repeated", n=300, m=300, heads=4, kv_heads=2, span=Span.causal(300), tables="rel_k rel_v",
+                      mask="additive", mask_shape=(300, 300), options={"causal": True})  # fmt: skip
+    given = tensors(case, grad=True, dtype="float32")
+
+    def step() -> list[Tensor]:
+        out = attend(case)(*given.values())
+        return [out, *torch.autograd.grad(out.sin().sum(), list(given.values()))]
+
+    first = step()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(), first, strict=True))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert torch.equal(step()[0], first[0])
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_pool_may_call_it() -> None:
+    case = dense.Case(
+        "pooled", n=40, m=40, heads=4, span=Span.causal(40), tables="rel_k rel_v", options={"causal": True}
+    )
+    expected = relative_attention_vjp(torch.tensor(case.d_out()), **tensors(case), **case.call())
+
+    def task(_: int) -> tuple[bool, bool]:
+        before = torch.get_num_threads()
+        result = relative_attention_vjp(torch.tensor(case.d_out()), **tensors(case), **case.call(), impl="native")
+        same = all(a is b or torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(result, expected, strict=True))
+        return same, torch.get_num_threads() == before
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(task, range(24))) == {(True, True)}
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_forked_processes_and_data_loaders_may_call_it() -> None:
+    """In a process of its own: a fork of the test runner would inherit whatever other tests have started."""
+    script = """
+        import multiprocessing, os, sys
+        import torch
+        from relskew_core import relative_attention
+
+        torch.set_num_threads(2)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 2, 4, 160, 8, generator=generator)  # in stacks: short calls are OpenMP's
+        table = torch.randn(4, 160, 8, generator=generator)
+
+        def attend():
+            return relative_attention(q, k, v, table, causal=True, impl="native")
+
+        class Outputs(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return attend()
+
+        expected = attend()  # starts the workers that a child does not have
+
+        def child(queue):
+            queue.put(float((attend() - expected).abs().max()))
+
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0, process.exitcode
+        assert queue.get() < 1e-5
+        loader = torch.utils.data.DataLoader(Outputs(), num_workers=2, multiprocessing_context="fork")
+        for out in loader:
+            assert torch.allclose(out[0], expected, atol=1e-5)
+        assert torch.equal(attend(), expected)
+        print("done")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.stdout == "done\n", done.stderr

@@ -1,0 +1,309 @@
+"""The demo's melodies and their picture, by numbers: the stripes are where the melody repeats itself."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from relskew_core import attention_block
+from relskew_core.cli import _demo, _melody, _picture, _text, _verify, main
+from relskew_core.cli._melody import Melody, features, melodies, melody, melody_block, recurrence
+from relskew_core.cli._picture import Stripe, picture, stripes
+
+TUNES = list(melodies())
+EXAMPLE = Path(__file__).parents[2] / "examples" / "melody.py"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tune_of(*pitches: int) -> Melody:
+    return Melody("test", "A test", "made up", "none", tuple((pitch, 1.0) for pitch in pitches))
+
+
+# The data
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_melodies_are_notes_with_a_source_and_rights(name: str) -> None:
+    tune = melody(name)
+    assert "ublic domain" in tune.rights
+    assert tune.title
+    assert tune.source
+    assert 40 <= len(tune.notes) <= 60
+    assert all(55 <= pitch <= 84 and duration in (0.25, 0.5, 0.75, 1, 1.5, 2, 3) for pitch, duration in tune.notes)
+
+
+def test_melodies_are_written_down_rightly() -> None:
+    twinkle, bach = melody("ah-vous-dirai-je"), melody("nun-danket")
+    assert [twinkle.pitch_name(i) for i in range(7)] == ["C4", "C4", "G4", "G4", "A4", "A4", "G4"]
+    assert sum(duration for _, duration in twinkle.notes) == 6 * 8  # six lines of two bars in 4/4
+    assert [bach.pitch_name(i) for i in range(6)] == ["E5", "E5", "E5", "F#5", "F#5", "E5"]
+    assert bach.pitch_name(53) == "A4"
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("ah-vous-dirai-je", Stripe(lag=28, first=28, length=14)),
+        ("nun-danket", Stripe(lag=14, first=14, length=14)),
+        ("o-haupt", Stripe(lag=14, first=14, length=14)),
+    ],
+)
+def test_the_longest_repetition_is_the_one_that_is_sung(name: str, longest: Stripe) -> None:
+    assert stripes(melody(name))[0] == longest
+
+
+def test_stripes_are_all_exact_repetitions() -> None:
+    tune = tune_of(1, 2, 3, 9, 1, 2, 3, 1, 2, 3)
+    assert stripes(tune, shortest=3) == [Stripe(3, 7, 3), Stripe(4, 4, 3), Stripe(7, 7, 3)]
+    assert stripes(tune) == []
+    assert stripes(tune_of(5, 5, 5, 5, 5)) == [Stripe(1, 1, 4)]
+
+
+def test_an_unknown_tune_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--tune", "none"]) == 2
+    assert "--tune must be one of ah-vous-dirai-je, nun-danket, o-haupt" in capsys.readouterr().err
+
+
+# The features and the table
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_features_count_what_two_notes_have_in_common(name: str) -> None:
+    tune = melody(name)
+    embedded = features(tune)
+    alike = embedded @ embedded.T
+    full = alike.max()
+    assert full == pytest.approx(1)
+    for i, j in [(5, 9), (20, 6), (30, 2), (2, 30), (40, 12)]:
+        expected = 0.0
+        for back in range(_melody.CONTEXT):
+            one, other = tune.notes[i - back], tune.notes[j - back]
+            expected += (one[0] == other[0]) + 0.25 * (one[1] == other[1])
+        assert alike[i, j] == pytest.approx(expected / (1.25 * _melody.CONTEXT))
+
+
+def test_the_table_counts_recurrences_beyond_chance() -> None:
+    # One feature for each of two pitches and one duration, once for each note of the context.
+    embedded = features(tune_of(60, 62, 60, 62, 60))
+    table = recurrence(embedded)
+    assert table.shape == embedded.shape
+    # r = -2: of the notes 3, 4 and 5, the two of pitch 60 have a 60 two notes earlier. Chance is 3 of 5 notes.
+    assert table[2, 0] == pytest.approx((2 + 3 / 5) / (2 + 1) - 3 / 5)
+    # r = -1: none has.
+    assert table[3, 0] == pytest.approx(3 / 5 / (2 + 1) - 3 / 5)
+    assert np.all(table[4] == 0)
+
+
+# The picture
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_both_layouts_hold_the_same_numbers(name: str) -> None:
+    shown = picture(melody(name))
+    n = len(shown.tune.notes)
+    for i in range(n):
+        for j in range(n):
+            if j > i:
+                assert np.isnan(shown.after[i, j])
+                assert np.isnan(shown.attention[i, j])
+            else:
+                assert shown.after[i, j] == pytest.approx(shown.before[i, n - 1 + j - i], abs=1e-12)
+        assert np.isnan(shown.before[i, : n - 1 - i]).all()
+        assert not np.isnan(shown.before[i, n - 1 - i :]).any()
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_the_panels_are_what_the_text_says(name: str) -> None:
+    shown = picture(melody(name))
+    embedded = features(shown.tune)
+    table = recurrence(embedded)
+    rates = embedded @ table.T
+    i, c = np.indices(rates.shape)
+    seen = (c >= len(rates) - 1 - i) & (c < len(rates) - 1)
+    expected = _melody.GAIN * rates / rates[seen].max()
+    np.testing.assert_allclose(shown.before[seen], expected[seen], atol=1e-9)
+    assert np.all(shown.before[:, -1] < 0)  # a note does not look at itself
+    logits = np.where(c <= i, _melody.GAIN * embedded @ embedded.T + shown.after, -np.inf)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(np.nan_to_num(shown.attention), weights / weights.sum(axis=1, keepdims=True), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
+    shown = picture(melody(name))
+    stripe = shown.stripes[0]
+    rows = np.arange(stripe.first, stripe.first + stripe.length)
+    n = len(shown.tune.notes)
+    # Before the skew: of all columns, that of the repetition is the brightest in those rows.
+    columns = np.nanmean(np.where(np.isnan(shown.before[rows]), -np.inf, shown.before[rows]), axis=0)
+    assert int(np.argmax(columns)) == n - 1 - stripe.lag
+    # After it: the diagonal.
+    diagonals = [shown.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
+    assert int(np.argmax(diagonals)) == stripe.lag
+    # And that is where the block looks: every note of it but the first few, whose context is another.
+    looked_at = np.argmax(np.nan_to_num(shown.attention)[rows], axis=1)
+    assert np.array_equal(looked_at[2:], rows[2:] - stripe.lag)
+    assert shown.on_stripe(stripe) > 0.9 > 0.1 > shown.by_chance(stripe)
+
+
+def test_the_block_is_an_ordinary_one() -> None:
+    x, spec, weights = melody_block(melody("nun-danket"))
+    spec.check_weights(weights)
+    assert spec.causal
+    assert x.shape == (1, 54, spec.embed_dim)
+
+
+# As text
+
+
+def test_shades_without_colour() -> None:
+    values = np.asarray([[np.nan, 0.0, 0.2, 0.5], [np.nan, np.nan, 0.7, 0.1], [1.0, 0.3, -9.0, 0.9]])
+    assert [line.plain for line in _text.heat_map(values, colour=False)] == [" ·▓▒", "█░·█"]
+
+
+def test_half_blocks_with_colour() -> None:
+    values = np.asarray([[np.nan, 0.0, 1.0], [np.nan, 1.0, np.nan], [2.0, np.nan, np.nan], [0.0, 1.0, np.nan]])
+    first, second = _text.heat_map(values, colour=True)
+    assert first.plain == " ▀▀"
+    black, bright = "#000004", "#fcfdbf"
+    assert [str(span.style) for span in first.spans if span.style] == [f"{black} on {bright}", bright]
+    assert second.plain == "▀▄ "
+    assert [str(span.style) for span in second.spans if span.style] == [f"{bright} on {black}", bright]
+
+
+def shown_as(tune: str, width: int, *, colour: bool) -> str:
+    console = Console(
+        width=width, force_terminal=colour, color_system="truecolor" if colour else None, record=True, quiet=False
+    )
+    with console.capture() as captured:
+        _text.show(picture(melody(tune)), console)
+    return captured.get()
+
+
+def test_panels_stand_side_by_side_where_there_is_room() -> None:
+    def titles(width: int) -> list[str]:
+        lines = shown_as("ah-vous-dirai-je", width, colour=False).splitlines()
+        return [line for line in lines if "BEFORE" in line or "AFTER" in line or "ATTENTION" in line]
+
+    assert len(titles(150)) == 1
+    assert len(titles(100)) == 2
+    assert len(titles(60)) == 3
+
+
+def test_the_text_shows_the_stripe_without_colour() -> None:
+    lines = shown_as("ah-vous-dirai-je", 150, colour=False).splitlines()
+    last = next(line for line in lines if line.startswith(" 29 "))
+    below = lines[lines.index(last) + 1 : lines.index(last) + 7]
+    margin, panel = 4, 4 + 42 + 3
+    assert all(line[margin + 13] in "▓█" for line in below)  # the column r = -28
+    for step, line in enumerate(below, start=1):  # the diagonal, two notes a line
+        assert "██" in line[2 * panel + margin + 2 * step - 1 : 2 * panel + margin + 2 * step + 3]
+    assert "-28" in lines[lines.index(last) + 8]
+
+
+def test_colours_only_where_the_console_has_them() -> None:
+    assert "\x1b[" not in shown_as("nun-danket", 120, colour=False)
+    assert "\x1b[38;2;" in shown_as("nun-danket", 120, colour=True)
+
+
+# The command
+
+
+def test_picture_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--picture-only", "--tune", "nun-danket"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Nun danket alle Gott" in told
+    assert "Notes 15–28 repeat notes 1–14" in told
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_png(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    matplotlib_image = pytest.importorskip("matplotlib.image")
+    assert main(["demo", "--picture-only", "--tune", name, "--png", "folder/picture.png"]) == 0
+    assert "folder/picture.png" in capsys.readouterr().out
+    pixels = matplotlib_image.imread("folder/picture.png")
+    assert pixels.shape == (1080, 1800, 4)
+    assert pixels[..., :3].std() > 0.05
+
+
+def test_png_refused_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["demo", "--picture-only", "--png", "picture.jpg"]) == 2
+    assert "--png must be a path ending in .png" in capsys.readouterr().err
+    Path("folder.png").mkdir()
+    assert main(["demo", "--picture-only", "--png", "folder.png"]) == 2
+    assert capsys.readouterr().err.startswith("relskew: error: --png folder.png: ")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--picture-only", "--png", "picture.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = _verify.plan(("numpy",), ("float32",), ("causal",))
+    monkeypatch.setattr(_verify, "plan", lambda: plan)
+
+
+def test_the_whole_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    few(monkeypatch)
+    assert main(["demo"]) == 0
+    told = capsys.readouterr().out
+    assert Path("demo-output/melody.onnx").is_file()
+    assert "ok 1 case within the gates" in told
+    assert "ok the melody through demo-output/melody.onnx in onnxruntime" in told
+    assert "not ok" not in told
+    assert main(["demo", "--model", "other.onnx"]) == 0
+    assert Path("other.onnx").read_bytes() == Path("demo-output/melody.onnx").read_bytes()
+
+
+def test_the_demo_fails_where_a_gate_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    few(monkeypatch)
+
+    def wrong(*args: Any) -> Any:
+        result: Any = attention_block(*args)
+        return 1.001 * result
+
+    monkeypatch.setattr(_demo, "attention_block", wrong)
+    assert main(["demo"]) == 1
+    assert "not ok the melody through" in capsys.readouterr().out
+
+
+def test_the_demo_needs_a_runtime(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert main(["demo"]) == 2
+    assert "pip install 'relskew[onnxruntime]'" in capsys.readouterr().err
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))
+    lines = capsys.readouterr().out.splitlines()
+    rows, n = lines[1:-1], 42
+    assert len(rows) == n
+    assert [row[13] for row in rows[28:]] == ["█"] * 14
+    assert [rows[i][n + 4 + i - 28] for i in range(28, n)] == ["█"] * 14
+    assert lines[-1].index("^") == 13
+
+
+def test_marks_stand_under_their_columns() -> None:
+    before, after, _ = _text._marks(picture(melody("ah-vous-dirai-je")))
+    assert [c for c, mark in enumerate(before[0]) if mark == "▲"] == [13, 34, 41]
+    assert before[1].split() == ["-28", "-7", "0"]
+    assert [c for c, mark in enumerate(after[0]) if mark == "▲"] == [0, 14, 28]
+    assert after[1].split() == ["1", "15", "29"]
+
+
+def test_only_a_few_repetitions_are_named() -> None:
+    assert _picture.main_stripes(picture(melody("ah-vous-dirai-je"))) == [Stripe(28, 28, 14), Stripe(7, 21, 7)]
+    assert len(_picture.main_stripes(picture(melody("nun-danket")))) == 3

@@ -1,0 +1,153 @@
+"""Every form of the block in every profile, against float64, in every runtime here; and against the library itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from export_forms import FORMS, PROFILES, made, random_weights
+from relskew_core import BlockSpec, attention_block, relative_attention
+from relskew_core.export import to_onnx, validate
+from relskew_core.export._plan import make_plan
+from relskew_core.export._validate.cases import make_cases, make_inputs
+from relskew_core.export._validate.oracle import reference_block
+
+form = pytest.mark.parametrize("form", FORMS)
+TYPED = [
+    "full", "causal", "cache, mask", "cross, window", "clip, values", "blocks", "bias, full, grouped",
+    "bias alone, shared, mask", "core: clip, values", "core: causal",
+]  # fmt: skip
+
+
+def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+
+
+@form
+@pytest.mark.parametrize("profile", PROFILES)
+def test_onnxruntime(form: str, profile: str) -> None:
+    spec, options, weights = made(form)
+    batches = (1, 2, 3) if profile == "ort" else (2,)
+    report = validate(to_onnx(spec, weights, profile=profile, **options), spec, weights, batches=batches)
+    assert report.ok, report.table()
+    assert any(check.name == "optimiser off" for check in report.checks)
+
+
+@form
+def test_portable_runtimes(form: str) -> None:
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile="portable", **options)
+    report = validate(model, spec, weights, runtimes=["reference", "openvino"], batches=(2,))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("form", ["full", "full, mask", "cache, mask", "cross, window", "clip, values", "blocks"])
+@pytest.mark.parametrize("profile", ["ort", "trt"])
+def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> None:
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile=profile, **options)
+    report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("form", TYPED)
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
+    spec, options, weights = made(form)
+    report = validate(to_onnx(spec, weights, profile=profile, dtype=dtype, **options), spec, weights, batches=(2,))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("form", ["full", "cache, mask", "clip, values", "blocks"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_bfloat16_in_the_reference_evaluator(form: str, profile: str) -> None:
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile=profile, dtype="bfloat16", **options)
+    report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
+    assert report.ok, report.table()
+
+
+def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past: tuple[Any, Any] | None) -> Any:
+    """The bare core by the library."""
+    k, v, offset = feeds["k"], feeds["v"], 0
+    if past is not None:
+        k, v, offset = *(np.concatenate(both, axis=2) for both in zip(past, (k, v), strict=True)), past[0].shape[2]
+    out = relative_attention(
+        feeds["q"], k, v, tables.get("rel_k"), spec.span, rel_v=tables.get("rel_v"), rel_bias=tables.get("rel_bias"),
+        causal=spec.causal, window=spec.window, block_size=spec.block_size, mask=feeds.get("mask"), offset=offset,
+    )  # fmt: skip
+    return out if past is None else (out, (k, v))
+
+
+@form
+def test_graph_equals_the_block(form: str) -> None:
+    """The oracle shares no code with the library, so the library is compared too."""
+    spec, options, weights = made(form)
+    run = session(to_onnx(spec, weights, **options)).run
+    plan = make_plan(spec, np.dtype(np.float32), **options)
+    cases = [case for case in make_cases(plan, None, (2,)) if case.fits]
+    assert cases
+    for seed, case in enumerate(cases):
+        feeds = make_inputs(plan, case, seed)
+        past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
+        if plan.projections:
+            expected = attention_block(
+                feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past
+            )
+        else:
+            expected = attend(spec, weights, feeds, past)
+        flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)
+        for result, wanted in zip(list[Any](run(None, feeds)), flat, strict=True):
+            np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
+
+
+def loops(spec: BlockSpec, weights: dict[str, Any], x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Attend with one head and nothing else, number by number."""
+    q, k, v = (x @ weights[f"{role}_proj.weight"].T + weights[f"{role}_proj.bias"] for role in "qkv")
+    out = np.zeros_like(q)
+    for i in range(len(x)):
+        scores = [
+            sum(q[i, d] * (k[j, d] + weights["rel_k"][0, j - i + spec.span.left, d]) for d in range(spec.head_dim))
+            for j in range(len(x))
+        ]
+        share = np.exp(np.array(scores) / spec.head_dim**0.5)
+        out[i] = share @ v / share.sum()
+    result: np.ndarray[Any, Any] = out @ weights["out_proj.weight"].T + weights["out_proj.bias"]
+    return result
+
+
+def test_oracle_is_the_definition() -> None:
+    spec = BlockSpec(4, 1, FORMS["full"][0].span)
+    weights = random_weights(spec, dtype=np.float64)
+    x = np.random.default_rng(1).standard_normal((1, 5, 4))
+    y, _, _ = reference_block(spec, weights, x)
+    np.testing.assert_allclose(y[0], loops(spec, weights, x[0]), rtol=1e-12)
+
+
+@form
+@pytest.mark.parametrize("profile", PROFILES)
+def test_symbols_tell_the_truth(form: str, profile: str) -> None:
+    """Runtimes share buffers between tensors of equal symbolic shapes: equal symbols must be equal lengths."""
+    spec, options, weights = made(form)
+    model = to_onnx(spec, weights, profile=profile, dtype="float32", **options)
+    del model.graph.output[1:]
+    model.graph.output.extend(info for info in model.graph.value_info)
+    written = {info.name: info.type.tensor_type for info in model.graph.output}
+    run = session(model)
+    plan = make_plan(spec, np.dtype(np.float32), profile=profile, **options)
+    for seed, case in enumerate([case for case in make_cases(plan, None, (2,)) if case.fits][:6]):
+        feeds = make_inputs(plan, case, seed)
+        lengths: dict[str, int] = {}
+        for value, result in zip(run.get_outputs(), list[Any](run.run(None, feeds)), strict=True):
+            dims = written[value.name].shape.dim
+            assert len(dims) == result.ndim, value.name
+            for dim, length in zip(dims, result.shape, strict=True):
+                wanted = lengths.setdefault(dim.dim_param, length) if dim.dim_param else dim.dim_value
+                assert length == wanted, (value.name, dim.dim_param, result.shape)

@@ -1,0 +1,352 @@
+"""Models of torch with relative attention, exported by torch.onnx.export with our translations, in onnxruntime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core.export import torch_translation_table
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+opsets = pytest.mark.parametrize("opset", [18, 23])
+VARY = torch.export.Dim.DYNAMIC
+ATTENTION = torch.ops.relskew.attention.default
+
+
+def export(
+    model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, dict[int, Any]], opset: int, **options: Any
+) -> Any:
+    options.setdefault("custom_translation_table", torch_translation_table(opset))
+    return torch.onnx.export(
+        model.eval(), inputs, dynamo=True, opset_version=opset, dynamic_shapes=vary, verbose=False, **options
+    )
+
+
+def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    made = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    names = [value.name for value in made.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[np.ndarray[Any, Any]]:
+        return list(made.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True))))
+
+    return run
+
+
+def operators(program: Any) -> list[str]:
+    return [node.op_type for node in program.model.graph]
+
+
+def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: Tensor, gate: float = 2e-6) -> None:
+    with torch.no_grad():
+        expected = model(*inputs)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    assert len(results) == len(expected)
+    for index, (result, right) in enumerate(zip(results, expected, strict=True)):
+        assert result.shape == tuple(right.shape), index
+        error = np.linalg.norm((result - right.numpy()).astype(np.float64))
+        assert error <= gate * np.linalg.norm(right.numpy().astype(np.float64)), index
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = RelativeMultiheadAttention(BlockSpec(16, 4, **options))
+        self.across = RelativeMultiheadAttention(
+            BlockSpec(16, 4, Span.clipped(3), cross=True, num_kv_heads=2, rel_values=True)
+        )
+        self.feed = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        x = x + self.across(x, memory)
+        result: Tensor = x + self.feed(x)
+        return result
+
+
+class Model(nn.Module):
+    """Embedding, an encoder, two layers with cross attention, the logits of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.encoder = RelativeMultiheadAttention(BlockSpec(16, 4, Span.full(24), shared_table=True))
+        self.layers = nn.ModuleList(
+            [Layer(span=Span.causal(24), causal=True), Layer(span=Span(4, 0), causal=True, window=(4, None))]
+        )
+
+    def forward(self, tokens: Tensor, source: Tensor) -> Tensor:
+        memory = self.encoder(self.embedding(source))
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x @ self.embedding.weight.T
+
+
+def tokens(batch: int, *lengths: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(0, 50, (batch, length), generator=generator) for length in lengths)
+
+
+@opsets
+def test_model(opset: int) -> None:
+    model = Model()
+    vary = {"tokens": {0: VARY, 1: VARY}, "source": {0: VARY, 1: VARY}}
+    program = export(model, tokens(2, 7, 5), vary, opset)
+    assert operators(program).count("Attention") == (3 if opset == 23 else 0)  # relative values are primitives
+    assert {"": opset} == dict(program.model.opset_imports)
+    run = session(program)
+    for batch, queries, keys in ((1, 1, 1), (2, 7, 5), (3, 1, 9), (1, 24, 1), (2, 3, 24), (1, 24, 24)):
+        assert_same(run(*tokens(batch, queries, keys)), model, *tokens(batch, queries, keys))
+    for queries, keys in ((25, 1), (1, 25)):  # the tables end there
+        with pytest.raises(Exception, match="Reshape"):
+            run(*tokens(1, queries, keys))
+
+
+class Cached(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = RelativeMultiheadAttention(BlockSpec(16, 4, num_kv_heads=2, causal=True, **options))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        y, present = self.attention(x, past=(keys, values))
+        return y, *present
+
+
+@opsets
+@pytest.mark.parametrize(
+    "options",
+    [{"span": Span.causal(24)}, {"span": Span(2, 0, "zero"), "window": (4, None), "rel_values": True}],
+    ids=["causal", "window"],
+)
+def test_cache(opset: int, options: dict[str, Any]) -> None:
+    model = Cached(**options)
+    cache = {0: VARY, 2: VARY}
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
+    program = export(model, inputs, {"x": {0: VARY, 1: VARY}, "keys": cache, "values": cache}, opset)
+    assert "Clip" not in operators(program)  # known to be one sequence: half the table's product
+    run = session(program)
+    x = torch.randn(3, 24, 16)
+    keys = values = torch.zeros(3, 2, 0, 4)
+    pieces = []
+    for piece in x.split([7, 1, 1, 4, 11], dim=1):
+        results = run(piece, keys, values)
+        assert_same(results, model, piece, keys, values)
+        keys, values = map(torch.from_numpy, results[1:])
+        pieces.append(results[0])
+    at_once = run(x, torch.zeros(3, 2, 0, 4), torch.zeros(3, 2, 0, 4))[0]
+    assert np.allclose(np.concatenate(pieces, axis=1), at_once, atol=1e-5)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+FULL, CLIP, ZERO = Span.full(12), Span(2, 1, "clip"), Span(1, 2, "zero")
+TABLE, VALUES, LONG = random(4, 4, 6), random(4, 5), random(4, 23, 6)
+CROSS: dict[str, dict[str, Any]] = {
+    "full": {"rel_k": random(4, 23, 6), "span": FULL},
+    "shared, scales": {"rel_k": random(23, 6), "span": FULL, "scale": 0.3, "rel_scale": 0.7},
+    "clip, values": {"rel_k": random(4, 4, 6), "span": CLIP, "rel_v": random(4, 4, 5)},
+    "zero": {"rel_k": random(4, 6), "span": ZERO},
+    "values alone": {"rel_v": random(4, 5), "span": ZERO},
+    "bias": {"rel_bias": random(4, 23), "span": FULL},
+    "bias for all heads, table": {"rel_bias": random(4), "rel_k": random(4, 4, 6), "span": CLIP},
+    "window": {"rel_k": random(5, 6), "span": Span(2, 2), "window": (2, 1)},
+    "wider windows": {"rel_k": random(4, 6), "span": CLIP, "window": (3, 4), "rel_bias": random(4)},
+    "window alone": {"window": (2, None)},
+    "nothing": {},
+    "causal": {"rel_k": random(12, 6), "span": Span.causal(12), "causal": True},
+    "causal, offset": {"rel_k": random(14, 6), "span": Span.causal(14), "causal": True, "offset": 2},
+    "offset, clip": {"rel_k": random(4, 6), "span": CLIP, "offset": 3, "rel_v": random(4, 5)},
+    "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
+}
+
+
+class Across(nn.Module):
+    """Many calls with queries and keys of different lengths, and masks that hide all keys of some queries."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Any, ...]:
+        results: list[Any] = []
+        for call in CROSS.values():
+            for shown in (None, mask):
+                cast: dict[str, Any] = {name: x.to(q.dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
+                results.append(relative_attention(q, k, v, **cast, mask=shown))
+        table, values = TABLE.to(q.dtype), VALUES.to(q.dtype)
+        additive = torch.where(mask, q[:, :1, :, :1], -torch.inf)
+        results += [
+            relative_attention(q, k, v, table, CLIP, mask=additive),
+            relative_attention(q, k, v, table, CLIP, mask=additive, rel_v=values),
+            relative_attention(q, k, v, table, CLIP, rel_q=q + 1),
+            relative_attention(q[0], k[0], v[0], table, CLIP, mask=mask[0]),
+            relative_attention(q[None] * 2, k[None], v[None], table, CLIP),
+            relative_attention(q[0, 0], k[0, 0], v[0, 0], table[0], CLIP),
+        ]
+        return tuple(results)
+
+
+def across(batch: int, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    mask = random(batch, 1, queries, keys, seed=4) > 0
+    mask[0, :, 0] = False
+    return (
+        random(batch, 4, queries, 6, seed=1).to(dtype),
+        random(batch, 2, keys, 6, seed=2).to(dtype),
+        random(batch, 2, keys, 5, seed=3).to(dtype),
+        mask,
+    )
+
+
+ACROSS = {
+    "q": {0: VARY, 2: VARY},
+    "k": {0: VARY, 2: VARY},
+    "v": {0: VARY, 2: VARY},
+    "mask": {0: VARY, 2: VARY, 3: VARY},
+}
+
+
+@pytest.mark.parametrize(
+    ("opset", "dtype", "gate"),
+    [
+        (18, torch.float32, 2e-6),
+        (23, torch.float32, 2e-6),
+        (24, torch.float64, 1e-12),
+    ],
+    ids=["18", "23", "24, float64"],
+)
+def test_calls(opset: int, dtype: torch.dtype, gate: float) -> None:
+    model = Across()
+    run = session(export(model, across(2, 5, 7, dtype), ACROSS, opset))
+    for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
+        assert_same(run(*across(*shape, dtype)), model, *across(*shape, dtype), gate=gate)
+
+
+ALONG: dict[str, dict[str, Any]] = {
+    "causal": {"rel_k": random(12, 6), "causal": True},
+    "causal, values": {"rel_k": random(4, 12, 6), "rel_v": random(12, 6), "causal": True},
+    "causal, window": {"rel_k": random(3, 6), "span": Span(2, 0), "window": (2, None), "causal": True},
+    "full": {"rel_k": random(23, 6)},
+    "bias": {"rel_bias": random(4, 4), "span": CLIP, "causal": True},
+    "blocks": {"rel_k": random(6, 6), "span": Span.causal(6), "block_size": 3},
+    "blocks, clip": {"rel_k": random(2, 6), "span": Span(1, 0, "clip"), "block_size": 3, "rel_v": random(2, 6)},
+}
+
+
+class Along(nn.Module):
+    """Many calls with queries and keys known to be of one length."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Any, ...]:
+        q, k = x, x[:, :2] * 2
+        return tuple(
+            relative_attention(q, k, k - 1, **call, mask=shown) for call in ALONG.values() for shown in (None, mask)
+        )
+
+
+@opsets
+def test_calls_along_one_sequence(opset: int) -> None:
+    def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+        return random(batch, 4, length, 6, seed=1), random(batch, 1, 1, length, seed=2) > -1
+
+    model = Along()
+    program = export(model, inputs(2, 5), {"x": {0: VARY, 2: VARY}, "mask": {0: VARY, 3: VARY}}, opset)
+    causal = [
+        bool(node.attributes.get_int("is_causal", 0)) for node in program.model.graph if node.op_type == "Attention"
+    ]
+    assert sum(causal) == (8 if opset == 23 else 0)  # four are causal and without `rel_v`, with and without a mask
+    run = session(program)
+    for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
+        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+
+
+class Gap(nn.Module):
+    """Queries and keys of lengths of their own, and an offset that is the length of something else."""
+
+    def forward(self, q: Tensor, k: Tensor, gap: Tensor) -> Any:
+        offset = gap.shape[0]
+        full = relative_attention(q, k, k, LONG, FULL, offset=offset)
+        return full, relative_attention(q, k, k, TABLE, CLIP, offset=offset, rel_v=TABLE)
+
+
+@opsets
+def test_an_offset_unknown_to_torch(opset: int) -> None:
+    def inputs(queries: int, keys: int, gap: int) -> tuple[Tensor, ...]:
+        return random(2, 4, queries, 6, seed=1), random(2, 2, keys, 6, seed=2), random(gap)
+
+    model = Gap()
+    run = session(export(model, inputs(3, 7, 2), {"q": {2: VARY}, "k": {2: VARY}, "gap": {0: VARY}}, opset))
+    for shape in ((3, 7, 2), (1, 1, 1), (2, 3, 10), (1, 12, 0), (5, 15, 4)):
+        assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+    for queries, keys, gap in ((5, 3, 8), (2, 17, 4), (1, 14, 1)):  # one position too far, to the left or to the right
+        with pytest.raises(Exception, match="Max"):
+            run(*inputs(queries, keys, gap))
+
+
+class One(nn.Module):
+    """One call with options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor) -> Any:
+        return relative_attention(q, k, k, TABLE, CLIP, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_lse": True}, "`return_lse=True` cannot be exported"),
+        ({"offset": -2}, "`offset` must be at least 0"),
+        ({"block_size": 2}, "`block_size` can be exported to ONNX only where torch knows"),
+    ],
+    ids=["return_lse", "offset", "block_size"],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    inputs = random(2, 4, 5, 6), random(2, 2, 7, 6)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - torch wraps it in its own
+        export(One(**options), inputs, {"q": {2: VARY}, "k": {2: VARY}}, 23)
+    told = []
+    error: BaseException | None = caught.value
+    while error is not None:
+        told.append(str(error))
+        error = error.__cause__
+    assert message in "\n".join(told)
+
+
+def test_opsets() -> None:
+    assert ATTENTION in torch_translation_table()
+    for opset in (17, 25):
+        with pytest.raises(ValueError, match="`opset` must be 18 … 24"):
+            torch_translation_table(opset)
+    with pytest.raises(TypeError, match="`opset` must be an int"):
+        torch_translation_table(18.0)  # type: ignore[arg-type]
+
+
+def test_export_needs_neither_torch_nor_onnxscript() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'onnxscript', 'onnx_ir'): sys.modules[name] = None\n"
+        "import relskew_core.export as export\n"
+        "try: export.torch_translation_table()\n"
+        "except ImportError as error: print(error.name)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert told.strip() in ("onnxscript", "torch")

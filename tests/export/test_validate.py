@@ -1,0 +1,439 @@
+"""`validate` must notice what is wrong, say what it saw, and never raise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from export_forms import FORMS, random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import Check, Report, save, to_onnx, validate
+from relskew_core.export._plan import make_plan
+from relskew_core.export._validate import runtimes
+from relskew_core.export._validate.cases import make_cases, make_inputs
+
+CACHE, CACHE_OPTIONS = FORMS["cache"]
+CAUSAL = FORMS["causal"][0]
+FULL = FORMS["full"][0]
+
+
+def wrong(report: Report) -> set[str]:
+    return {check.name for check in report.failures}
+
+
+def scaled(model: onnx.ModelProto, key: str, factor: float) -> None:
+    change(model, key, lambda array: array * np.asarray(factor, array.dtype))
+
+
+def change(model: onnx.ModelProto, key: str, how: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+    (tensor,) = [tensor for tensor in model.graph.initializer if tensor.name == key]
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(how(numpy_helper.to_array(tensor))), key))
+
+
+def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    found: list[onnx.NodeProto] = [node for node in model.graph.node if node.name == f"relskew/compute/{name}"]
+    assert len(found) == 1
+    return found[0]
+
+
+def attribute(model: onnx.ModelProto, name: str) -> onnx.AttributeProto:
+    found: list[onnx.AttributeProto] = [a for a in node(model, "attention").attribute if a.name == name]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("key", CACHE.weight_shapes())
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, dtype=dtype, **CACHE_OPTIONS)
+    scaled(model, key, 1.01)
+    found = wrong(validate(model, CACHE, weights, batches=(1,)))
+    assert "weights" in found
+    # The numbers alone must show it where they can: softmax cancels a change of the keys' bias.
+    if dtype == "float32":
+        assert "present_key" in found if key == "k_proj.bias" else found & {"y", "present_key", "present_value"}
+
+
+def flip_table(model: onnx.ModelProto) -> None:
+    change(model, "rel_k", lambda table: np.flip(table, -1))
+
+
+def shift_table(model: onnx.ModelProto) -> None:
+    change(model, "rel_k", lambda table: np.roll(table, 1, -1))
+
+
+def swap_heads(model: onnx.ModelProto) -> None:
+    change(model, "rel_k", lambda table: table[::-1])
+
+
+def drop_too_many(model: onnx.ModelProto) -> None:
+    """Make the skew off by one, shapes unchanged."""
+    skew = node(model, "skew/drop")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+    less = helper.make_node("Sub", [skew.input[1], "one"], ["less"], name="relskew/shape/less")
+    ends = helper.make_node("Sub", ["flat_size", "one"], ["ends"], name="relskew/shape/ends")
+    size = helper.make_node("Shape", [skew.input[0]], ["flat_size"], name="relskew/shape/size", start=2, end=3)
+    skew.input[1], skew.input[2] = "less", "ends"
+    position = list(model.graph.node).index(skew)
+    for added in (ends, size, less):
+        model.graph.node.insert(position, added)
+
+
+def lose_causality(model: onnx.ModelProto) -> None:
+    attribute(model, "is_causal").i = 0
+
+
+def wrong_scale(model: onnx.ModelProto) -> None:
+    attribute(model, "scale").f = 0.5
+
+
+def unscaled_queries(model: onnx.ModelProto) -> None:
+    scaled(model, "q_proj.weight", 2.0)
+    scaled(model, "q_proj.bias", 2.0)
+
+
+MUTATIONS = [flip_table, shift_table, swap_heads, drop_too_many, lose_causality, wrong_scale, unscaled_queries]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_notices_mutations_by_numbers(mutate: Callable[[onnx.ModelProto], None], dtype: str) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, dtype=dtype, **CACHE_OPTIONS)
+    assert validate(model, CACHE, weights, batches=(1,)).ok
+    mutate(model)
+    assert "y" in wrong(validate(model, CACHE, weights, batches=(1,)))
+
+
+def test_notices_lengths_that_run_silently() -> None:
+    """Left to the runtime, the new rows' length would let an input past the table give wrong numbers."""
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    table = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "rel_k"))
+    longer = np.concatenate([table[..., :1].repeat(20, -1), table], axis=-1)
+    change(model, "rel_k", lambda _: longer)
+    (start,) = [t for t in model.graph.initializer if t.name == "relskew/constant/int64/1/9"]
+    start.CopyFrom(numpy_helper.from_array(np.array([29]), start.name))
+    report = validate(model, CAUSAL, weights, batches=(1,))
+    assert "y" not in wrong(report)
+    assert "too long fails" in wrong(report)
+
+
+def test_notices_a_forgotten_past() -> None:
+    """A cache that is returned but not read shows in decoding too."""
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, profile="portable", **CACHE_OPTIONS)
+    concat = node(model, "cache/present_key")
+    concat.input[0] = "past_value"
+    found = wrong(validate(model, CACHE, weights, batches=(1,)))
+    assert {"y", "present_key", "decoding"} <= found
+
+
+def test_asks_of_every_kind() -> None:
+    weights = random_weights(CACHE)
+    report = validate(to_onnx(CACHE, weights, **CACHE_OPTIONS), CACHE, weights)
+    names = {check.name for check in report.checks}
+    assert names == {
+        "file",
+        "standard",
+        "spec",
+        "interface",
+        "weights",
+        "placement",
+        "y",
+        "present_key",
+        "present_value",
+        "optimiser off",
+        "too long fails",
+        "decoding",
+    }
+    cases = {check.case for check in report.checks if check.name == "y"}
+    assert {
+        "batch 3, queries 1, keys 1, past 0",
+        "batch 1, queries 9, keys 9, past 0",
+        "batch 1, queries 1, keys 9, past 8",
+        "batch 2, queries 2, keys 9, past 7",
+    } <= cases
+    failing = {check.case for check in report.checks if check.name == "too long fails"}
+    assert failing == {
+        "batch 1, queries 1, keys 10, past 9",
+        "batch 1, queries 9, keys 10, past 1",
+        "batch 1, queries 10, keys 10, past 0",
+    }
+
+
+def test_lengths_and_batches_on_request() -> None:
+    weights = random_weights(FULL)
+    report = validate(to_onnx(FULL, weights), FULL, weights, lengths=[4, 12], batches=[5])
+    assert report.ok, report.table()
+    cases = {check.case: check.name for check in report.checks if check.case and check.name != "optimiser off"}
+    assert cases == {
+        "batch 5, queries 4, keys 4, past 0": "y",
+        "batch 5, queries 12, keys 12, past 0": "too long fails",
+        "batch 5, queries 10, keys 10, past 0": "too long fails",
+    }
+    refusals: list[tuple[str, Any]] = [("lengths", []), ("lengths", [0]), ("batches", "x"), ("batches", 3)]
+    for name, value in [*refusals, ("runtimes", None)]:
+        refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: value})
+        assert not refused.ok
+        assert refused.failures[0].name == "validation"
+
+
+def test_files(tmp_path: Path) -> None:
+    spec = BlockSpec(32, 2, Span.causal(9), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights)
+    inside = save(model, tmp_path / "inside.onnx")
+    outside = save(model, tmp_path / "outside.onnx", external_threshold=0)
+    for path in (inside, str(outside)):
+        report = validate(path, spec, weights, runtimes=["onnxruntime", "reference", "openvino"], batches=(1,))
+        assert report.ok, report.table()
+    broken = tmp_path / "broken.onnx"
+    broken.write_bytes(inside.read_bytes()[:-1000])
+    next(tmp_path.glob("outside.onnx.*.data")).unlink()
+    for path in (broken, outside, tmp_path / "none.onnx", tmp_path):
+        report = validate(path, spec, weights)
+        assert wrong(report) == {"file"}, report.table()
+    assert wrong(validate(None, CAUSAL, weights)) == {"file"}  # type: ignore[arg-type]
+    assert wrong(validate(onnx.ModelProto(), CAUSAL, weights)) == {"file"}
+
+
+def test_wrong_specs_and_weights() -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    assert wrong(validate(model, FULL, random_weights(FULL))) >= {"spec", "y"}
+    wider = BlockSpec(12, 2, Span.causal(9), causal=True)
+    assert wrong(validate(model, wider, random_weights(wider))) == {"spec", "interface"}
+    assert wrong(validate(model, FORMS["cross"][0], weights)) == {"spec", "interface"}
+    assert wrong(validate(model, "causal", weights)) == {"validation"}  # type: ignore[arg-type]
+    assert wrong(validate(model, CAUSAL, {})) == {"validation"}
+    assert wrong(validate(model, CAUSAL, random_weights(CAUSAL, seed=1))) >= {"weights", "y"}
+    del model.metadata_props[:]
+    assert "spec" not in wrong(validate(model, FULL, random_weights(FULL)))
+    assert "y" in wrong(validate(model, FULL, random_weights(FULL)))
+    assert validate(model, CAUSAL, weights).ok
+
+
+def test_names_what_is_not_standard() -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    (check,) = validate(model, CAUSAL, weights, batches=(1,)).failures
+    assert check.name == "standard"
+    assert "com.microsoft" in check.detail
+
+
+def test_runtimes_and_providers_that_are_not_there() -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    report = validate(model, CAUSAL, weights, runtimes=["tensorrt"])
+    assert "`runtimes` must be among" in report.failures[0].detail
+    report = validate(model, CAUSAL, weights, providers=["NoSuchExecutionProvider"])
+    assert wrong(report) == {"loads"}
+    assert "NoSuchExecutionProvider is not available here" in report.failures[0].detail
+    assert wrong(validate(model, CAUSAL, weights, providers=[3])) == {"loads"}  # type: ignore[list-item]
+    assert not validate(model, CAUSAL, weights, runtimes=[], providers=[]).failures
+
+
+def test_a_provider_that_did_not_run_the_nodes() -> None:
+    """The Azure provider is listed wherever onnxruntime is built with it, yet every node runs on the CPU."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime is built without AzureExecutionProvider")
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, providers=["AzureExecutionProvider"], batches=(1,))
+    (check,) = report.failures
+    assert check.name == "placement"
+    assert "relskew/compute/attention on CPUExecutionProvider" in check.detail
+    assert "no node on AzureExecutionProvider" in check.detail
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
+def test_cuda_libraries_of_packages_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An onnxruntime that lists CUDA, yet cannot load it, runs on the CPU without a word."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime has CUDAExecutionProvider")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("preloaded"))
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, providers=["cuda"], batches=(1,))
+    assert wrong(report) == {"placement"}
+    assert "no node on CUDAExecutionProvider" in report.failures[0].detail
+    written = capsys.readouterr()
+    assert (written.out, written.err) == ("", "preloaded\n")
+
+
+def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights, dtype="bfloat16"), CAUSAL, weights)
+    assert wrong(report) == {"loads"}
+
+
+def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
+    """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
+    kind = onnx.TensorProto.BFLOAT16
+    graph = helper.make_graph(
+        [helper.make_node("Transpose", ["x"], ["y"], perm=[1, 0])],
+        "turn",
+        [helper.make_tensor_value_info("x", kind, ["a", "b"])],
+        [helper.make_tensor_value_info("y", kind, ["b", "a"])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    x = np.arange(6).reshape(2, 3).astype(runtimes.BFLOAT16)
+    (y,) = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu").run({"x": x})
+    assert y.dtype == runtimes.BFLOAT16
+    np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+
+
+class Recorder:
+    """A runtime that answers as onnxruntime does until told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]] = lambda results: results
+        self.calls = 0
+        monkeypatch.setitem(runtimes.OPENERS, "recorder", self.open)
+
+    def open(self, source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
+        del provider
+        true = runtimes.open_onnxruntime(source, "cpu")
+
+        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            self.calls += 1
+            return self.change(true.run(feeds))
+
+        return runtimes.Runner("recorder", "", run, lambda feeds: self.change(true.run(feeds)))
+
+
+def halved(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [result[:1] for result in results]
+
+
+def widened(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [result.astype(np.float64) for result in results]
+
+
+def poisoned(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    return [np.where(np.arange(result.shape[-1]) == 1, np.float32(np.nan), result) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [(halved, "shape"), (widened, "dtype float64, expected float32"), (poisoned, "largest difference nan")],
+)
+def test_notices_what_a_runtime_returns(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]],
+    detail: str,
+) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
+    recorder = Recorder(monkeypatch)
+    assert validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,)).ok
+    recorder.change = change
+    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
+    assert wrong(report) >= {"y", "present_key", "present_value"}
+    assert any(detail in check.detail for check in report.failures)
+    json.loads(report.to_json())
+
+
+def test_a_runtime_that_stops_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(CACHE)
+    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
+    recorder = Recorder(monkeypatch)
+
+    def stop(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        if recorder.calls > 3:
+            raise RuntimeError("out of\nmemory")
+        return results
+
+    recorder.change = stop
+    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
+    assert wrong(report) == {"y", "decoding"}
+    assert report.failures[0].detail == "RuntimeError: out of memory"
+
+
+def test_an_optimiser_that_changes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(FULL)
+
+    def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
+        true = runtimes.open_onnxruntime(source, provider or "cpu")
+
+        def unoptimised(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            if feeds["x"].shape[1] == 2:
+                raise RuntimeError("no kernel")
+            return [result * np.float32(1.001) for result in true.run(feeds)]
+
+        return runtimes.Runner("odd", "", true.run, unoptimised)
+
+    monkeypatch.setitem(runtimes.OPENERS, "odd", opener)
+    report = validate(to_onnx(FULL, weights), FULL, weights, runtimes=["odd"], batches=(1,))
+    assert wrong(report) == {"optimiser off"}
+    assert "RuntimeError: no kernel" in {check.detail for check in report.failures}
+
+
+def test_long_inputs_are_sampled() -> None:
+    """Of many queries some are compared, the first and last among them; a wrong far end of the table shows."""
+    spec = BlockSpec(8, 2, Span.causal(300), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights)
+    report = validate(model, spec, weights, batches=(1,))
+    assert report.ok, report.table()
+    change(model, "rel_k", lambda table: np.concatenate([table[..., :1], table[..., 1:2] * 3, table[..., 2:]], axis=-1))
+    found = validate(model, spec, weights, batches=(1,)).failures
+    assert "batch 1, queries 300, keys 300, past 0" in {check.case for check in found if check.name == "y"}
+
+
+def test_large_logits_get_a_fair_gate() -> None:
+    spec = BlockSpec(64, 2, Span.causal(9), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights)
+    report = validate(model, spec, weights, batches=(2,))
+    assert report.ok, report.table()
+    assert max(check.gate or 0 for check in report.checks) > 4e-6
+    scaled(model, "rel_k", 1.01)
+    assert "y" in wrong(validate(model, spec, weights, batches=(2,)))
+
+
+def test_report() -> None:
+    good = Check("y", "a", "b", "case", True, 1e-7, 2e-6)
+    bad = Check("y", "a", "b", "other", False, float("nan"), 2e-6, "largest difference nan")
+    report = Report((good, bad, Check("loads", "c", "", "", False, detail="not here")))
+    assert not report.ok
+    assert report.failures == report.checks[1:]
+    assert not Report(()).ok
+    table = report.table()
+    assert "nan" in table.splitlines()[1]
+    assert "1 wrong" in table
+    assert "FAILED y (a, b, other): error nan, gate 2e-06: largest difference nan" in table
+    assert "FAILED loads (c): not here" in table
+    written = json.loads(report.to_json())
+    assert written["ok"] is False
+    assert [check["error"] for check in written["checks"]] == [1e-7, None, None]
+    assert len(written["failures"]) == 2
+
+
+def test_inputs_differ_between_cases() -> None:
+    plan = make_plan(CAUSAL, np.dtype(np.float32))
+    cases = make_cases(plan, None, (1, 2))
+    assert len(set(cases)) == len(cases)
+    first, second = (make_inputs(plan, cases[0], seed)["x"] for seed in (0, 1))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("span", [Span.clipped(2), Span.full(100)])
+def test_inputs_of_more_than_one_chunk_are_tried(span: Span) -> None:
+    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=40)
+    assert {40, 41, 81} <= {case.queries for case in make_cases(plan, None, (1,))}
+    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=10**6)
+    assert max(case.queries for case in make_cases(plan, None, (1,))) <= 101

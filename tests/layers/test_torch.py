@@ -1,0 +1,600 @@
+"""``RelativeMultiheadAttention``: the block as a torch module."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dense
+import relskew_core
+from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core._kernel.chunk import Chunk
+from relskew_core.backends._torch import dropout
+from relskew_core.backends._torch.cpu.call import Dropout
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+SPECS = {
+    "causal": BlockSpec(8, 2, Span.causal(16), causal=True),
+    "bidirectional": BlockSpec(8, 2, Span.clipped(3), rel_values=True),
+    "cross": BlockSpec(8, 2, Span.clipped(3), cross=True),
+    "grouped, wide heads": BlockSpec(8, 4, Span.full(16), num_kv_heads=2, head_dim=3, rel_values=True),
+    "local": BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, shared_table=True, bias=False),
+    "window": BlockSpec(8, 2, Span(2, 1), window=(2, 1), rel_values=True, shared_table=True),
+    "bias alone": BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True),
+    "bias, shared": BlockSpec(8, 2, Span.clipped(3), rel_bias=True, shared_table=True),
+}
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+
+
+def inputs(spec: BlockSpec, n: int = 9, m: int = 7, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Draw the module's positional inputs."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, n, spec.embed_dim, generator=generator, dtype=dtype)
+    return (x, torch.randn(2, m, spec.embed_dim, generator=generator, dtype=dtype)) if spec.cross else (x,)
+
+
+def made(spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
+    """Make a module in float64 whose biases are not zero."""
+    module = RelativeMultiheadAttention(spec, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return module
+
+
+def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor | None = None, **more: Any) -> Tensor:
+    """What a module computes, written out with torch's own linear maps."""
+    spec = module.spec
+    source = x if memory is None else memory
+
+    def heads(of: Tensor, projection: Any, count: int) -> Tensor:
+        return projection(of).unflatten(-1, (count, spec.head_dim)).transpose(-2, -3)
+
+    out = dense.attention(
+        heads(x, module.q_proj, spec.num_heads),
+        heads(source, module.k_proj, spec.num_kv_heads),
+        heads(source, module.v_proj, spec.num_kv_heads),
+        module.rel_k,
+        module.rel_v,
+        module.rel_bias,
+        span=spec.span,
+        causal=spec.causal,
+        window=spec.window,
+        block_size=spec.block_size,
+        **more,
+    ).out
+    projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
+    return projected
+
+
+@every_spec
+def test_the_state_dict_is_a_weights_mapping(spec: BlockSpec) -> None:
+    module = made(spec)
+    state = module.state_dict()
+    spec.check_weights(state)
+    assert {key: tuple(x.shape) for key, x in state.items()} == spec.weight_shapes()
+    x, *memory = inputs(spec)
+    expected = attention_block(x, state, spec, memory=memory[0] if memory else None)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(module(x, *memory), expected)
+
+
+@every_spec
+def test_it_computes_the_formula_and_its_gradients(spec: BlockSpec) -> None:
+    module = made(spec)
+    results = []
+    for function in (module, lambda *given: dense_module(module, *given)):
+        given = [x.requires_grad_() for x in inputs(spec)]
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+
+
+def test_weights_of_init_weights_load() -> None:
+    spec = SPECS["bidirectional"]
+    weights = init_weights(spec, seed=7, xp=torch)
+    module = RelativeMultiheadAttention(spec)
+    module.load_state_dict(weights)
+    x = torch.randn(2, 5, 8)
+    expected = attention_block(x, weights, spec)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(module(x), expected)
+    with pytest.raises(RuntimeError, match="rel_v"):
+        module.load_state_dict({key: x for key, x in weights.items() if key != "rel_v"})
+
+
+@pytest.mark.parametrize("key", ["q_proj.weight", "k_proj.weight", "out_proj.weight", "rel_k", "rel_v"])
+def test_it_is_initialised_as_init_weights_does(key: str) -> None:
+    spec = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True)
+    torch.manual_seed(0)
+    module = RelativeMultiheadAttention(spec)
+    mine, theirs = module.state_dict()[key], init_weights(spec, seed=0, xp=torch)[key]
+    bound = (3 / 16) ** 0.5 if key.startswith("rel") else (6 / (64 + mine.shape[0 if key[0] != "o" else 1])) ** 0.5
+    for x in (mine, theirs):
+        assert 0.99 * bound < x.abs().max() <= bound
+        torch.testing.assert_close(x.var(), torch.tensor(bound**2 / 3), rtol=0.06, atol=0)
+    assert not module.state_dict()["q_proj.bias"].any()
+    torch.manual_seed(0)
+    again = RelativeMultiheadAttention(spec)
+    assert torch.equal(again.state_dict()[key], mine)
+    again.reset_parameters()
+    assert not torch.equal(again.state_dict()[key], mine)
+
+
+# Masks and caches
+
+
+@every_spec
+def test_padding_does_not_count(spec: BlockSpec) -> None:
+    module = made(spec)
+    given = inputs(spec)
+    source = given[-1]
+    padding = torch.zeros(source.shape[:-1], dtype=torch.bool)
+    padding[1, -3:] = True
+    changed = source.masked_fill(padding[..., None], 1e3)
+    others = (*given[:-1], changed)
+    actual, of_changed = module(*given, key_padding_mask=padding), module(*others, key_padding_mask=padding)
+    rows = slice(None) if spec.cross else slice(0, -3)  # of self-attention, padding itself is a query too
+    assert torch.equal(actual[1, rows], of_changed[1, rows])
+    assert torch.equal(actual[0], of_changed[0])
+    torch.testing.assert_close(actual, dense_module(module, *given, mask=~padding[:, None, None]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (2, 1, 9, 9), (2, 2, 1, 9), (9,)], ids=str)
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_padding_meets_masks(kind: str, shape: tuple[int, ...]) -> None:
+    spec = SPECS["bidirectional"]
+    module = made(spec)
+    (x,) = inputs(spec)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]])
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if kind == "boolean":
+        mask = mask > -0.5
+        both = mask & ~padding[:, None, None]
+    else:
+        both = mask + torch.zeros(2, 1, 1, 9).masked_fill(padding[:, None, None], -torch.inf)
+    actual = module(x, mask=mask, key_padding_mask=padding)
+    torch.testing.assert_close(actual, dense_module(module, x, mask=both), rtol=0, atol=1e-10)
+    torch.testing.assert_close(module(x, mask=mask), dense_module(module, x, mask=mask), rtol=0, atol=1e-10)
+
+
+def test_an_unbatched_sequence_and_its_padding() -> None:
+    module = made(SPECS["causal"])
+    (x,) = inputs(module.spec)
+    padding = torch.arange(9) < 2  # on the left: the first queries see nothing, and get the bias alone
+    y = module(x[0], key_padding_mask=padding)
+    torch.testing.assert_close(y, module(x, key_padding_mask=padding.expand(2, -1))[0], rtol=0, atol=1e-12)
+    assert torch.equal(y[0], module.get_parameter("out_proj.bias"))
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [torch.zeros(2, 8, dtype=torch.bool), torch.zeros(2, 9), [[False] * 9] * 2],
+    ids=["length", "dtype", "type"],
+)
+def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
+    module = made(SPECS["causal"])
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean tensor of shape \(2, 9\)"):
+        module(*inputs(module.spec), key_padding_mask=padding)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [(torch.ones(9, 8, dtype=torch.bool), ValueError), (torch.zeros(9, 9, dtype=torch.int64), TypeError)],
+    ids=["shape", "dtype"],
+)
+def test_masks_that_do_not_fit_are_refused_with_padding_too(mask: Tensor, error: type[Exception]) -> None:
+    module = made(SPECS["causal"])
+    with pytest.raises(error, match="`mask` must"):
+        module(*inputs(module.spec), mask=mask, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "local", "window"])
+def test_cached_decoding(name: str) -> None:
+    spec = SPECS[name]
+    if not spec.causal:
+        spec = BlockSpec(8, 2, spec.span, causal=True, rel_values=True, window=spec.window)
+    module = made(spec)
+    (x,) = inputs(spec)
+    past = (torch.zeros(2, 2, 0, 4, dtype=x.dtype),) * 2
+    steps = []
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        y, past = module(x[:, start:stop], past=past)
+        steps.append(y)
+    torch.testing.assert_close(torch.cat(steps, dim=1), module(x), rtol=0, atol=1e-12)
+    assert past[0].shape == past[1].shape == (2, 2, 9, 4)
+    padding = torch.arange(9) >= torch.tensor([[9], [6]])
+    y, _ = module(x[:, 5:], past=tuple(x[..., :5, :] for x in past), key_padding_mask=padding)
+    torch.testing.assert_close(y, module(x, key_padding_mask=padding)[:, 5:], rtol=0, atol=1e-12)
+
+
+# Dropout
+
+
+def kept_of(module: RelativeMultiheadAttention, given: tuple[Tensor, ...], seed: int, **more: Any) -> Tensor:
+    """Recover what was dropped: the weights that values see, by values that are one-hot, relative to those without."""
+    spec = module.spec
+    n, m = given[0].shape[-2], given[-1].shape[-2]
+    q, k = torch.randn(2, 2, spec.num_heads, max(n, m), 4, dtype=torch.float64).unbind()
+    v = torch.eye(m, dtype=torch.float64).expand(2, spec.num_heads, m, m)
+    torch.manual_seed(seed)
+    options = {"causal": spec.causal, "window": spec.window, "block_size": spec.block_size, **more}
+    arguments = (q[..., :n, :], k[..., :m, :], v, None, None)
+    dropped = dropout.relative_attention_with_dropout(*arguments, **options, dropout=module.dropout)
+    whole = relskew_core.relative_attention(*arguments, **options)
+    assert isinstance(whole, Tensor)
+    return torch.where(whole > 0, dropped / whole, 0.0)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "cross", "local", "window"])
+def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
+    """The same weights, recovered once, put into the dense formula."""
+    module = made(SPECS[name], dropout=0.4)
+    kept = kept_of(module, inputs(module.spec), seed=11)
+    scaled = torch.tensor(1 / 0.6, dtype=torch.float64)
+    assert torch.allclose(kept[kept > 0.01], scaled)
+    results = []
+    for function in (module, lambda *given: dense_module(module, *given, weight_of=kept)):
+        torch.manual_seed(11)
+        given = [x.requires_grad_() for x in inputs(module.spec)]
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
+    module = made(BlockSpec(8, 2, Span.clipped(3)), dropout=0.3)
+    (x,) = inputs(module.spec, n=300)
+    kept = kept_of(module, (x,), seed=0) > 0
+    assert kept.float().mean().item() == pytest.approx(0.7, abs=0.005)
+    for part in (kept[0, 0], kept[1, 1], kept[..., :32, :], kept[..., -32:, :], kept[..., :40]):
+        assert part.float().mean().item() == pytest.approx(0.7, abs=0.02)
+    halves = [kept[0, 0], kept[0, 1], kept[1, 0], kept[..., :150, :], kept[..., 150:, :]]
+    for a, b in ((halves[0], halves[1]), (halves[0], halves[2]), (halves[3], halves[4])):
+        assert (a == b).float().mean().item() == pytest.approx(0.7**2 + 0.3**2, abs=0.02)  # independent
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_dropout_is_for_training_and_follows_torchs_seed() -> None:
+    module, quiet = made(SPECS["causal"], dropout=0.5), made(SPECS["causal"])
+    (x,) = inputs(module.spec)
+    torch.manual_seed(1)
+    first, second = module(x), module(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(module(x), first)
+    module.eval()
+    torch.testing.assert_close(module(x), dense_module(module, x), rtol=0, atol=1e-12)
+    state = torch.get_rng_state()
+    module(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    quiet(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_keeps_the_memory_promise() -> None:
+    length = 260
+    module = RelativeMultiheadAttention(BlockSpec(8, 1, Span.clipped(4), rel_values=True), dropout=0.2)
+    x = torch.randn(1, length, 8, requires_grad=True)
+    sizes: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        sizes.append(saved.untyped_storage().nbytes() // saved.element_size())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = module(x)
+    y.sum().backward()
+    assert max(sizes) <= length * 8
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_dropout_survives_checkpoints() -> None:
+    module = made(SPECS["bidirectional"], dropout=0.5)
+    results = []
+    checkpointed: Any = partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=False)
+    for function in (module, checkpointed):
+        torch.manual_seed(2)
+        (x,) = inputs(module.spec)
+        x.requires_grad_()
+        results.append(torch.autograd.grad(function(x).sin().sum(), [x, *module.parameters()]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_gradcheck_of_dropout() -> None:
+    module = made(SPECS["bidirectional"], dropout=0.4)
+    (x,) = inputs(module.spec, n=4)
+
+    def attend(x: Tensor, rel_k: Tensor, rel_v: Tensor, mask: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        weights = {"rel_k": rel_k, "rel_v": rel_v}
+        y: Tensor = torch.func.functional_call(module, weights, (x,), {"mask": mask})
+        return y
+
+    mask = torch.randn(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    given = (x.requires_grad_(), module.get_parameter("rel_k"), module.get_parameter("rel_v"), mask)
+    assert torch.autograd.gradcheck(attend, given, fast_mode=True)
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_dropout_is_an_operator() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
+    table = torch.randn(2, 3, 4, dtype=torch.float64)
+    seed = torch.tensor(123)
+    options = (1, 1, "clip", False, None, None, None, 0, 0.5, 0.5, None, False, seed, 0.25)
+    given = (q, k, v, table, table.clone(), None, None, torch.randn(5, 5, dtype=torch.float64))
+    grad = tuple(None if x is None else x.clone().requires_grad_() for x in given)
+    torch.library.opcheck(torch.ops.relskew.dropout_attention.default, (*grad, *options))
+    torch.library.opcheck(torch.ops.relskew.dropout_attention_vjp.default, (torch.ones_like(v), *given, *options))
+
+
+def test_the_second_derivative_of_dropout_is_refused() -> None:
+    module = made(SPECS["causal"], dropout=0.5)
+    (x,) = inputs(module.spec)
+    (gradient,) = torch.autograd.grad(module(x.requires_grad_()).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["causal", "bidirectional"])
+def test_torch_func_goes_through_dropout(name: str) -> None:
+    """By the portable kernels: the gradient is the slope of what was drawn, and another seed draws something else."""
+    module = made(SPECS[name], dropout=0.25)
+    (x,) = inputs(module.spec)
+    weights: dict[str, Tensor] = dict(module.named_parameters())
+    ways = {key: torch.randn_like(weight) for key, weight in weights.items()}
+
+    def loss(weights: dict[str, Tensor], seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        y: Tensor = torch.func.functional_call(module, weights, (x,))
+        return y.sin().sum()
+
+    def value(step: float) -> Tensor:
+        moved = {key: weight.detach() + step * ways[key] for key, weight in weights.items()}
+        return torch.func.grad_and_value(loss)(moved, 1)[1]
+
+    gradients = torch.func.grad(loss)(weights, 1)
+    slope = sum((gradients[key] * way).sum() for key, way in ways.items())
+    torch.testing.assert_close(slope, (value(1e-5) - value(-1e-5)) / 2e-5, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(gradients["rel_k"], torch.func.grad(loss)(weights, 2)["rel_k"])
+
+
+def test_every_sample_has_a_gradient_and_drops_of_its_own() -> None:
+    module = made(SPECS["causal"], dropout=0.5)
+    x = inputs(module.spec)[0][:1].expand(2, -1, -1)
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(module, weights, (x,))
+        return y.sin().sum()
+
+    by_sample = torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")
+    gradients = by_sample(dict(module.named_parameters()), x)["rel_k"]
+    assert not torch.allclose(gradients[0], gradients[1])
+
+
+def test_what_a_seed_keeps_is_the_same_again() -> None:
+    """The portable kernels ask for it forward and backward."""
+    weights, chunks = torch.rand(2, 40, 40), [Chunk(start, start + 40, 0, 40, 0, 40, 0) for start in (0, 40)]
+    first, again = (Dropout(7, 0.75) for _ in range(2))
+    assert torch.equal(first(chunks[0], weights), again(chunks[0], weights))
+    assert not torch.equal(first(chunks[0], weights), first(chunks[1], weights))
+    assert first(chunks[0], weights).mean().item() == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_over_dropout(randomness: str) -> None:
+    module = made(SPECS["causal"], dropout=0.5)
+    x = inputs(module.spec)[0][:1].expand(3, -1, -1)
+    y = torch.vmap(module, randomness=randomness)(x)
+    assert torch.equal(y[0], y[1]) == (randomness == "same")
+
+
+# Everything else a module must stand
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*((name, 0.0) for name in SPECS), ("grouped, wide heads", 0.3), ("cross", 0.3)]
+)
+def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
+    torch.compiler.reset()
+    spec = SPECS[name]
+    module = made(spec, dropout=dropout)
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    results = []
+    for function in (module, compiled):
+        torch.manual_seed(0)
+        given = [x.requires_grad_() for x in inputs(spec)]
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    if not spec.cross:
+        padding = torch.arange(9) >= torch.tensor([[9], [6]])
+        module.eval()
+        torch.testing.assert_close(
+            compiled(*given, key_padding_mask=padding), module(*given, key_padding_mask=padding), rtol=0, atol=1e-12
+        )
+
+
+def test_export_has_one_attention_node() -> None:
+    module = made(SPECS["causal"], dropout=0.1).eval()
+    (x,) = inputs(module.spec)
+    length = torch.export.Dim("length", min=2, max=16)
+    program = torch.export.export(module, (x,), dynamic_shapes={"x": {1: length}})
+    targets = [str(node.target) for node in program.graph.nodes if "relskew" in str(node.target)]
+    assert targets == ["relskew.attention.default"]
+    longer = torch.cat([x, x[:, :6]], dim=1)
+    torch.testing.assert_close(program.module()(longer), module(longer), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_autocast(dropout: float) -> None:
+    module = RelativeMultiheadAttention(SPECS["bidirectional"], dropout=dropout)
+    (x,) = inputs(module.spec, dtype=torch.float32)
+    results = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            y = module(x, mask=torch.zeros(9, 9))
+        assert y.dtype == (torch.bfloat16 if enabled else torch.float32)
+        gradients = torch.autograd.grad(y.float().sin().sum(), list(module.parameters()))
+        assert {x.dtype for x in gradients} == {torch.float32}
+        results.append(torch.cat([x.flatten() for x in gradients]))
+    assert (results[0] - results[1]).norm() < 3e-2 * results[1].norm()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module.eval()
+        _, past = module(x.bfloat16(), past=(torch.zeros(2, 2, 0, 4),) * 2)
+    assert past[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_are_whole_and_their_own(again: Callable[[Any], Any]) -> None:
+    module = made(SPECS["grouped, wide heads"], dropout=0.2).eval()
+    (x,) = inputs(module.spec)
+    other = again(module)
+    assert other.spec == module.spec
+    assert other.dropout == 0.2
+    assert torch.equal(other(x), module(x))
+    with torch.no_grad():
+        other.rel_k.zero_()
+    assert not torch.equal(other(x), module(x))
+
+
+def test_saved_and_loaded() -> None:
+    module = made(SPECS["bidirectional"])
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    other = RelativeMultiheadAttention(module.spec, dtype=torch.float64)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(*inputs(module.spec)), module(*inputs(module.spec)))
+
+
+def test_devices_and_dtypes() -> None:
+    spec = SPECS["bidirectional"]
+    module = RelativeMultiheadAttention(spec, device="meta", dtype=torch.bfloat16)
+    assert {(x.device.type, x.dtype) for x in module.parameters()} == {("meta", torch.bfloat16)}
+    y = module(torch.empty(2, 5, 8, device="meta", dtype=torch.bfloat16))
+    assert (y.shape, y.device.type) == ((2, 5, 8), "meta")
+    with torch.device("meta"):
+        assert {x.device.type for x in RelativeMultiheadAttention(spec).parameters()} == {"meta"}
+    module = RelativeMultiheadAttention(spec).to(torch.bfloat16)
+    assert module(torch.randn(2, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="must have the dtype of"):
+        module(torch.randn(2, 5, 8))
+    assert module.double()(*inputs(spec)).dtype == torch.float64
+
+
+def test_parametrizations_take_part() -> None:
+    module = made(SPECS["causal"])
+    (x,) = inputs(module.spec)
+    doubled = copy.deepcopy(module)
+    with torch.no_grad():
+        for weight in (doubled.get_parameter("v_proj.weight"), doubled.rel_k):
+            weight.mul_(2)
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(module.get_submodule("v_proj"), "weight", Doubled())
+    nn.utils.parametrize.register_parametrization(module, "rel_k", Doubled())
+    torch.testing.assert_close(module(x), doubled(x), rtol=0, atol=1e-12)
+
+
+def test_what_it_shows_of_itself() -> None:
+    assert RelativeMultiheadAttention(SPECS["causal"]).extra_repr() == (
+        "embed_dim=8, num_heads=2, span=Span(left=15, right=0, beyond='error'), causal=True, dropout=0.0"
+    )
+    assert RelativeMultiheadAttention(SPECS["grouped, wide heads"], dropout=0.5).extra_repr() == (
+        "embed_dim=8, num_heads=4, span=Span(left=15, right=15, beyond='error'), causal=False, head_dim=3, "
+        "num_kv_heads=2, rel_values=True, dropout=0.5"
+    )
+    assert (
+        RelativeMultiheadAttention(SPECS["local"])
+        .extra_repr()
+        .endswith("causal=True, block_size=4, shared_table=True, bias=False, dropout=0.0")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (({"embed_dim": 8},), TypeError, "`spec` must be a BlockSpec, got dict"),
+        ((SPECS["causal"], 1.0), ValueError, "`dropout` must be at least 0 and less than 1, got 1.0"),
+        ((SPECS["causal"], -0.1), ValueError, "`dropout` must be at least 0"),
+        ((SPECS["causal"], "0.1"), TypeError, "`dropout` must be a Python int or float"),
+    ],
+    ids=["spec", "all dropped", "negative", "text"],
+)
+def test_refusals(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    spec, *dropout = arguments
+    with pytest.raises(error, match=message):
+        RelativeMultiheadAttention(spec, **dict(zip(["dropout"], dropout, strict=False)))
+
+
+# From nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_it_takes_over_from_multihead_attention(causal: bool, bias: bool) -> None:
+    old = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dropout=0.3, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in old.parameters():
+            parameter.normal_()
+    new = RelativeMultiheadAttention.from_multihead(old, Span.clipped(4), causal=causal, rel_values=True)
+    assert (new.dropout, new.training, new.spec.causal) == (0.3, False, causal)
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    padding = torch.arange(7) >= torch.tensor([[7], [5], [1]])
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
+    expected, _ = old(x, x, x, key_padding_mask=padding, attn_mask=hidden, need_weights=False)
+    torch.testing.assert_close(new(x, key_padding_mask=padding), expected, rtol=0, atol=1e-12)
+    assert not new.rel_k.any()
+    (gradient,) = torch.autograd.grad(new(x).sin().sum(), new.rel_k)
+    assert gradient.any()
+
+
+def test_it_takes_over_cross_attention() -> None:
+    old = nn.MultiheadAttention(16, 4, dtype=torch.float64).train()
+    new = RelativeMultiheadAttention.from_multihead(old, Span.clipped(4), cross=True)
+    assert new.training
+    x, memory = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
+    expected, _ = old(x.transpose(0, 1), memory.transpose(0, 1), memory.transpose(0, 1))
+    torch.testing.assert_close(new(x, memory), expected.transpose(0, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "option", [{"kdim": 8}, {"vdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=lambda x: next(iter(x))
+)
+def test_what_a_block_has_not_is_refused(option: dict[str, Any]) -> None:
+    old = nn.MultiheadAttention(16, 4, **option)
+    with pytest.raises(ValueError, match=f"got one made with {next(iter(option))}"):
+        RelativeMultiheadAttention.from_multihead(old, Span.clipped(4))
+    with pytest.raises(TypeError, match=r"`attention` must be a torch\.nn\.MultiheadAttention"):
+        RelativeMultiheadAttention.from_multihead(nn.Linear(2, 2), Span.clipped(4))  # type: ignore[arg-type]
+
+
+def test_the_module_imports_torch_and_the_package_does_not() -> None:
+    script = """
+import sys
+import relskew_core, relskew_core.backends
+assert "torch" not in sys.modules
+import relskew_core.layers.torch
+assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

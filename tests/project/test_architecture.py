@@ -1,0 +1,92 @@
+"""The layers of docs/architecture.md: every module stands in one folder of the table and imports no later one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import relskew_core
+
+PACKAGE = Path(relskew_core.__file__).parent
+ROOT = PACKAGE.parent
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def layers() -> list[str]:
+    """Folders as packages, in the order of the table under "Layers"."""
+    section = PAGE.read_text().partition("\n## Layers\n")[2].partition("\n## ")[0]
+    folders = re.findall(r"^\| `([\w/]+)/` \|", section, re.MULTILINE)
+    return [folder.removeprefix("relskew_core/").replace("relskew_core", "") for folder in folders]
+
+
+LAYERS = layers()
+
+
+def sources() -> dict[str, Path]:
+    """Every module by its name inside the package, ``""`` for the package itself; links are followed once."""
+    found = {}
+    for path in sorted(PACKAGE.glob("*.py")):
+        found["" if path.stem == "__init__" else path.stem] = path
+    for folder in sorted(path for path in PACKAGE.iterdir() if path.is_dir()):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+MODULES = sources()
+
+
+def layer_of(module: str) -> int:
+    folder = module.partition(".")[0]
+    return LAYERS.index(folder if folder in LAYERS else "")
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it but under ``if TYPE_CHECKING``."""
+    tree = ast.parse(MODULES[module].read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in typing_only or not node.module:
+            continue
+        package, _, rest = node.module.partition(".")
+        if package == "relskew_core":
+            inner = [f"{rest}.{alias.name}" if rest else alias.name for alias in node.names]
+            found |= {name if name in MODULES else rest for name in inner}
+    return found - {module}
+
+
+def test_the_table_names_every_folder_once() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert sorted(LAYERS) == sorted({*folders, ""})
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    wrong = sorted(name for name in imports_of(module) if layer_of(name) > layer_of(module))
+    assert not wrong, f"{module or 'relskew_core'} imports {wrong} from a later layer"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    """Modules of one folder may import each other in one direction only."""
+    graph = {module: imports_of(module) & set(MODULES) for module in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())

@@ -1,0 +1,133 @@
+"""Everything that README.md and docs/ show is run: Python as doctests or as programs, commands through their programs.
+
+A page is a namespace and a folder of its own. What is not run is recognised word by word, with its reason.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import libraries
+import relskew_core
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+SHOWN = {"text", "toml", "json", "bibtex"}
+"""Languages of blocks that are read and not run."""
+
+NOT_RUN = {
+    "python -m benchmarks": "takes minutes; tests/project/test_benchmarks.py runs it small",
+}
+"""Commands that are shown and not run, with the reason."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(match[1], match[2], text.count("\n", 0, match.start()) + 2)
+        for match in re.finditer(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
+    ]
+
+
+def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
+    """Run a doctest if the block shows a prompt, else a program."""
+    if not block.code.startswith(">>> "):
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+        return
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    test = doctest.DocTestParser().get_doctest(block.code, names, page.name, str(page), block.line - 1)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=options)
+    runner.run(test, out=report.append, clear_globs=False)
+    names.update(test.globs)
+    assert not runner.failures, "".join(report)
+
+
+def run_command(command: str, folder: Path) -> None:
+    """Run ``relskew``; check that what ``make`` and ``pip`` are asked for exists; know the rest word by word."""
+    if command in NOT_RUN:
+        return
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert targets is not None
+        assert set(arguments) <= set(targets[1].split()), f"no such target: {command}"
+    elif program == "pip":
+        extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew)(?:\[([\w,-]+)\])?", " ".join(arguments))
+        assert extras is not None, f"not an installation of relskew: {command}"
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set((extras[1] or "numpy").split(",")) <= set(project["optional-dependencies"])
+    else:
+        assert program == "relskew", f"not run and not known: {command}"
+        run = subprocess.run(
+            [sys.executable, "-m", "relskew_core.cli", *arguments], cwd=folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, f"{command}: {run.stdout}{run.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.language == "python":
+            run_python(block, page, names)
+        elif block.language == "console":
+            commands = re.findall(r"^\$ (.*)$", block.code, re.MULTILINE)
+            assert commands, f"{page.name}:{block.line}: a console block shows commands after `$ `"
+            for command in commands:
+                run_command(command, tmp_path)
+        else:
+            assert block.language in SHOWN, f"{page.name}:{block.line}: a block in {block.language!r} is not run"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert 2 * len(blocks_of(page)) == len(re.findall(r"^```", text, re.MULTILINE))
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_libraries_is_the_matrix() -> None:
+    shown = README.partition("<!-- libraries: python tests/support/libraries.py -->\n")[2].partition(
+        "<!-- end of libraries"
+    )[0]
+    assert shown.strip() == libraries.table().strip()
+
+
+def test_the_table_of_names_is_complete() -> None:
+    section = README.partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
+    first_cells = re.findall(r"^\| ([^|]*)\|", section, re.MULTILINE)
+    assert sorted(name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)) == sorted(relskew_core.__all__)
+
+
+def test_the_gates_are_those_of_the_tests() -> None:
+    shown = dict(re.findall(r"(float64|float32|float16|bfloat16)\s+(\de-\d+)", README))
+    assert {dtype: float(gate) for dtype, gate in shown.items()} == libraries.GATES
+
+
+def test_every_extra_is_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set(re.findall(r"`([\w-]+)`", README.partition("Extras:")[2].partition("\n\n")[0]))
+    assert set(project["optional-dependencies"]) - {"test", "dev", "bench"} == named - {"relskew"}

@@ -1,0 +1,120 @@
+"""What is installed is what the repository shows: mapping, links, wheel, sdist and imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import relskew_core
+
+ROOT = Path(__file__).parents[2]
+ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", "onnx", "onnxruntime"}
+
+
+@pytest.fixture(scope="module")
+def setuptools_table() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return table
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build a wheel and an sdist from a copy of what git tracks, as a clone would be."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        here, there = ROOT / name, source / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if here.is_symlink():
+            there.symlink_to(here.readlink())
+        elif here.exists():
+            there.write_bytes(here.read_bytes())
+    # Without isolation: building needs no network then.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(dist), "."]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    return {path.suffix: path for path in dist.iterdir()}
+
+
+def tracked_sources() -> set[str]:
+    """Modules and data of the package by their installed path, from what git tracks."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    mapped = {"backends": "relskew_core/backends", "export": "relskew_core/export", "relskew_core": "relskew_core"}
+    return {
+        f"{mapped[top]}/{rest}"
+        for top, _, rest in (name.partition("/") for name in tracked)
+        if top in mapped and not (ROOT / top / rest).is_symlink() and (ROOT / top / rest).exists()
+    }
+
+
+def test_mapping_and_links_are_in_step(setuptools_table: dict[str, Any]) -> None:
+    mapping = setuptools_table["package-dir"]
+    assert mapping
+    for package, folder in mapping.items():
+        link = ROOT / package.replace(".", "/")
+        assert link.is_symlink(), f"{link} must be a link"
+        assert link.resolve() == ROOT / folder
+    links = {path for path in (ROOT / "relskew_core").iterdir() if path.is_symlink()}
+    assert links == {ROOT / package.replace(".", "/") for package in mapping}
+
+
+def test_every_package_is_listed(setuptools_table: dict[str, Any]) -> None:
+    tracked = {Path(name).parent for name in tracked_sources() if name.endswith("__init__.py")}
+    assert set(setuptools_table["packages"]) == {".".join(path.parts) for path in tracked}
+
+
+def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == tracked_sources()
+    assert {
+        "relskew_core/py.typed",
+        "relskew_core/backends/__init__.py",
+        "relskew_core/export/__init__.py",
+    } <= names
+
+
+def test_sdist_holds_the_sources_and_the_licence(built: dict[str, Path]) -> None:
+    with tarfile.open(built[".gz"]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "backends/__init__.py", "export/__init__.py", "relskew_core/py.typed"} <= names
+
+
+def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = wheel.read(path).decode().splitlines()
+    required = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert len(required) == 1
+    assert required[0].startswith("Requires-Dist: array-api-compat")
+
+
+def test_the_version_is_written_once() -> None:
+    assert metadata.version("relskew") == relskew_core.__version__
+    assert (ROOT / "CITATION.cff").read_text().count(f"version: {relskew_core.__version__}\n") == 1
+
+
+@pytest.mark.parametrize("module", ["relskew_core", "relskew_core.papers", "relskew_core.backends", "relskew_core.cli"])
+def test_importing_imports_no_array_library(module: str) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not ARRAY_LIBRARIES & set(run.stdout.split())
+
+
+def test_exporting_imports_neither_torch_nor_a_runtime() -> None:
+    code = (
+        "import sys; from relskew_core import BlockSpec, Span, init_weights, export;"
+        "spec = BlockSpec(4, 2, Span.causal(3), causal=True);"
+        "export.to_onnx(spec, init_weights(spec, seed=0)); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = set(run.stdout.split())
+    assert "onnx" in loaded
+    assert not {"torch", "onnxruntime", "jax", "cupy", "openvino"} & loaded

@@ -1,0 +1,95 @@
+"""The public names: exact, sorted, and documented down to every argument."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import relskew_core
+
+
+def public_modules(package: ModuleType) -> Iterator[str]:
+    """The package and everything public in it, packages in packages too."""
+    yield package.__name__
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if not module.name.rpartition(".")[2].startswith("_"):
+            if module.ispkg:
+                yield from public_modules(importlib.import_module(module.name))
+            else:
+                yield module.name
+
+
+PUBLIC = list(public_modules(relskew_core))
+HELPFUL = (
+    "relskew_core.backends",
+    "relskew_core.layers.torch",
+    "relskew_core.huggingface",
+)  # they share helpers, or are no facade
+FACADES = [name for name in PUBLIC if name not in HELPFUL]
+
+
+def members() -> list[Any]:
+    found = []
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        found += [pytest.param(getattr(module, member), id=f"{name}.{member}") for member in module.__all__]
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_is_there_and_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert module.__doc__
+
+
+@pytest.mark.parametrize("name", FACADES)
+def test_all_is_exact(name: str) -> None:
+    """What a module shows without underscore, modules and what it imported from elsewhere aside, is in ``__all__``."""
+    module = importlib.import_module(name)
+    ours = {
+        member
+        for member, value in vars(module).items()
+        if not member.startswith("_")
+        and not isinstance(value, ModuleType)
+        and getattr(value, "__module__", "").startswith("relskew_core")
+    }
+    assert ours == {member for member in module.__all__ if hasattr(getattr(module, member), "__module__")}
+
+
+def test_no_name_is_public_twice() -> None:
+    names = [member for name in PUBLIC for member in importlib.import_module(name).__all__ if member != "main"]
+    assert len(names) == len(set(names))
+
+
+def documented_arguments(member: Any) -> set[str]:
+    """Names in the section Parameters, there or in the function whose parameters the docstring says are shared."""
+    text = inspect.getdoc(member) or ""
+    section = re.search(r"^Parameters\n-+\n(.*?)(?:^\w+\n-+$|\Z)", text, re.MULTILINE | re.DOTALL)
+    if section is None:
+        shared = re.search(r"Parameters and result are those of :func:`(\w+)`", text)
+        return documented_arguments(getattr(inspect.getmodule(member), shared[1])) if shared else set()
+    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section[1], re.MULTILINE)
+    return {name.strip().lstrip("*") for line in lines for name in line.split(",")}
+
+
+@pytest.mark.parametrize("member", members())
+def test_every_argument_is_documented(member: Any) -> None:
+    assert inspect.getdoc(member)
+    if callable(member):
+        missing = set(inspect.signature(member).parameters) - documented_arguments(member)
+        assert not missing, f"{member.__name__} does not document {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", relskew_core.__all__)
+def test_every_name_of_the_core_shows_an_example(name: str) -> None:
+    text = inspect.getdoc(getattr(relskew_core, name)) or ""
+    assert "\nExamples\n--------\n>>> " in text

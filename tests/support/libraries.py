@@ -1,0 +1,302 @@
+"""The matrix of array libraries, every row tested or skipped with its reason; the README's table is made from it.
+
+``python tests/support/libraries.py`` prints the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = Any
+Function = Callable[..., Any]
+
+GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
+"""Relative L2 error that a result may have against float64, by dtype."""
+
+
+def unchanged(function: Function) -> Function:
+    """Call eagerly."""
+    return function
+
+
+@dataclass(frozen=True)
+class Library:
+    """One array library in one way of use."""
+
+    name: str
+    """What a test's id and the table show."""
+    module: str
+    """The module that must be importable."""
+    tested: str
+    """How it is tested, for the table."""
+    dtypes: tuple[str, ...]
+    """Floating dtypes that are held to :data:`GATES`."""
+    from_numpy: Callable[[NDArray[Any], str | None], Array]
+    """Make an array on the row's device, in a dtype given by name or in the data's own."""
+    to_numpy: Callable[[Array], NDArray[Any]]
+    """Bring a result home; floating ones in float64."""
+    device: Callable[[], Any]
+    """What ``array_api_compat.device`` must say of every result."""
+    array_type: Callable[[], Any]
+    """What every result must be an instance of."""
+    wrap: Callable[[Function], Function] = unchanged
+    """Compile a function of arrays."""
+    setting: Callable[[], AbstractContextManager[object]] = nullcontext
+    """The library's flags while a test runs."""
+    gpu: bool = False
+    """Needs a CUDA device."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def traced(self) -> bool:
+        """Whether functions are compiled, so that values are unknown while they run."""
+        return self.wrap is not unchanged
+
+    def namespace(self) -> Any:
+        """Return the module that has the library's functions."""
+        return importlib.import_module({"jax": "jax.numpy", "dask": "dask.array"}.get(self.module, self.module))
+
+    def missing(self) -> str | None:
+        """Why the row cannot be tested on this machine; ``None`` if it can."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"{self.module} is not installed"
+        return _no_cuda(self.module) if self.gpu else None
+
+    def asarray(self, data: ArrayLike, dtype: str | None = None) -> Array:
+        """Make an array of the library."""
+        return self.from_numpy(np.asarray(data), dtype)
+
+    def call(self, function: Function, arrays: dict[str, Array], **options: Any) -> Any:
+        """Call ``function`` on arrays by name, in the row's way of use; options are constants of the compiled code."""
+        return self.wrap(lambda given: function(**given, **options))(arrays)
+
+
+def _no_cuda(module: str) -> str | None:
+    library = importlib.import_module(module)
+    if module == "torch":
+        return None if library.cuda.is_available() else "torch sees no CUDA device"
+    try:
+        count = library.cuda.runtime.getDeviceCount()
+    except library.cuda.runtime.CUDARuntimeError as error:
+        return f"cupy sees no CUDA device: {error}"
+    return None if count else "cupy sees no CUDA device"
+
+
+def _numpy(data: NDArray[Any], dtype: str | None) -> Array:
+    return data if dtype is None else data.astype(dtype)
+
+
+def _strict(device: str) -> Callable[[NDArray[Any], str | None], Array]:
+    def from_numpy(data: NDArray[Any], dtype: str | None) -> Array:
+        xp = importlib.import_module("array_api_strict")
+        return xp.asarray(data, dtype=None if dtype is None else getattr(xp, dtype), device=xp.Device(device))
+
+    return from_numpy
+
+
+def _strict_to_numpy(x: Array) -> NDArray[Any]:
+    xp = importlib.import_module("array_api_strict")
+    return np.asarray(x.to_device(xp.Device("CPU_DEVICE")))
+
+
+def _strict_device(name: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module("array_api_strict").Device(name)
+
+
+@contextmanager
+def _strictest() -> Iterator[None]:
+    xp = importlib.import_module("array_api_strict")
+    with xp.ArrayAPIStrictFlags(boolean_indexing=False, data_dependent_shapes=False, enabled_extensions=()):
+        yield
+
+
+def _torch(device: str) -> Callable[[NDArray[Any], str | None], Array]:
+    def from_numpy(data: NDArray[Any], dtype: str | None) -> Array:
+        torch = importlib.import_module("torch")
+        return torch.tensor(data, dtype=None if dtype is None else getattr(torch, dtype), device=device)
+
+    return from_numpy
+
+
+def _torch_to_numpy(x: Array) -> NDArray[Any]:
+    x = x.detach().cpu()
+    return np.asarray(x.double() if x.is_floating_point() else x)
+
+
+def _torch_device(name: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module("torch").device(name)
+
+
+def _torch_compile(function: Function) -> Function:
+    torch = importlib.import_module("torch")
+    torch.compiler.reset()  # a case is compiled on its own, not as a recompilation of the one before
+    # The tracer is what is tested; the C++ compiler that Inductor needs is not on every machine.
+    compiled: Function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    return compiled
+
+
+def _cupy(data: NDArray[Any], dtype: str | None) -> Array:
+    return importlib.import_module("cupy").asarray(data, dtype=dtype)
+
+
+def _jax(data: NDArray[Any], dtype: str | None) -> Array:
+    return importlib.import_module("jax.numpy").asarray(data, dtype=dtype)
+
+
+def _jax_to_numpy(x: Array) -> NDArray[Any]:
+    return np.asarray(x) if x.dtype == bool or "int" in str(x.dtype) else np.asarray(x.astype("float64"))
+
+
+def _jax_jit(function: Function) -> Function:
+    jitted: Function = importlib.import_module("jax").jit(function)
+    return jitted
+
+
+def _dask(data: NDArray[Any], dtype: str | None) -> Array:
+    return importlib.import_module("dask.array").from_array(_numpy(data, dtype), chunks=-1)
+
+
+def _type(module: str, name: str) -> Callable[[], type]:
+    return lambda: getattr(importlib.import_module(module), name)
+
+
+WIDE = ("float64", "float32")
+
+LIBRARIES = (
+    Library(
+        name="numpy",
+        module="numpy",
+        tested="eager",
+        dtypes=(*WIDE, "float16"),
+        from_numpy=_numpy,
+        to_numpy=np.asarray,
+        device=lambda: "cpu",
+        array_type=lambda: np.ndarray,
+    ),
+    Library(
+        name="array-api-strict",
+        module="array_api_strict",
+        tested="the standard's own reference, nothing outside it allowed",
+        dtypes=WIDE,
+        from_numpy=_strict("CPU_DEVICE"),
+        to_numpy=_strict_to_numpy,
+        device=_strict_device("CPU_DEVICE"),
+        array_type=_type("array_api_strict._array_object", "Array"),
+    ),
+    Library(
+        name="array-api-strict, strictest flags",
+        module="array_api_strict",
+        tested="no data-dependent shapes, no boolean indexing, no extensions",
+        dtypes=WIDE,
+        from_numpy=_strict("CPU_DEVICE"),
+        to_numpy=_strict_to_numpy,
+        device=_strict_device("CPU_DEVICE"),
+        array_type=_type("array_api_strict._array_object", "Array"),
+        setting=_strictest,
+    ),
+    Library(
+        name="array-api-strict, second device",
+        module="array_api_strict",
+        tested="a device that is not the default one",
+        dtypes=WIDE,
+        from_numpy=_strict("device1"),
+        to_numpy=_strict_to_numpy,
+        device=_strict_device("device1"),
+        array_type=_type("array_api_strict._array_object", "Array"),
+    ),
+    Library(
+        name="torch, CPU",
+        module="torch",
+        tested="eager",
+        dtypes=(*WIDE, "float16", "bfloat16"),
+        from_numpy=_torch("cpu"),
+        to_numpy=_torch_to_numpy,
+        device=_torch_device("cpu"),
+        array_type=_type("torch", "Tensor"),
+    ),
+    Library(
+        name="torch.compile",
+        module="torch",
+        tested="`fullgraph=True`: one graph, no breaks",
+        dtypes=("float32", "bfloat16"),
+        from_numpy=_torch("cpu"),
+        to_numpy=_torch_to_numpy,
+        device=_torch_device("cpu"),
+        array_type=_type("torch", "Tensor"),
+        wrap=_torch_compile,
+    ),
+    Library(
+        name="torch, CUDA",
+        module="torch",
+        tested="eager; where there is a CUDA device",
+        dtypes=(*WIDE, "float16", "bfloat16"),
+        from_numpy=_torch("cuda:0"),
+        to_numpy=_torch_to_numpy,
+        device=_torch_device("cuda:0"),
+        array_type=_type("torch", "Tensor"),
+        gpu=True,
+    ),
+    Library(
+        name="CuPy",
+        module="cupy",
+        tested="eager; where there is a CUDA device",
+        dtypes=(*WIDE, "float16"),
+        from_numpy=_cupy,
+        to_numpy=lambda x: importlib.import_module("cupy").asnumpy(x),
+        device=lambda: importlib.import_module("cupy").cuda.Device(0),
+        array_type=_type("cupy", "ndarray"),
+        gpu=True,
+    ),
+    Library(
+        name="JAX",
+        module="jax",
+        tested="eager",
+        dtypes=("float32", "bfloat16"),
+        from_numpy=_jax,
+        to_numpy=_jax_to_numpy,
+        device=lambda: importlib.import_module("jax").devices()[0],
+        array_type=_type("jax", "Array"),
+    ),
+    Library(
+        name="jax.jit",
+        module="jax",
+        tested="compiled, values unknown while tracing",
+        dtypes=(*WIDE, "float16"),
+        from_numpy=_jax,
+        to_numpy=_jax_to_numpy,
+        device=lambda: importlib.import_module("jax").devices()[0],
+        array_type=_type("jax", "Array"),
+        wrap=_jax_jit,
+    ),
+    Library(
+        name="dask",
+        module="dask",
+        tested="lazy, one block an array",
+        dtypes=WIDE,
+        from_numpy=_dask,
+        to_numpy=lambda x: np.asarray(x.compute()),
+        device=lambda: "cpu",
+        array_type=_type("dask.array", "Array"),
+    ),
+)
+
+
+def table() -> str:
+    """Print the matrix as the README shows it."""
+    rows = [("library", "tested", "held to the gates of float64 in"), ("---",) * 3]
+    rows += [(library.name, library.tested, ", ".join(library.dtypes)) for library in LIBRARIES]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table(), end="")

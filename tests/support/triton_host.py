@@ -1,0 +1,213 @@
+"""The host's side of the fused kernels, in Triton's interpreter: chunks, strides, the operator and its gradients.
+
+Run by ``test_triton.py``, as ``triton_kernels.py`` is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dense
+from dense import Case
+from relskew_core import Span
+from relskew_core._kernel.problem import Operands, Options, Problem
+from triton_kernels import W, assert_close, backward, checked, forward
+
+CLIPPED = Case("clipped", n=34, m=40, d=W, lead=(1,), heads=1, span=Span.clipped(1), tables="rel_k rel_v rel_bias")
+FULL = Case("full", n=34, m=18, d=W, lead=(1,), heads=1, tables="rel_k rel_v rel_bias", mask="additive")
+
+
+@pytest.mark.parametrize("case", [CLIPPED, FULL], ids=str)
+def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core.backends._torch.triton import backward as triton_backward
+
+    whole = backward(case, checked(case)[0])
+    again = backward(case, checked(case)[0])
+    by_chunk = backward(case, checked(case, chunk_size=33)[0])
+    monkeypatch.setattr(triton_backward, "SLAB_ROWS", 16)
+    monkeypatch.setattr(triton_backward, "BUFFER_BYTES", 1)
+    by_slab = backward(case, checked(case)[0])
+    for one, same, chunked, slabbed in zip(whole, again, by_chunk, by_slab, strict=True):
+        if one is not None:
+            assert torch.equal(one, same)  # repeatable to the bit
+            assert_close(chunked, one.double(), 1e-6)
+            assert_close(slabbed, one.double(), 1e-6)
+
+
+@pytest.mark.parametrize("case", [CLIPPED, FULL], ids=str)
+def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core.backends._torch.triton import backward as triton_backward
+
+    places: dict[object, set[int]] = {}
+    for kind in (triton_backward._Relative, triton_backward._Mask):
+
+        def begin(part: Any, start: int, stop: int, begin: Any = kind.begin) -> None:
+            begin(part, start, stop)
+            places.setdefault(part, set()).add(part.buffer.data_ptr())
+
+        monkeypatch.setattr(kind, "begin", begin)
+    backward(case, checked(case, chunk_size=16)[0])
+    assert places
+    assert all(len(of_part) == 1 for of_part in places.values())
+
+
+def test_sums_are_in_float32_whatever_is_torchs_default() -> None:
+    call, _ = checked(CLIPPED)
+    expected = backward(CLIPPED, call)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            gradients = backward(CLIPPED, call)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(gradients, expected, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from relskew_core.backends._torch.triton import call as triton_call
+
+    call, _ = checked(FULL)
+    for flags, expected in (
+        ({"fp32_precision": "tf32"}, "tf32"),  # since torch 2.9, where it is an error to read the other flag now
+        ({"fp32_precision": "none"}, "ieee"),
+        ({"allow_tf32": True}, "tf32"),
+        ({"allow_tf32": False}, "ieee"),
+    ):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(**flags))
+        assert triton_call.Call.of(call.given, call.options).precision == expected
+
+
+def test_only_wanted_gradients() -> None:
+    call, _ = checked(FULL)
+    whole, some = backward(FULL, call), backward(FULL, call, wanted=(False, False, False))
+    assert (some.rel_k, some.rel_v, some.rel_bias, some.mask) == (None,) * 4
+    for name in ("q", "k", "v"):
+        assert torch.equal(getattr(whole, name), getattr(some, name))
+
+
+def test_strides_are_taken_as_they_are() -> None:
+    case = Case("strided", n=18, m=3, d=W, lead=(1,), heads=2, tables="rel_k rel_v")
+    call, _ = checked(case)
+
+    def turned(x: Tensor | None) -> Tensor | None:
+        return x if x is None else x.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+    strided = replace(call, given=Operands(*map(turned, call.given)))
+    for one, other in zip(forward(call), forward(strided), strict=True):
+        assert torch.equal(one, other)
+    columns = replace(call, given=Operands(*(x if x is None else x.mT.contiguous().mT for x in call.given)))
+    for one, other in zip(backward(case, call), backward(case, columns), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def fused(operands: list[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
+    """Call the operator."""
+    from relskew_core.backends import _torch
+    from relskew_core.backends._torch.triton import operator as triton_operator
+
+    out: tuple[Tensor, Tensor] = triton_operator.fused_op(*operands, *_torch.flat(options), options.softcap)
+    return out
+
+
+OPERATOR = Case("operator", n=18, m=20, d=5, dv=4, tables="rel_k rel_v rel_bias", mask="additive", rel_q_width=3)
+
+
+def leaves_of(call: Problem) -> list[Tensor | None]:
+    return [None if x is None else x.clone().requires_grad_() for x in call.given[:8]]
+
+
+def test_operator_differentiates_output_and_log_sum_exp() -> None:
+    call, arrays = checked(OPERATOR)
+    options, leaves = replace(call.options, return_lse=True), leaves_of(call)
+    wide = {name: x.double().requires_grad_() for name, x in arrays.items()}
+    gradients = []
+    for out, lse, inputs in (
+        (*fused(leaves, options), [x for x in leaves if x is not None]),
+        (*dense.attention(**wide, **OPERATOR.call()), [wide[name] for name in Operands._fields if name in wide]),
+    ):
+        gradients.append(torch.autograd.grad(out.square().sum() + lse.sin().sum(), inputs))
+    for actual, expected in zip(*gradients, strict=True):
+        assert_close(actual.reshape(expected.shape), expected, 1e-5)
+
+
+def test_operator_gives_only_the_gradients_that_are_needed() -> None:
+    call, _ = checked(OPERATOR)
+    leaves = leaves_of(call)
+    for index in (3, 4, 5, 7):
+        leaves[index].requires_grad_(False)  # type: ignore[union-attr]
+    fused(leaves, call.options)[0].sum().backward()
+    assert [x.grad is not None for x in leaves if x is not None] == [True, True, True, *[False] * 3, True, False]
+
+
+def test_operator_keeps_to_torchs_rules() -> None:
+    from relskew_core.backends import _torch
+    from relskew_core.backends._torch.triton import operator as triton_operator
+
+    call, _ = checked(OPERATOR)
+    arguments = (*leaves_of(call), *_torch.flat(replace(call.options, return_lse=True)), None)
+    torch.library.opcheck(
+        triton_operator.fused_op,
+        arguments,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_operator_compiles_into_one_graph() -> None:
+    from relskew_core.backends._torch.triton import choice
+    from relskew_core.backends._torch.triton import operator as triton_operator
+
+    call, _ = checked(OPERATOR)
+
+    def loss(q: Tensor) -> Tensor:
+        given = call.given._replace(q=q)
+        # as on a CUDA device, where these are asked before
+        assert choice.refusal_of_operands(given) is None
+        if torch.version.cuda is None:
+            assert choice.refusal_of_device(0) is not None
+        return triton_operator.attention(given, call.options)[0].square().sum()
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        q = call.given.q.clone().requires_grad_()
+        function(q).backward()
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)
+
+
+def test_operator_under_vmap() -> None:
+    call, _ = checked(OPERATOR)
+    q, *rest = leaves_of(call)
+    assert q is not None
+    many = torch.stack([q.detach(), q.detach() + 1])
+    outs = torch.vmap(lambda one: fused([one, *rest], call.options)[0])(many)
+    for out, one in zip(outs, many, strict=True):
+        assert torch.equal(out, fused([one, *rest], call.options)[0])
+    gradients = torch.func.vmap(lambda one: torch.autograd.grad(fused([q, *rest], call.options)[0], q, one)[0])(
+        torch.stack([torch.ones(2, 2, 18, 4), torch.zeros(2, 2, 18, 4)])
+    )
+    assert gradients[0].any()
+    assert not gradients[1].any()
+
+
+def test_explicit_gradients_are_the_operators() -> None:
+    from relskew_core.backends._torch.triton import operator as triton_operator
+
+    call, _ = checked(OPERATOR)
+    out, lse = triton_operator.attention(call.given, call.options)
+    assert lse is None
+    leaves = leaves_of(call)
+    d_out = torch.ones_like(out)
+    fused(leaves, call.options)[0].backward(d_out)
+    gradients = triton_operator.attention_vjp(d_out, call.given, call.options)
+    for leaf, gradient in zip(leaves, gradients[:8], strict=True):
+        assert (leaf is None) == (gradient is None)
+        if leaf is not None and gradient is not None:
+            assert_close(gradient, leaf.grad, 0.0)

@@ -1,0 +1,204 @@
+"""The fused kernels in Triton's interpreter, against the dense formula in float64.
+
+Not collected with the other tests: Triton decides once, when it is imported, whether kernels are interpreted.
+``test_triton.py`` runs this file in processes of their own, with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dense
+import libraries
+from dense import Case
+from relskew_core import Span
+from relskew_core._kernel.problem import Gradients, Problem, problem
+
+W = 66  # a width whose tiles are of 16, so that few rows make many tiles
+
+CASES = [
+    Case("no tables", n=35, m=20, d=W, lead=(1,), tables=""),
+    Case("full range", n=37, m=37, d=W, dv=5, heads=1, tables="rel_k rel_v rel_bias"),
+    Case("causal, shared table", n=36, m=36, d=W, lead=(1,), own_tables=False, span=Span.causal(36),
+         options={"causal": True}),
+    Case("grouped queries, batches", n=12, m=18, d=W, heads=4, kv_heads=2, tables="rel_k rel_bias"),
+    Case("clipped, both edges far", n=50, m=60, d=W, dv=5, lead=(1,), heads=1, span=Span.clipped(3),
+         tables="rel_k rel_v rel_bias"),
+    Case("clipped on the past, causal, offset", n=33, m=50, d=W, lead=(1,), span=Span(2, 0, "clip"),
+         tables="rel_k rel_v", options={"causal": True, "offset": 17}),
+    Case("clipped, an offset between tiles", n=34, m=20, d=W, lead=(1,), heads=1, span=Span.clipped(1),
+         tables="rel_k rel_v", options={"offset": 15}),
+    Case("zero beyond, offset before all keys", n=50, m=40, d=W, lead=(1,), heads=1, span=Span(2, 5, "zero"),
+         tables="rel_k rel_v rel_bias", options={"offset": -20}),
+    Case("window, offset", n=34, m=60, d=W, lead=(1,), heads=1, span=Span(20, 9), tables="rel_k rel_v",
+         options={"window": (20, 9), "offset": 13}),
+    Case("windows wider than 32 bits", n=18, m=20, d=W, lead=(1,), heads=1, span=Span.clipped(1),
+         options={"window": (2**31 - 1, 2**63 - 1)}),
+    Case("blocks longer than the past", n=18, m=20, d=W, lead=(1,), heads=1, span=Span.clipped(1),
+         options={"block_size": 2**31 - 1}),
+    Case("window over a clipped table", n=50, m=50, d=W, lead=(1,), heads=1, span=Span(1, 1, "clip"),
+         options={"window": (40, 33)}, tables="rel_k rel_v"),
+    Case("blocks", n=40, m=61, d=W, lead=(1,), heads=1, span=Span.causal(26), tables="rel_k rel_v",
+         options={"block_size": 13, "offset": 21}),
+    Case("key padding", n=18, m=20, d=W, heads=1, tables="rel_k rel_v", mask="boolean", mask_shape=(2, 1, 1, 20)),
+    Case("key padding, clipped", n=12, m=60, d=W, heads=1, span=Span.clipped(2), mask="boolean",
+         mask_shape=(2, 1, 1, 60)),
+    Case("additive mask with holes", n=18, m=20, d=W, heads=1, mask="additive with holes"),
+    Case("additive mask of one row", n=34, m=20, d=W, heads=1, mask="additive", mask_shape=(2, 1, 1, 20)),
+    Case("two batch axes, mask over one", n=3, m=8, lead=(2, 3), d=W, heads=1, mask="additive",
+         mask_shape=(3, 1, 1, 8), tables="rel_k rel_v rel_bias"),
+    Case("softcap", n=20, m=20, d=W, heads=1, options={"softcap": 1.5}, tables="rel_k rel_bias"),
+    Case("softcap far above the logits", n=18, m=5, d=W, heads=1, options={"softcap": 300.0}),
+    Case("softcap behind a mask", n=18, m=18, d=W, heads=1, options={"softcap": 1.5, "causal": True}, mask="additive"),
+    Case("relative queries of their own", n=20, m=34, d=W, heads=1, rel_q_width=5, span=Span.clipped(2)),
+    Case("scales", n=18, m=18, d=W, heads=1, options={"scale": 0.3, "rel_scale": -0.7}),
+    Case("bias alone, shared", n=20, m=20, d=W, own_tables=False, tables="rel_bias"),
+    Case("values alone", n=20, m=20, d=W, heads=1, tables="rel_v"),
+    Case("some see nothing", n=40, m=40, d=W, heads=1, span=Span.causal(40), options={"causal": True, "offset": -18}),
+    Case("nobody sees anything", n=5, m=5, d=W, span=Span.causal(2), options={"causal": True, "offset": -9}),
+    Case("decoding", n=1, m=40, d=W, span=Span.causal(40), options={"causal": True, "offset": 39}),
+    Case("one query, one key", n=1, m=1, d=W, span=Span.full(1)),
+    Case("no heads axis", n=18, m=18, d=W, lead=(), heads=None, tables="rel_k rel_v rel_bias"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bfloat16_products() -> Iterator[None]:
+    """Widen products of bfloat16, which the interpreter keeps as integers and multiplies as such."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return multiply(self, a, b, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+def checked(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Problem, dict[str, Any]]:
+    """Return a case as the kernels get it, and its arrays."""
+    arrays = {name: torch.tensor(x) for name, x in case.arrays().items()}
+    arrays = {name: x.to(dtype) if x.is_floating_point() else x for name, x in arrays.items()}
+    names = ("rel_k", "rel_v", "rel_bias", "rel_q", "window", "block_size", "mask", "scale", "rel_scale", "softcap")
+    given = {**dict.fromkeys(names), "causal": False, "offset": 0, "chunk_size": None, **case.call(), **options}
+    return problem(**{**given, **arrays}), arrays
+
+
+def forward(call: Problem) -> tuple[Tensor, Tensor]:
+    from relskew_core.backends._torch.triton import forward as triton_forward
+
+    return triton_forward.attention(call.given, call.options)
+
+
+def backward(case: Case, call: Problem, **options: Any) -> Gradients:
+    from relskew_core.backends._torch.triton import backward as triton_backward
+
+    out, lse = forward(call)
+    d_out = call.operand(torch.tensor(case.d_out()).to(call.dtype), call.dtype)
+    return triton_backward.attention_vjp(d_out, call.given, call.options, out=out, lse=lse, **options)
+
+
+def assert_close(actual: Tensor | None, expected: Any, gate: float) -> None:
+    """Hold the relative L2 error to a gate; what is zero but for rounding is held to it as it is."""
+    assert actual is not None
+    expected = torch.as_tensor(expected).double()
+    assert actual.shape == expected.shape
+    finite = expected.isfinite()
+    np.testing.assert_array_equal(actual[~finite].double().numpy(), expected[~finite].numpy())
+    error = (actual[finite].double() - expected[finite]).norm() / max(float(expected[finite].norm()), 1.0)
+    assert float(error) <= gate
+
+
+def assert_as_dense(
+    case: Case, call: Problem, arrays: dict[str, Any], gradients: Gradients | None, gate: float
+) -> None:
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in arrays.items()}
+    if gradients is None:
+        expected = dense.attention(**wide, **case.call())
+        out, lse = forward(call)
+        assert out.dtype == call.dtype
+        assert lse.dtype == torch.float32
+        assert_close(call.result(out), expected.out, gate)
+        assert_close(call.result(lse, dtype=lse.dtype), expected.lse, gate)
+        return
+    d_out = torch.tensor(case.d_out()).to(call.dtype).double().numpy()
+    want = dense.vjp(d_out, {name: x.numpy() for name, x in wide.items()}, case.call())
+    own = call.gradients(gradients, {**dict.fromkeys(Gradients._fields), **arrays})
+    for name, x in own._asdict().items():
+        if name in want:
+            assert_close(x, want[name], gate)
+        else:
+            assert x is None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(case: Case) -> None:
+    call, arrays = checked(case)
+    assert_as_dense(case, call, arrays, None, libraries.GATES["float32"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward(case: Case) -> None:
+    call, arrays = checked(case)
+    # sums over a table's edge cancel: the gradients of a row of logits add up to nothing
+    assert_as_dense(case, call, arrays, backward(case, call), 5 * libraries.GATES["float32"])
+
+
+LAUNCHES = [
+    # dtype, width, compute capability, tile of the forward: every launch configuration, and both half precisions
+    ("float16", 64, 9, 64), ("bfloat16", 40, 9, 64), ("bfloat16", 128, 9, 64), ("float16", 130, 9, 32),
+    ("float32", 64, 9, 32), ("float32", 128, 9, 16), ("bfloat16", 64, 8, 32),
+]  # fmt: skip
+
+
+def test_launches_are_all_tested() -> None:
+    from relskew_core.backends._torch.triton.call import TILES, tiles
+
+    tested = {tiles(getattr(torch, dtype), width) for dtype, width, *_ in LAUNCHES}
+    assert tested == set(TILES.values())
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["exact", "tf32"])
+@pytest.mark.parametrize(("dtype", "width", "major", "size"), LAUNCHES, ids=str)
+def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tf32 and dtype != "float32":
+        pytest.skip("TF32 stands in for float32 alone")
+    from relskew_core.backends._torch.triton import call as triton_call
+
+    monkeypatch.setattr(triton_call, "limits", lambda device: (major, 2**18))
+    monkeypatch.setattr(triton_call.Call, "precision", "tf32" if tf32 else "ieee")
+    case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
+                tables="rel_k rel_v rel_bias")  # fmt: skip
+    call, arrays = checked(case, getattr(torch, dtype))
+    assert triton_call.Call.of(call.given, call.options).forward.size == size
+    assert_as_dense(case, call, arrays, None, libraries.GATES[dtype])
+    assert_as_dense(case, call, arrays, backward(case, call), 2 * libraries.GATES[dtype])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, where NaN meets NaN
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_nobody_sees_reaches_nothing(value: float) -> None:
+    case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(30, 30), tables="rel_k rel_v",
+                options={"causal": True})  # fmt: skip
+    call, arrays = checked(case)
+    clean = (*forward(call), *backward(case, call))
+    for name in ("k", "v"):
+        arrays[name][..., 20:, :] = value
+    for name in ("rel_k", "rel_v"):
+        arrays[name][..., :11, :] = value  # further back than anybody sees
+        arrays[name][..., 31:, :] = value  # ahead
+    spoilt = replace(call, given=call.given._replace(**arrays))
+    for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
+        assert one is other is None or torch.equal(one, other)
