@@ -6,6 +6,7 @@ import torch
 
 from relskew_core._kernel.problem import Problem
 from relskew_core.backends._path import COMMON, Path
+from relskew_core.backends._torch.cpu import operator as cpu
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -14,8 +15,6 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cpu":
-        from relskew_core.backends._torch.cpu import operator as cpu
-
         return Path(cpu.attention, cpu.attention_vjp)
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice

@@ -5,7 +5,7 @@ What is dropped follows from a seed, chunk by chunk: the backward pass draws it 
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._array.autocast import autocast
 from relskew_core._kernel import backward as portable_backward
 from relskew_core._kernel import forward as portable_forward
 from relskew_core._kernel.call import Arguments, Gradients, Operands, Options, takes, unknown
@@ -39,7 +38,7 @@ def relative_attention_with_dropout(given: _Dropped) -> Tensor:
     Moves torch's default generator on the CPU by one number, whatever the arrays' device. Under ``torch.func.grad`` and
     ``jvp``, which keep all weights anyway, factors are drawn as anything random there.
     """
-    call = problem(replace(given, **autocast(given.arrays())))
+    call = problem(given.autocast())
     if differentiates_by_function():
         factors = partial(_drawn, 1 - given.dropout)
         out, _ = portable_forward.attention(call.operands(), call.options, factors=factors, xp=xp)

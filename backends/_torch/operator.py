@@ -84,6 +84,9 @@ def _maker(kind: Any) -> Callable[[Iterator[Any]], Any]:
 _make_options = _maker(Options)
 
 
+PORTABLE = partial(portable_vjp, xp=xp)
+
+
 class Operator:
     """``relskew::name`` and ``relskew::name_vjp``.
 
@@ -114,7 +117,7 @@ class Operator:
         *,
         keeps: bool = False,
         extra: Mapping[str, str] | None = None,
-        portable: Callable[..., Gradients] = partial(portable_vjp, xp=xp),
+        portable: Callable[..., Gradients] = PORTABLE,
         devices: str | None = None,
     ) -> None:
         self._attend, self._pull_back, self._keeps, self._portable = attend, pull_back, keeps, portable
@@ -149,19 +152,19 @@ class Operator:
         out, lse = self.op(*operands, *flat(options), *(extra[name] for name in self._extra))
         return out, lse if options.return_lse else None
 
-    def _parts(self, args: Sequence[Any]) -> tuple[Operands, Options, dict[str, Any]]:
+    def parts(self, args: Sequence[Any]) -> tuple[Operands, Options, dict[str, Any]]:
         """Put together what an operator was given."""
         end = COUNT + len(NAMES)
         extra = dict(zip(self._extra, args[end:], strict=True))
         return Operands(*args[:COUNT]), options_of(args[COUNT:end]), extra
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        operands, options, extra = self._parts(args)
+        operands, options, extra = self.parts(args)
         out, lse = self._attend(operands, options, **extra)
         return _standing_alone(out), operands.q.new_empty(0) if lse is None else _standing_alone(lse)
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
-        operands, options, _ = self._parts(args)
+        operands, options, _ = self.parts(args)
         q, v = operands.q, operands.v
         dtype = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=dtype)
@@ -170,7 +173,7 @@ class Operator:
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
-        operands, options, extra = self._parts(args)
+        operands, options, extra = self.parts(args)
         names = wanted.split()
         gradients = self._pull_back(
             d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=frozenset(names), **extra
@@ -183,7 +186,7 @@ class Operator:
     def _fake_vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
-        operands, _, _ = self._parts(args)
+        operands, _, _ = self.parts(args)
         names = wanted.split()
         return tuple(
             x.new_empty(x.shape)
@@ -197,7 +200,7 @@ class Operator:
 
     def _backward(self, ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         args, out, lse = _kept(ctx)
-        _, options, _ = self._parts(args)
+        _, options, _ = self.parts(args)
         names = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad, strict=False) if needs]
         gradients = self.vjp(d_out, d_lse if options.return_lse else None, out, lse, " ".join(names), *args)
         wanted = (x if name in names else None for name, x in zip(Operands._fields, gradients, strict=True))
@@ -210,9 +213,12 @@ class Operator:
     def _second_backward(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Differentiate the portable gradient, in which the output is a function of the operands once more."""
         args, d_out, d_lse = _kept(ctx)
-        operands, options, extra = self._parts(args)
+        operands, options, extra = self.parts(args)
         names = ctx.wanted.split()
         with torch.enable_grad():
+            # Views: what is given twice, as k and as v, has two gradients.
+            operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
+            d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
             gradients = self._portable(d_out, operands, options, d_lse=d_lse, **extra)
         pairs = [
             (gradient, cotangent)

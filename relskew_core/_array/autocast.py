@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from relskew_core._array.namespace import is_torch
-from relskew_core._array.typing import Array
 
 
-def autocast(arrays: dict[str, Array | None]) -> dict[str, Array | None]:
+def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     """Cast what floats to the dtype of the autocast region that a call stands in, as torch's own attention does."""
     tensor = next((x for x in arrays.values() if is_torch(x)), None)
     if tensor is None or tensor.device.type == "meta":  # torch refuses to be asked about meta

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import reduce
-from typing import TypeVar
 
 from relskew_core import backends
 from relskew_core._array.autocast import autocast
@@ -16,8 +15,6 @@ from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Arguments, Gradients, takes
 from relskew_core._kernel.problem import Problem, problem
-
-Given = TypeVar("Given", bound=Arguments)
 
 
 @dataclass(eq=False)
@@ -119,7 +116,7 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
            [1.5],
            [1. ]])
     """
-    call = problem(_autocast(given), return_lse=given.return_lse)
+    call = problem(given.autocast(), return_lse=given.return_lse)
     path = backends.path("attention", call, given.impl)
     out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if not given.return_lse:
@@ -191,7 +188,7 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
            [-0.36111111],
            [ 0.80555556]])
     """
-    call = problem(_autocast(given))
+    call = problem(given.autocast())
     cotangents = _cotangents(given, call)
     path = backends.path("attention_vjp", call, given.impl)
     operands = call.operands(half=path.half)
@@ -200,12 +197,6 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
             cotangents[name] = call.operand(x, None if name.endswith("lse") else operands.q.dtype)
     gradients = path.attention_vjp(cotangents.pop("d_out"), operands, call.options, **cotangents, xp=call.xp)
     return call.gradients(gradients, given)
-
-
-def _autocast(given: Given) -> Given:
-    arrays = given.arrays()
-    cast = autocast(arrays)
-    return given if cast is arrays else replace(given, **cast)
 
 
 def _cotangents(given: _Backward, call: Problem) -> dict[str, Array | None]:

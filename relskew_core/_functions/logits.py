@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from relskew_core._array.checks import check_choice, check_int, describe
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import check_tables, visibility_of

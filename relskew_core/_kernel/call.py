@@ -10,10 +10,11 @@ import functools
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, NamedTuple, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
+from relskew_core._array.autocast import autocast
 from relskew_core._array.typing import Array
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
@@ -52,6 +53,12 @@ class Arguments:
     def arrays(self) -> dict[str, Array | None]:
         """Return what becomes :class:`Operands`, by name."""
         return {name: getattr(self, name) for name in Operands._fields}
+
+    def autocast(self) -> Self:
+        """Return the arguments as the autocast region wants them that the call stands in."""
+        arrays = self.arrays()
+        cast: dict[str, Any] = autocast(arrays)
+        return self if cast is arrays else replace(self, **cast)
 
 
 class Kind(Enum):
@@ -119,7 +126,7 @@ class Options:
 
 
 _DEFAULTS = {
-    kind: {field.name: field.default for field in fields(kind) if field.default is not MISSING}  # type: ignore[arg-type]
+    kind: {field.name: field.default for field in fields(kind) if field.default is not MISSING}
     for kind in (Options, Span, Visibility, RaggedVisibility)
 }
 

@@ -69,8 +69,7 @@ class Problem:
 
 def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
     """Check a call; every error names its argument."""
-    given = arguments
-    q, k, v, mask = given.q, given.k, given.v, given.mask
+    given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": given.rel_q})
     _check_shapes(q, k, v)

@@ -14,7 +14,7 @@ import dense
 import oracles
 import strategies
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.problem import Options
+from relskew_core._kernel.call import Options
 from relskew_core._positions.visibility import Visibility
 
 jax = pytest.importorskip("jax")
@@ -89,8 +89,9 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
     n: int, m: int, size: int, pattern: dict[str, Any]
 ) -> None:
     causal = pattern["causal"] or pattern["block_size"] is not None
-    visibility = Visibility(n, m, pattern["offset"], causal, pattern["window"], pattern["block_size"])
-    plan = plans.Plan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0, None, None, False), size)
+    left, right = pattern["window"] or (None, None)
+    visibility = Visibility(n, m, pattern["offset"], left, 0 if causal else right, pattern["block_size"])
+    plan = plans.LoopPlan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0), size)
     assert len(plan.segments) <= plans.SEGMENTS
     found = []
     for segment in plan.segments:
@@ -115,12 +116,12 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
 
 def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
     def segments(**pattern: Any) -> list[Any]:
-        options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0, None, None, False)
-        return list(plans.Plan.of(options, 8).segments)
+        options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0)
+        return list(plans.LoopPlan.of(options, 8).segments)
 
     assert [segment.m for segment in segments()] == [256]
-    assert [segment.m for segment in segments(causal=True, window=(15, None))] == [8 + 15]
-    assert [segment.m for segment in segments(causal=True)] == [40, 80, 128, 168, 208, 256]
+    assert [segment.m for segment in segments(left=15, right=0)] == [8 + 15]
+    assert [segment.m for segment in segments(right=0)] == [40, 80, 128, 168, 208, 256]
 
 
 def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:

@@ -17,9 +17,10 @@ import strategies
 from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.backward import attention_vjp as kernel_vjp
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import attention as kernel
-from relskew_core._kernel.problem import Gradients, problem
+from relskew_core._kernel.problem import problem
 
 GATE = 1e-10
 
@@ -129,10 +130,9 @@ def test_the_dense_formula_is_the_loops_formula(case: dense.Case) -> None:
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=str)
 def test_weights_may_meet_factors(case: dense.Case) -> None:
     """Dropout is this: what follows the softmax is multiplied, chunk by chunk."""
-    arrays: dict[str, Any] = dict.fromkeys(Gradients._fields) | case.arrays()
-    usual: dict[str, Any] = dict.fromkeys(("window", "block_size", "scale", "rel_scale", "softcap"))
-    call = problem(**arrays, **{**usual, "causal": False, "offset": 0, **case.call()}, chunk_size=3)
-    operands, options, xp = call.operands, call.options, call.xp
+    arguments = Arguments(**case.arrays(), **case.call(), chunk_size=3)
+    call = problem(arguments)
+    operands, options, xp = call.operands(), call.options, call.xp
     kept = np.random.default_rng(0).uniform(0.5, 2.0, (*operands.q.shape[:-1], case.m))
 
     def factors(chunk: Chunk, weights: NDArray[Any]) -> NDArray[Any]:
@@ -149,7 +149,7 @@ def test_weights_may_meet_factors(case: dense.Case) -> None:
     for given_out in (None, out):
         d_out = call.operand(case.d_out())
         result = kernel_vjp(d_out, operands, options, out=given_out, factors=factors, xp=xp)
-        own = call.gradients(result, arrays)
+        own = call.gradients(result, arguments)
         mine = {name: x for name, x in own._asdict().items() if x is not None}
         named = [name for name, x in given.items() if x.is_floating_point()]
         check(mine, {name: x.numpy() for name, x in zip(named, gradients, strict=True)})

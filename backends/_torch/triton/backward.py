@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._positions.table import Extension
 from relskew_core.backends._in_place import by_batch
 from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of
 from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
@@ -87,8 +88,8 @@ def _attention_vjp(
 
     found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
     shaped = {name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in found.items()}
-    for part in (logits, weights):
-        shaped |= {} if part is None else part.gradients()
+    for sums in (logits, weights):
+        shaped |= {} if sums is None else sums.gradients()
     if mask is not None and operands.mask is not None:
         shaped["mask"] = mask.gradient(operands.mask.shape, operands.q.shape[:-3])
     return Gradients(**shaped)
@@ -182,7 +183,7 @@ class _Relative:
         """Fold (batch · heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
         span, heads = self.call.options.span, (self.call.batch, self.call.heads)
         axes = (0, 1) if shared else (0,)
-        extension = Plan.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
+        extension = Extension.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
         core = extension.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
         table = torch.nn.functional.pad(core, (extension.start, span.rows - extension.stop)).mT.contiguous()
         if span.beyond == "clip":  # sums of the tiles wholly past the edges
