@@ -39,10 +39,11 @@ def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any
 
 
 def _sized(operands: Operands, options: Options) -> Options:
-    if options.chunk_size is not None:
-        return options
-    cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
-    return replace(options, chunk_size=chunk_size(operands, options.visibility, cpu=cpu))
+    visibility, size = options.visibility.bounded(), options.chunk_size  # XLA counts in 32 bits
+    if size is None:
+        cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+        size = chunk_size(operands, visibility, cpu=cpu)
+    return replace(options, visibility=visibility, chunk_size=size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

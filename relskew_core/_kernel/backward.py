@@ -16,7 +16,15 @@ from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
-from relskew_core._kernel.forward import Factors, Tables, chunk_logits, chunk_weights, grouped_matmul, relative_queries
+from relskew_core._kernel.forward import (
+    Factors,
+    Tables,
+    chunk_logits,
+    chunk_values,
+    chunk_weights,
+    grouped_matmul,
+    relative_queries,
+)
 from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
 from relskew_core._positions.skew import pad_last
 
@@ -82,7 +90,7 @@ def _backward(
     queries = slice(chunk.start, chunk.stop)
     d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
-    k, v = (x[..., chunk.first : chunk.end, :] for x in (operands.k, operands.v))
+    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, xp=xp)
 
     capped = chunk_logits(operands, options, tables, chunk, xp=xp)
     weights, lse = chunk_weights(capped, operands, options, chunk, lse=cotangents.lse is not None, xp=xp)

@@ -76,7 +76,7 @@ class Tables:
 def _attend(
     operands: Operands, options: Options, tables: Tables, chunk: Chunk, factors: Factors | None, *, xp: Namespace
 ) -> tuple[Array, Array | None]:
-    v = operands.v[..., chunk.first : chunk.end, :]
+    v = chunk_values(operands, options, chunk, xp=xp)
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
         out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
@@ -105,6 +105,13 @@ def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Ch
         keys = k * options.rel_scale
         logits = logits + key_side_logits(keys, tables.key_table, chunk, options.visibility.offset, q.shape[-3], xp=xp)
     return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
+
+
+def chunk_values(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return the values of a chunk's keys, zeros for those that none of its queries may see."""
+    v = operands.v[..., chunk.first : chunk.end, :]
+    seen = options.visibility.seen_keys(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(v))
+    return v if seen is None else xp.where(seen[..., None], v, 0.0)
 
 
 def chunk_weights(

@@ -8,7 +8,9 @@ offset 0; what may be seen is a mask with the batch's axes. Offsets may be value
 from __future__ import annotations
 
 import math
+import operator
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,11 @@ class RaggedVisibility(Visibility):
         """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m), ``None`` if all."""
         queries = xp.arange(start, stop, device=device)[:, None] + self.offset_by_item[..., None, None, None]
         return self.sees(queries, xp.arange(first, end, device=device), xp=xp)
+
+    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
+        """Return which of the keys some query of an item may see, shape (..., 1, m), ``None`` if all of them."""
+        seen = self.mask(start, stop, first, end, xp=xp, device=device)
+        return None if seen is None else xp.any(seen, axis=-2)
 
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys may be empty."""
@@ -135,8 +142,16 @@ class RaggedTables:
 
 
 def is_ragged(offset: Any) -> bool:
-    """Whether an offset is one for each item: a sequence, or an array with axes."""
-    return isinstance(offset, (list, tuple)) or bool(getattr(offset, "ndim", 0))
+    """Whether an offset is one for each item, a sequence or an array with axes, or one that nobody knows yet."""
+    if isinstance(offset, (list, tuple)) or not hasattr(offset, "ndim"):
+        return isinstance(offset, (list, tuple))
+    if offset.ndim:
+        return True
+    try:
+        operator.index(offset)
+    except TypeError:  # JAX traces it
+        return True
+    return False
 
 
 def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
@@ -148,11 +163,11 @@ def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tupl
             raise ValueError(
                 f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"
             )
-        return xp.asarray(known, dtype=xp.int64, device=device(q)), known
+        return xp.asarray(known, device=device(q)), known
     check_companion("offset", offset, "q", q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
-    if tuple(offset.shape) != lead:
+    if tuple(offset.shape) not in ((), lead):
         raise ValueError(
             f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {describe(offset)}"
         )
@@ -169,4 +184,15 @@ def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
             return None
     if "cpu" not in str(device(offset)).lower():  # JAX's tracers are on no device
         return None
+    if hasattr(offset, "tolist"):  # under jit JAX would trace any operation on a known array
+        return tuple(_numbers(offset.tolist()))
     return tuple(int(value) for value in xp.reshape(offset, (-1,)))
+
+
+def _numbers(nested: Any) -> Iterator[int]:
+    """Return the numbers of lists in lists."""
+    if isinstance(nested, list):
+        for inner in nested:
+            yield from _numbers(inner)
+    else:
+        yield nested

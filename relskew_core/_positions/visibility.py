@@ -106,6 +106,10 @@ class Visibility:
         keys = xp.arange(first, end, device=device)[None, :]
         return self.within(start, stop, first, end).sees(queries, keys, xp=xp)
 
+    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
+        """Return which of the keys that :meth:`keys` names some query may see, ``None`` if all of them."""
+        return None
+
     def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""
         low, high = start + self.offset, stop - 1 + self.offset

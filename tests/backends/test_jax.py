@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,39 @@ def test_no_queries_and_no_keys(n: int, m: int) -> None:
     assert all(
         x.shape == arrays[name].shape and not x.any() for name, x in gradients._asdict().items() if x is not None
     )
+
+
+def decoding() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((2, 3, 5, 4))), jnp.asarray(rng.standard_normal((30, 4)))
+
+
+def test_an_offset_may_be_traced() -> None:
+    """A cache of one length in ``lax.scan`` is how JAX decodes."""
+    q, table = decoding()
+    whole = relative_attention(q, q, q, table, causal=True)
+
+    def step(carry: None, position: Any) -> tuple[None, Any]:
+        token = jax.lax.dynamic_slice_in_dim(q, position, 1, axis=2)
+        return carry, relative_attention(token, q, q, table, causal=True, offset=position)
+
+    tokens = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(5))[1])()
+    close(jnp.concatenate(list(tokens), axis=2), whole, 1e-12, "decoded")
+
+
+@pytest.mark.parametrize("offset", [3, [1, 3]], ids=str)
+def test_an_offset_may_be_an_array_that_jit_closes_over(offset: Any) -> None:
+    q, table = decoding()
+    known = jnp.asarray(offset)
+
+    def attend(q: Any, offset: Any) -> Any:
+        return relative_attention(q[..., :2, :], q, q, table, causal=True, offset=offset)
+
+    close(jax.jit(lambda q: attend(q, known))(q), attend(q, offset), 1e-12, "jit")
+
+
+@pytest.mark.parametrize("impl", ["portable", "native"])
+def test_a_window_may_be_as_wide_as_an_int_can_say(impl: str) -> None:
+    q, table = decoding()
+    wide = relative_attention(q, q, q, table, causal=True, window=(sys.maxsize, None), impl=impl)
+    close(wide, relative_attention(q, q, q, table, causal=True), 1e-12, impl)

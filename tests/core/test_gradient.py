@@ -243,3 +243,31 @@ def test_a_querys_nan_stays_in_its_own_gradient(
     ]  # fmt: skip
     others = [0, 2, 3, 4, 5, 6]
     torch.testing.assert_close(gradients[1].q[others], gradients[0].q[others])
+
+
+@pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "jax")], ids=str)
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+@pytest.mark.parametrize("beyond", ["clip", "zero"])
+def test_parts_of_the_keys_with_the_results_of_the_whole(row: Library, impl: str, beyond: Any) -> None:
+    """Ring attention: a part's gradients, from the output and the log-sum-exp of all keys."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((2, 3, 40, 4)) for _ in range(4))
+    d_lse = rng.standard_normal((2, 3, 40))
+    options: dict[str, Any] = {"span": Span(25, 9, beyond), "causal": True, "impl": impl}
+    tables = {"rel_k": rng.standard_normal((35, 4)), "rel_v": rng.standard_normal((3, 35, 4))}
+    with row.setting():
+        given = {name: row.asarray(x) for name, x in {"q": q, "k": k, "v": v, **tables}.items()}
+        out, lse = relative_attention(**given, **options, return_lse=True)
+        results = {"out": out, "lse": lse}
+        whole = relative_attention_vjp(row.asarray(d_out), **given, **options, d_lse=row.asarray(d_lse))
+        parts = []
+        for a, b in ((0, 13), (13, 40)):
+            given |= {"k": row.asarray(k[..., a:b, :]), "v": row.asarray(v[..., a:b, :])}
+            cotangents = {**results, "d_lse": row.asarray(d_lse)}
+            parts.append(relative_attention_vjp(row.asarray(d_out), **given, **options, offset=-a, **cotangents))
+        for name in ("q", "rel_k", "rel_v"):
+            total = sum(row.to_numpy(getattr(part, name)) for part in parts)
+            np.testing.assert_allclose(total, row.to_numpy(getattr(whole, name)), rtol=0, atol=1e-11, err_msg=name)
+        for name in ("k", "v"):
+            joined = np.concatenate([row.to_numpy(getattr(part, name)) for part in parts], axis=-2)
+            np.testing.assert_allclose(joined, row.to_numpy(getattr(whole, name)), rtol=0, atol=1e-11, err_msg=name)
