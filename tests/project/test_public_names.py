@@ -47,7 +47,8 @@ def members() -> list[Any]:
 def test_all_is_there_and_sorted(name: str) -> None:
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
-    assert list(module.__all__) == sorted(module.__all__)
+    constants_first = sorted(module.__all__, key=lambda member: (not member.isupper(), member))
+    assert list(module.__all__) == constants_first
     assert module.__doc__
 
 

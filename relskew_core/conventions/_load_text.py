@@ -1,0 +1,138 @@
+"""Attentions of text models as blocks: tensor2tensor and T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from relskew_core._array.checks import check_bool, check_int
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._positions.span import Span
+from relskew_core.conventions._ascending import SHAW, TENSOR2TENSOR_CAUSAL, TENSOR2TENSOR_UNMASKED
+from relskew_core.conventions._block import FORMS, Weights, block, read_weights, split_heads
+from relskew_core.conventions._buckets import T5
+from relskew_core.conventions._convention import load
+from relskew_core.conventions._state import State
+
+
+def load_tensor2tensor(
+    state: Mapping[str, Array],
+    *,
+    num_heads: int,
+    causal: bool,
+    block_size: int | None = None,
+    prefix: str = "",
+) -> tuple[BlockSpec, Weights]:
+    """Read a ``multihead_attention`` of tensor2tensor: Shaw's ``dot_product_relative`` or the relative version 2.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        Variables of a checkpoint by name, brought into one array library.
+    num_heads : int
+        Number of heads.
+    causal : bool
+        A decoder's self-attention.
+    block_size : int, optional
+        Of Music Transformer's local attention.
+    prefix : str, default ""
+        Scope up to and including ``"multihead_attention/"``.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Without biases: tensor2tensor has none.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it.
+    """
+    check_bool("causal", causal)
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    weights: Weights = {}
+    for ours, theirs in zip(PROJECTIONS, ("q", "k", "v", "output_transform"), strict=True):
+        transposed = " ".join(reversed(FORMS[ours].split()))
+        weights[f"{ours}.weight"] = read.read(f"{theirs}/kernel", transposed)
+    weights = {key: read.xp.matrix_transpose(kernel) for key, kernel in weights.items()}
+    split_heads(read, "q/kernel")
+    tables, span = _tables(read, causal=causal)
+    return block(read, weights | tables, span, causal=causal, block_size=block_size)
+
+
+def load_t5(
+    state: Mapping[str, Array],
+    *,
+    num_heads: int,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    prefix: str = "",
+    bias_prefix: str | None = None,
+) -> tuple[BlockSpec, Weights]:
+    """Read an HF ``T5Attention`` to its own sequence: projections without biases, a bias by relative position.
+
+    T5 does not scale its logits and a block does: ``q_proj.weight`` is theirs times the root of a head's width.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_heads``.
+    bidirectional : bool
+        Encoder (True) or decoder.
+    num_buckets : int, default 32
+        ``config.relative_attention_num_buckets``.
+    max_distance : int, default 128
+        ``config.relative_attention_max_distance``.
+    prefix : str, default ""
+        Where the attention stands in it: ``"encoder.block.3.layer.0.SelfAttention."``.
+    bias_prefix : str, optional
+        Where the layer stands that has ``relative_attention_bias``, the stack's first; ``prefix`` by default.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Without biases of projections, and with ``rel_bias``.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it.
+    """
+    t5 = T5(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)
+    weights = read_weights(read, {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"})
+    weights["q_proj.weight"] = weights["q_proj.weight"] * read.sizes["D"] ** 0.5
+    weights["rel_bias"], span = t5.load(read.read("relative_attention_bias.weight", "B H", prefix=bias_prefix))
+    return block(read, weights, span, causal=not bidirectional)
+
+
+def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
+    """Read a table for keys and, where there is one, for values: both clipped, or both of version 2."""
+    roles = {"rel_k": "key", "rel_v": "value"}
+    clipped = {ours: state.find(f"relative_positions_{role}s/embeddings") for ours, role in roles.items()}
+    version_2 = {ours: state.find(f"{role}_relative_embeddings") for ours, role in roles.items()}
+    found = [state.prefix + name for names in (clipped, version_2) for name in names.values() if name]
+    if any(clipped.values()) and any(version_2.values()):
+        raise ValueError(f"`state` must have the tables of one version of relative attention, got {', '.join(found)}")
+    if not clipped["rel_k"] and not version_2["rel_k"]:
+        raise state.lacks("relative_positions_keys/embeddings or key_relative_embeddings")
+    if clipped["rel_k"] and not clipped["rel_v"]:  # only version 2 may have a table for keys alone
+        raise state.lacks("relative_positions_values/embeddings")
+    names, convention, forms = clipped, SHAW, ["R D"]
+    if version_2["rel_k"]:
+        convention = TENSOR2TENSOR_CAUSAL if causal else TENSOR2TENSOR_UNMASKED
+        names, forms = version_2, ["R D", "H R D"]
+    tables: Weights = {}
+    for ours, name in names.items():
+        if name:
+            table = state.read(name, *forms)
+            forms = [form for form in forms if len(form.split()) == table.ndim]  # values have heads if keys have
+            tables[ours], span = load(convention, state.label(name), table)
+    return tables, span
