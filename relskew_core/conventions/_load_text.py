@@ -115,24 +115,23 @@ def load_t5(
 
 def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
     """Read a table for keys and, where there is one, for values: both clipped, or both of version 2."""
-    roles = {"rel_k": "key", "rel_v": "value"}
-    clipped = {ours: state.find(f"relative_positions_{role}s/embeddings") for ours, role in roles.items()}
-    version_2 = {ours: state.find(f"{role}_relative_embeddings") for ours, role in roles.items()}
-    found = [state.prefix + name for names in (clipped, version_2) for name in names.values() if name]
-    if any(clipped.values()) and any(version_2.values()):
-        raise ValueError(f"`state` must have the tables of one version of relative attention, got {', '.join(found)}")
-    if not clipped["rel_k"] and not version_2["rel_k"]:
+    clipped = [state.find(f"relative_positions_{role}s/embeddings") for role in ("key", "value")]
+    version_2 = [state.find(f"{role}_relative_embeddings") for role in ("key", "value")]
+    if any(clipped) and any(version_2):
+        found = ", ".join(state.prefix + name for name in clipped + version_2 if name)
+        raise ValueError(f"`state` must have the tables of one version of relative attention, got {found}")
+    keys, values = clipped if any(clipped) else version_2
+    if keys is None:
         raise state.lacks("relative_positions_keys/embeddings or key_relative_embeddings")
-    if clipped["rel_k"] and not clipped["rel_v"]:  # only version 2 may have a table for keys alone
-        raise state.lacks("relative_positions_values/embeddings")
-    names, convention, forms = clipped, SHAW, ["R D"]
-    if version_2["rel_k"]:
-        convention = TENSOR2TENSOR_CAUSAL if causal else TENSOR2TENSOR_UNMASKED
-        names, forms = version_2, ["R D", "H R D"]
-    tables: Weights = {}
-    for ours, name in names.items():
-        if name:
-            table = state.read(name, *forms)
-            forms = [form for form in forms if len(form.split()) == table.ndim]  # values have heads if keys have
-            tables[ours], span = load(convention, state.label(name), table)
-    return tables, span
+    convention, forms = TENSOR2TENSOR_CAUSAL if causal else TENSOR2TENSOR_UNMASKED, ["R D", "H R D"]
+    if any(clipped):
+        convention, forms = SHAW, ["R D"]
+        if values is None:  # only version 2 may have a table for keys alone
+            raise state.lacks("relative_positions_values/embeddings")
+    table = state.read(keys, *forms)
+    rel_k, span = load(convention, state.label(keys), table)
+    if values is None:
+        return {"rel_k": rel_k}, span
+    same_heads = [form for form in forms if len(form.split()) == table.ndim]
+    rel_v, _ = load(convention, state.label(values), state.read(values, *same_heads))
+    return {"rel_k": rel_k, "rel_v": rel_v}, span
