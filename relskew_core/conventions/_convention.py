@@ -87,7 +87,7 @@ class Convention:
         ValueError, TypeError
             If the table is none of theirs; the message says what its rows must be.
         """
-        return load(self, "table", table, left=left)
+        return load_named(self, "table", table, left=left)
 
     def store(self, table: Array, span: Span) -> Array:
         """Write a table as their code has it; the inverse of :meth:`load`.
@@ -124,7 +124,7 @@ class Convention:
         return namespace_of_arrays({"table": table}).flip(table, axis=-2)
 
 
-def load(convention: Convention, name: str, table: Array, *, left: int | None = None) -> tuple[Array, Span]:
+def load_named(convention: Convention, name: str, table: Array, *, left: int | None = None) -> tuple[Array, Span]:
     """Load a table that messages call ``name``."""
     rows = _count_rows(name, table)
     span = _span(convention, name, table, rows, left)

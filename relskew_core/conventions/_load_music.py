@@ -8,8 +8,8 @@ from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._positions.span import Span
+from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_biases, read_weights
 from relskew_core.conventions._ascending import MUSIC_TRANSFORMER
-from relskew_core.conventions._block import FORMS, Weights, block, read_biases, read_weights, split_heads
 from relskew_core.conventions._state import State
 
 
@@ -47,14 +47,14 @@ def load_music_transformer(
     for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):
         if read.has(first):
             weights, span = port(read)
-            return block(read, weights, span, causal=True)
+            return as_block(read, weights, span, causal=True)
     raise read.lacks("in_proj_weight, Wq.weight or wq.weight")
 
 
 def _gwinndr(state: State) -> tuple[Weights, Span]:
     """Cut the packed projections of ``torch.nn.MultiheadAttention`` into three."""
     weights = {"out_proj.weight": state.read("out_proj.weight", "E W")}
-    split_heads(state, "out_proj.weight")
+    note_head_width(state, "out_proj.weight")
     state.sizes["3W"] = 3 * state.sizes["W"]
     packed = {"weight": state.read("in_proj_weight", "3W E")}
     if state.has("in_proj_bias") or state.has("out_proj.bias"):

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core.conventions._as_block import Weights, as_block, read_biases, read_weights
 from relskew_core.conventions._ascending import SHAW, VITS
-from relskew_core.conventions._block import Weights, block, read_biases, read_weights
-from relskew_core.conventions._convention import load
+from relskew_core.conventions._convention import load_named
 from relskew_core.conventions._state import State
 
 
@@ -41,9 +41,9 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     weights = read_weights(read, names) | read_biases(read, names)
     keys = read.read("emb_rel_k", "1 R D", "H R D")
     values = read.read("emb_rel_v", "1 R D" if keys.shape[0] == 1 else "H R D")
-    weights["rel_k"], span = load(VITS, read.label("emb_rel_k"), keys)
-    weights["rel_v"], _ = load(VITS, read.label("emb_rel_v"), values)
-    return block(read, weights, span)
+    weights["rel_k"], span = load_named(VITS, read.label("emb_rel_k"), keys)
+    weights["rel_v"], _ = load_named(VITS, read.label("emb_rel_v"), values)
+    return as_block(read, weights, span)
 
 
 def load_wav2vec2_bert(
@@ -78,4 +78,4 @@ def load_wav2vec2_bert(
     names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
     weights = read_weights(read, names) | read_biases(read, names)
     weights["rel_k"], span = SHAW.load(read.read("distance_embedding.weight", "R D"), left=left)
-    return block(read, weights, span)
+    return as_block(read, weights, span)

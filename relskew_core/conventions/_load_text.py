@@ -8,10 +8,10 @@ from relskew_core._array.checks import check_bool, check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._positions.span import Span
+from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_weights
 from relskew_core.conventions._ascending import SHAW, TENSOR2TENSOR_CAUSAL, TENSOR2TENSOR_UNMASKED
-from relskew_core.conventions._block import FORMS, Weights, block, read_weights, split_heads
 from relskew_core.conventions._buckets import T5
-from relskew_core.conventions._convention import load
+from relskew_core.conventions._convention import load_named
 from relskew_core.conventions._state import State
 
 
@@ -57,9 +57,9 @@ def load_tensor2tensor(
         transposed = " ".join(reversed(FORMS[ours].split()))
         weights[f"{ours}.weight"] = read.read(f"{theirs}/kernel", transposed)
     weights = {key: read.xp.matrix_transpose(kernel) for key, kernel in weights.items()}
-    split_heads(read, "q/kernel")
+    note_head_width(read, "q/kernel")
     tables, span = _tables(read, causal=causal)
-    return block(read, weights | tables, span, causal=causal, block_size=block_size)
+    return as_block(read, weights | tables, span, causal=causal, block_size=block_size)
 
 
 def load_t5(
@@ -110,7 +110,7 @@ def load_t5(
     weights = read_weights(read, {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"})
     weights["q_proj.weight"] = weights["q_proj.weight"] * read.sizes["D"] ** 0.5
     weights["rel_bias"], span = t5.load(read.read("relative_attention_bias.weight", "B H", prefix=bias_prefix))
-    return block(read, weights, span, causal=not bidirectional)
+    return as_block(read, weights, span, causal=not bidirectional)
 
 
 def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
@@ -129,9 +129,9 @@ def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
         if values is None:  # only version 2 may have a table for keys alone
             raise state.lacks("relative_positions_values/embeddings")
     table = state.read(keys, *forms)
-    rel_k, span = load(convention, state.label(keys), table)
+    rel_k, span = load_named(convention, state.label(keys), table)
     if values is None:
         return {"rel_k": rel_k}, span
     same_heads = [form for form in forms if len(form.split()) == table.ndim]
-    rel_v, _ = load(convention, state.label(values), state.read(values, *same_heads))
+    rel_v, _ = load_named(convention, state.label(values), state.read(values, *same_heads))
     return {"rel_k": rel_k, "rel_v": rel_v}, span

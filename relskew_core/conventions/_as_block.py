@@ -14,7 +14,7 @@ Weights = dict[str, Array]
 FORMS = {"q_proj": "W E", "k_proj": "W E", "v_proj": "W E", "out_proj": "E W"}
 
 
-def split_heads(state: State, name: str) -> None:
+def note_head_width(state: State, name: str) -> None:
     """Note the width ``D`` of a head, once ``name`` has said the width ``W`` of all of them."""
     width, heads = state.sizes["W"], state.sizes["H"]
     if width % heads:
@@ -27,7 +27,7 @@ def split_heads(state: State, name: str) -> None:
 def read_weights(state: State, names: Mapping[str, str]) -> Weights:
     """Read the weights of four linear layers, ours by theirs."""
     weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours]) for ours in PROJECTIONS}
-    split_heads(state, f"{names['q_proj']}.weight")
+    note_head_width(state, f"{names['q_proj']}.weight")
     return weights
 
 
@@ -38,7 +38,7 @@ def read_biases(state: State, names: Mapping[str, str]) -> Weights:
     return {f"{ours}.bias": state.read(f"{theirs}.bias", FORMS[ours].split()[0]) for ours, theirs in names.items()}
 
 
-def block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:
+def as_block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:
     """Return the spec of weights that were read, and them in its order."""
     state.finish()
     spec = BlockSpec(
