@@ -159,8 +159,8 @@ def _span(convention: Convention, name: str, table: Array, rows: int, left: int 
         return Span(left, rows - 1 - left, beyond)
     if reach == "past":
         return Span(rows - 1, 0, beyond)
-    if rows % 2 != (reach != "even"):
-        parity = "even" if reach == "even" else "odd"
+    parity = "even" if reach == "even" else "odd"
+    if parity != ("odd" if rows % 2 else "even"):
         unless = " unless `left` is given" if reach == "any" else ""
         raise ValueError(
             f"`{name}` must have an {parity} number of rows, as tables of {whose} have{unless}, got {describe(table)}"
