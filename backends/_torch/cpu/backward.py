@@ -17,6 +17,7 @@ from relskew_core._kernel.backward import attention_vjp as portable
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._kernel.problem import Gradients, Operands, Options
 from relskew_core._positions.table import Table
+from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu.call import (
     Call,
     Dropout,
@@ -66,6 +67,7 @@ def attention_vjp(
             for place in [place for share in shares[bounds[index] : bounds[index + 1]] for place in share]:
                 stack, own = call.at(place), whole.at(call, place)
                 for chunk in range(len(call.chunks)):
+                    leave_if_dropped()
                     _backward(call, scratch, stack, chunk, own, sums[index])
 
     run(work, range(workers), workers)
