@@ -14,10 +14,11 @@ import threading
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+from weakref import ref
 
 from relskew_core._array.checks import check_int
 from relskew_core.backends import _blas
@@ -86,6 +87,9 @@ class _Job:
                 return
             self._work(task)
 
+    def has_tasks(self) -> bool:
+        return bool(self._tasks)
+
     def help(self) -> None:
         """Work until nothing is left to take; errors are kept for the caller."""
         self._helpers.add(threading.get_ident())  # before a task is taken, so that `wait` misses none
@@ -116,15 +120,17 @@ class _Crew:
     """The helpers of one library, each with an inbox of its own."""
 
     def __init__(self) -> None:
-        self._idle: list[SimpleQueue[_Job]] = []  # the last to come is the first to be called: the others may go
         self._present: set[int] = set()
+        self._idle: dict[SimpleQueue[_Job], None] = {}  # the last to come is the first to be called: others may go
+        self._latest: Callable[[], _Job | None] = lambda: None  # weak: for helpers that come back during a call
 
     def invite(self, job: _Job, most: int, initializer: Callable[[], None]) -> None:
         """Hand a job to helpers that are idle or, up to ``most`` in all, new."""
+        self._latest = ref(job)
         for _ in range(most):
             try:
-                inbox = self._idle.pop()
-            except IndexError:
+                inbox, _ = self._idle.popitem()
+            except KeyError:
                 if len(self._present) >= most:
                     return
                 inbox = SimpleQueue()
@@ -145,15 +151,18 @@ class _Crew:
 
     def _help_until_idle(self, inbox: SimpleQueue[_Job]) -> None:
         while True:
-            try:
-                job = inbox.get(timeout=IDLE_SECONDS)
-            except Empty:
-                break
+            job = self._latest()
+            if job is None or not job.has_tasks():
+                job = None  # while nothing happens here, its arrays may be freed
+                try:
+                    job = inbox.get(timeout=IDLE_SECONDS)
+                except Empty:
+                    break
+            self._idle.pop(inbox, None)
             job.help()
-            del job  # while nothing happens here, its arrays may be freed
-            self._idle.append(inbox)
-        with suppress(ValueError):  # it has just been called: the caller does its work
-            self._idle.remove(inbox)
+            job = None
+            self._idle[inbox] = None
+        self._idle.pop(inbox, None)
 
 
 @cache
