@@ -44,7 +44,7 @@ def for_each(
         for task in tasks:
             work(task)
         return
-    job = _Job(work, tasks)
+    job = _Job(work, tasks, helpers)
     try:
         _crew(library).invite(job, helpers, initializer)
         job.work_off()
@@ -71,11 +71,12 @@ class _DroppedError(Exception):
 class _Job:
     """The tasks of one call; whoever works on them takes the next one."""
 
-    def __init__(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any], tasks: Sequence[Any], helpers: int) -> None:
         self.errors: list[BaseException] = []
         self.dropped = False
         self._work = work
         self._tasks = deque(tasks)
+        self._places = [None] * helpers
         self._helpers: set[int] = set()
         self._left: SimpleQueue[None] = SimpleQueue()
 
@@ -87,11 +88,15 @@ class _Job:
                 return
             self._work(task)
 
-    def has_tasks(self) -> bool:
-        return bool(self._tasks)
+    def wants_help(self) -> bool:
+        return bool(self._tasks and self._places)
 
     def help(self) -> None:
         """Work until nothing is left to take; errors are kept for the caller."""
+        try:
+            self._places.pop()
+        except IndexError:
+            return
         self._helpers.add(threading.get_ident())  # before a task is taken, so that `wait` misses none
         _here.job = self
         try:
@@ -152,7 +157,7 @@ class _Crew:
     def _help_until_idle(self, inbox: SimpleQueue[_Job]) -> None:
         while True:
             job = self._latest()
-            if job is None or not job.has_tasks():
+            if job is None or not job.wants_help():
                 job = None  # while nothing happens here, its arrays may be freed
                 try:
                     job = inbox.get(timeout=IDLE_SECONDS)

@@ -189,6 +189,27 @@ def test_a_helper_that_comes_back_during_a_call_takes_part_in_it() -> None:
     assert len({*threads, threading.get_ident()}) == 2
 
 
+def test_no_more_threads_work_on_a_call_than_it_asked_for() -> None:
+    """Whatever other calls have started: each thread has its own buffers."""
+    everyone_works(6)
+    most: list[int] = []
+
+    def call(_: int) -> None:
+        working: list[None] = []
+
+        def work(_: int) -> None:
+            working.append(None)
+            most.append(len(working))
+            time.sleep(0.0005)
+            working.pop()
+
+        for_each(work, range(12), workers=2)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len([*pool.map(call, range(60))]) == 60
+    assert max(most) == 2
+
+
 def test_where_no_thread_starts_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
