@@ -440,12 +440,13 @@ def test_many_calls_take_neither_threads_nor_memory() -> None:
     script = """
         q, k, v, table = (x[:2, :8] for x in (q, k, v, table))
         backends.set_numpy_threads(1)
-        process, counts = psutil.Process(), []
+        process = psutil.Process()
+        before, end = process.num_threads(), time.monotonic() + _parallel.IDLE_SECONDS / 2
         for threads in range(1, 33):
             backends.set_numpy_threads(threads)
             attend()
-            counts.append(process.num_threads())
-        assert counts[-1] - counts[0] <= 31, counts
+        while process.num_threads() > before + 31:  # calls in close succession may have started some too many
+            assert time.monotonic() < end, process.num_threads()
         backends.set_numpy_threads(2)
         for _ in range(1000):
             attend()
