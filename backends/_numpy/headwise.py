@@ -17,7 +17,7 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import Tables
 from relskew_core._positions.table import Table
-from relskew_core.backends import _parallel
+from relskew_core.backends import _blas, _parallel
 from relskew_core.backends._in_place import by_batch, chunk_size, fill, hidden_columns, regions
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -42,13 +42,14 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
         scratch = idle.pop()
         with np.errstate(invalid="ignore", over="ignore"):  # hidden products may be anything
             for index in range(part, len(call.chunks), parts):
+                _parallel.leave_if_dropped()
                 _attend(call, scratch.views(index), batch, head, out, lse)
         idle.append(scratch)
 
     with _parallel.blas_on_one_thread():
         _parallel.for_each(
             work, [(*pair, part) for pair in heads for part in range(parts)],
-            workers=workers, library="numpy", initializer=lambda: None,
+            workers=workers, library="numpy", initializer=_blas.limit_this_thread,
         )  # fmt: skip
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])

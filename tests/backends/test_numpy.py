@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from relskew_core import Span, backends, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _parallel
+from relskew_core.backends import _blas, _parallel
 from relskew_core.backends._numpy import headwise
 from relskew_core.backends._path import PORTABLE
 
@@ -43,7 +43,7 @@ def attend(*given: Any, **options: Any) -> Any:
 
 def blas_threads() -> list[int]:
     """Of NumPy's BLAS; other tests may have loaded another one since."""
-    return [pool["num_threads"] for pool in _parallel._blas_controller().info() if pool["user_api"] == "blas"]
+    return [library.num_threads for library in _blas.libraries()]
 
 
 def test_small_calls_take_the_portable_code_unless_told_otherwise() -> None:
@@ -124,8 +124,8 @@ def test_an_error_in_a_worker_is_raised_and_leaves_everything_as_it_was(monkeypa
 
 @pytest.mark.usefixtures("two_threads")
 def test_without_threadpoolctl_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_parallel, "_can_limit_blas", lambda: False)
-    monkeypatch.setattr(_parallel, "_pool", None)
+    monkeypatch.setattr(_blas, "can_limit", lambda: False)
+    monkeypatch.setattr(_parallel, "_crew", None)
     given = arrays(200)
     np.testing.assert_allclose(attend(*given), attend(*given, impl="portable"), rtol=0, atol=1e-12)
 

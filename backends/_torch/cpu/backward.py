@@ -19,6 +19,7 @@ from relskew_core._kernel.call import TABLES, Gradients, Kind, Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import by_batch
+from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu.call import (
     Dropout,
     HeadPlace,
@@ -72,6 +73,7 @@ def attention_vjp(
             for place in [place for share in shares[bounds[index] : bounds[index + 1]] for place in share]:
                 stack, own = call.at(place), whole.at(call, place)
                 for chunk in range(len(call.chunks)):
+                    leave_if_dropped()
                     _backward(call, scratch, stack, chunk, own, sums[index])
 
     run(work, range(workers), workers)

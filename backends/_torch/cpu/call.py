@@ -21,6 +21,7 @@ from relskew_core._kernel.forward import Tables
 from relskew_core._positions.table import Table
 from relskew_core.backends import _parallel
 from relskew_core.backends._in_place import by_batch, chunk_size, hidden_columns, mask_by_batch
+from relskew_core.backends._torch.cpu import threads
 
 T = TypeVar("T")
 
@@ -195,7 +196,10 @@ class Dropout:
 
 
 def run(work: Callable[[T], Any], tasks: Sequence[T], workers: int) -> None:
-    """Run tasks on workers of one torch thread each, leaving everybody else's number of threads as it is."""
-    threads = torch.get_num_threads()
-    _parallel.for_each(work, tasks, workers=workers, library="torch", initializer=lambda: torch.set_num_threads(1))
-    torch.set_num_threads(threads)
+    """Run tasks on threads that have torch to themselves, one thread each."""
+    if min(workers, len(tasks)) <= 1 or not threads.can_limit():
+        for task in tasks:
+            work(task)
+        return
+    with undisturbed(), threads.on_one_thread():
+        _parallel.for_each(work, tasks, workers=workers, library="torch", initializer=threads.limit_this_thread)

@@ -11,6 +11,7 @@ from torch import Tensor
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._kernel.forward import attention as portable
+from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu.call import Dropout, HeadPlace, Stack, StackedCall, is_short, run, undisturbed
 from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
@@ -42,6 +43,7 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
             outs = call.by_chunk(out[place.batch, place.heads])
             sums = None if lse is None else call.by_chunk(lse[place.batch, place.heads], axis=-1)
             for index in range(part, len(call.chunks), parts):
+                leave_if_dropped()
                 views = scratch.views(index)
                 _attend(call, scratch, stack, index, outs[views.number])
                 if sums is not None:
