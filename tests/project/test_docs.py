@@ -72,7 +72,7 @@ def run_command(command: str, folder: Path) -> None:
         assert targets is not None
         assert set(arguments) <= set(targets[1].split()), f"no such target: {command}"
     elif program == "pip":
-        extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew)(?:\[([\w,-]+)\])?", " ".join(arguments))
+        extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew-core)(?:\[([\w,-]+)\])?", " ".join(arguments))
         assert extras is not None, f"not an installation of relskew: {command}"
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert set((extras[1] or "numpy").split(",")) <= set(project["optional-dependencies"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -97,8 +98,26 @@ def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    assert metadata.version("relskew") == relskew_core.__version__
+    assert metadata.version("relskew-core") == relskew_core.__version__
     assert (ROOT / "CITATION.cff").read_text().count(f"version: {relskew_core.__version__}\n") == 1
+
+
+def test_what_the_library_asks_to_install_exists() -> None:
+    """Every ``name[extra]`` in code and docs is the distribution, with an extra that it has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    texts = [ROOT / name for name in tracked if name.endswith((".py", ".md", ".toml"))]
+    asked = [
+        (path, name, extra)
+        for path in texts
+        if path.is_file()
+        for name, extras in re.findall(r"\b(relskew[\w-]*)\[([a-z0-9,-]+)\]", path.read_text())
+        for extra in extras.split(",")
+    ]
+    assert len(asked) > 10
+    for path, name, extra in asked:
+        assert name == project["name"], f"{path} asks for {name}"
+        assert extra in project["optional-dependencies"], f"{path} asks for {name}[{extra}]"
 
 
 @pytest.mark.parametrize("module", ["relskew_core", "relskew_core.papers", "relskew_core.backends", "relskew_core.cli"])
