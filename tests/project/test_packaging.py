@@ -162,6 +162,29 @@ def test_what_the_library_asks_to_install_exists() -> None:
         assert extra in project["optional-dependencies"], f"{path} asks for {name}[{extra}]"
 
 
+def bounds(requirements: list[str]) -> dict[str, str]:
+    """Names and lower bounds, or exact versions."""
+    found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?(?:>=|==)([\d.]+)", line) for line in requirements)
+    return {match[1]: match[2] for match in found if match}
+
+
+def test_the_lowest_releases_are_the_lower_bounds() -> None:
+    """Of everything that users install without a GPU; and NumPy is held to one bound everywhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for_users = [
+        line
+        for name, lines in extras.items()
+        if not name.endswith(("gpu", "12x", "13x")) and name not in ("test", "dev", "bench")
+        for line in lines
+    ]
+    lowest = bounds((ROOT / "requirements" / "lowest.txt").read_text().splitlines())
+    strict = bounds(extras["test"])["array-api-strict"]
+    assert lowest == bounds(project["dependencies"] + for_users) | {"array-api-strict": strict}
+    numpy = {line for lines in extras.values() for line in lines if line.startswith("numpy")}
+    assert numpy == {f"numpy>={lowest['numpy']}"}
+
+
 @pytest.mark.parametrize("module", ["relskew_core", "relskew_core.papers", "relskew_core.backends", "relskew_core.cli"])
 def test_importing_imports_no_array_library(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"
