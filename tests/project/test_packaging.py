@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import relskew_core
-from tracked import IN_GIT, ROOT, tracked
+from tracked import IN_GIT, PACKED, ROOT, tracked
 
 ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", "onnx", "onnxruntime"}
 
@@ -91,8 +91,8 @@ def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> Non
 def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as sdist:
         names = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
-    made = {name for name in names if name.startswith("relskew_core.egg-info/")} | {"PKG-INFO", "setup.cfg"}
-    assert names - made == {name for name in tracked() if not (ROOT / name).is_symlink()}
+    packed = {name for name in names if name.startswith(PACKED)}
+    assert names - packed == {name for name in tracked() if not (ROOT / name).is_symlink()}
 
 
 def written_as_text(path: Path, target: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 IN_GIT = (ROOT / ".git").exists()
+PACKED = ("PKG-INFO", "relskew_core.egg-info/", "setup.cfg")
+"""What packing adds to an sdist, by how the names start."""
 
 
 def tracked() -> list[str]:
@@ -16,7 +18,7 @@ def tracked() -> list[str]:
         names = listed.stdout.split("\0")
     else:
         names = (ROOT / "relskew_core.egg-info" / "SOURCES.txt").read_text().splitlines()
-    return [name for name in names if name and not name.startswith("relskew_core.egg-info/") and _is_there(ROOT / name)]
+    return [name for name in names if name and not name.startswith(PACKED) and _is_there(ROOT / name)]
 
 
 def _is_there(path: Path) -> bool:
