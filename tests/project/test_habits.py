@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_the_oldest_python_is_the_one_that_is_required() -> None:
     assert project["requires-python"] == f">={supported_pythons()[0]}"
 
 
+def test_the_citation_and_the_metadata_name_the_same_authors() -> None:
+    citation = read(ROOT / "CITATION.cff")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["authors"] == project["authors"]
+    assert citation["license"] == project["license"]
+    assert {"cff-version", "message", "title", "abstract", "version"} <= set(citation)
+
+
 def test_hooks_call_the_pinned_ruff_and_download_nothing() -> None:
     (repository,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
@@ -86,6 +95,14 @@ def test_the_guides_name_what_is_there(guide: str) -> None:
             last = str(Path(path).parent)
         else:  # the second of two files in one folder goes by its name
             assert f"{last}/{path}" in there or path == "dist/", f"{guide} names {path}"
+
+
+def test_the_comparisons_find_their_own_modules() -> None:
+    """Without the peers themselves, which `make test-peers` installs, none of them is imported by the other tests."""
+    sources = [(ROOT / name).read_text() for name in tracked() if name.startswith("tests/peers/")]
+    ours = {name for source in sources for name in re.findall(r"^from (peers\.\w+) import", source, re.MULTILINE)}
+    assert ours
+    assert all(find_spec(name) for name in ours)
 
 
 def test_what_the_guides_call_can_be_called() -> None:
