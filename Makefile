@@ -1,10 +1,13 @@
 # Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
-#   make demo        one block on every array library here, its ONNX graph, a picture of what it does to a tune
-#   make test        every test, with coverage
-#   make test-peers  the same numbers as other code bases, which it installs
-#   make test-web    exported graphs in onnxruntime-web; needs Node
-#   make check       the static checks
-#   make bench       time and memory beside what people use today
+#   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
+#   make test           every test, with coverage
+#   make test-peers     the same numbers as other code bases, which it installs
+#   make test-web       exported graphs in onnxruntime-web; needs Node
+#   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
+#   make test-newest    the tests on the newest releases, whatever the pins say
+#   make check          the static checks
+#   make bench          time and memory beside what people use today
+#   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -13,7 +16,13 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
 INPUTS := pyproject.toml requirements/pins.txt
 
-.PHONY: help demo test test-peers test-web check bench clean
+# What users install, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
+LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
+	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml threadpoolctl
+LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
+	tests/export/test_save.py
+
+.PHONY: help demo test test-peers test-web test-lowest test-newest check bench release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +40,15 @@ test-peers: .venv-peers/stamp
 test-web: .venv/dev.stamp .venv-web/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/web
 
+test-lowest: .venv-lowest/stamp
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(WORKERS) -k 'not second' $(LOWEST_TESTS)
+
+# Made anew each time: what is newest changes without a change here.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --editable '.[test]'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS)
+
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,8 +58,11 @@ check: .venv/dev.stamp
 bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
 
+release-check: .venv-release/stamp
+	.ci/release-check
+
 clean:
-	rm -rf .venv .venv-peers .venv-web .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-* .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -64,6 +85,16 @@ $(BIN)/python:
 # Node's packages lie outside the tests, where no checker looks for Python in them.
 .venv-web/stamp: Makefile
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv-web onnxruntime-web@1.30.0
+	@touch $@
+
+.venv-lowest/stamp: pyproject.toml requirements/lowest.txt
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint requirements/lowest.txt --editable $(LOWEST)
+	@touch $@
+
+.venv-release/stamp: requirements/pins.txt
+	$(PYTHON) -m venv --clear .venv-release
+	.venv-release/bin/python -m pip install --quiet --constraint requirements/pins.txt build setuptools twine
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)

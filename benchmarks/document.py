@@ -24,8 +24,8 @@ CAPTIONS = {
     ),
     "peaky": (
         None,
-        "Logits of a large standard deviation put most weights below the smallest normal number of float32, where CPU "
-        "kernels crawl; one clamp keeps them out.",
+        "Logits of a large standard deviation put most weights below the smallest normal number of float32. CPU "
+        "kernels are very slow there. One clamp keeps the weights out of that range.",
     ),
     "memory": (
         "memory",
@@ -41,8 +41,8 @@ CAPTIONS = {
 
 INTRODUCTION = """# Benchmarks
 
-Relative attention beside what people use today. `make bench` prints these tables for your machine in a few minutes;
-`python -m benchmarks --docs` also writes this page, its plots and the record that they are made from.
+Relative attention beside what people use today. `make bench` prints these tables for your machine in a few minutes.
+`python -m benchmarks --docs` also writes this page, its plots and the record behind them.
 
 {machine}
 
@@ -54,15 +54,15 @@ Batch 1, 8 heads of 64 numbers, float32, standard normal inputs, unless a title 
 
 ## Method
 
-- The contenders of a table run in one process, in turns, each round starting with another one; a turn waits
-  until the threads of the one before have stopped spinning, repeats a short call for a tenth of a second, and the
-  fastest call counts. Compare ratios: absolute times belong to this machine{load}.
-- Every result of relative attention is checked against the plain formula in float64 (sampled queries of every head)
-  before it is timed; a relative error above {gate:g} × the logits' standard deviation fails the run.
-- Memory: a fresh process warms up on a short sequence, makes the inputs, returns freed memory to the system, resets the
-  kernel's high-water mark, calls once, and reads the mark. Freed buffers go back to the system at once, so that this is
-  what lives at the same time and not what the allocator keeps.
-- What would need more than 8 GiB is not run, and listed as such; nor is what would make the whole run tedious.
+- The contenders of a table run in one process, in turns. Each round starts with another one. A turn waits until the
+  threads of the one before have stopped spinning. It repeats a short call for a tenth of a second. The fastest call
+  counts. Compare ratios: absolute times belong to this machine{load}.
+- Every result of relative attention is checked before it is timed, against the plain formula in float64 (sampled
+  queries of every head). A relative error above {gate:g} × the logits' standard deviation fails the run.
+- Memory: a fresh process warms up on a short sequence, makes the inputs, and returns freed memory to the system. It
+  resets the kernel's high-water mark, calls once, and reads the mark. Freed buffers go back to the system at once. So
+  this is what lives at the same time, not what the allocator keeps.
+- What would need more than 8 GiB is not run. What would make the whole run too long is not run either. Both are listed.
 - "relskew on torch" and "on NumPy" are what `impl="auto"` chooses; "portable" is the one code for every library.
 """
 

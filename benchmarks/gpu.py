@@ -149,7 +149,7 @@ def machine(device: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git.stdout.strip() or None,
         "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in ("relskew", "torch", "triton", "numpy")},
+        "versions": {name: _version(name) for name in ("relskew-core", "torch", "triton", "numpy")},
         "cuda": torch.version.cuda,
         "device": device,
     }

@@ -1,5 +1,6 @@
 """Relative-position attention for every array library, written once against the array API standard."""
 
+from relskew_core import _folders as _folders  # before anything that needs them
 from relskew_core._block.block import attention_block, init_weights
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.attention import merge_attention, relative_attention, relative_attention_vjp

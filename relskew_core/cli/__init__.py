@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        print(f"relskew: error: the command line needs {error.name}: pip install 'relskew[cli]'", file=sys.stderr)
+        print(f"relskew: error: the command line needs {error.name}: pip install 'relskew-core[cli]'", file=sys.stderr)
         return 2
     status: int = app.run(list(sys.argv[1:] if argv is None else argv))
     return status

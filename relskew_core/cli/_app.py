@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-EXTRAS = {name: f"'relskew[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
+EXTRAS = {name: f"'relskew-core[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Names = list[str] | None
 Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
@@ -136,7 +136,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
-    need("onnx", "'relskew[onnx]'", "exporting")
+    need("onnx", "'relskew-core[onnx]'", "exporting")
     from relskew_core import BlockSpec
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights, load_weights

@@ -157,7 +157,7 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
 
 def spec_of_model(path: Path) -> tuple[BlockSpec, bool]:
     """Read the spec that ``export`` wrote into the model's metadata, and whether the model has projections."""
-    onnx = need("onnx", "'relskew[onnx]'", "reading a model")
+    onnx = need("onnx", "'relskew-core[onnx]'", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
     try:

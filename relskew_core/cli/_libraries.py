@@ -186,7 +186,7 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[Library]:
         if named and one.name in names:
             raise CliError(f"{one.name}: {one.reason}")
     if not found:
-        raise CliError("there is no array library: pip install 'relskew[numpy]'")
+        raise CliError("there is no array library: pip install 'relskew-core[numpy]'")
     return found
 
 

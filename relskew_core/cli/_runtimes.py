@@ -80,7 +80,7 @@ def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
     try:
         importlib.import_module("relskew_core.export")
     except ImportError as error:
-        reason = f"the export needs {error.name}: pip install 'relskew[onnx]'"
+        reason = f"the export needs {error.name}: pip install 'relskew-core[onnx]'"
         return [], [Missing(name, reason) for name in wanted]
     found: list[Runtime] = []
     missing: list[Missing] = []

@@ -106,13 +106,13 @@ def test_a_missing_package_names_the_pip_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert "pip install 'relskew[onnx]'" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
+    assert "pip install 'relskew-core[onnx]'" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
 
     def lacking() -> None:
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy.core")
 
     monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
-    assert "this needs numpy: pip install 'relskew[numpy]'" in error_of(capsys, "info")
+    assert "this needs numpy: pip install 'relskew-core[numpy]'" in error_of(capsys, "info")
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
@@ -145,14 +145,14 @@ def test_without_typer_it_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from relskew_core.cli import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "relskew: error: the command line needs typer: pip install 'relskew[cli]'\n"
+    assert done.stderr == "relskew: error: the command line needs typer: pip install 'relskew-core[cli]'\n"
 
 
 def test_without_rich_in_this_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "relskew_core.cli._app", raising=False)
     monkeypatch.delitem(sys.modules, "relskew_core.cli._console", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert "rich.console: pip install 'relskew[cli]'" in error_of(capsys, "info")
+    assert "rich.console: pip install 'relskew-core[cli]'" in error_of(capsys, "info")
 
 
 def test_a_broken_installation_is_not_called_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +426,7 @@ def test_bench_of_a_missing_library(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setitem(sys.modules, "dask.array", None)
     assert "dask" in error_of(capsys, "bench", "--library", "dask")
     monkeypatch.setattr("relskew_core.cli._libraries.PROBES", {"numpy": _absent, "torch": _absent, "cupy": _absent})
-    assert "pip install 'relskew[numpy]'" in error_of(capsys, "bench")
+    assert "pip install 'relskew-core[numpy]'" in error_of(capsys, "bench")
 
 
 def _absent() -> Any:

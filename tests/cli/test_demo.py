@@ -283,7 +283,7 @@ def test_the_demo_fails_where_a_gate_fails(capsys: pytest.CaptureFixture[str], m
 def test_the_demo_needs_a_runtime(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main(["demo"]) == 2
-    assert "pip install 'relskew[onnxruntime]'" in capsys.readouterr().err
+    assert "pip install 'relskew-core[onnxruntime]'" in capsys.readouterr().err
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,10 +239,10 @@ def test_without_onnx_the_runtimes_say_so(capsys: pytest.CaptureFixture[str], mo
     found, missing = runtimes()
     assert found == []
     assert [one.name for one in missing] == ["onnxruntime", "onnx reference", "openvino"]
-    assert all("pip install 'relskew[onnx]'" in one.reason for one in missing)
+    assert all("pip install 'relskew-core[onnx]'" in one.reason for one in missing)
     assert runtimes(("numpy",)) == ([], [])
     assert verify("--library", "openvino", "--library", "numpy", "--case", "full", "--dtype", "float64") == 0
-    assert "pip install 'relskew[onnx]'" in capsys.readouterr().out
+    assert "pip install 'relskew-core[onnx]'" in capsys.readouterr().out
 
 
 def test_names_are_checked_before_anything_runs() -> None:

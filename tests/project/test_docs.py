@@ -1,4 +1,4 @@
-"""Everything that README.md and docs/ show is run: Python as doctests or as programs, commands through their programs.
+"""Everything that the pages show is run: Python as doctests or as programs, commands through their programs.
 
 A page is a namespace and a folder of its own. What is not run is recognised word by word, with its reason.
 """
@@ -20,7 +20,7 @@ import libraries
 import relskew_core
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
 
 SHOWN = {"text", "toml", "json", "bibtex"}
@@ -72,7 +72,7 @@ def run_command(command: str, folder: Path) -> None:
         assert targets is not None
         assert set(arguments) <= set(targets[1].split()), f"no such target: {command}"
     elif program == "pip":
-        extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew)(?:\[([\w,-]+)\])?", " ".join(arguments))
+        extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew-core)(?:\[([\w,-]+)\])?", " ".join(arguments))
         assert extras is not None, f"not an installation of relskew: {command}"
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert set((extras[1] or "numpy").split(",")) <= set(project["optional-dependencies"])

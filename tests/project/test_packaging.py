@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from typing import Any
 import pytest
 
 import relskew_core
+from tracked import IN_GIT, PACKED, ROOT, tracked
 
-ROOT = Path(__file__).parents[2]
 ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", "onnx", "onnxruntime"}
 
 
@@ -25,35 +28,39 @@ def setuptools_table() -> dict[str, Any]:
     return table
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build a wheel and an sdist from a copy of what git tracks, as a clone would be."""
-    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        here, there = ROOT / name, source / name
+def copy_to(folder: Path, link: Callable[[Path, Path], None]) -> None:
+    """Copy the project's files as a clone brings them; ``link(path, target)`` makes what is a link here."""
+    for name in tracked():
+        here, there = ROOT / name, folder / name
         there.parent.mkdir(parents=True, exist_ok=True)
         if here.is_symlink():
-            there.symlink_to(here.readlink())
-        elif here.exists():
-            there.write_bytes(here.read_bytes())
+            link(there, here.readlink())
+        else:
+            shutil.copy(here, there)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build a wheel and an sdist from a copy of the project."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    copy_to(source, Path.symlink_to)
     # Without isolation: building needs no network then.
     command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(dist), "."]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     return {path.suffix: path for path in dist.iterdir()}
 
 
-def tracked_sources() -> set[str]:
-    """Modules and data of the package by their installed path, from what git tracks."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+def package_sources() -> set[str]:
+    """Modules and data of the package by their installed path."""
     mapped = {"backends": "relskew_core/backends", "export": "relskew_core/export", "relskew_core": "relskew_core"}
     return {
         f"{mapped[top]}/{rest}"
-        for top, _, rest in (name.partition("/") for name in tracked)
-        if top in mapped and not (ROOT / top / rest).is_symlink() and (ROOT / top / rest).exists()
+        for top, _, rest in (name.partition("/") for name in tracked())
+        if top in mapped and not (ROOT / top / rest).is_symlink()
     }
 
 
+@pytest.mark.skipif(not IN_GIT, reason="an sdist holds no links")
 def test_mapping_and_links_are_in_step(setuptools_table: dict[str, Any]) -> None:
     mapping = setuptools_table["package-dir"]
     assert mapping
@@ -66,14 +73,14 @@ def test_mapping_and_links_are_in_step(setuptools_table: dict[str, Any]) -> None
 
 
 def test_every_package_is_listed(setuptools_table: dict[str, Any]) -> None:
-    tracked = {Path(name).parent for name in tracked_sources() if name.endswith("__init__.py")}
-    assert set(setuptools_table["packages"]) == {".".join(path.parts) for path in tracked}
+    folders = {Path(name).parent for name in package_sources() if name.endswith("__init__.py")}
+    assert set(setuptools_table["packages"]) == {".".join(path.parts) for path in folders}
 
 
 def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built[".whl"]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == tracked_sources()
+    assert names == package_sources()
     assert {
         "relskew_core/py.typed",
         "relskew_core/backends/__init__.py",
@@ -81,10 +88,49 @@ def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> Non
     } <= names
 
 
-def test_sdist_holds_the_sources_and_the_licence(built: dict[str, Path]) -> None:
+def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"LICENSE", "README.md", "backends/__init__.py", "export/__init__.py", "relskew_core/py.typed"} <= names
+        names = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
+    packed = {name for name in names if name.startswith(PACKED)}
+    assert names - packed == {name for name in tracked() if not (ROOT / name).is_symlink()}
+
+
+def written_as_text(path: Path, target: Path) -> None:
+    path.write_text(str(target))
+
+
+def left_out(path: Path, target: Path) -> None:
+    """Make no link, as an sdist does."""
+
+
+@pytest.mark.parametrize("link", [written_as_text, left_out])
+def test_links_that_were_not_unpacked_are_told(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    copy_to(tmp_path, link)
+    for module in ("relskew_core", "relskew_core.backends", "relskew_core.export"):
+        # Without the finder of an editable install, which knows where backends/ stands.
+        code = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)]; import {module}"
+        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        error = run.stderr.splitlines()[-1]
+        assert error.startswith(f"ImportError: {tmp_path / 'relskew_core' / 'backends'} must be a link to the folder")
+        assert "pip install --editable ." in error
+
+
+def test_an_editable_install_needs_no_links(tmp_path: Path) -> None:
+    """Its finder maps the folders: then nothing is missing."""
+    copy_to(tmp_path, written_as_text)
+    code = (
+        "import sys, importlib.util\n"
+        "class Mapped:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        path = {'relskew_core.backends': 'backends', 'relskew_core.export': 'export'}.get(name)\n"
+        "        return path and importlib.util.spec_from_file_location(name, f'{sys.argv[1]}/{path}/__init__.py')\n"
+        "sys.meta_path.insert(0, Mapped)\n"
+        "import relskew_core, relskew_core.export\n"
+        "print(relskew_core.backends.__file__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    run = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert run.stdout == f"{tmp_path / 'backends' / '__init__.py'}\n"
 
 
 def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
@@ -97,8 +143,46 @@ def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
 
 
 def test_the_version_is_written_once() -> None:
-    assert metadata.version("relskew") == relskew_core.__version__
+    assert metadata.version("relskew-core") == relskew_core.__version__
     assert (ROOT / "CITATION.cff").read_text().count(f"version: {relskew_core.__version__}\n") == 1
+
+
+def test_what_the_library_asks_to_install_exists() -> None:
+    """Every ``name[extra]`` in code and docs is the distribution, with an extra that it has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [
+        (path, name, extra)
+        for path in (ROOT / name for name in tracked() if name.endswith((".py", ".md", ".toml")))
+        for name, extras in re.findall(r"\b(relskew[\w-]*)\[([a-z0-9,-]+)\]", path.read_text())
+        for extra in extras.split(",")
+    ]
+    assert len(asked) > 10
+    for path, name, extra in asked:
+        assert name == project["name"], f"{path} asks for {name}"
+        assert extra in project["optional-dependencies"], f"{path} asks for {name}[{extra}]"
+
+
+def bounds(requirements: list[str]) -> dict[str, str]:
+    """Names and lower bounds, or exact versions."""
+    found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?(?:>=|==)([\d.]+)", line) for line in requirements)
+    return {match[1]: match[2] for match in found if match}
+
+
+def test_the_lowest_releases_are_the_lower_bounds() -> None:
+    """Of everything that users install without a GPU; and NumPy is held to one bound everywhere."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for_users = [
+        line
+        for name, lines in extras.items()
+        if not name.endswith(("gpu", "12x", "13x")) and name not in ("test", "dev", "bench")
+        for line in lines
+    ]
+    lowest = bounds((ROOT / "requirements" / "lowest.txt").read_text().splitlines())
+    strict = bounds(extras["test"])["array-api-strict"]
+    assert lowest == bounds(project["dependencies"] + for_users) | {"array-api-strict": strict}
+    numpy = {line for lines in extras.values() for line in lines if line.startswith("numpy")}
+    assert numpy == {f"numpy>={lowest['numpy']}"}
 
 
 @pytest.mark.parametrize("module", ["relskew_core", "relskew_core.papers", "relskew_core.backends", "relskew_core.cli"])

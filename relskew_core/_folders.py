@@ -1,0 +1,22 @@
+"""Where ``backends`` and ``export`` are missing, say so before an import from them fails for a reason hard to guess."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def _backends_are_ours() -> bool:
+    """Whether ``backends`` is in the package, as itself or by a link, or an editable install knows where it stands."""
+    if (_HERE / "backends").is_dir():
+        return True
+    found = find_spec("relskew_core.backends")
+    return found is not None and Path(str(found.origin)).resolve().parents[1] in (_HERE, _HERE.parent)
+
+
+if not _backends_are_ours():
+    raise ImportError(
+        f"{_HERE / 'backends'} must be a link to the folder backends/ beside relskew_core/, and export one to export/. "
+        "Here they are text files or missing, as zip archives and sdists are unpacked. Install the project with pip "
+        "(to work on it: pip install --editable .), or clone it with git clone -c core.symlinks=true"
+    )

@@ -1,0 +1,71 @@
+"""What is deprecated warns in time, and is gone in the version that the warning named."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+import pytest
+
+import relskew_core
+from relskew_core._array.deprecation import warn_deprecated
+from tracked import ROOT, tracked
+
+SOURCES = [
+    name for name in tracked() if name.endswith(".py") and name.startswith(("relskew_core/", "backends/", "export/"))
+]
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def complaints(source: str, current: str) -> list[str]:
+    """What is wrong with the deprecations in a module."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "warn_deprecated":
+            given = {
+                keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg != "instead"
+            }
+            since, removed_in = version(given["since"]), version(given["removed_in"])
+            if removed_in <= version(current):
+                found.append(f"line {node.lineno}: to be removed in {given['removed_in']}, this is {current}")
+            if since[:1] == removed_in[:1] and removed_in[1] - since[1] < 2:
+                found.append(f"line {node.lineno}: no minor version between {given['since']} and {given['removed_in']}")
+    return found
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_nothing_outlives_its_deprecation(name: str) -> None:
+    assert complaints((ROOT / name).read_text(), relskew_core.__version__) == []
+
+
+@pytest.mark.parametrize(
+    ("since", "removed_in", "current", "wrong"),
+    [
+        ("0.3", "0.5", "0.4.9", 0),
+        ("0.3", "0.5", "0.5.0", 1),
+        ("0.3", "0.5", "0.10.0", 1),
+        ("0.9", "1.0", "0.10.0", 0),
+        ("0.3", "0.4", "0.3.0", 1),
+        ("0.3.1", "0.3.2", "0.4", 2),
+    ],
+)
+def test_versions_are_compared_as_numbers(since: str, removed_in: str, current: str, wrong: int) -> None:
+    source = f"def old():\n    warn_deprecated('`old`', since='{since}', removed_in='{removed_in}', instead='`new`')"
+    assert len(complaints(source, current)) == wrong
+
+
+def test_a_warning_points_at_the_line_that_has_to_change() -> None:
+    def old() -> None:
+        warn_deprecated("`old`", since="0.3", removed_in="0.5", instead="`new`")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        old()
+    (warning,) = caught
+    assert warning.category is DeprecationWarning
+    assert warning.filename == __file__
+    assert warning.lineno == old.__code__.co_firstlineno + 5
+    assert all(part in str(warning.message) for part in ("`old`", "0.3", "0.5", "`new`"))
