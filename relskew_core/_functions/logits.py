@@ -89,7 +89,7 @@ def relative_logits(
     given, other = (n_keys, n_queries) if side == "query" else (n_queries, n_keys)
     name, unused = ("n_keys", "n_queries") if side == "query" else ("n_queries", "n_keys")
     if other is not None:
-        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {other!r}")
+        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {describe(other)}")
     length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
     if side == "query":
         return _logits(q, table, span, length, offset, window, xp=xp)
