@@ -1,7 +1,8 @@
 """Relative-position attention for every array library, written once against the array API standard."""
 
-from relskew_core._block.block import attention_block, init_weights
+from relskew_core._block.block import attention_block
 from relskew_core._block.spec import BlockSpec
+from relskew_core._block.weights import init_weights
 from relskew_core._functions.attention import merge_attention, relative_attention, relative_attention_vjp
 from relskew_core._functions.bias import alibi_bias, deberta_buckets, proximal_bias, t5_buckets, toeplitz
 from relskew_core._functions.grid import relative_logits_2d, toeplitz_2d

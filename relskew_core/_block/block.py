@@ -2,83 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from array import array
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 from relskew_core import backends
-from relskew_core._array.checks import check_int, describe
-from relskew_core._array.namespace import namespace_of, namespace_of_arrays
+from relskew_core._array.checks import describe
+from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.attention import relative_attention
-
-
-def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = None) -> dict[str, Array]:
-    """Draw the weights of a block: the same float32 numbers in every array library.
-
-    Projections are uniform in ``±sqrt(6 / (fan_in + fan_out))`` (Glorot and Bengio 2010, equation 16, as both papers'
-    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length, biases zero.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-        The block.
-    seed : int
-        Chooses the numbers. No library's global generator is read or moved.
-    xp : module, optional
-        Array library to make the arrays in: ``numpy`` (the default), ``torch``, ``cupy``, ``jax.numpy`` …
-    dtype : dtype of ``xp``, optional
-        What the float32 numbers are rounded to at the end; ``xp.float32`` by default.
-
-    Returns
-    -------
-    dict of str to array
-        Exactly the keys of ``spec.weight_shapes()``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from relskew_core import BlockSpec, Span
-    >>> weights = init_weights(BlockSpec(4, 2, Span.causal(3), causal=True), seed=0)
-    >>> weights["rel_k"].shape, weights["rel_k"].dtype
-    ((2, 3, 2), dtype('float32'))
-    >>> bool(np.all(weights["q_proj.bias"] == 0))
-    True
-    """
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
-    seed = check_int("seed", seed)
-    xp = namespace_of(backends.default_library() if xp is None else xp)
-    weights = {}
-    for key, shape in spec.weight_shapes().items():
-        if key.endswith(".bias"):
-            weight = xp.zeros(shape, dtype=xp.float32)
-        else:
-            bound = uniform_bound(spec, key)
-            uniform = xp.asarray(_floats_in_1_2(prod(shape), f"relskew/{seed}/{key}"), dtype=xp.float32)
-            weight = xp.reshape((uniform - 1.5) * (2 * bound), shape)
-        weights[key] = weight if dtype is None else xp.astype(weight, dtype)
-    return weights
-
-
-def uniform_bound(spec: BlockSpec, key: str) -> float:
-    """Return how far from zero the weights of a projection or table are drawn."""
-    return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
-
-
-def _floats_in_1_2(n: int, seed: str) -> array[float]:
-    """Draw ``n`` float32 numbers in [1, 2): random mantissas under one exponent, exact on every machine."""
-    bits = int.from_bytes(random.Random(seed).randbytes(4 * n), "little")
-    mantissas = int.from_bytes(b"\xff\xff\x7f\x00" * n, "little")
-    exponents = int.from_bytes(b"\x00\x00\x80\x3f" * n, "little")
-    floats = array("f", (bits & mantissas | exponents).to_bytes(4 * n, "little"))
-    if sys.byteorder == "big":
-        floats.byteswap()
-    return floats
 
 
 def attention_block(
@@ -121,7 +53,7 @@ def attention_block(
     Examples
     --------
     >>> import numpy as np
-    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core import BlockSpec, Span, init_weights
     >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
     >>> weights = init_weights(spec, seed=0)
     >>> x = np.ones((1, 3, 4), dtype=np.float32)

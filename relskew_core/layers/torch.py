@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from relskew_core import backends
 from relskew_core._array.checks import check_real, describe
-from relskew_core._block.block import apply_block, uniform_bound
+from relskew_core._block.block import apply_block
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._block.weights import uniform_bound
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span
