@@ -10,7 +10,7 @@ from array_api_compat import device
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.namespace import is_half, namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, check_span_given
 
 Order = Literal["halves", "interleaved"]
 Direction = Literal["past", "future"]
@@ -68,8 +68,7 @@ def sinusoidal_table(
            [ 0.    ,  1.    ],
            [-0.8415,  0.5403]])
     """
-    if not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span, got {describe(span)}")
+    check_span_given(span)
     dim = check_int("dim", dim, minimum=2)
     if dim % 2:
         raise ValueError(f"`dim` must be even, got {dim}")

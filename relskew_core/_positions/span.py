@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from relskew_core._array.checks import check_choice, check_int
+from relskew_core._array.checks import check_choice, check_int, describe
 
 Beyond = Literal["error", "clip", "zero"]
 
@@ -82,3 +82,9 @@ class Span:
         """
         reach = check_int("k", k, minimum=0)
         return cls(reach, reach, "clip")
+
+
+def check_span_given(span: Any) -> None:
+    """Refuse what is no span, where none can be chosen."""
+    if not isinstance(span, Span):
+        raise TypeError(f"`span` must be a Span, got {describe(span)}")

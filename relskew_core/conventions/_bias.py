@@ -7,7 +7,7 @@ from array_api_compat import device
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._functions.bias import deberta_buckets, t5_buckets
+from relskew_core._functions.buckets import deberta_buckets, t5_buckets
 from relskew_core._functions.grid import check_grid
 from relskew_core._positions.span import Span
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.bias import t5_buckets
+from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
 
 __all__ = ["replace_attention"]
