@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from relskew_core._array.checks import check_int
+from relskew_core._array.doubles import from_doubles
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.typing import Array
 from relskew_core._positions.span import Span, check_span_given
@@ -19,7 +20,8 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array
     n_heads : int
         Number ``H`` of heads.
     span : Span
-        The relative positions; a line cannot be clipped, so give what occurs.
+        The relative positions, all that occur: neither a line nor a span of it goes on with ``beyond="clip"`` or
+        ``"zero"``, which are refused. Beside a table that is clipped, the bias is made from ``Span(left, right)``.
     xp : module
         Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` …
     dtype : dtype of ``xp``, optional
@@ -48,11 +50,12 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array
     """
     n_heads = check_int("n_heads", n_heads, minimum=1)
     check_span_given(span)
-    rows = [[slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in alibi_slopes(n_heads)]
-    return namespace_of(xp).asarray(rows, dtype=dtype)
+    _check_endless(span)
+    rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in _alibi_slopes(n_heads))
+    return from_doubles(rows, xp=namespace_of(xp), dtype=dtype)
 
 
-def alibi_slopes(n_heads: int) -> list[float]:
+def _alibi_slopes(n_heads: int) -> list[float]:
     """Return ALiBi's slopes, one for each head."""
     power = 1 << n_heads.bit_length() - 1
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -65,7 +68,7 @@ def proximal_bias(span: Span, *, xp: Any, dtype: Any = None) -> Array:
     Parameters
     ----------
     span : Span
-        The relative positions.
+        The relative positions, all that occur, as in :func:`alibi_bias`.
     xp : module
         Array library to make the array in.
     dtype : dtype of ``xp``, optional
@@ -82,4 +85,16 @@ def proximal_bias(span: Span, *, xp: Any, dtype: Any = None) -> Array:
     array([-0.69314718,  0.        , -0.69314718])
     """
     check_span_given(span)
-    return namespace_of(xp).asarray([0.0 - math.log1p(abs(r)) for r in range(-span.left, span.right + 1)], dtype=dtype)
+    _check_endless(span)
+    row = [0.0 - math.log1p(abs(r)) for r in range(-span.left, span.right + 1)]
+    return from_doubles([row], xp=namespace_of(xp), dtype=dtype)[0, ...]
+
+
+def _check_endless(span: Span) -> None:
+    """Refuse a span that goes on with other numbers than the formula's."""
+    if span.beyond != "error":
+        further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"
+        raise ValueError(
+            f"`span.beyond` must be 'error', got {span.beyond!r}: beyond {-span.left} … {span.right} the bias would be "
+            f"{further} where its formula goes on; Span.causal(n) or Span.full(n) of the longest length has it all"
+        )

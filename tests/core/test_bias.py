@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,13 @@ def test_proximal_bias() -> None:
     np.testing.assert_allclose(
         proximal_bias(Span(2, 1), xp=np, dtype=np.float64), [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15
     )
+
+
+@pytest.mark.parametrize("function", [partial(alibi_bias, 2), proximal_bias], ids=["ALiBi", "proximal"])
+@pytest.mark.parametrize("span", [Span(7, 0, "clip"), Span(7, 0, "zero")], ids=str)
+def test_a_formula_goes_on_where_a_span_would_not(function: Any, span: Span) -> None:
+    with pytest.raises(ValueError, match=r"^`span.beyond` must be 'error', got '(clip|zero)': .*Span.causal\(n\)"):
+        function(span, xp=np)
 
 
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
