@@ -75,8 +75,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"left": 1, "right": 1},
         [Bad("left", *NOT_INTS, -1), Bad("right", *NOT_INTS, None, -1), Bad("beyond", "extend", None, 1)],
     ),
-    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
-    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
+    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
+    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
     "Span.clipped": (Span.clipped, {"k": 3}, [Bad("k", *NOT_INTS, -1)]),
     "BlockSpec": (
         BlockSpec,
