@@ -97,7 +97,10 @@ def relative_logits(
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
-    negative: Any = [-each for each in offset] if isinstance(offset, (list, tuple)) else -offset  # type: ignore[operator]
+    negative: Any = -own.offset  # of integers that have a sign, which those of the caller may not have
+    if isinstance(own, RowVisibility):
+        listed = isinstance(offset, (list, tuple)) and own.known is not None
+        negative = [-each for each in own.known] if listed else -own.offsets
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
 
 
