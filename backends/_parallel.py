@@ -87,6 +87,18 @@ def numpy_threads() -> int:
     return _numpy_threads or _processors()
 
 
+def numpy_path() -> str:
+    """Say on how many threads NumPy's native path works here, and why on one where there are more processors."""
+    threads = numpy_threads()
+    told = f"native path on {threads} thread{'' if threads == 1 else 's'}"
+    if _can_limit_blas() or _processors() == 1:
+        return told
+    return (
+        f"{told}: threadpoolctl is not installed, without which the threads of BLAS would stand in one another's way; "
+        f"pip install 'relskew[numpy]' lets all {_processors()} processors work"
+    )
+
+
 @cache
 def _can_limit_blas() -> bool:
     return find_spec("threadpoolctl") is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
+from relskew_core.backends import _parallel
 from relskew_core.cli import main
 from relskew_core.cli._errors import reason
 
@@ -180,6 +182,26 @@ def test_runs_as_a_module() -> None:
     assert done.stdout == ""
 
 
+def test_flags_show_without_a_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["export"], ["info"]):
+        assert relskew(*command, "--help") == 0
+        told = capsys.readouterr().out
+        assert "--help" in told
+        assert "<bool>" not in told.lower()
+
+
+def test_a_shell_can_complete() -> None:
+    words = {"_RELSKEW_COMPLETE": "complete_bash", "COMP_WORDS": "relskew export --ca", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "relskew_core.cli"],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["--causal"])
+
+
 # info
 
 
@@ -197,6 +219,34 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for one in (*facts["libraries"], *facts["runtimes"], *facts["missing"]):
         assert one["name"] in told
+
+
+@pytest.mark.parametrize(
+    ("can_limit", "told"),
+    [
+        (True, "numpy: native path on 3 threads\n"),
+        (False, "numpy: native path on 1 thread: threadpoolctl is not installed"),
+    ],
+    ids=["threads", "one thread"],
+)
+@pytest.mark.parametrize("command", [["info"], ["bench", "--library", "numpy", "--length", "8"]], ids=["info", "bench"])
+def test_numpys_native_path_says_how_it_runs_and_why(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    can_limit: bool,
+    told: str,
+) -> None:
+    monkeypatch.setattr(_parallel, "_can_limit_blas", lambda: can_limit)
+    monkeypatch.setattr(_parallel, "_processors", lambda: 3)
+    assert relskew(*command) == 0
+    out = capsys.readouterr().out
+    assert told in out
+    assert ("pip install 'relskew[numpy]'" in out) is not can_limit
+    assert relskew(*command, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    paths = facts.get("paths") or {one["name"]: one["path"] for one in facts["libraries"]}
+    assert f"numpy: {paths['numpy']}".startswith(told.strip())
 
 
 # export
