@@ -16,7 +16,8 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
     """
     dtype = xp.asarray(0.0, dtype=dtype).dtype
     code, buffered = ("d", dtype) if dtype == xp.float64 else ("f", xp.float32)
-    numbers, count = array(code), 0
+    numbers: array[float] = array(code)
+    count = 0
     for row in rows:
         numbers.fromlist(row)
         count += 1

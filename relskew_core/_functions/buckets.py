@@ -142,7 +142,7 @@ def _deberta_starts(size: int, max_distance: int) -> list[int]:
     wide = half - 1
     # Bucket half + b + 1 begins at the first distance with (distance / half)^wide > (last / half)^b, below last^2.
     shared = [
-        bisect_right(range(last**2), last**b * half**wide, key=lambda distance, b=b: distance**wide * half**b)
+        bisect_right(range(last**2), last**b * half**wide // half**b, key=lambda distance: distance**wide)
         for b in range(1, size - half)
     ]
     return [*range(half + 2), *shared]

@@ -99,8 +99,8 @@ def relative_logits(
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
     negative: Any = -own.offset  # of integers that have a sign, which those of the caller may not have
     if isinstance(own, RowVisibility):
-        listed = isinstance(offset, (list, tuple)) and own.known is not None
-        negative = [-each for each in own.known] if listed else -own.offsets
+        listed = isinstance(offset, (list, tuple))
+        negative = [-each for each in own.known or ()] if listed else -own.offsets
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
 
 

@@ -64,7 +64,8 @@ def run(argv: list[str]) -> int:
         return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        print(f"relskew: error: this needs {package}: pip install {EXTRAS.get(package, package)}", file=sys.stderr)
+        told = f"this needs {package}: pip install {EXTRAS.get(package, package)}"
+        print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
         return 2
     except Exception as error:
         # A usage error knows how to say which option is meant.
@@ -202,8 +203,11 @@ def export(
     console = output()
     _export.show_export(written, model, spec, origin, console)
     chosen = ["--weights", str(weights)] if weights else ["--seed", str(seed)] if seed else []
-    follow_up = ["relskew", "validate", str(written), *chosen, *(["--prefix", prefix] if prefix else [])]
-    console.print(f"next     {shlex.join(follow_up)}", soft_wrap=True)
+    chosen += ["--prefix", prefix] if prefix else []
+    where = _export.where_to_validate(model, device)
+    console.print(f"next     {shlex.join(['relskew', 'validate', str(written), *chosen, *where])}", soft_wrap=True)
+    if where:
+        console.print(f"         {_export.ADVICE_BFLOAT16}", soft_wrap=True)
     return 0
 
 
@@ -226,7 +230,7 @@ def validate(
     from relskew_core.cli._weights import chosen_weights
 
     providers = _export.providers_of(provider, device)
-    spec, projections = _export.spec_of_model(path)
+    spec, projections, dtype = _export.spec_of_model(path)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=projections)
     from relskew_core.export import validate as validate_model
 
@@ -250,7 +254,7 @@ def validate(
         _export.show_report(report, console)
         failed = f"not ok: {len(report.failures)} of {count(len(report.checks), 'check')} failed"
         console.print("ok" if report.ok else failed, style="bold green" if report.ok else "bold red")
-        for line in _export.advice(report):
+        for line in _export.advice(report, dtype):
             console.print(line, soft_wrap=True)
     return 0 if report.ok else 1
 

@@ -117,6 +117,32 @@ def test_a_missing_package_names_the_pip_command(
     assert "this needs numpy: pip install 'relskew[numpy]'" in error_of(capsys, "info")
 
 
+@pytest.mark.parametrize("package", ["onnx", "ml_dtypes", "numpy"])
+def test_importing_the_export_names_its_extra(package: str) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; import relskew_core.export"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: relskew_core.export needs {package}: pip install 'relskew[onnx]'"
+
+
+def test_a_broken_export_is_not_called_a_missing_extra() -> None:
+    program = "import sys; sys.modules['relskew_core.export._plan'] = None; import relskew_core.export"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install" not in done.stderr
+
+
+def test_an_error_that_names_its_extra_is_told_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking() -> None:
+        raise ModuleNotFoundError("relskew_core.export needs ml_dtypes: pip install 'relskew[onnx]'", name="ml_dtypes")
+
+    monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
+    told = error_of(capsys, "info")
+    assert told == "relskew: error: relskew_core.export needs ml_dtypes: pip install 'relskew[onnx]'\n"
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
 def test_interruption_is_not_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
