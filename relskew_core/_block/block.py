@@ -9,6 +9,7 @@ from relskew_core import backends
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
+from relskew_core._block.cache import PAST, check_past
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.attention import relative_attention
 
@@ -81,23 +82,22 @@ def apply_block(
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
     spec.check_weights(weights)
-    _check_inputs(x, spec, memory, past)
-    given = backends.autocast({"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}})
-    more = backends.autocast(
-        {"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}}
-    )
-    xp = namespace_of_arrays(given, more)
-    x, memory = given["x"], more["memory"]
-    weights = {key: given[f"weights[{key!r}]"] for key in weights}
+    _check_inputs(x, spec, memory)
+    if past is not None:
+        check_past(past, x, spec)
+    named = {f"weights[{key!r}]": weight for key, weight in weights.items()}
+    cached = dict(zip(PAST, past or (None, None), strict=True))
+    given = backends.autocast({"x": x, "memory": memory, **named, **cached})
+    xp = namespace_of_arrays({"x": given["x"]}, given)
+    x, memory = given["x"], given["memory"]
+    weights = {key: given[name] for key, name in zip(weights, named, strict=True)}
 
     source = x if memory is None else memory
     q = _project(x, "q_proj", weights, spec.num_heads, xp=xp)
     k = _project(source, "k_proj", weights, spec.num_kv_heads, xp=xp)
     v = _project(source, "v_proj", weights, spec.num_kv_heads, xp=xp)
-    offset = 0
     if past is not None:
-        offset = past[0].shape[-2]
-        k, v = (xp.concat([more[f"past[{index}]"], new], axis=-2) for index, new in enumerate((k, v)))
+        k, v = (xp.concat([given[name], new], axis=-2) for name, new in zip(PAST, (k, v), strict=True))
     heads = attend(
         q,
         k,
@@ -110,39 +110,23 @@ def apply_block(
         window=spec.window,
         block_size=spec.block_size,
         mask=mask,
-        offset=offset,
+        offset=0 if past is None else past[0].shape[-2],
     )
     y = _merge_heads(heads, weights, xp=xp)
     return y if past is None else (y, (k, v))
 
 
-def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None, past: tuple[Array, Array] | None) -> None:
+def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None) -> None:
     if spec.cross and memory is None:
         raise ValueError("`memory` must be given because `spec.cross` is True, got None")
     if not spec.cross and memory is not None:
         raise ValueError(f"`memory` must be None because `spec.cross` is False, got {describe(memory)}")
-    for name, value in (("x", x), ("memory", memory)):
-        if value is None and name == "memory":
-            continue
+    for name, value in (("x", x), ("memory", memory))[: 2 if spec.cross else 1]:
         shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
         if len(shape) < 2 or shape[-1] != spec.embed_dim:
             raise ValueError(f"`{name}` must have shape (..., length, {spec.embed_dim}), got {describe(value)}")
     if memory is not None and tuple(memory.shape[:-2]) != tuple(x.shape[:-2]):
         raise ValueError(f"`memory` must have the leading axes of `x`, {tuple(x.shape[:-2])}, got {describe(memory)}")
-    if past is None:
-        return
-    if spec.cross:
-        raise ValueError("`past` must be None because `spec.cross` is True: a memory's keys are not appended to")
-    if not isinstance(past, (tuple, list)) or len(past) != 2:
-        raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
-    for index, value in enumerate(past):
-        shape = tuple(getattr(value, "shape", ()))
-        expected = (*x.shape[:-2], spec.num_kv_heads, shape[-2] if len(shape) > 1 else -1, spec.head_dim)
-        if shape != expected or shape[-2] != past[0].shape[-2]:
-            raise ValueError(
-                f"`past[{index}]` must have shape (..., {spec.num_kv_heads}, past length, {spec.head_dim}) with the "
-                f"leading axes of `x`, {tuple(x.shape[:-2])}, and one past length, got {describe(value)}"
-            )
 
 
 def _project(x: Array, name: str, weights: Mapping[str, Array], heads: int, *, xp: Any) -> Array:

@@ -81,7 +81,7 @@ def toeplitz(
     offset = check_int("offset", offset)
     Visibility(n, m, offset, causal).check_reach("bias", span)
     low = -(n - 1 + offset)
-    return windows(occurring(bias, span, low, low + n + m - 2, causal=causal, xp=xp), n, m, xp=xp)
+    return diagonals(bias_between(bias, span, low, low + n + m - 2, causal=causal, xp=xp), n, m, xp=xp)
 
 
 def check_span(name: str, rows: int, span: Span | None, *, causal: bool = False, span_name: str = "span") -> Span:
@@ -95,7 +95,7 @@ def check_span(name: str, rows: int, span: Span | None, *, causal: bool = False,
     return span
 
 
-def occurring(bias: Array, span: Span, low: int, high: int, *, causal: bool = False, xp: Namespace) -> Array:
+def bias_between(bias: Array, span: Span, low: int, high: int, *, causal: bool = False, xp: Namespace) -> Array:
     """Return the numbers of the relative positions ``low … high``, shape (..., high - low + 1)."""
     last = min(high, 0) if causal else high
     if last < low:
@@ -104,7 +104,7 @@ def occurring(bias: Array, span: Span, low: int, high: int, *, causal: bool = Fa
     return pad_last(plan.widen(bias[..., plan.start : plan.stop], xp=xp), 0, high - last, xp=xp)
 
 
-def windows(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
+def diagonals(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
     """Return ``s[..., i, j] = row[..., n - 1 - i + j]``, shape (..., n, m), of a row of ``n + m - 1`` entries.
 
     Row ``i`` starts one entry before row ``i - 1``: a view takes a negative stride, which only some libraries have.
