@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from relskew_core import backends
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
@@ -87,7 +87,7 @@ def apply_block(
         check_past(past, x, spec)
     named = {f"weights[{key!r}]": weight for key, weight in weights.items()}
     cached = dict(zip(PAST, past or (None, None), strict=True))
-    given = backends.autocast({"x": x, "memory": memory, **named, **cached})
+    given = autocast({"x": x, "memory": memory, **named, **cached})
     xp = namespace_of_arrays({"x": given["x"]}, given)
     x, memory = given["x"], given["memory"]
     weights = {key: given[name] for key, name in zip(weights, named, strict=True)}

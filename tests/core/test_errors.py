@@ -148,6 +148,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("d_out", *NOT_ARRAYS, zeros(N, D), zeros(H, N, D + 1), zeros(H, N, D, dtype=np.float32)),
             Bad("out", "text", zeros(N, D), zeros(H, N, D, dtype=np.float32)),
             Bad("lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int)),
+            Bad("d_lse", "text", zeros(H, N, 1), zeros(H, N, dtype=int)),
         ],
     ),
     "merge_attention": (
