@@ -18,10 +18,10 @@ def check_past(past: Any, x: Array, spec: BlockSpec) -> None:
         raise ValueError("`past` must be None because `spec.cross` is True: a memory's keys are not appended to")
     if not isinstance(past, (tuple, list)) or len(past) != 2:
         raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
-    for name, value in zip(PAST, past, strict=True):
-        shape = tuple(getattr(value, "shape", ()))
-        expected = (*x.shape[:-2], spec.num_kv_heads, shape[-2] if len(shape) > 1 else -1, spec.head_dim)
-        if shape != expected or shape[-2] != past[0].shape[-2]:
+    shapes = [tuple(getattr(value, "shape", ())) for value in past]
+    expected = (*x.shape[:-2], spec.num_kv_heads, *shapes[0][-2:-1], spec.head_dim)
+    for name, value, shape in zip(PAST, past, shapes, strict=True):
+        if shape != expected:
             raise ValueError(
                 f"`{name}` must have shape (..., {spec.num_kv_heads}, past length, {spec.head_dim}) with the "
                 f"leading axes of `x`, {tuple(x.shape[:-2])}, and one past length, got {describe(value)}"
