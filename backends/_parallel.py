@@ -213,6 +213,18 @@ def numpy_threads() -> int:
     return _numpy_threads or _processors()
 
 
+def numpy_path() -> str:
+    """Say on how many threads NumPy's native path works here, and why on one where there are more processors."""
+    threads = numpy_threads()
+    told = f"native path on {threads} thread{'' if threads == 1 else 's'}"
+    if _blas.can_limit() or _processors() == 1:
+        return told
+    return (
+        f"{told}: threadpoolctl is not installed, without which the threads of BLAS would stand in one another's way; "
+        f"pip install 'relskew-core[numpy]' lets all {_processors()} processors work"
+    )
+
+
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

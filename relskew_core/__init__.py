@@ -1,10 +1,13 @@
 """Relative-position attention for every array library, written once against the array API standard."""
 
 from relskew_core import _folders as _folders  # before anything that needs them
-from relskew_core._block.block import attention_block, init_weights
+from relskew_core._block.block import attention_block
 from relskew_core._block.spec import BlockSpec
+from relskew_core._block.weights import init_weights
 from relskew_core._functions.attention import merge_attention, relative_attention, relative_attention_vjp
-from relskew_core._functions.bias import alibi_bias, deberta_buckets, proximal_bias, t5_buckets, toeplitz
+from relskew_core._functions.bias import toeplitz
+from relskew_core._functions.buckets import deberta_buckets, t5_buckets
+from relskew_core._functions.distance import alibi_bias, proximal_bias
 from relskew_core._functions.grid import relative_logits_2d, toeplitz_2d
 from relskew_core._functions.grid_attention import relative_attention_2d
 from relskew_core._functions.logits import relative_logits, relative_values

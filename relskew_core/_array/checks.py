@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from types import NoneType
 from typing import Any
+
+LONGEST = 60
+"""Characters of a value that an error repeats."""
+
+CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
@@ -26,7 +32,8 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse a ``value`` that is not one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}")
+        got = _in_short(value) if isinstance(value, str) else describe(value)
+        raise ValueError(f"`{name}` must be one of {listed}, got {got}")
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -40,9 +47,13 @@ def check_real(name: str, value: Any, *, positive: bool = False) -> float:
     """Return ``value`` as a finite Python float (above zero if ``positive``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a Python int or float, got {describe(value)}")
-    if not math.isfinite(value) or (positive and value <= 0):
-        raise ValueError(f"`{name}` must be a finite number{' > 0' if positive else ''}, got {value!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(f"`{name}` must be a finite number{' > 0' if positive else ''}, got {describe(value)}")
+    return number
 
 
 def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
@@ -58,8 +69,21 @@ def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
 
 
 def describe(value: Any) -> str:
-    """Name what came: an array by type, dtype and shape, anything else by type and value."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    """Name what came, in one line: an array by type, dtype and shape, anything else by type and value."""
+    shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__
     if shape is not None and dtype is not None:
-        return f"{type(value).__name__} of dtype {dtype} and shape {tuple(shape)}"
-    return f"{type(value).__name__} {value!r}"
+        return f"{kind} of dtype {dtype} and shape {tuple(shape)}"
+    if isinstance(value, CONTAINERS) and not _is_short(value):
+        return f"{kind} of {len(value)}"
+    return f"{kind} {_in_short(value)}"
+
+
+def _in_short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def _is_short(container: Collection[Any]) -> bool:
+    """Whether all that a container holds can be told: a pair of ints, but not a matrix in lists."""
+    few = len(container) <= 4 and not isinstance(container, dict)
+    return few and all(isinstance(each, (int, float, str, NoneType)) for each in container)

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -85,8 +85,7 @@ class BlockSpec:
 
         for name in ("embed_dim", "num_heads"):
             put(name, check_int(name, getattr(self, name), minimum=1))
-        if not isinstance(self.span, Span):
-            raise TypeError(f"`span` must be a Span, got {describe(self.span)}")
+        check_span_given(self.span)
         for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "bias"):
             check_bool(name, getattr(self, name))
         put("window", check_window("window", self.window))

@@ -11,7 +11,7 @@ from typing import Any
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.namespace import is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._functions.bias import check_span, occurring, windows
+from relskew_core._functions.bias import bias_between, check_span, diagonals
 from relskew_core._positions.skew import slide
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
@@ -157,9 +157,9 @@ def toeplitz_2d(
     for axis, n, m, start, span in zip((-2, -1), (qh, qw), (kh, kw), offset, spans, strict=True):
         low = -(n - 1 + start)
         row = xp.moveaxis(bias, axis, -1)
-        bias = xp.moveaxis(occurring(row, span, low, low + n + m - 2, xp=xp), -1, axis)
-    wide = windows(bias, qw, kw, xp=xp)  # (..., Rh, qw, kw)
-    full = windows(xp.moveaxis(wide, -3, -1), qh, kh, xp=xp)  # (..., qw, kw, qh, kh)
+        bias = xp.moveaxis(bias_between(row, span, low, low + n + m - 2, xp=xp), -1, axis)
+    wide = diagonals(bias, qw, kw, xp=xp)  # (..., Rh, qw, kw)
+    full = diagonals(xp.moveaxis(wide, -3, -1), qh, kh, xp=xp)  # (..., qw, kw, qh, kh)
     first = len(lead)
     order = (*range(first), first + 2, first, first + 3, first + 1)
     return xp.reshape(xp.permute_dims(full, order), (*lead, qh * qw, kh * kw))

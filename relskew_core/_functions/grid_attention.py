@@ -73,8 +73,9 @@ class _Positions:
             return grid
         cells = self.k_grid[0] * self.k_grid[1]
         lead = (1,) if grid is None else tuple(grid.shape[:-1])
-        if self.prefix_bias is not None and self.prefix_bias.ndim == 2 and grid is None:
-            lead = (self.prefix_bias.shape[0], 1)
+        if self.prefix_bias is not None and self.prefix_bias.ndim == 2 and len(lead) == 1:
+            lead = (self.prefix_bias.shape[0], *lead)  # the heads differ outside the grid, if not inside
+            grid = None if grid is None else xp.broadcast_to(grid, (*lead, cells))
 
         def columns(which: int | None, count: int) -> Array:
             if self.prefix_bias is None or which is None:

@@ -89,7 +89,7 @@ def relative_logits(
     given, other = (n_keys, n_queries) if side == "query" else (n_queries, n_keys)
     name, unused = ("n_keys", "n_queries") if side == "query" else ("n_queries", "n_keys")
     if other is not None:
-        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {other!r}")
+        raise ValueError(f"`{unused}` is the length of `q` with side={side!r} and must be None, got {describe(other)}")
     length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
     if side == "query":
         return _logits(q, table, span, length, offset, window, xp=xp)
@@ -97,7 +97,10 @@ def relative_logits(
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
-    negative: Any = [-each for each in offset] if isinstance(offset, (list, tuple)) else -offset  # type: ignore[operator]
+    negative: Any = -own.offset  # of integers that have a sign, which those of the caller may not have
+    if isinstance(own, RaggedVisibility):
+        listed = isinstance(offset, (list, tuple))
+        negative = [-each for each in own.known or ()] if listed else -own.offset_by_item
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from array_api_compat import device
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
+from relskew_core._array.doubles import from_doubles
 from relskew_core._array.namespace import is_half, namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._positions.span import Span
+from relskew_core._positions.span import Span, check_span_given
 
 Order = Literal["halves", "interleaved"]
 Direction = Literal["past", "future"]
@@ -68,8 +70,7 @@ def sinusoidal_table(
            [ 0.    ,  1.    ],
            [-0.8415,  0.5403]])
     """
-    if not isinstance(span, Span):
-        raise TypeError(f"`span` must be a Span, got {describe(span)}")
+    check_span_given(span)
     dim = check_int("dim", dim, minimum=2)
     if dim % 2:
         raise ValueError(f"`dim` must be even, got {dim}")
@@ -79,13 +80,13 @@ def sinusoidal_table(
     xp = namespace_of(xp)
     sign = -1 if direction == "past" else 1
     rates = [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
-    rows = []
-    for r in range(-span.left, span.right + 1):
+
+    def row(r: int) -> list[float]:
         sines = [math.sin(r * rate) + 0.0 for rate in rates]
         cosines = [math.cos(r * rate) for rate in rates]
-        both = [number for pair in zip(sines, cosines, strict=True) for number in pair]
-        rows.append(sines + cosines if order == "halves" else both)
-    return xp.asarray(rows, dtype=dtype)
+        return sines + cosines if order == "halves" else [*chain(*zip(sines, cosines, strict=True))]
+
+    return from_doubles(map(row, range(-span.left, span.right + 1)), xp=xp, dtype=dtype)
 
 
 def resize_table(

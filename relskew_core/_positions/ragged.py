@@ -157,13 +157,14 @@ def is_ragged(offset: Any) -> bool:
 def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
     """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
     lead = tuple(q.shape[:-3])
+    wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
     if isinstance(offset, (list, tuple)):
         known = tuple(check_int(f"offset[{index}]", value) for index, value in enumerate(offset))
         if (len(known),) != lead:
             raise ValueError(
                 f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"
             )
-        return xp.asarray(known, device=device(q)), known
+        return xp.asarray(known, dtype=wide, device=device(q)), known
     check_companion("offset", offset, "q", q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
@@ -171,7 +172,7 @@ def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tupl
         raise ValueError(
             f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {describe(offset)}"
         )
-    return offset, _values(offset, xp=xp)
+    return offset if offset.dtype == wide else xp.astype(offset, wide), _values(offset, xp=xp)
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from relskew_core._array.checks import check_choice, check_int
+from relskew_core._array.checks import check_choice, check_int, describe
 
 Beyond = Literal["error", "clip", "zero"]
 
@@ -49,18 +49,22 @@ class Span:
         return self.left + self.right + 1
 
     @classmethod
-    def causal(cls, n: int) -> Span:
+    def causal(cls, n: int, beyond: Beyond = "error") -> Span:
         """Span of the ``n`` relative positions ``-(n-1) … 0``: Music Transformer's ``E_r`` (Huang et al. 2018).
+
+        Language models that read on past their table take ``beyond="clip"``.
 
         Examples
         --------
         >>> Span.causal(5)
         Span(left=4, right=0, beyond='error')
+        >>> Span.causal(5, "clip")
+        Span(left=4, right=0, beyond='clip')
         """
-        return cls(check_int("n", n, minimum=1) - 1, 0)
+        return cls(check_int("n", n, minimum=1) - 1, 0, beyond)
 
     @classmethod
-    def full(cls, n: int) -> Span:
+    def full(cls, n: int, beyond: Beyond = "error") -> Span:
         """Span of the ``2n - 1`` relative positions ``-(n-1) … n-1``: every pair of ``n`` positions.
 
         Examples
@@ -69,7 +73,7 @@ class Span:
         Span(left=4, right=4, beyond='error')
         """
         reach = check_int("n", n, minimum=1) - 1
-        return cls(reach, reach)
+        return cls(reach, reach, beyond)
 
     @classmethod
     def clipped(cls, k: int) -> Span:
@@ -82,3 +86,9 @@ class Span:
         """
         reach = check_int("k", k, minimum=0)
         return cls(reach, reach, "clip")
+
+
+def check_span_given(span: Any) -> None:
+    """Refuse what is no span, where none can be chosen."""
+    if not isinstance(span, Span):
+        raise TypeError(f"`span` must be a Span, got {describe(span)}")

@@ -10,14 +10,40 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from relskew_core.cli._console import count, output, progress
 from relskew_core.cli._errors import CliError, need, reason
 
+
+def without_types(parameters: list[Any]) -> list[Any]:
+    """Show a flag by its name alone: ``--causal`` and not ``--causal <bool>``."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Program(TyperGroup):
+    """The program, with its own flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return without_types(super().get_params(ctx))
+
+
+class Command(TyperCommand):
+    """One of its commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return without_types(super().get_params(ctx))
+
+
 app = typer.Typer(
     name="relskew",
     help="Relative-position attention: see what this machine has, check it, export a block to ONNX and validate it.",
-    add_completion=False,
+    cls=Program,
     pretty_exceptions_enable=False,
 )
 EXTRAS = {name: f"'relskew-core[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
@@ -38,7 +64,8 @@ def run(argv: list[str]) -> int:
         return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        print(f"relskew: error: this needs {package}: pip install {EXTRAS.get(package, package)}", file=sys.stderr)
+        told = f"this needs {package}: pip install {EXTRAS.get(package, package)}"
+        print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
         return 2
     except Exception as error:
         # A usage error knows how to say which option is meant.
@@ -65,7 +92,7 @@ def about(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command)
 def info(as_json: Json = False) -> int:
     """Show versions, array libraries, devices, native paths and ONNX runtimes."""
     from relskew_core.cli import _info
@@ -78,7 +105,7 @@ def info(as_json: Json = False) -> int:
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     library: Annotated[Names, typer.Option(help="Only this library or runtime; can be repeated.")] = None,
     dtype: Annotated[Names, typer.Option(help="Only this dtype, with every case; can be repeated.")] = None,
@@ -99,7 +126,7 @@ def verify(
     return 0 if found.ok else 1
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     path: Annotated[Path, typer.Argument(help="Where to write the model.")],
     embed_dim: Annotated[int, typer.Option(help="Width of the inputs and of the output.")],
@@ -176,12 +203,15 @@ def export(
     console = output()
     _export.show_export(written, model, spec, origin, console)
     chosen = ["--weights", str(weights)] if weights else ["--seed", str(seed)] if seed else []
-    follow_up = ["relskew", "validate", str(written), *chosen, *(["--prefix", prefix] if prefix else [])]
-    console.print(f"next     {shlex.join(follow_up)}", soft_wrap=True)
+    chosen += ["--prefix", prefix] if prefix else []
+    where = _export.where_to_validate(model, device)
+    console.print(f"next     {shlex.join(['relskew', 'validate', str(written), *chosen, *where])}", soft_wrap=True)
+    if where:
+        console.print(f"         {_export.ADVICE_BFLOAT16}", soft_wrap=True)
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 def validate(
     path: Annotated[Path, typer.Argument(help="A model that relskew exported.")],
     weights: Weights = None,
@@ -200,7 +230,7 @@ def validate(
     from relskew_core.cli._weights import chosen_weights
 
     providers = _export.providers_of(provider, device)
-    spec, projections = _export.spec_of_model(path)
+    spec, projections, dtype = _export.spec_of_model(path)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=projections)
     from relskew_core.export import validate as validate_model
 
@@ -224,12 +254,12 @@ def validate(
         _export.show_report(report, console)
         failed = f"not ok: {len(report.failures)} of {count(len(report.checks), 'check')} failed"
         console.print("ok" if report.ok else failed, style="bold green" if report.ok else "bold red")
-        for line in _export.advice(report):
+        for line in _export.advice(report, dtype):
             console.print(line, soft_wrap=True)
     return 0 if report.ok else 1
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     length: Annotated[list[int] | None, typer.Option(help="Length to try; can be repeated.", min=1)] = None,
     library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
@@ -241,18 +271,18 @@ def bench(
 
     lengths = length or list(_bench.LENGTHS)
     found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
-    entries = []
+    entries, paths = [], {one.name: one.path for one in found if one.path}
     with progress("bench", len(found) * len(lengths)) as tell:
         for one in found:
             entries += _bench.bench(one, lengths, tell)
     if as_json:
-        _print_json(_bench.to_dict(entries))
+        _print_json(_bench.to_dict(entries, paths))
     else:
-        _bench.show(entries, output())
+        _bench.show(entries, paths, output())
     return 0
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     tune: Annotated[str, typer.Option(help="ah-vous-dirai-je, nun-danket or o-haupt.")] = "ah-vous-dirai-je",
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file too.")] = None,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from relskew_core import Span, papers, relative_attention
 from relskew_core.cli._console import as_bytes, as_time
-from relskew_core.cli._libraries import Library
+from relskew_core.cli._libraries import Library, show_paths
 from relskew_core.cli._measure import Measured, measure
 
 HEADS, DIM, CLIP, DTYPE = 4, 64, 64, "float32"
@@ -79,13 +79,14 @@ def _measured(library: Library, method: Method, arrays: tuple[Any, ...]) -> Meas
     return measure(lambda: library.finish(function(*arrays)), repeats=REPEATS, peak_of=library.peak_of)
 
 
-def to_dict(entries: list[Entry]) -> dict[str, Any]:
-    """Return the measurements as JSON-compatible values."""
-    return {"heads": HEADS, "dim": DIM, "clip": CLIP, "dtype": DTYPE, "entries": [asdict(entry) for entry in entries]}
+def to_dict(entries: list[Entry], paths: dict[str, str]) -> dict[str, Any]:
+    """Return the measurements, and how our native paths ran, as JSON-compatible values."""
+    sizes = {"heads": HEADS, "dim": DIM, "clip": CLIP, "dtype": DTYPE}
+    return {**sizes, "paths": paths, "entries": [asdict(entry) for entry in entries]}
 
 
-def show(entries: list[Entry], console: Console) -> None:
-    """Print the measurements, each beside ours."""
+def show(entries: list[Entry], paths: dict[str, str], console: Console) -> None:
+    """Print the measurements, each beside ours, and how our native paths ran."""
     title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: best of up to {REPEATS + 1}"
     table = Table(title=title, title_justify="left")
     for name in ("library", "length", "kind", "method"):
@@ -113,6 +114,7 @@ def show(entries: list[Entry], console: Console) -> None:
         f"memory: peak beyond the inputs. All methods agree: largest relative L2 difference from ours {farthest:.0e}."
     )
     console.print(told, style="dim")
+    show_paths(paths, console)
 
 
 def _ratio(other: int | None, own: int | None) -> str:

@@ -31,6 +31,11 @@ ADVICE = {
 }
 """What a person can do about a check that failed."""
 
+ADVICE_BFLOAT16 = (
+    "onnxruntime computes in bfloat16 on CUDA only: validate there with --device cuda, or with --runtime reference"
+)
+"""What a person can do about a model in bfloat16, anywhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpanOptions:
@@ -144,6 +149,14 @@ def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
     return CPU_CHUNK if device == "cpu" and spec.block_size is None else None
 
 
+def where_to_validate(model: Any, device: str | None) -> list[str]:
+    """Return the options with which ``validate`` finds a runtime that knows the model's dtype."""
+    dtype = {entry.key: entry.value for entry in model.metadata_props}.get("relskew.dtype")
+    if dtype != "bfloat16":
+        return []
+    return ["--device", "cuda"] if device == "cuda" else ["--runtime", "reference"]
+
+
 def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, ...]:
     """Return the providers that ``--provider`` or ``--device`` names."""
     if device is None:
@@ -155,8 +168,8 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
     return (device,)
 
 
-def spec_of_model(path: Path) -> tuple[BlockSpec, bool]:
-    """Read the spec that ``export`` wrote into the model's metadata, and whether the model has projections."""
+def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:
+    """Read what ``export`` wrote into the model's metadata: the spec, whether it has projections, and the dtype."""
     onnx = need("onnx", "'relskew-core[onnx]'", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
@@ -171,7 +184,7 @@ def spec_of_model(path: Path) -> tuple[BlockSpec, bool]:
         spec = BlockSpec.from_dict(json.loads(metadata["relskew.spec"]))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CliError(f"{path}: relskew.spec in its metadata cannot be read: {reason(error)}") from error
-    return spec, metadata.get("relskew.projections") != "false"
+    return spec, metadata.get("relskew.projections") != "false", metadata.get("relskew.dtype")
 
 
 def show_report(report: Any, console: Console) -> None:
@@ -183,12 +196,14 @@ def show_report(report: Any, console: Console) -> None:
         console.print(f"… and {len(lines) - shown} more; --json has them all", style="dim")
 
 
-def advice(report: Any) -> list[str]:
+def advice(report: Any, dtype: str | None = None) -> list[str]:
     """Return what to do about the failures, the cause before its consequences; nothing if there are none."""
     failed = {check.name for check in report.failures}
     if "weights" in failed:
         failed &= {"file", "standard", "interface", "weights", "loads", "placement"}
     lines = [f"{name}: {what}" for name, what in ADVICE.items() if name in failed]
+    if dtype == "bfloat16" and "loads" in failed:
+        lines.append(f"loads: {ADVICE_BFLOAT16}")
     if not lines and any("atol" in check.detail for check in report.failures):
         lines.append("atol: the relative errors keep their gates; numbers this large may need a larger --atol")
     if failed & {"y", "out"} and not lines:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relskew_core import __version__, backends
-from relskew_core.cli._libraries import Missing, libraries
+from relskew_core.cli._libraries import Missing, libraries, show_paths
 from relskew_core.cli._runtimes import runtimes
 from relskew_core.cli._verify_table import show_missing
 
@@ -38,6 +38,7 @@ def gather() -> dict[str, Any]:
                 "device": one.device,
                 "dtypes": list(one.dtypes),
                 "implementations": implementations.get(one.name.partition(" ")[0].replace("-", "_"), []),
+                "path": one.path,
             }
             for one in found
         ],
@@ -61,6 +62,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         names = ", ".join(one["implementations"])
         table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
     console.print(table)
+    show_paths({one["name"]: one["path"] for one in facts["libraries"]}, console)
     table = Table(title="ONNX runtimes", title_justify="left")
     for name in ("runtime", "version", "device", "profile"):
         table.add_column(name)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from relskew_core.backends._parallel import numpy_path
 from relskew_core.cli._errors import CliError, reason
 
 
@@ -19,7 +21,8 @@ class Library:
 
     ``make`` turns a NumPy float64 array into one of the library in a dtype given by name, ``finish`` waits until a list
     of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what people
-    do to a function before they run it, ``setting`` what must hold while the library computes.
+    do to a function before they run it, ``setting`` what must hold while the library computes;
+    ``path`` says in words how our native path runs, where that depends on what else is installed.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Library:
     peak_of: Callable[[Callable[[], Any]], int | None] | None = None
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def _numpy() -> Iterator[Library]:
-    yield Library("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64)
+    yield Library("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, path=numpy_path())
 
 
 def _strict() -> Iterator[Library]:
@@ -188,6 +192,13 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[Library]:
     if not found:
         raise CliError("there is no array library: pip install 'relskew-core[numpy]'")
     return found
+
+
+def show_paths(paths: dict[str, str], console: Console) -> None:
+    """Print how the native paths run, of the libraries that say so."""
+    for name, path in paths.items():
+        if path:
+            console.print(f"{name}: {path}", style="dim", soft_wrap=True)
 
 
 def why_not(name: str, error: Exception) -> str:

@@ -9,7 +9,7 @@ from array_api_compat import device
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._functions.bias import deberta_buckets, t5_buckets
+from relskew_core._functions.buckets import deberta_buckets, t5_buckets
 from relskew_core._positions.span import Span
 from relskew_core.conventions._convention import check_rows
 

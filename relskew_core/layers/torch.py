@@ -10,14 +10,20 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import array_api_compat.torch as xp
-import torch
-from torch import Tensor, nn
+from relskew_core._array.extras import needs_extra
+
+try:
+    import array_api_compat.torch as xp
+    import torch
+    from torch import Tensor, nn
+except ModuleNotFoundError as error:
+    raise needs_extra("relskew_core.layers.torch", "torch", error) from error
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_real, describe
-from relskew_core._block.block import apply_block, uniform_bound
+from relskew_core._block.block import apply_block
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._block.weights import uniform_bound
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span

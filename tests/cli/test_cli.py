@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
+from relskew_core.backends import _blas, _parallel
 from relskew_core.cli import main
 from relskew_core.cli._errors import reason
 
@@ -115,6 +117,41 @@ def test_a_missing_package_names_the_pip_command(
     assert "this needs numpy: pip install 'relskew-core[numpy]'" in error_of(capsys, "info")
 
 
+@pytest.mark.parametrize(
+    ("part", "package", "extra"),
+    [
+        *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
+        ("layers.torch", "torch", "torch"),
+        ("huggingface", "torch", "torch"),
+    ],
+)
+def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; import relskew_core.{part}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: relskew_core.{part} needs {package}: pip install 'relskew-core[{extra}]'"
+
+
+def test_a_broken_export_is_not_called_a_missing_extra() -> None:
+    program = "import sys; sys.modules['relskew_core.export._plan'] = None; import relskew_core.export"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install" not in done.stderr
+
+
+def test_an_error_that_names_its_extra_is_told_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking() -> None:
+        raise ModuleNotFoundError(
+            "relskew_core.export needs ml_dtypes: pip install 'relskew-core[onnx]'", name="ml_dtypes"
+        )
+
+    monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
+    told = error_of(capsys, "info")
+    assert told == "relskew: error: relskew_core.export needs ml_dtypes: pip install 'relskew-core[onnx]'\n"
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
 def test_interruption_is_not_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
@@ -180,6 +217,26 @@ def test_runs_as_a_module() -> None:
     assert done.stdout == ""
 
 
+def test_flags_show_without_a_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["export"], ["info"]):
+        assert relskew(*command, "--help") == 0
+        told = capsys.readouterr().out
+        assert "--help" in told
+        assert "<bool>" not in told.lower()
+
+
+def test_a_shell_can_complete() -> None:
+    words = {"_RELSKEW_COMPLETE": "complete_bash", "COMP_WORDS": "relskew export --ca", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "relskew_core.cli"],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["--causal"])
+
+
 # info
 
 
@@ -197,6 +254,34 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for one in (*facts["libraries"], *facts["runtimes"], *facts["missing"]):
         assert one["name"] in told
+
+
+@pytest.mark.parametrize(
+    ("can_limit", "told"),
+    [
+        (True, "numpy: native path on 3 threads\n"),
+        (False, "numpy: native path on 1 thread: threadpoolctl is not installed"),
+    ],
+    ids=["threads", "one thread"],
+)
+@pytest.mark.parametrize("command", [["info"], ["bench", "--library", "numpy", "--length", "8"]], ids=["info", "bench"])
+def test_numpys_native_path_says_how_it_runs_and_why(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    can_limit: bool,
+    told: str,
+) -> None:
+    monkeypatch.setattr(_blas, "can_limit", lambda: can_limit)
+    monkeypatch.setattr(_parallel, "_processors", lambda: 3)
+    assert relskew(*command) == 0
+    out = capsys.readouterr().out
+    assert told in out
+    assert ("pip install 'relskew-core[numpy]'" in out) is not can_limit
+    assert relskew(*command, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    paths = facts.get("paths") or {one["name"]: one["path"] for one in facts["libraries"]}
+    assert f"numpy: {paths['numpy']}".startswith(told.strip())
 
 
 # export

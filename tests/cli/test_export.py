@@ -107,6 +107,19 @@ def test_tables_of_a_whole_block_are_enough_for_the_core() -> None:
     assert relskew("validate", "m.onnx", "--weights", "weights.npz", "--batch", "1") == 0
 
 
+def test_a_model_in_bfloat16_is_validated_where_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exported("--length", "5", "--dtype", "bfloat16", "--seed", "3")
+    told = capsys.readouterr().out
+    (line,) = [line for line in told.splitlines() if line.startswith("next ")]
+    assert relskew(*line.split()[2:], "--length", "4", "--batch", "1") == 0
+    assert "--device cuda" in told
+    capsys.readouterr()
+    assert relskew("validate", "m.onnx", "--seed", "3") == 1
+    assert "onnxruntime computes in bfloat16 on CUDA only" in capsys.readouterr().out.splitlines()[-1]
+    exported("--length", "5", "--dtype", "bfloat16", "--device", "cuda")
+    assert "relskew validate m.onnx --device cuda" in capsys.readouterr().out
+
+
 def test_advice_names_the_cause_before_its_consequences(capsys: pytest.CaptureFixture[str]) -> None:
     exported("--length", "9")
     capsys.readouterr()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,7 +160,9 @@ def test_t5_buckets_of_the_published_size() -> None:
     assert buckets[128:131] == (0, 17, 18)
 
 
-@pytest.mark.parametrize(("size", "furthest"), [(256, 512), (6, 10), (32, 128), (4, 4), (10, 50)])
+@pytest.mark.parametrize(
+    ("size", "furthest"), [(256, 512), (6, 10), (32, 128), (4, 4), (10, 50), (5, 9), (7, 20), (31, 40)]
+)
 def test_deberta_buckets_are_the_formula(size: int, furthest: int) -> None:
     def bucket(distance: int) -> int:
         half, far = size // 2, abs(distance)
@@ -167,9 +171,18 @@ def test_deberta_buckets_are_the_formula(size: int, furthest: int) -> None:
         step = math.log(far / half) / math.log((furthest - 1) / half) * (half - 1)
         return int(math.copysign(math.ceil(step - 1e-9) + half, distance))
 
-    reach = 3 * furthest
+    reach = 3 * furthest if size % 2 == 0 else furthest**2  # an odd size has one bucket more, far out
     got = deberta_buckets(Span(reach, reach), position_buckets=size, max_distance=furthest)
     assert list(got) == [min(max(bucket(-r) + size, 0), 2 * size - 1) for r in range(-reach, reach + 1)]
+
+
+def test_buckets_of_far_positions_take_no_time() -> None:
+    """Boundaries are looked for, not every position's bucket: this took half a minute."""
+    start, span = time.process_time(), Span.full(100_000)
+    near = t5_buckets(span, num_buckets=32, max_distance=100_000, bidirectional=True)
+    far = deberta_buckets(span, position_buckets=256, max_distance=100_000)
+    assert time.process_time() - start < 3
+    assert (near[0], near[-1], far[0], far[-1]) == (15, 31, 511, 1)
 
 
 def test_deberta_rows_without_sharing_are_clipped_distances() -> None:
@@ -198,6 +211,13 @@ def test_proximal_bias() -> None:
     np.testing.assert_allclose(
         proximal_bias(Span(2, 1), xp=np, dtype=np.float64), [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15
     )
+
+
+@pytest.mark.parametrize("function", [partial(alibi_bias, 2), proximal_bias], ids=["ALiBi", "proximal"])
+@pytest.mark.parametrize("span", [Span(7, 0, "clip"), Span(7, 0, "zero")], ids=str)
+def test_a_formula_goes_on_where_a_span_would_not(function: Any, span: Span) -> None:
+    with pytest.raises(ValueError, match=r"^`span.beyond` must be 'error', got '(clip|zero)': .*Span.causal\(n\)"):
+        function(span, xp=np)
 
 
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [

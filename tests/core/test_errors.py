@@ -62,7 +62,7 @@ ATTENTION = [
     Bad("block_size", *NOT_INTS, 0, -1),
     Bad("mask", "text", zeros(H, N, N + 1), zeros(3, N, N), zeros(1, H, N, N), zeros(N, N, dtype=int)),
     Bad("mask", zeros(N, N, dtype=np.float32)),
-    Bad("scale", "1", True, np.inf, np.nan, [1.0]),
+    Bad("scale", "1", True, np.inf, np.nan, 10**400, [1.0]),
     Bad("rel_scale", "1", False, -np.inf, np.nan),
     Bad("softcap", "1", True, 0.0, -1.0, np.nan, np.inf),
     Bad("chunk_size", *NOT_INTS, 0, -4),
@@ -75,8 +75,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"left": 1, "right": 1},
         [Bad("left", *NOT_INTS, -1), Bad("right", *NOT_INTS, None, -1), Bad("beyond", "extend", None, 1)],
     ),
-    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
-    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0)]),
+    "Span.causal": (Span.causal, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
+    "Span.full": (Span.full, {"n": 3}, [Bad("n", *NOT_INTS, 0), Bad("beyond", "extend", None, 1)]),
     "Span.clipped": (Span.clipped, {"k": 3}, [Bad("k", *NOT_INTS, -1)]),
     "BlockSpec": (
         BlockSpec,
@@ -381,3 +381,28 @@ def test_an_implementation_that_is_not_there_is_no_silent_fallback() -> None:
     x = strict.asarray(Q)
     with pytest.raises(ValueError, match=r"^`impl` is 'native', but .* array_api_strict"):
         relskew_core.relative_attention(x, x, x, impl="native")
+
+
+LONG: dict[str, tuple[Any, str]] = {
+    "nested list": ([[0.0] * 1000] * 3, "list of 3"),
+    "list of arrays": ([zeros(200), zeros(200)], "list of 2"),
+    "dict": ({"q": zeros(3)}, "dict of 1"),
+    "many ints": (tuple(range(10**6)), "tuple of 1000000"),
+    "text": ("x" * 10**6, f"str '{'x' * 59}…"),
+    "pair": ((1, None), "tuple (1, None)"),
+}
+
+
+@pytest.mark.parametrize("value", LONG)
+def test_an_error_repeats_no_long_value(value: str) -> None:
+    given, told = LONG[value]
+    with pytest.raises(TypeError) as caught:
+        relskew_core.relative_attention(given, Q, Q)
+    assert str(caught.value) == f"`q` must be an array, got {told}"
+
+
+def test_an_error_repeats_no_long_choice() -> None:
+    with pytest.raises(ValueError, match=f"^`impl` must be one of .*, got '{'x' * 59}…$"):
+        relskew_core.relative_attention(Q, Q, Q, impl="x" * 1000)
+    with pytest.raises(ValueError, match=r"^`impl` must be one of .*, got list of 9$"):
+        relskew_core.relative_attention(Q, Q, Q, impl=["auto"] * 9)  # type: ignore[arg-type]

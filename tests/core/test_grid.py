@@ -186,6 +186,9 @@ CASES = {
     "prefix bias alone": case((1, 2), only=("prefix_bias",), mask="keys"),
     "nothing but a mask": case((1, 1), only=(), mask="boolean"),
 }
+_BIASES = case((2, 1), only=("rel_bias", "prefix_bias"))
+CASES["shared bias, class tokens by head"] = {**_BIASES, "rel_bias": _BIASES["rel_bias"][0]}
+CASES["bias by head, shared class tokens"] = {**_BIASES, "prefix_bias": _BIASES["prefix_bias"][0]}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -122,7 +122,7 @@ def test_what_nobody_sees_may_be_anything() -> None:
 
 def test_refused() -> None:
     k, table = np.zeros((2, 7, 4)), np.zeros((2, 13, 4))
-    with pytest.raises(ValueError, match="`n_keys` is the length of `q` with side='key' and must be None, got 7"):
+    with pytest.raises(ValueError, match="`n_keys` is the length of `q` with side='key' and must be None, got int 7"):
         relative_logits(k, table, n_keys=7, side="key")
     with pytest.raises(ValueError, match="`n_queries` is the length of `q` with side='query' and must be None"):
         relative_logits(k, table, n_keys=7, n_queries=7)

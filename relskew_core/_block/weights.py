@@ -1,0 +1,82 @@
+"""The weights of a block as they are before training."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from math import prod
+from typing import Any
+
+from relskew_core import backends
+from relskew_core._array.checks import check_int, describe
+from relskew_core._array.namespace import namespace_of
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import BlockSpec
+
+PIECE = 2**20
+"""Bytes drawn at a time: of 2^28 at once, a matrix of width 8192, Python's generator gives none."""
+
+
+def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = None) -> dict[str, Array]:
+    """Draw the weights of a block: the same float32 numbers in every array library.
+
+    Projections are uniform in ``±sqrt(6 / (fan_in + fan_out))`` (Glorot and Bengio 2010, equation 16, as both papers'
+    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length, biases zero.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    seed : int
+        Chooses the numbers. No library's global generator is read or moved.
+    xp : module, optional
+        Array library to make the arrays in: ``numpy`` (the default), ``torch``, ``cupy``, ``jax.numpy`` …
+    dtype : dtype of ``xp``, optional
+        What the float32 numbers are rounded to at the end; ``xp.float32`` by default.
+
+    Returns
+    -------
+    dict of str to array
+        Exactly the keys of ``spec.weight_shapes()``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from relskew_core import BlockSpec, Span
+    >>> weights = init_weights(BlockSpec(4, 2, Span.causal(3), causal=True), seed=0)
+    >>> weights["rel_k"].shape, weights["rel_k"].dtype
+    ((2, 3, 2), dtype('float32'))
+    >>> bool(np.all(weights["q_proj.bias"] == 0))
+    True
+    """
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+    seed = check_int("seed", seed)
+    xp = namespace_of(backends.default_library() if xp is None else xp)
+    weights = {}
+    for key, shape in spec.weight_shapes().items():
+        if key.endswith(".bias"):
+            weight = xp.zeros(shape, dtype=xp.float32)
+        else:
+            bits = xp.asarray(_random_words(prod(shape), f"relskew/{seed}/{key}"), dtype=xp.int32)
+            # Whole numbers in ±2^22, which float32 holds exactly: the one rounding is that of the product.
+            centred = xp.astype((bits & (2**23 - 1)) - 2**22, xp.float32)
+            weight = xp.reshape(centred * (uniform_bound(spec, key) * 2**-22), shape)
+        weights[key] = weight if dtype is None else xp.astype(weight, dtype)
+    return weights
+
+
+def uniform_bound(spec: BlockSpec, key: str) -> float:
+    """Return how far from zero the weights of a projection or table are drawn."""
+    return (3 / spec.head_dim) ** 0.5 if key.startswith("rel_") else (6 / sum(spec.weight_shapes()[key])) ** 0.5
+
+
+def _random_words(n: int, seed: str) -> array[int]:
+    """Draw ``n`` words of 32 random bits, the same on every machine."""
+    generator, words = random.Random(seed), array("i")
+    for start in range(0, 4 * n, PIECE):
+        words.frombytes(generator.randbytes(min(PIECE, 4 * n - start)))
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words

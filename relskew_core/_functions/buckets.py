@@ -1,0 +1,148 @@
+"""Buckets of relative positions: which row of a table with few rows belongs to each of many.
+
+``rel_bias`` and ``rel_k`` of ``relative_attention`` are those rows, taken once a call and not once a pair.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from relskew_core._array.checks import check_bool, check_int
+from relskew_core._positions.span import Span, check_span_given
+
+
+def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, ...]:
+    """Return the bucket of every relative position of a span, as T5 numbers them.
+
+    Near positions have a bucket each, further ones share buckets that grow logarithmically, and everything from
+    ``max_distance`` on at the latest shares the last one, so ``Span.clipped(max_distance)`` serves every length::
+
+        r:       …  -9 -8  …  -1   0   1  …  …        num_buckets=32, max_distance=128, bidirectional
+        bucket:  …   8  8  …   1   0  17  …  …        past: 0 … 15, future: 16 … 31
+
+    Parameters
+    ----------
+    span : Span
+        The relative positions.
+    num_buckets : int
+        Number of buckets; both sides share them if ``bidirectional``, half each.
+    max_distance : int
+        Distance from which on all positions share the last bucket.
+    bidirectional : bool
+        Encoders: the future has buckets of its own. Decoders (False): all of the future has bucket 0.
+
+    Returns
+    -------
+    tuple of int, length ``span.rows``
+        ``rel_bias = table[buckets].T`` for T5's table ``(num_buckets, H)``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
+    2.1. With ``b`` buckets a side, ``e = b // 2`` of them exact: ``e + floor(log(d / e) / log(max / e) · (b - e))``, at
+    most ``b - 1``, computed here in integers, so that no rounding of a logarithm moves a boundary.
+
+    Examples
+    --------
+    >>> t5_buckets(Span(4, 4), num_buckets=8, max_distance=4, bidirectional=True)
+    (3, 3, 2, 1, 0, 5, 6, 7, 7)
+    >>> t5_buckets(Span(5, 1), num_buckets=4, max_distance=4, bidirectional=False)
+    (3, 3, 3, 2, 1, 0, 0)
+    """
+    check_span_given(span)
+    bidirectional = check_bool("bidirectional", bidirectional)
+    num_buckets = check_int("num_buckets", num_buckets, minimum=4 if bidirectional else 2)
+    side = num_buckets // 2 if bidirectional else num_buckets
+    max_distance = check_int("max_distance", max_distance, minimum=side // 2 + 1)
+    starts = _t5_starts(side, max_distance)
+
+    def bucket(r: int) -> int:
+        if r > 0 and not bidirectional:
+            return 0
+        return bisect_right(starts, abs(r)) - 1 + (side if r > 0 else 0)
+
+    return tuple(bucket(r) for r in range(-span.left, span.right + 1))
+
+
+def _t5_starts(side: int, max_distance: int) -> list[int]:
+    """Return the first distance of every bucket of a side, ascending."""
+    exact = side // 2
+    wide = side - exact
+    # Bucket exact + b begins at the first distance with (distance / exact)^wide >= (max_distance / exact)^b.
+    shared = [
+        bisect_left(range(max_distance), max_distance**b * exact ** (wide - b), key=lambda distance: distance**wide)
+        for b in range(wide)
+    ]
+    return [*range(exact), *shared]
+
+
+def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | None) -> tuple[int, ...]:
+    """Return the row of DeBERTa's relative embeddings for every relative position of a span.
+
+    The rows count distances ``query - key``, the other way round than here; near ones have a row each, further ones
+    share rows that grow logarithmically::
+
+        r:     …   2    1   0   -1   -2  …           S = position_buckets, rows 0 … 2S - 1
+        row:   …  S-2  S-1  S   S+1  S+2 …
+
+    Parameters
+    ----------
+    span : Span
+        The relative positions.
+    position_buckets : int
+        ``S``, half of the rows: ``position_buckets`` of versions 2 and 3, ``max_relative_positions`` of version 1.
+    max_distance : int or None
+        Distance of the last shared row: ``max_relative_positions`` of versions 2 and 3 (their
+        ``max_position_embeddings`` where that is not positive). ``None``: every row is one distance, as in version 1.
+
+    Returns
+    -------
+    tuple of int, length ``span.rows``
+        ``rel_k = table[rows]`` for the projected table ``(2S, D)``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    He et al. 2021, "DeBERTa", equation 3; the buckets are version 2's: beyond ``h = S // 2`` the distance ``d`` becomes
+    ``h + ceil(log(d / h) / log((max_distance - 1) / h) · (h - 1))``, computed here in integers.
+
+    Examples
+    --------
+    >>> deberta_buckets(Span(4, 2), position_buckets=4, max_distance=None)
+    (7, 7, 6, 5, 4, 3, 2)
+    >>> deberta_buckets(Span(8, 2), position_buckets=6, max_distance=10)
+    (11, 11, 11, 10, 10, 9, 8, 7, 6, 5, 4)
+    """
+    check_span_given(span)
+    size = check_int("position_buckets", position_buckets, minimum=1 if max_distance is None else 4)
+    if max_distance is not None:
+        max_distance = check_int("max_distance", max_distance, minimum=size // 2 + 2)
+
+    starts = range(size + 1) if max_distance is None else _deberta_starts(size, max_distance)
+
+    def row(distance: int) -> int:
+        bucket = bisect_right(starts, abs(distance)) - 1
+        return min(size + bucket, 2 * size - 1) if distance > 0 else size - bucket
+
+    return tuple(row(-r) for r in range(-span.left, span.right + 1))
+
+
+def _deberta_starts(size: int, max_distance: int) -> list[int]:
+    """Return the first distance of every bucket of a side, ascending, up to the last one that has a row."""
+    half, last = size // 2, max_distance - 1
+    wide = half - 1
+    # Bucket half + b + 1 begins at the first distance with (distance / half)^wide > (last / half)^b, below last^2.
+    shared = [
+        bisect_right(range(last**2), last**b * half**wide // half**b, key=lambda distance: distance**wide)
+        for b in range(1, size - half)
+    ]
+    return [*range(half + 2), *shared]

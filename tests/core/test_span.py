@@ -1,0 +1,27 @@
+"""Spans and their short names."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from relskew_core import Span, relative_attention
+from relskew_core._positions.span import Beyond
+
+
+@pytest.mark.parametrize("beyond", get_args(Beyond))
+def test_short_names_say_what_lies_beyond(beyond: Beyond) -> None:
+    assert Span.causal(3, beyond) == Span(2, 0, beyond)
+    assert Span.causal(3, beyond=beyond) == Span(2, 0, beyond)
+    assert Span.full(3, beyond=beyond) == Span(2, 2, beyond)
+    assert Span.full(3, beyond) == Span(2, 2, beyond)
+
+
+def test_a_causal_table_may_be_read_past_its_end() -> None:
+    rng = np.random.default_rng(0)
+    x, table = rng.standard_normal((6, 4)), rng.standard_normal((3, 4))
+    longer = np.concatenate([table[:1]] * 3 + [table])
+    got = relative_attention(x, x, x, table, Span.causal(3, "clip"), causal=True)
+    np.testing.assert_allclose(got, relative_attention(x, x, x, longer, causal=True), rtol=1e-12)
