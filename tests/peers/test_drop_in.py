@@ -10,9 +10,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from peers.common import check, padding, peer, randomised
 
 from relskew_core.huggingface import replace_attention
-from tests.peers.common import check, padding, peer, randomised
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 

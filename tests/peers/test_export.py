@@ -9,12 +9,12 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from peers.common import check
+from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 from relskew_core import relative_attention
 from relskew_core.export import torch_translation_table
 from relskew_core.huggingface import replace_attention
-from tests.peers.common import check
-from tests.peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from peers.common import check, join, padding, peer, randn, randomised, split
 
 from relskew_core import Span, attention_block, conventions, relative_attention, sinusoidal_table
-from tests.peers.common import check, join, padding, peer, randn, randomised, split
 
 LENGTHS = [1, 2, 5, 17, 40]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peers.common import check, join, padding, peer, randn, randomised, split
 
 from relskew_core import (
     Span,
@@ -20,7 +21,6 @@ from relskew_core import (
     t5_buckets,
     toeplitz,
 )
-from tests.peers.common import check, join, padding, peer, randn, randomised, split
 
 LENGTHS = [1, 2, 5, 17, 40]
 T5 = "transformers.models.t5.modeling_t5.T5Attention"

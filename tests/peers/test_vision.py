@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
 
 from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
-from tests.peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
 
 GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
 

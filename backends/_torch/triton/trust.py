@@ -1,0 +1,126 @@
+"""Triton: trust is earned. The first fused call of a kind in a process is tried against the portable code.
+
+On devices that have a record in ``benchmarks/records`` the kernels have been verified, and nothing is tried.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.backward import attention_vjp as portable_vjp
+from relskew_core._kernel.call import Arguments, Operands, Options
+from relskew_core._kernel.forward import attention as portable
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.span import Span
+
+VERIFIED: frozenset[tuple[int, int]] = frozenset()
+"""Compute capabilities that the kernels have been verified on."""
+
+TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 5e-3}
+"""Relative L2 errors that rounding explains, TF32's included; a wrong kernel is off by far more."""
+
+LENGTH = 150
+"""Queries and keys of a trial: more than two tiles."""
+
+Features = tuple[str, ...]
+
+
+def refusal(operands: Operands, options: Options) -> str | None:
+    """Say that the fused kernels went wrong on this device with calls of this kind, ``None`` if they did not."""
+    q = operands.q
+    widths = q.shape[-1], operands.v.shape[-1], (q if operands.rel_q is None else operands.rel_q).shape[-1]
+    grouped = operands.k.shape[-3] != q.shape[-3]
+    return verdict(str(q.device), str(q.dtype).removeprefix("torch."), features(operands, options), widths, grouped)
+
+
+def features(operands: Operands, options: Options) -> Features:
+    """Name what a kernel does for a call."""
+    found = [name for name, x in operands._asdict().items() if x is not None]
+    if operands.mask is not None and operands.mask.dtype == torch.bool:
+        found.append("boolean")
+    pattern = options.visibility
+    found += [name for name in ("left", "right", "block_size") if getattr(pattern, name) is not None]
+    return (*found, options.span.beyond, *(["softcap"] if options.softcap is not None else []))
+
+
+@cache
+def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int, int], grouped: bool) -> str | None:
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) in VERIFIED:  # pragma: gpu only
+        return None
+    arguments = trial(torch.device(device), getattr(torch, dtype), features, widths, grouped=grouped)
+    wrong = {name: error for name, error in errors(arguments).items() if not error <= TOLERANCES[arguments.q.dtype]}
+    if not wrong:
+        return None
+    listed = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
+    reason = f"on {device} the fused kernels differ from the portable code in {listed} ({dtype}, {' '.join(features)})"
+    warnings.warn(
+        f"relskew: {reason}. The portable code works in their place; please report this with the versions of torch and "
+        "Triton and the name of the device.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reason
+
+
+verdict: Any = torch.compiler.assume_constant_result(_verdict)
+"""Say what a trial of a kind of call found; torch.compile asks once."""
+
+
+def trial(
+    device: torch.device, dtype: torch.dtype, features: Features, widths: tuple[int, int, int], *, grouped: bool
+) -> Arguments:
+    """Return a small call of a kind."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    width, value_width, relative_width = widths
+    span = Span(9, 7, "clip") if "clip" in features else Span(9, 7, "zero") if "zero" in features else Span.full(LENGTH)
+    shapes = {"rel_k": (span.rows, relative_width), "rel_v": (span.rows, value_width), "rel_bias": (span.rows,)}
+    arrays = {name: random(2, *shape) for name, shape in shapes.items() if name in features}
+    if "rel_q" in features:
+        arrays["rel_q"] = random(1, 2, LENGTH, relative_width)
+    if "mask" in features:
+        mask = random(1, 1, LENGTH, LENGTH)
+        arrays["mask"] = mask > -1 if "boolean" in features else mask
+    window = (40 if "left" in features else None, 0 if "right" in features else None)
+    return Arguments(
+        random(1, 2, LENGTH, width),
+        random(1, 1 if grouped else 2, LENGTH, width),
+        random(1, 1 if grouped else 2, LENGTH, value_width),
+        span=span,
+        **arrays,
+        window=window,
+        block_size=32 if "block_size" in features else None,
+        softcap=2.0 if "softcap" in features else None,
+    )
+
+
+def errors(arguments: Arguments) -> dict[str, float]:
+    """Return the relative L2 error of the output, of the log-sum-exp and of every gradient, by name."""
+    from relskew_core.backends._torch.triton import backward, forward
+
+    call = problem(arguments, return_lse=True)
+    with torch.no_grad(), torch.autocast(call.given.q.device.type, enabled=False):
+        wide = Operands(*(x.double() if x is not None and x.is_floating_point() else x for x in call.given))
+        out, lse = forward.attention(call.given, call.options)
+        expected = dict(zip(("out", "lse"), portable(wide, call.options, xp=xp), strict=True))
+        found = {"out": out, "lse": lse}
+        d_out = torch.ones_like(out) * torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+        expected |= portable_vjp(d_out.double(), wide, call.options, xp=xp)._asdict()
+        found |= backward.attention_vjp(d_out, call.given, call.options, out=out, lse=lse)._asdict()
+    return {name: _error(found[name], x) for name, x in expected.items() if x is not None and found[name] is not None}
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    difference = (
+        (found.double() - expected).nan_to_num(posinf=0.0, neginf=0.0) if expected.isinf().any() else found - expected
+    )
+    return float(difference.double().norm() / expected[expected.isfinite()].norm().clamp(min=1e-3))
