@@ -79,7 +79,7 @@ def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) ->
             yield case(batches[0], queries_tried[0], keys_end + 1)
         return
     for length in queries_tried:
-        # Long inputs are slow, in the oracle most of all: one batch shows what is to see.
+        # Long inputs are slow, in the reference most of all: one batch shows what is to see.
         for batch in batches if length <= max(LENGTHS) or lengths is not None else batches[:1]:
             for past in PASTS if plan.past else (0,):
                 if lengths is None and queries_end is not None and past + length > queries_end:

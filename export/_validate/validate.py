@@ -12,15 +12,14 @@ import onnx
 
 from relskew_core._array.checks import check_real
 from relskew_core._block.spec import BlockSpec
+from relskew_core._reference import TOLERANCES, reference_attention, reference_block
 from relskew_core.export._plan import Plan
 from relskew_core.export._validate.cases import Case, make_cases, make_inputs
 from relskew_core.export._validate.inspect import Subject, inspect_model
-from relskew_core.export._validate.oracle import reference_attention, reference_block
 from relskew_core.export._validate.report import Check, Report
 from relskew_core.export._validate.runtimes import Feeds, Provider, Runner, UnavailableError, opener, provider_name
 
-GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
-# Rows of a long input that the oracle works out; each costs a loop over all keys.
+# Rows of a long input that the reference works out; each costs a loop over all keys.
 _ROWS = 96
 # Longest input fed in pieces.
 _DECODED = 64
@@ -144,7 +143,7 @@ class _Asked:
         self.checks: list[Check] = []
         self._atol = float("inf") if atol is None else atol
         self._subject, self._runner = subject, runner
-        self._gate = GATES[subject.plan.dtype.name]
+        self._gate = TOLERANCES[subject.plan.dtype.name]
 
     def placement(self) -> None:
         """Ask whether every node that works on data runs on the provider asked for."""
@@ -245,11 +244,11 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
     spec, mask = subject.plan.spec, feeds.get("mask")
     if subject.plan.projections:
         x, memory = feeds["x"], feeds.get("memory")
-        y, present, peak = reference_block(spec, subject.weights, x, memory, mask, past, rows=rows)
+        right = reference_block(spec, subject.weights, x, memory, mask, past, queries=rows)
     else:
         q, k, v = feeds["q"], feeds["k"], feeds["v"]
-        y, present, peak = reference_attention(spec, subject.weights, q, k, v, mask, past, rows=rows)
-    return ([y] if past is None else [y, *present]), peak
+        right = reference_attention(spec, subject.weights, q, k, v, mask, past, queries=rows)
+    return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
 
 
 def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
