@@ -45,7 +45,7 @@ IR_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TableEnd:
     """One end of the table: the rows stored beyond ``r = 0`` and what lies past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
@@ -62,7 +62,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GraphPlan:
     """The decisions for one graph."""
 
     spec: BlockSpec
@@ -72,8 +72,8 @@ class Plan:
     max_length: int | None
     past: bool
     mask: bool
-    left: Side
-    right: Side
+    left: TableEnd
+    right: TableEnd
     local: bool  # blocks folded into the batch; else one dense attention
     chunk_size: int | None  # queries of one turn of a loop; None: all at once
     projections: bool  # the whole block from x to y, or attention of q, k and v alone
@@ -175,7 +175,7 @@ def make_plan(
     chunk_size: Any = None,
     projections: Any = True,
     in_place: Any = False,
-) -> Plan:
+) -> GraphPlan:
     """Check the arguments of an export and decide on its form."""
     check_spec(spec)
     check_choice("profile", profile, tuple(PROFILES))
@@ -209,7 +209,7 @@ def make_plan(
     # then local attention is causal attention. A mask is as large as a dense attention anyway.
     local = spec.block_size is not None and left.past_edge != "limited" and not mask
     guarded = chunk_size is not None or in_place
-    return Plan(
+    return GraphPlan(
         spec,
         form,
         chosen,
@@ -259,20 +259,20 @@ def _smallest(*bounds: int | None) -> int | None:
 
 def _side(
     spec: BlockSpec, name: str, reach: int, farthest: int | None, window: int | None, max_length: int | None
-) -> Side:
+) -> TableEnd:
     """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest`` or ``window``."""
     asked = None if max_length is None else max_length - 1
     wanted = _smallest(farthest, asked)
     if wanted is not None and wanted <= reach:
         if wanted == farthest:
-            return Side(wanted, "hidden")
+            return TableEnd(wanted, "hidden")
         if wanted < reach or spec.span.beyond == "error":
-            return Side(wanted, "limited")
+            return TableEnd(wanted, "limited")
     elif window is not None and window == farthest and spec.span.beyond != "error":
-        return Side(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
+        return TableEnd(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
     elif asked is not None and wanted is not None and spec.span.beyond == "error":
         raise ValueError(
             f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "
             "make the table longer or choose beyond='clip' or 'zero'"
         )
-    return Side(reach, "limited" if spec.span.beyond == "error" else spec.span.beyond)
+    return TableEnd(reach, "limited" if spec.span.beyond == "error" else spec.span.beyond)

@@ -18,7 +18,7 @@ from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import grouped_product, hide, relative_logits, softmax_weights
 from relskew_core.export._graph.skew import unskew
 from relskew_core.export._graph.visible import visible
-from relskew_core.export._graph.window import Tables, Window
+from relskew_core.export._graph.window import StoredTables, TableWindow
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, make_plan
 
 
@@ -129,8 +129,8 @@ def _attention(
         plan = replace(plan, guarded=True)
         lengths = guarded(g, plan, lengths)
     given = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
-    tables = Tables(**{name: stored_table(g, plan, table, name) for name, table in given.items()})
-    window = Window(g, plan, tables, lengths)
+    tables = StoredTables(**{name: stored_table(g, plan, table, name) for name, table in given.items()})
+    window = TableWindow(g, plan, tables, lengths)
     related = call.q if call.rel_q is None else call.rel_q
     if rel_k is not None:
         related = _scaled(g, related, rel_scale, "relative/scaled")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 LENGTHS = (1, 2, 3, 7, 8, 16, 33)
 PASTS = (0, 1, 7)
@@ -16,7 +16,7 @@ LARGEST_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Trial:
     """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too.
 
     ``cache`` is the length of a cache that is written in place; ``past`` then is that of the batch's first row.
@@ -39,13 +39,13 @@ class Case:
         return self.past - 2 * rows % (self.past + 1)
 
 
-def make_cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) -> list[Case]:
+def make_cases(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> list[Trial]:
     """Return the inputs to try, each once, the ones that must fail last."""
     cases = dict.fromkeys(_cases(plan, lengths, batches))
     return sorted(cases, key=lambda case: not case.fits)
 
 
-def longest(plan: Plan) -> tuple[int | None, int | None]:
+def longest(plan: GraphPlan) -> tuple[int | None, int | None]:
     """Return the most queries (cross) or positions (self) and the most keys that the stored table serves."""
     left = plan.left.rows + 1 if plan.left.past_edge == "limited" else None
     right = plan.right.rows + 1 if plan.right.past_edge == "limited" else None
@@ -55,13 +55,13 @@ def longest(plan: Plan) -> tuple[int | None, int | None]:
     return (min(bounds), min(bounds)) if bounds else (None, None)
 
 
-def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Case]:
+def _cases(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
     queries_end, keys_end = longest(plan)
 
-    def case(batch: int, queries: int, keys: int, past: int = 0) -> Case:
+    def case(batch: int, queries: int, keys: int, past: int = 0) -> Trial:
         fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
         # Every third cache is filled to its end.
-        return Case(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
+        return Trial(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
 
     queries_tried = _tried(plan, lengths, queries_end)
     if plan.spec.cross:
@@ -86,7 +86,7 @@ def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) ->
                     continue
                 yield case(batch, length, past + length, past)
     if plan.in_place:
-        yield Case(batches[0], 2, 8, 6, False, 7)
+        yield Trial(batches[0], 2, 8, 6, False, 7)
     if queries_end is not None:
         if plan.past and queries_end > 1:
             yield case(batches[0], 1, queries_end, queries_end - 1)
@@ -95,7 +95,7 @@ def _cases(plan: Plan, lengths: Sequence[int] | None, batches: Sequence[int]) ->
         yield case(batches[0], queries_end + 1, queries_end + 1)
 
 
-def _tried(plan: Plan, lengths: Sequence[int] | None, end: int | None) -> list[int]:
+def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> list[int]:
     """Return the lengths for one axis: those asked for, or the usual ones, the longest, and past every soft edge."""
     if lengths is not None:
         return list(lengths)
@@ -111,7 +111,7 @@ def _tried(plan: Plan, lengths: Sequence[int] | None, end: int | None) -> list[i
     return sorted({*usual, *edges} - {0})
 
 
-def make_inputs(plan: Plan, case: Case, seed: int) -> dict[str, np.ndarray]:
+def make_inputs(plan: GraphPlan, case: Trial, seed: int) -> dict[str, np.ndarray]:
     """Draw the arrays of a case, in the graph's element type and the order of its inputs."""
     spec, random = plan.spec, np.random.default_rng(seed)
 

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import DOMAIN
-from relskew_core.export._plan import PROFILES, Plan, check_spec, make_plan
+from relskew_core.export._plan import PROFILES, GraphPlan, check_spec, make_plan
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
@@ -26,7 +26,7 @@ class Subject:
     """A model that can be run and compared."""
 
     source: Source
-    plan: Plan
+    plan: GraphPlan
     weights: Mapping[str, np.ndarray]  # rounded to the graph's element type
     outputs: tuple[str, ...]
 
@@ -89,7 +89,7 @@ def _other_spec(described: Mapping[str, str], spec: BlockSpec) -> str:
     return "" if written == spec else f"the model was made for {written}, asked for is {spec}"
 
 
-def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, str]) -> Plan:
+def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, str]) -> GraphPlan:
     """Read back the arguments of the export."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
@@ -111,7 +111,7 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, st
     )
 
 
-def _other_interface(model: onnx.ModelProto, plan: Plan) -> str:
+def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
     """Compare the inputs and outputs with those of the contract, in order."""
     spec = plan.spec
     cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
@@ -154,7 +154,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
 
 
-def _other_weights(model: onnx.ModelProto, plan: Plan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
+def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
     """Compare the stored weights bit for bit: a changed bias of the keys would not show in ``y``."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = graph_layout(plan, rounded)

@@ -13,8 +13,8 @@ import onnx
 from relskew_core._array.checks import check_real
 from relskew_core._block.spec import BlockSpec
 from relskew_core._reference import TOLERANCES, reference_attention, reference_block
-from relskew_core.export._plan import Plan
-from relskew_core.export._validate.cases import Case, make_cases, make_inputs
+from relskew_core.export._plan import GraphPlan
+from relskew_core.export._validate.cases import Trial, make_cases, make_inputs
 from relskew_core.export._validate.inspect import Subject, inspect_model
 from relskew_core.export._validate.report import Check, Report
 from relskew_core.export._validate.runtimes import Feeds, Provider, Runner, UnavailableError, opener, provider_name
@@ -114,7 +114,7 @@ def _in_runtime(
     subject: Subject,
     runtime: str,
     provider: Provider,
-    cases: Sequence[Case],
+    cases: Sequence[Trial],
     atol: float | None,
     progress: Callable[[str], None],
 ) -> list[Check]:
@@ -150,7 +150,7 @@ class _Asked:
         wrong = "; ".join(self._runner.misplaced)
         self._add("placement", "", not wrong, detail="; ".join(part for part in (wrong, self._runner.detail) if part))
 
-    def case(self, case: Case, seed: int) -> None:
+    def case(self, case: Trial, seed: int) -> None:
         """Ask whether the outputs are right, or the input is refused."""
         feeds = make_inputs(self._subject.plan, case, seed)
         try:
@@ -174,7 +174,7 @@ class _Asked:
         if self._runner.unoptimised is not None:
             self._optimiser(case, feeds, results, gate)
 
-    def _optimiser(self, case: Case, feeds: Feeds, results: Sequence[np.ndarray], gate: float) -> None:
+    def _optimiser(self, case: Trial, feeds: Feeds, results: Sequence[np.ndarray], gate: float) -> None:
         assert self._runner.unoptimised is not None
         try:
             plain = self._runner.unoptimised(feeds)
@@ -187,7 +187,7 @@ class _Asked:
     def decoding(self, length: int) -> None:
         """Ask whether an input in pieces, each with the presents of the one before, gives what the whole gives."""
         plan = self._subject.plan
-        case = Case(2, length, length, 0, True, length + 1 if plan.in_place else None)
+        case = Trial(2, length, length, 0, True, length + 1 if plan.in_place else None)
         feeds = make_inputs(plan, case, seed=0)
         label = f"{case}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
@@ -278,7 +278,7 @@ def _sample(queries: int, seed: int) -> np.ndarray:
     return np.unique(np.concatenate([some, [0, 1, queries - 2, queries - 1]]))
 
 
-def _whole_mask(plan: Plan, queries: int, keys: int) -> dict[str, np.ndarray]:
+def _whole_mask(plan: GraphPlan, queries: int, keys: int) -> dict[str, np.ndarray]:
     """Return a mask that hides every fifth key, whatever the piece."""
     if not plan.mask:
         return {}
