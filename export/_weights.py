@@ -26,7 +26,7 @@ TENSOR_LIMIT = 2**31 - 2**16
 def read_weights(spec: BlockSpec, weights: Any, *, projections: bool = True) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
     spec.check_weights(weights, projections=projections)
-    return {key: _to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
+    return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
 
 
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
@@ -124,7 +124,8 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     return np.concatenate([head.astype(rows.dtype), rows, tail], axis=-2)
 
 
-def _to_numpy(key: str, given: Any) -> np.ndarray:
+def to_numpy(key: str, given: Any) -> np.ndarray:
+    """Return an array of any library as one of NumPy; errors name its key."""
     array: np.ndarray = given if isinstance(given, np.ndarray) else _host_copy(given)
     if dtype_name(getattr(array, "dtype", None)) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")
