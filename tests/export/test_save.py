@@ -173,7 +173,12 @@ def test_another_file_with_the_name_of_the_weights_is_kept(tmp_path: Path, kind:
     path, taken = tmp_path / "b" / "block.onnx", tmp_path / "b" / name
     if existing:
         save(model(1), path)
-    {"file": lambda: taken.write_text("mine"), "link": lambda: taken.symlink_to(victim), "folder": taken.mkdir}[kind]()
+    if kind == "file":
+        taken.write_text("mine")
+    elif kind == "link":
+        taken.symlink_to(victim)
+    else:
+        taken.mkdir()
     before = names(tmp_path / "b")
     with pytest.raises(FileExistsError, match="needs a name for its weights that another file has"):
         save(model(), path, external_threshold=0, overwrite=existing)
@@ -346,7 +351,7 @@ def held(path: Path, ready: Any, done: Any) -> None:
         done.wait()
         real(*args)
 
-    onnx.checker.check_model = check
+    onnx.checker.check_model = check  # type: ignore[assignment]
     save(model(1), path, external_threshold=0, overwrite=True)
 
 

@@ -212,7 +212,7 @@ def test_notices_a_mask_that_large_logits_overcome(form: str) -> None:
     assert all("large logits" in check.case for check in failures if check.name == "y")
 
 
-def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Callable[[Any], Any]:
+def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Callable[[runtimes.Source, runtimes.Provider], runtimes.Runner]:
     """Make a runtime whose results are wrong for some inputs only."""
 
     def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
@@ -342,8 +342,8 @@ def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
     report = validate(path, CAUSAL, weights, memory_limit=2**30, batches=(1,), lengths=[3])
     assert not report.ok
     assert "alloc" in " ".join(check.detail for check in report.failures).lower()
-    for limit in ({"time_limit": 0}, {"memory_limit": 0.5}):
-        assert wrong(validate(path, CAUSAL, weights, **limit)) == {"validation"}  # type: ignore[arg-type]
+    assert wrong(validate(path, CAUSAL, weights, time_limit=0)) == {"validation"}
+    assert wrong(validate(path, CAUSAL, weights, memory_limit=0)) == {"validation"}
 
 
 def test_a_process_that_dies_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,10 +416,10 @@ def test_runtimes_and_providers_that_are_not_there() -> None:
     assert wrong(report) == {"loads"}
     assert "NoSuchExecutionProvider is not available here" in report.failures[0].detail
     assert wrong(validate(model, CAUSAL, weights, providers=[3])) == {"loads"}  # type: ignore[list-item]
-    for nothing in ({"providers": []}, {"runtimes": ()}):
-        (check,) = validate(model, CAUSAL, weights, **nothing).failures  # type: ignore[arg-type]
+    for name in ("providers", "runtimes"):
+        (check,) = validate(model, CAUSAL, weights, **{name: ()}).failures  # type: ignore[arg-type]
         assert check.name == "validation"
-        assert f"`{next(iter(nothing))}` must name at least one" in check.detail
+        assert f"`{name}` must name at least one" in check.detail
 
 
 def test_a_provider_that_did_not_run_the_nodes() -> None:

@@ -67,7 +67,9 @@ def test_right_or_refused(form: str, beyond: Beyond) -> None:
             if not np.isfinite(out).all():
                 continue
             right_out = relative_attention(
-                *given.values(),
+                given["q"],
+                given["k"],
+                given["v"],
                 table,
                 spec.span,
                 causal=spec.causal,
