@@ -42,15 +42,16 @@ def run_isolated(
 
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        given, answers = process.stdin, process.stdout
+        assert given is not None
+        assert answers is not None
         timer = threading.Timer(seconds, stop)
         timer.start()
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             with contextlib.suppress(BrokenPipeError):  # it died early: what it left says why
-                pickle.dump((request, memory), process.stdin)
-                process.stdin.flush()
-            for line in process.stdout:
+                pickle.dump((request, memory), given)
+                given.flush()
+            for line in answers:
                 ((kind, value),) = json.loads(line).items()
                 if kind == "check":
                     tell(Check(**value))
@@ -63,7 +64,7 @@ def run_isolated(
             timer.cancel()
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
+            for pipe in (given, answers):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         if not done:

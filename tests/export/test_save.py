@@ -18,7 +18,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from export_forms import FORMS, random_weights
-from relskew_core.export import save, to_onnx, validate
+from relskew_core.export import _publish, save, to_onnx, validate
 
 SPEC = FORMS["causal"][0]
 
@@ -131,6 +131,16 @@ def ballast(path: Path) -> int | None:
         if np.array_equal(found, np.random.default_rng(seed).standard_normal(found.shape).astype(np.float32)):
             return seed
     return None
+
+
+def test_weights_in_use_stay_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a network's file system may be wrong by hours."""
+    monkeypatch.setattr(_publish, "_GRACE", -1e6)
+    path = tmp_path / "block.onnx"
+    for seed in (0, 1, 1):
+        save(model(seed), path, external_threshold=0, overwrite=True)
+        assert ballast(path) == seed
+        assert len(names(tmp_path)) == 2
 
 
 def test_foreign_files_are_left(tmp_path: Path) -> None:

@@ -212,7 +212,10 @@ def test_notices_a_mask_that_large_logits_overcome(form: str) -> None:
     assert all("large logits" in check.case for check in failures if check.name == "y")
 
 
-def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Callable[[runtimes.Source, runtimes.Provider], runtimes.Runner]:
+Opener = Callable[[runtimes.Source, runtimes.Provider], runtimes.Runner]
+
+
+def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Opener:
     """Make a runtime whose results are wrong for some inputs only."""
 
     def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
