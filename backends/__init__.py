@@ -1,21 +1,22 @@
 """What each array library adds to the portable code: native fast paths, found in one literal table.
 
-A library's module is imported when an array of that library is first attended to, never before.
+A library's package is imported when an array of that library is first attended to, never before. It answers one
+question, ``serve(function, call)``: with the kernels that serve a call, or with the reason why there are none.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from relskew_core._array.checks import check_choice
-from relskew_core._array.namespace import is_torch
+from relskew_core._kernel.call import unknown
 from relskew_core.backends._parallel import set_numpy_threads
+from relskew_core.backends._path import PORTABLE, Path
 
 if TYPE_CHECKING:
-    from relskew_core._kernel.problem import Operands, Problem
+    from relskew_core._kernel.problem import Problem
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 
@@ -37,8 +38,8 @@ def available() -> dict[str, list[str]]:
     }
 
 
-def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any], Operands] | None:
-    """Return the library's fast path for a call and the arrays as it takes them, or ``None`` for the portable code.
+def path(function: str, call: Problem, impl: str) -> Path:
+    """Return the kernels that serve a call.
 
     Raises
     ------
@@ -47,33 +48,26 @@ def native(function: str, call: Problem, impl: str) -> tuple[Callable[..., Any],
     """
     check_choice("impl", impl, ("auto", "portable", "native"))
     if impl == "portable":
-        return None
+        return PORTABLE
+    found = _native(function, call)
+    if isinstance(found, Path):
+        return found if found.faster or impl == "native" else PORTABLE
+    if impl == "native":
+        raise ValueError(f"`impl` is 'native', but there is no native path for this call: {found}")
+    return PORTABLE
+
+
+def _native(function: str, call: Problem) -> Path | str:
+    """Return the native path for a call, or say why there is none."""
     library = library_name(call.xp)
     if library not in NATIVE:
-        reason = f"{library} has none"
-    elif call.windows is not None:
-        reason = "`offset` has a value for each item"
-    elif call.given.key_table is not None:
-        reason = "keys meet a table of their own, `key_table`"
-    else:
-        module = _module(library)
-        reason = module.refusal(function, call)
-        if reason is None and impl == "auto" and library == "numpy" and module.is_short(call):
-            return None
-        if reason is None:
-            takes_half = library in ("cupy", "torch") and module.takes_half(call)
-            return getattr(module, function), call.given if takes_half else call.operands
-    if impl == "native":
-        raise ValueError(f"`impl` is 'native', but there is no native path for this call: {reason}")
-    return None
-
-
-def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Cast a call's arrays where their library says so: torch in an autocast region."""
-    if not any(is_torch(x) for x in arrays.values()):
-        return arrays
-    cast: dict[str, Any] = _module("torch").cast_for_autocast(arrays)
-    return cast
+        return f"{library} has none"
+    found: Path | str = _module(library).serve(function, call)
+    if isinstance(found, Path):
+        names = unknown(call.given, call.options, found.knows)
+        if names:
+            return f"{library}'s does not take {' and '.join(f'`{name}`' for name in names)}"
+    return found
 
 
 def _module(library: str) -> Any:

@@ -21,8 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from relskew_core import Span
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Call, Tile, block, fitted
+from relskew_core.backends._torch.triton.call import TILES, Tile, TiledCall, block, fitted
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -61,12 +62,12 @@ SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Shared memory that a program may have, by compute capability."""
 
 
-def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Call:
+def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> TiledCall:
     """Return a causal call of 1024 positions with tables of two heads' own, as a device of a capability takes it."""
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
-    others: dict[str, Any] = dict.fromkeys(("rel_bias", "rel_q", "mask", "softcap"))
+    others: dict[str, Any] = {}
     if terms == "everything":
         others = {
             "rel_bias": torch.empty((2, 1024), dtype=dtype),
@@ -74,16 +75,13 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Call
             "mask": torch.empty((1024, 1024), dtype=dtype),
             "softcap": 50.0,
         }
-    given = problem(
-        x, x, x, table, span, rel_v=table if values else None, causal=True, window=None, block_size=None, offset=0,
-        scale=None, rel_scale=None, chunk_size=None, **others,
-    )  # fmt: skip
-    call = Call.of(given.given, given.options)
+    given = problem(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others))
+    call = TiledCall.of(given.given, given.options)
     device = capability // 10, SHARED_BYTES[capability]
     return replace(call, forward=fitted(call.forward, *device), backward=fitted(call.backward, *device))
 
 
-def launches(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Name the kernels of a call with their arguments."""
     x, numbers = call.operands, torch.empty(1)
     yield "forward", forward_kernels.forward_kernel, {**call.arguments(call.forward), "out": x.q, "lse": numbers}

@@ -11,22 +11,21 @@ from importlib.util import find_spec
 from typing import Any
 
 from relskew_core._array.typing import Array
-from relskew_core._kernel.problem import Gradients, Operands, Options, Problem
+from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._kernel.problem import Problem
 from relskew_core.backends._cupy import blas
 from relskew_core.backends._cupy.device import Cuda
+from relskew_core.backends._path import COMMON, PORTABLE, Path
 
 
-def refusal(function: str, call: Problem) -> str | None:
-    """Say why there is no native path for a call, ``None`` if there is one."""
+def serve(function: str, call: Problem) -> Path | str:
+    """Return the kernels that serve a call, or say why there are none."""
     reason = torch_refusal(call.given, call.options)
-    if reason is None or function == "attention":
-        return None
+    if reason is None:  # pragma: gpu only
+        return FUSED
+    if function == "attention":
+        return CUBLAS
     return f"CuPy has no gradients of its own, and through torch: {reason}"
-
-
-def takes_half(call: Problem) -> bool:
-    """Whether the native path takes arrays of half precision as they are."""
-    return torch_refusal(call.given, call.options) is None
 
 
 def torch_refusal(operands: Operands, options: Options) -> str | None:
@@ -43,28 +42,33 @@ def torch_refusal(operands: Operands, options: Options) -> str | None:
         return choice.refusal(to_torch(operands), options)
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
-    """Return the output and, if asked for, the log-sum-exp."""
-    if torch_refusal(operands, options) is not None:  # pragma: gpu only
-        with operands.q.device:
-            out, lse = blas.attention(operands, options, device=Cuda(xp))
-    else:  # pragma: gpu only
-        from relskew_core.backends._torch.triton import forward as triton_forward
+def _fused(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:  # pragma: gpu only
+    from relskew_core.backends._torch.triton import forward
 
-        with on_current_stream(operands.q):
-            out, lse = (_from_torch(x) for x in triton_forward.attention(to_torch(operands), options))
+    with on_current_stream(operands.q):
+        out, lse = (_from_torch(x) for x in forward.attention(to_torch(operands), options))
     return out, lse if options.return_lse else None
 
 
-def attention_vjp(  # pragma: gpu only
-    d_out: Array, operands: Operands, options: Options, *, out: Array | None, xp: Any
+def _fused_vjp(  # pragma: gpu only
+    d_out: Array, operands: Operands, options: Options, *, xp: Any, **results: Array | None
 ) -> Gradients:
-    """Return the gradients of every operand."""
-    from relskew_core.backends._torch.triton import operator as triton_operator
+    from relskew_core.backends._torch.triton import operator
 
     with on_current_stream(operands.q):
-        gradients = triton_operator.attention_vjp(_tensor(d_out), to_torch(operands), options)
+        tensors = {name: None if x is None else _tensor(x) for name, x in results.items()}
+        gradients = operator.attention_vjp(_tensor(d_out), to_torch(operands), options, **tensors, xp=None)
         return Gradients(*(None if x is None else _from_torch(x) for x in gradients))
+
+
+def _by_cublas(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:  # pragma: gpu only
+    with operands.q.device:
+        out, lse = blas.attention(operands, options, device=Cuda(xp))
+    return out, lse if options.return_lse else None
+
+
+FUSED = Path(_fused, _fused_vjp, knows=COMMON | {"softcap"}, half=True)
+CUBLAS = Path(_by_cublas, PORTABLE.attention_vjp, knows=COMMON | {"softcap"})
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import Tables
-from relskew_core._kernel.problem import Operands, Options
 from relskew_core._positions.table import Table
 from relskew_core.backends._cupy.softmax import NO_END
+from relskew_core.backends._in_place import fill, mask_by_batch, regions
 
 
 class Device(Protocol):
@@ -33,7 +34,7 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class BatchedCall:
     """The operands with one axis for batch and heads together."""
 
     device: Device
@@ -55,7 +56,8 @@ def attention(operands: Operands, options: Options, *, device: Device) -> tuple[
     xp, q = device.xp, operands.q
     options = replace(options, visibility=options.visibility.bounded())
     heads, group = q.shape[-3], q.shape[-3] // operands.k.shape[-3]
-    call = _Call(
+    mask = None if operands.mask is None else xp.ascontiguousarray(mask_by_batch(operands.mask, q, xp=xp))
+    call = BatchedCall(
         device=device,
         operands=operands,
         options=options,
@@ -67,7 +69,7 @@ def attention(operands: Operands, options: Options, *, device: Device) -> tuple[
         k=_by_head(operands.k, xp=xp),
         v=_by_head(operands.v, xp=xp),
         rel_q=_by_head(q if operands.rel_q is None else operands.rel_q, xp=xp),
-        mask=_mask(operands, xp=xp),
+        mask=mask,
     )
     out = xp.zeros((call.q.shape[0], q.shape[-2], operands.v.shape[-1]), dtype=q.dtype)
     lse = xp.full(call.q.shape[:2], -math.inf, dtype=q.dtype)
@@ -81,19 +83,7 @@ def _by_head(x: Array, *, xp: Namespace) -> Array:
     return xp.ascontiguousarray(xp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:])))
 
 
-def _mask(operands: Operands, *, xp: Namespace) -> Array | None:
-    """Return a mask with batch, heads, queries and keys, each axis whole or 1."""
-    mask, q = operands.mask, operands.q
-    if mask is None:
-        return None
-    lead = q.ndim - 3
-    mask = xp.reshape(mask, (1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
-    if any(size > 1 for size in mask.shape[:lead]):
-        mask = xp.broadcast_to(mask, (*q.shape[:lead], *mask.shape[lead:]))
-    return xp.ascontiguousarray(xp.reshape(mask, (math.prod(mask.shape[:lead]), *mask.shape[lead:])))
-
-
-def _attend(call: _Call, chunk: Chunk, out: Array, lse: Array) -> None:
+def _attend(call: BatchedCall, chunk: Chunk, out: Array, lse: Array) -> None:
     device, xp, options = call.device, call.device.xp, call.options
     programs, n, m = call.q.shape[0], chunk.stop - chunk.start, chunk.end - chunk.first
     queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
@@ -111,13 +101,13 @@ def _attend(call: _Call, chunk: Chunk, out: Array, lse: Array) -> None:
     if call.tables.rel_v is not None:
         seen, low, high = visible_columns(relative, chunk, options)
         if low <= high:
-            plan = call.tables.rel_v.plan(low, high)
-            weights = plan.fold(seen, xp=xp)
-            rows = call.tables.rel_v.columns[..., plan.start : plan.stop].swapaxes(-1, -2)
+            extension = call.tables.rel_v.plan(low, high)
+            weights = extension.fold(seen, xp=xp)
+            rows = call.tables.rel_v.columns[..., extension.start : extension.stop].swapaxes(-1, -2)
             _by_table(call, 1.0, weights, rows, 1.0, out[:, queries])
 
 
-def _by_table(call: _Call, alpha: float, a: Array, rows: Array, beta: float, c: Array) -> None:
+def _by_table(call: BatchedCall, alpha: float, a: Array, rows: Array, beta: float, c: Array) -> None:
     """Multiply by a table that all heads share, or that every head has one of."""
     if rows.ndim == 2:
         call.device.multiply(alpha, a, rows[None], beta, c)
@@ -127,20 +117,16 @@ def _by_table(call: _Call, alpha: float, a: Array, rows: Array, beta: float, c: 
         call.device.multiply(alpha, a[here], rows, beta, c[here])
 
 
-def _write_relative(call: _Call, chunk: Chunk, rel_q: Array, x: Array) -> bool:
+def _write_relative(call: BatchedCall, chunk: Chunk, rel_q: Array, x: Array) -> bool:
     """Write what depends on the relative position alone, (P, n, width); ``False`` if nothing does."""
     rel_k, bias = call.tables.rel_k, call.tables.rel_bias
     if rel_k is not None:
-        plan = rel_k.plan(chunk.low, chunk.high)
-        begin = plan.zeros_before + plan.edge_before
-        end = begin + plan.stop - plan.start
-        core = x[..., begin:end]
-        if begin < end:
-            _by_table(call, call.options.rel_scale, rel_q, rel_k.columns[..., plan.start : plan.stop], 0.0, core)
-            x[..., plan.zeros_before : begin] = core[..., :1]
-            x[..., end : end + plan.edge_after] = core[..., -1:]
-        x[..., : plan.zeros_before] = 0.0
-        x[..., end + plan.edge_after :] = 0.0
+        extension = rel_k.plan(chunk.low, chunk.high)
+        core, edges, zeros = regions(extension, x)
+        if core.shape[-1]:
+            columns = rel_k.columns[..., extension.start : extension.stop]
+            _by_table(call, call.options.rel_scale, rel_q, columns, 0.0, core)
+        fill(edges, zeros)
     if bias is not None:
         by_head = _spread(bias, chunk, call)
         by_batch = x.reshape(call.batch, call.heads, *x.shape[1:])  # contiguous: a view
@@ -151,11 +137,11 @@ def _write_relative(call: _Call, chunk: Chunk, rel_q: Array, x: Array) -> bool:
     return rel_k is not None or bias is not None
 
 
-def _spread(bias: Table, chunk: Chunk, call: _Call) -> Array:
+def _spread(bias: Table, chunk: Chunk, call: BatchedCall) -> Array:
     return bias.spread(chunk.low, chunk.high, xp=call.device.xp)
 
 
-def _numbers(call: _Call, chunk: Chunk, pitch: int) -> dict[str, Any]:
+def _numbers(call: BatchedCall, chunk: Chunk, pitch: int) -> dict[str, Any]:
     """Return the kernel's numbers by name, in its order."""
     pattern, mask, n = call.options.visibility, call.mask, chunk.stop - chunk.start
     strides, start = [0, 0, 0, 0], 0

@@ -13,15 +13,18 @@ from typing import Any
 import jax
 
 from relskew_core._array.typing import Array
+from relskew_core._kernel.backward import Cotangents
+from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size
-from relskew_core._kernel.problem import Gradients, Operands, Options, Problem
+from relskew_core._kernel.problem import Problem
 from relskew_core.backends._jax import backward as jax_backward
 from relskew_core.backends._jax import forward as jax_forward
+from relskew_core.backends._path import COMMON, Path
 
 
-def refusal(function: str, call: Problem) -> str | None:
-    """Say why there is no native path for a call: here there always is one."""
-    return None
+def serve(function: str, call: Problem) -> Path | str:
+    """Return the kernels that serve a call, or say why there are none."""
+    return Path(attention, attention_vjp, knows=COMMON | {"softcap"})
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
@@ -30,18 +33,17 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
     return result
 
 
-def attention_vjp(
-    d_out: Array, operands: Operands, options: Options, *, out: Array | None = None, xp: Any
-) -> Gradients:
+def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any, **results: Array | None) -> Gradients:
     """Return the gradients of every operand."""
-    return jax_backward.attention_vjp(d_out, operands, _sized(operands, options), out=out, d_lse=None)
+    return jax_backward.attention_vjp(Cotangents(d_out, **results), operands, _sized(operands, options))
 
 
 def _sized(operands: Operands, options: Options) -> Options:
-    if options.chunk_size is not None:
-        return options
-    cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
-    return replace(options, chunk_size=chunk_size(operands, options.visibility, cpu=cpu))
+    visibility, size = options.visibility.bounded(), options.chunk_size  # XLA counts in 32 bits
+    if size is None:
+        cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+        size = chunk_size(operands, visibility, cpu=cpu)
+    return replace(options, visibility=visibility, chunk_size=size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -59,7 +61,7 @@ def _backward(
 ) -> tuple[Operands]:
     operands, out = kept
     d_out, d_lse = cotangents
-    gradients = jax_backward.attention_vjp(d_out, operands, options, out=out, d_lse=d_lse)
+    gradients = jax_backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, options)
     return (Operands(*gradients),)
 
 

@@ -9,58 +9,49 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
-from relskew_core._kernel.backward import grouped_outer, sum_to
+from relskew_core._kernel.backward import Cotangents, grouped_outer, sum_to
+from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
-from relskew_core._kernel.problem import Gradients, Operands, Options
-from relskew_core.backends._jax.chunk import Call, Chunk, Columns
-from relskew_core.backends._jax.loops import Place, Segment
+from relskew_core.backends._jax.chunk import Columns, ScannedCall, TracedChunk
+from relskew_core.backends._jax.loops import ChunkPlace, Segment
 
 
 @partial(jax.jit, static_argnames="options")
-def attention_vjp(
-    d_out: Array, operands: Operands, options: Options, *, out: Array | None, d_lse: Array | None
-) -> Gradients:
+def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options) -> Gradients:
     """Return the gradients of every operand, ``None`` for a boolean mask."""
-    call = Call.of(operands, options)
-    d_lse = None if d_lse is None else d_lse[..., None]
-    mask = operands.mask if operands.mask is not None and operands.mask.dtype != bool else None
-    rel_k, rel_v, rel_bias = (None if x is None else x.columns for x in (call.rel_k, call.rel_v, call.rel_bias))
-    k, v = (jnp.matrix_transpose(x) for x in (operands.k, operands.v))  # to transpose weights would be a copy
-    like = Gradients(operands.q, k, v, rel_k, rel_v, rel_bias, operands.rel_q, mask)
-    sums: Gradients = jax.tree.map(jnp.zeros_like, like)
+    call = ScannedCall.of(operands, options)
+    tables = {name: table for name in TABLES if (table := getattr(call, name, None)) is not None}
+    like = operands._replace(
+        k=jnp.matrix_transpose(operands.k),  # to transpose weights would be a copy
+        v=jnp.matrix_transpose(operands.v),
+        mask=operands.mask if operands.mask is not None and operands.mask.dtype != bool else None,
+        **{name: table.columns for name, table in tables.items()},
+    )
+    sums = Gradients(*jax.tree.map(jnp.zeros_like, like))
     with jax.named_scope("relative_attention_vjp"):
         for segment in call.plan.segments:
-            sums, _ = lax.scan(partial(_step, call, segment, d_out, out, d_lse), sums, segment.places)
+            sums, _ = lax.scan(partial(_step, call, segment, cotangents), sums, segment.places)
 
-    def rows(table: Columns | None, columns: Array | None) -> Array | None:
-        return None if table is None else table.gradient(columns)
-
-    bias = rows(call.rel_bias, sums.rel_bias)
-    return sums._replace(
-        k=jnp.matrix_transpose(sums.k),
-        v=jnp.matrix_transpose(sums.v),
-        rel_k=rows(call.rel_k, sums.rel_k),
-        rel_v=rows(call.rel_v, sums.rel_v),
-        rel_bias=None if bias is None else bias[..., 0],
-    )
+    rows = {name: table.gradient(getattr(sums, name)) for name, table in tables.items()}
+    if "rel_bias" in rows:
+        rows["rel_bias"] = rows["rel_bias"][..., 0]
+    return sums._replace(k=jnp.matrix_transpose(sums.k), v=jnp.matrix_transpose(sums.v), **rows)
 
 
 def _step(
-    call: Call,
-    segment: Segment,
-    d_out: Array,
-    out: Array | None,
-    d_lse: Array | None,
-    sums: Gradients,
-    place: Place,
+    call: ScannedCall, segment: Segment, cotangents: Cotangents, sums: Gradients, place: ChunkPlace
 ) -> tuple[Gradients, None]:
     """Add one chunk's gradients."""
-    operands, options, chunk = call.operands, call.options, Chunk(call, segment, place)
+    d_out, out, lse, d_lse = cotangents
+    operands, options, chunk = call.operands, call.options, TracedChunk(call, segment, place)
     d_rows = chunk.fresh(d_out)
     (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.keys(operands.v)
     capped = chunk.logits(q, rel_q, k)
-    weights, _ = chunk.weights(capped, lse=False)
+    weights, own_lse = chunk.weights(capped, lse=lse is not None)
+    if lse is not None:
+        weights = weights * share_of(own_lse, chunk.queries(lse[..., None])[..., 0], xp=jnp)[..., None]
 
     d_weights = grouped_matmul(d_rows, jnp.matrix_transpose(v), xp=jnp)
     d_v = grouped_outer(d_rows, weights, v.shape[-3], xp=jnp)
@@ -74,7 +65,7 @@ def _step(
     else:
         delta = jnp.sum(d_rows * chunk.queries(out), axis=-1, keepdims=True)
     if d_lse is not None:
-        delta = delta - chunk.fresh(d_lse)
+        delta = delta - chunk.fresh(d_lse[..., None])
     d_logits = weights * (d_weights - delta)
     if sums.mask is not None:
         row, column = chunk.mask_starts(sums.mask)
@@ -84,23 +75,33 @@ def _step(
         ratio = capped * (1 / options.softcap)
         d_logits = d_logits * (1 - ratio * ratio)
 
-    d_q = grouped_matmul(d_logits, k, xp=jnp) * options.scale
     d_k = grouped_outer(q, d_logits, k.shape[-3], xp=jnp)
     new["k"] = _add(sums.k, chunk.seen(d_k), {-1: place.first})
-    if call.rel_k is not None or call.rel_bias is not None:
-        relative = chunk.relative(d_logits)
-        if call.rel_bias is not None:
-            ones = jnp.ones((*q.shape[:-1], 1), dtype=q.dtype)
-            new["rel_bias"] = _add_columns(chunk, call.rel_bias, sums.rel_bias, ones, relative)
-        if call.rel_k is not None:
-            new["rel_k"] = _add_columns(chunk, call.rel_k, sums.rel_k, rel_q, relative)
-            d_rel_q = jnp.matmul(relative, jnp.matrix_transpose(chunk.columns(call.rel_k))) * options.rel_scale
-            if sums.rel_q is None:
-                d_q = d_q + d_rel_q
-            else:
-                new["rel_q"] = _add(sums.rel_q, d_rel_q, {-2: place.start})
+    d_q = grouped_matmul(d_logits, k, xp=jnp) * options.scale
+    d_rel_q = _add_relative(chunk, d_logits, rel_q, sums, new)
+    if d_rel_q is not None and sums.rel_q is not None:
+        new["rel_q"] = _add(sums.rel_q, d_rel_q, {-2: place.start})
+    elif d_rel_q is not None:
+        d_q = d_q + d_rel_q
     new["q"] = _add(sums.q, d_q, {-2: place.start})
     return sums._replace(**new), None
+
+
+def _add_relative(
+    chunk: TracedChunk, d_logits: Array, rel_q: Array, sums: Gradients, new: dict[str, Array]
+) -> Array | None:
+    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of the queries that meet ``rel_k``."""
+    call = chunk.call
+    if call.rel_k is None and call.rel_bias is None:
+        return None
+    relative = chunk.relative(d_logits)
+    if call.rel_bias is not None:
+        ones = jnp.ones((*rel_q.shape[:-1], 1), dtype=rel_q.dtype)
+        new["rel_bias"] = _add_columns(chunk, call.rel_bias, sums.rel_bias, ones, relative)
+    if call.rel_k is None:
+        return None
+    new["rel_k"] = _add_columns(chunk, call.rel_k, sums.rel_k, rel_q, relative)
+    return jnp.matmul(relative, jnp.matrix_transpose(chunk.columns(call.rel_k))) * call.options.rel_scale
 
 
 def _add(total: Array, piece: Array, starts: dict[int, Array | int]) -> Array:
@@ -109,7 +110,7 @@ def _add(total: Array, piece: Array, starts: dict[int, Array | int]) -> Array:
     return lax.dynamic_update_slice(total, lax.dynamic_slice(total, at, piece.shape) + piece, at)
 
 
-def _add_columns(chunk: Chunk, table: Columns, total: Array, x: Array, relative: Array) -> Array:
+def _add_columns(chunk: TracedChunk, table: Columns, total: Array, x: Array, relative: Array) -> Array:
     """Add ``Σ_i x_i relative_i`` to the chunk's columns of a table's gradient, summed over all that share the table."""
     if table.columns.ndim == 2:  # one product over everything that shares the table
         x, relative = (jnp.reshape(y, (math.prod(y.shape[:-1]), y.shape[-1])) for y in (x, relative))

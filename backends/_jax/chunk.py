@@ -10,12 +10,11 @@ from jax import lax
 
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
-from relskew_core._kernel.problem import Operands, Options
 from relskew_core._positions.skew import pad_last, slide, unslide
-from relskew_core._positions.table import Plan as Extension
-from relskew_core._positions.table import Table
-from relskew_core.backends._jax.loops import Place, Plan, Segment
+from relskew_core._positions.table import Extension, Table
+from relskew_core.backends._jax.loops import ChunkPlace, LoopPlan, Segment
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Columns:
     rows: int  # of the caller's table
 
     @classmethod
-    def of(cls, rows: Array | None, options: Options, plan: Plan) -> Columns | None:
+    def of(cls, rows: Array | None, options: Options, plan: LoopPlan) -> Columns | None:
         """Extend a table (..., R, D)."""
         if rows is None:
             return None
@@ -51,33 +50,33 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Call:
+class ScannedCall:
     """The operands of a call with their tables extended, and the plan of its chunks."""
 
     operands: Operands
     options: Options
-    plan: Plan
+    plan: LoopPlan
     rel_k: Columns | None
     rel_v: Columns | None
     rel_bias: Columns | None
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> Call:
-        """Plan a call whose chunk size is known."""
+    def of(cls, operands: Operands, options: Options) -> ScannedCall:
+        """LoopPlan a call whose chunk size is known."""
         assert options.chunk_size is not None
-        plan = Plan.of(options, options.chunk_size)
+        plan = LoopPlan.of(options, options.chunk_size)
         bias = None if operands.rel_bias is None else operands.rel_bias[..., None]
         tables = (Columns.of(rows, options, plan) for rows in (operands.rel_k, operands.rel_v, bias))
         return cls(operands, options, plan, *tables)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TracedChunk:
     """A chunk of a segment at its traced place."""
 
-    call: Call
+    call: ScannedCall
     segment: Segment
-    place: Place
+    place: ChunkPlace
 
     def queries(self, x: Array) -> Array:
         """Cut (..., queries, D) to the chunk's."""
@@ -139,17 +138,7 @@ class Chunk:
         visibility = self.call.options.visibility
         queries = (self.place.start + visibility.offset + jnp.arange(self.segment.n))[:, None]
         keys = (self.place.first + jnp.arange(self.segment.m))[None, :]
-        seen = []
-        if visibility.right is not None:
-            seen.append(keys <= queries + visibility.right)
-        if visibility.left is not None:
-            seen.append(keys >= queries - visibility.left)
-        if visibility.block_size is not None:
-            seen.append(keys >= (queries // visibility.block_size - 1) * visibility.block_size)
-        visible = None
-        for condition in seen:
-            visible = condition if visible is None else visible & condition
-        return visible
+        return visibility.sees(queries, keys, xp=jnp)
 
     def scaled_queries(self) -> tuple[Array, Array]:
         """Return the queries that meet the keys and those that meet ``rel_k``, scaled."""

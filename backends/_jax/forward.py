@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from relskew_core._array.typing import Array
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
-from relskew_core._kernel.problem import Operands, Options
-from relskew_core.backends._jax.chunk import Call, Chunk
-from relskew_core.backends._jax.loops import Place, Segment
+from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
+from relskew_core.backends._jax.loops import ChunkPlace, Segment
 
 
 @partial(jax.jit, static_argnames="options")
 def attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    call = Call.of(operands, options)
+    call = ScannedCall.of(operands, options)
     shape, dtype = operands.q.shape[:-1], operands.q.dtype
     results = (
         jnp.zeros((*shape, operands.v.shape[-1]), dtype=dtype),
@@ -33,10 +33,10 @@ def attention(operands: Operands, options: Options) -> tuple[Array, Array | None
 
 
 def _step(
-    call: Call, segment: Segment, results: tuple[Array, Array | None], place: Place
+    call: ScannedCall, segment: Segment, results: tuple[Array, Array | None], place: ChunkPlace
 ) -> tuple[tuple[Array, Array | None], None]:
     """Attend from one chunk, and put its rows where they belong."""
-    chunk = Chunk(call, segment, place)
+    chunk = TracedChunk(call, segment, place)
     logits = chunk.logits(*chunk.scaled_queries(), chunk.keys(call.operands.k))
     weights, sums = chunk.weights(logits, lse=results[1] is not None)
     rows = grouped_matmul(weights, chunk.keys(call.operands.v), xp=jnp)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from relskew_core._array.typing import Array
-from relskew_core._kernel.problem import Options
+from relskew_core._kernel.call import Options
 
 SEGMENTS = 6
 """At most this many loops: compiling takes time by the loop, and of a triangle 1 / SEGMENTS is worked on in vain."""
@@ -22,7 +22,7 @@ TURNS = 4
 """At least this many turns of every loop; for less, one more loop is not worth compiling."""
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Where a chunk stands: in a plan one entry for each chunk, in a loop one traced integer each."""
 
     start: Array  # first query
@@ -34,9 +34,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Chunks of ``n`` queries and ``m`` keys each, and where both meet the tables (see ``_chunk.Chunk``)."""
+    """Chunks of ``n`` queries and ``m`` keys each, and where both meet the tables (see ``_kernel.chunk.Chunk``)."""
 
-    places: Place
+    places: ChunkPlace
     n: int
     m: int
     spare: int
@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """The segments of a call, and the range of relative positions that their table windows touch."""
 
     segments: list[Segment]
@@ -54,7 +54,7 @@ class Plan:
     high: int
 
     @classmethod
-    def of(cls, options: Options, size: int) -> Plan:
+    def of(cls, options: Options, size: int) -> LoopPlan:
         """Cut a call into chunks of at most ``size`` queries; those that see no key are left out."""
         visibility = options.visibility
         n_queries = visibility.n_queries
@@ -74,7 +74,7 @@ class Plan:
         return cls(segments, min(lows, default=0), max(highs, default=0))
 
 
-def _lows(segment: Segment, place: Place, offset: int) -> Any:
+def _lows(segment: Segment, place: ChunkPlace, offset: int) -> Any:
     """Return the relative position of the first table column, for each chunk."""
     return place.first - place.start - offset - segment.spare
 
@@ -104,4 +104,4 @@ def _segment(options: Options, chunks: list[tuple[int, int, int, int]], n: int) 
     offset = visibility.offset + int((start - first).max())
     width = min(max(highest + spare + offset + 1, m + (n > 1)), spare + m)
     overlap, unseen = bool((fresh > start).any()), bool((seen_end - seen_first < m).any())
-    return Segment(Place(start, fresh, first, seen_first, seen_end), n, m, spare, width, overlap, unseen)
+    return Segment(ChunkPlace(start, fresh, first, seen_first, seen_end), n, m, spare, width, overlap, unseen)

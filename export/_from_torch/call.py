@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from relskew_core._kernel.call import Operands
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import BOOL, Dim, Shape, Value
 from relskew_core.export._graph.window import Lengths
@@ -19,16 +20,17 @@ class TracedCall:
     is past.
     """
 
-    def __init__(self, g: TracedEmitter, q: Any, k: Any, v: Any, rel_q: Any, mask: Any, offset: Any) -> None:
+    def __init__(self, g: TracedEmitter, operands: Operands, offset: Any) -> None:
+        q, k = operands.q, operands.k
         self._g, self._leading = g, len(q.shape) - 3
         self._given = q
         self.aligned = _is_sum(k.shape[-2], q.shape[-2], _length_of(offset))
         self.square = self.aligned and offset == 0
-        self.q, self.k, self.v = (self._heads(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-        self.rel_q = None if rel_q is None else self._heads(rel_q, "rel_q")
+        self.q, self.k, self.v = (self._heads(getattr(operands, name), name) for name in "qkv")
+        self.rel_q = None if operands.rel_q is None else self._heads(operands.rel_q, "rel_q")
         self.out_shape: Shape = (*self.q.shape[:3], self.v.shape[3])
         self.lengths = self._lengths(offset)
-        self.mask, self.additive = self._masks(mask)
+        self.mask, self.additive = self._masks(operands.mask)
 
     def result(self, heads: Value) -> Any:
         """Return heads with the leading axes of the queries that came."""

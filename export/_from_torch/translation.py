@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from relskew_core._array.checks import check_int
 from relskew_core._block.spec import BlockSpec
-from relskew_core._positions.span import Span
+from relskew_core._kernel.call import Operands, Options, unknown
+from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall, stored_table
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import Value
@@ -20,6 +21,9 @@ from relskew_core.export._graph.skew import unskew
 from relskew_core.export._graph.visible import visible
 from relskew_core.export._graph.window import StoredTables, TableWindow
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, make_plan
+
+KNOWS = COMMON - {"return_lse"}
+"""The arrays and options that have a translation."""
 
 
 def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -57,83 +61,64 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
         raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {opset}")
     import onnxscript
 
-    from relskew_core.backends import _torch
     from relskew_core.backends._torch import dropout
+    from relskew_core.backends._torch.cpu.operator import OPERATOR
 
     op = onnxscript.values.Opset("", opset)
 
     def attention(*args: Any) -> tuple[Any, Any]:
-        return _attention(TracedEmitter(op, np.dtype(args[0].dtype.numpy())), opset, *args)
+        g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()))
+        operands, options, _ = OPERATOR.parts(args)
+        names = unknown(operands, options, KNOWS)
+        if names:
+            raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
+        return _attention(g, opset, operands, options)
 
     def attention_with_dropout(*args: Any) -> Any:
         raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
 
     return {
-        _torch.attention_op._opoverload: attention,
-        dropout.dropout_op._opoverload: attention_with_dropout,
+        OPERATOR.op._opoverload: attention,
+        dropout.OPERATOR.op._opoverload: attention_with_dropout,
     }
 
 
-def _attention(
-    g: TracedEmitter,
-    opset: int,
-    q: Any,
-    k: Any,
-    v: Any,
-    rel_k: Any,
-    rel_v: Any,
-    rel_bias: Any,
-    rel_q: Any,
-    mask: Any,
-    left: int,
-    right: int,
-    beyond: Any,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    block_size: int | None,
-    offset: Any,
-    scale: float,
-    rel_scale: float,
-    chunk_size: int | None,
-    return_lse: bool,
-) -> tuple[Any, Any]:
+def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Options) -> tuple[Any, Any]:
     """Translate one call; ``chunk_size`` changes no result and is left out."""
-    if return_lse:
-        raise ValueError("`return_lse=True` cannot be exported to ONNX")
-    call = TracedCall(g, q, k, v, rel_q, mask, offset)
-    if block_size is not None and not call.aligned:
+    q, pattern = operands.q, options.visibility
+    call = TracedCall(g, operands, pattern.offset)
+    if pattern.block_size is not None and not call.aligned:
         raise ValueError(
             "`block_size` can be exported to ONNX only where torch knows that the keys are `offset` cached ones and "
-            f"one for each query, got block_size={block_size}"
+            f"one for each query, got block_size={pattern.block_size}"
         )
     heads, width = int(q.shape[-3]), int(q.shape[-1])
     spec = BlockSpec(
         heads * width,
         heads,
-        Span(left, right, beyond),
-        num_kv_heads=int(k.shape[-3]),
+        options.span,
+        num_kv_heads=int(operands.k.shape[-3]),
         head_dim=width,
-        causal=causal,
+        causal=pattern.right == 0,
         cross=not call.aligned,
-        window=None if window_left is None and window_right is None else (window_left, window_right),
-        block_size=block_size,
-        rel_values=rel_v is not None,
+        window=(pattern.left, pattern.right or None),
+        block_size=pattern.block_size,
+        rel_values=operands.rel_v is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
-    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=mask is not None)
+    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=operands.mask is not None)
     # Runtimes disagree on is_causal where there are more keys than queries.
     plan = replace(plan, local=False, profile=replace(form, causal_attribute=form.causal_attribute and call.square))
     lengths = call.lengths
     if not call.aligned and lengths.past != 0:  # there may be fewer keys than the offset: no window can tell
         plan = replace(plan, guarded=True)
         lengths = guarded(g, plan, lengths)
-    given = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias}
-    tables = StoredTables(**{name: stored_table(g, plan, table, name) for name, table in given.items()})
+    given = [field.name for field in fields(StoredTables)]
+    tables = StoredTables(**{name: stored_table(g, plan, getattr(operands, name), name) for name in given})
     window = TableWindow(g, plan, tables, lengths)
     related = call.q if call.rel_q is None else call.rel_q
-    if rel_k is not None:
-        related = _scaled(g, related, rel_scale, "relative/scaled")
+    if operands.rel_k is not None:
+        related = _scaled(g, related, options.rel_scale, "relative/scaled")
     logits = relative_logits(g, plan, related, window, lengths)
     if call.additive is not None:
         logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
@@ -146,16 +131,16 @@ def _attention(
             [call.q, call.k, call.v, logits],
             "attention",
             call.out_shape,
-            scale=scale,
+            scale=options.scale,
             is_causal=int(plan.causal_attribute),
         )
     else:
-        scaled = _scaled(g, call.q, scale, "attention/scaled")
+        scaled = _scaled(g, call.q, options.scale, "attention/scaled")
         shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
         keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
         weights = softmax_weights(g, plan, scaled, keys, logits, condition)
         out = grouped_product(g, plan, weights, call.v, "attention/values", call.out_shape)
-        if rel_v is not None:
+        if operands.rel_v is not None:
             moved = unskew(g, weights, lengths, one_sided=plan.one_sided, symbol=window.symbol)
             relative = g.compute("MatMul", [moved, window.rows()], "relative/values", call.out_shape)
             out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)

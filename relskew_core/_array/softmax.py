@@ -27,6 +27,16 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
     return weights, sums
 
 
+def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
+    """Return which share of a row's sum a part of it is, ``exp(part - whole)`` of log-sum-exps; nothing of nothing."""
+    difference = part - xp.where(whole == -math.inf, 0.0, whole)
+    native = getattr(xp, "softmax", None)
+    if native is None:
+        return xp.exp(difference)
+    pair = native(xp.stack([difference, xp.zeros_like(difference)], axis=-1), -1)  # torch's exp may be wrong, see below
+    return pair[..., 0] / pair[..., 1]
+
+
 def _exponentials(logits: Array, *, lse: bool, xp: Namespace) -> tuple[Array, Array | None]:
     largest = xp.max(logits, axis=-1, keepdims=True)
     shifted = logits - largest

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from relskew_core import backends
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.namespace import namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array
@@ -150,10 +151,8 @@ def apply_block(
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
     spec.check_weights(weights)
     _check_inputs(x, spec, memory, past)
-    given = backends.autocast({"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}})
-    more = backends.autocast(
-        {"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}}
-    )
+    given = autocast({"x": x, **{f"weights[{key!r}]": weight for key, weight in weights.items()}})
+    more = autocast({"memory": memory, **{f"past[{index}]": cached for index, cached in enumerate(past or ())}})
     xp = namespace_of_arrays(given, more)
     x, memory = given["x"], more["memory"]
     weights = {key: given[f"weights[{key!r}]"] for key in weights}

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import reduce
 
 from relskew_core import backends
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
-from relskew_core._kernel.backward import attention_vjp
-from relskew_core._kernel.forward import attention
-from relskew_core._kernel.problem import Gradients, problem
-from relskew_core._positions.span import Span
+from relskew_core._kernel.call import Arguments, Gradients, takes
+from relskew_core._kernel.problem import Problem, problem
 
 
-def relative_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    rel_k: Array | None = None,
-    span: Span | None = None,
-    *,
-    rel_v: Array | None = None,
-    rel_bias: Array | None = None,
-    rel_q: Array | None = None,
-    key_table: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    block_size: int | None = None,
-    mask: Array | None = None,
-    offset: int | Sequence[int] | Array = 0,
-    scale: float | None = None,
-    rel_scale: float | None = None,
-    softcap: float | None = None,
-    chunk_size: int | None = None,
-    return_lse: bool = False,
-    impl: str = "auto",
-) -> Array | tuple[Array, Array]:
+@dataclass(eq=False)
+class _Forward(Arguments):
+    _: KW_ONLY
+    return_lse: bool = False
+
+
+@takes(_Forward)
+def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows with the length and not with its square.
 
     With ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
@@ -131,53 +116,29 @@ def relative_attention(
            [1.5],
            [1. ]])
     """
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "rel_k": rel_k,
-        "rel_v": rel_v,
-        "rel_bias": rel_bias,
-        "rel_q": rel_q,
-        "mask": mask,
-        "key_table": key_table,
-    }
-    call = problem(
-        **backends.autocast(arrays), span=span, causal=causal, window=window, block_size=block_size, offset=offset,
-        scale=scale, rel_scale=rel_scale, softcap=softcap, chunk_size=chunk_size, return_lse=return_lse,
-    )  # fmt: skip
-    kernel, operands = backends.native("attention", call, impl) or (attention, call.operands)
-    out, lse = kernel(operands, call.options, xp=call.xp)
-    if not return_lse:
+    call = problem(given.autocast(), return_lse=given.return_lse)
+    path = backends.path("attention", call, given.impl)
+    out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
+    if not given.return_lse:
         return call.result(out)
     return call.result(out), call.result(lse, dtype=call.wide)
 
 
-def relative_attention_vjp(
-    d_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    rel_k: Array | None = None,
-    span: Span | None = None,
-    *,
-    rel_v: Array | None = None,
-    rel_bias: Array | None = None,
-    rel_q: Array | None = None,
-    key_table: Array | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    block_size: int | None = None,
-    mask: Array | None = None,
-    offset: int | Sequence[int] | Array = 0,
-    scale: float | None = None,
-    rel_scale: float | None = None,
-    softcap: float | None = None,
-    chunk_size: int | None = None,
-    out: Array | None = None,
-    lse: Array | None = None,
-    impl: str = "auto",
-) -> Gradients:
+@dataclass(eq=False)
+class _Cotangent:
+    d_out: Array
+
+
+@dataclass(eq=False)
+class _Backward(Arguments, _Cotangent):  # the fields of the last base come first
+    _: KW_ONLY
+    out: Array | None = None
+    lse: Array | None = None
+    d_lse: Array | None = None
+
+
+@takes(_Backward)
+def relative_attention_vjp(given: _Backward) -> Gradients:
     """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
 
     Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
@@ -187,22 +148,21 @@ def relative_attention_vjp(
     ----------
     d_out : array, shape (..., H, Lq, Dv)
         Gradient of the output.
-    q, k, v, rel_k, span, rel_v, rel_bias, rel_q, key_table, causal, window, block_size, mask
-        As in the forward call.
-    offset, scale, rel_scale, softcap
-        As in the forward call. Offsets by item must be known where there are tables.
-    chunk_size, impl
-        As in :func:`relative_attention`.
     out : array, shape (..., H, Lq, Dv), optional
         The output of the forward call, which saves a pass over the weights.
     lse : array, shape (..., H, Lq), optional
-        The log-sum-exp of the forward call; checked, and not needed: weights are computed anew from the logits.
+        The log-sum-exp of the forward call. Where the keys here are a part of more, as in ring attention, give ``out``
+        and ``lse`` of the whole: the gradients are then this part's share.
+    d_lse : array, shape (..., H, Lq), optional
+        Gradient of the log-sum-exp.
+    **arguments
+        All others are those of :func:`relative_attention`. Offsets by item must be known where there are tables.
 
     Returns
     -------
     Gradients
-        A named tuple with the fields ``q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table``, each of the shape
-        and dtype of its argument; ``None`` for absent arguments and boolean masks.
+        A named tuple with a field for every array argument, of its shape and dtype; ``None`` for absent arguments and
+        boolean masks.
 
     Raises
     ------
@@ -228,26 +188,37 @@ def relative_attention_vjp(
            [-0.36111111],
            [ 0.80555556]])
     """
-    call = problem(
-        q, k, v, rel_k, span,
-        rel_v=rel_v, rel_bias=rel_bias, rel_q=rel_q, key_table=key_table, causal=causal, window=window,
-        block_size=block_size, mask=mask, offset=offset, scale=scale, rel_scale=rel_scale, softcap=softcap,
-        chunk_size=chunk_size,
-    )  # fmt: skip
-    shape = (*q.shape[:-1], v.shape[-1])
-    namespace_of_arrays({"q": q, "d_out": d_out}, {"out": out})
-    if lse is not None:
-        check_companion("lse", lse, "q", q, xp=call.xp)
-        if lse.dtype != call.wide:
-            raise TypeError(f"`lse` must have the dtype of the forward call's, {call.wide}, got {describe(lse)}")
-    for name, array, expected in (("d_out", d_out, shape), ("out", out, shape), ("lse", lse, shape[:-1])):
-        if array is not None and tuple(array.shape) != expected:
+    call = problem(given.autocast())
+    cotangents = _cotangents(given, call)
+    path = backends.path("attention_vjp", call, given.impl)
+    operands = call.operands(half=path.half)
+    for name, x in cotangents.items():
+        if x is not None:  # log-sum-exps come in the dtype of the accumulation
+            cotangents[name] = call.operand(x, None if name.endswith("lse") else operands.q.dtype)
+    gradients = path.attention_vjp(cotangents.pop("d_out"), operands, call.options, **cotangents, xp=call.xp)
+    return call.gradients(gradients, given)
+
+
+def _cotangents(given: _Backward, call: Problem) -> dict[str, Array | None]:
+    """Check what comes back to a call, and return it by name."""
+    outputs = autocast({"d_out": given.d_out, "out": given.out})
+    found = {**outputs, "lse": given.lse, "d_lse": given.d_lse}
+    q = call.given.q
+    namespace_of_arrays({"q": q, "d_out": outputs["d_out"]}, {"out": outputs["out"]})
+    shape = (*given.q.shape[:-1], given.v.shape[-1])
+    for name, array in found.items():
+        if array is None:
+            continue
+        if name.endswith("lse"):
+            check_companion(name, array, "q", q, xp=call.xp)
+            if array.dtype != call.wide:
+                raise TypeError(
+                    f"`{name}` must have the dtype of the forward call's, {call.wide}, got {describe(array)}"
+                )
+        expected = shape[:-1] if name.endswith("lse") else shape
+        if tuple(array.shape) != expected:
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
-    kernel, operands = backends.native("attention_vjp", call, impl) or (attention_vjp, call.operands)
-    d_out, out = (None if x is None else call.operand(x, operands.q.dtype) for x in (d_out, out))
-    gradients = kernel(d_out, operands, call.options, out=out, xp=call.xp)
-    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table}
-    return call.gradients(gradients, {**tables, "mask": mask})
+    return found
 
 
 def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:

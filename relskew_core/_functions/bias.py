@@ -16,7 +16,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import default_span
 from relskew_core._positions.skew import pad_last, slide
 from relskew_core._positions.span import Span
-from relskew_core._positions.table import Plan
+from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
 
 
@@ -83,7 +83,7 @@ def toeplitz(
     span = check_span("bias", bias.shape[-1], span, causal=check_bool("causal", causal))
     n, m = check_int("n_queries", n_queries, minimum=1), check_int("n_keys", n_keys, minimum=1)
     offset = check_int("offset", offset)
-    Visibility(n, m, offset, causal).check_reach("bias", span)
+    Visibility(n, m, offset, right=0 if causal else None).check_reach("bias", span)
     low = -(n - 1 + offset)
     return windows(occurring(bias, span, low, low + n + m - 2, causal=causal, xp=xp), n, m, xp=xp)
 
@@ -104,8 +104,8 @@ def occurring(bias: Array, span: Span, low: int, high: int, *, causal: bool = Fa
     last = min(high, 0) if causal else high
     if last < low:
         return xp.zeros_like(xp.broadcast_to(bias[..., :1], (*bias.shape[:-1], high - low + 1)))
-    plan = Plan.of(span.left, span.rows, span.beyond, low, last)
-    return pad_last(plan.widen(bias[..., plan.start : plan.stop], xp=xp), 0, high - last, xp=xp)
+    extension = Extension.of(span.left, span.rows, span.beyond, low, last)
+    return pad_last(extension.widen(bias[..., extension.start : extension.stop], xp=xp), 0, high - last, xp=xp)
 
 
 def windows(row: Array, n: int, m: int, *, xp: Namespace) -> Array:

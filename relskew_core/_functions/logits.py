@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from relskew_core._array.checks import check_choice, check_int, describe
+from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import check_tables, visibility_of
-from relskew_core._positions.ragged import RowVisibility, Windows
+from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, slide, unslide
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
@@ -93,7 +93,7 @@ def relative_logits(
     length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
     if side == "query":
         return _logits(q, table, span, length, offset, window, xp=xp)
-    own = visibility_of(q, length, offset, causal, xp=xp)
+    own = visibility_of(q, length, offset, right=0 if causal else None, xp=xp)
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
@@ -113,14 +113,14 @@ def _logits(
 ) -> Array:
     """Return ``q_i · e_r``, zeros where the window hides a key from a query."""
     n, m = q.shape[-2], n_keys
-    visibility = visibility_of(q, m, offset, False, window, xp=xp)
+    visibility = visibility_of(q, m, offset, *window or (None, None), xp=xp)
     visibility.check_reach("table", span)
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
     lowest, highest = visibility.left, visibility.right
-    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
-        windows = Windows(visibility, span, xp)
+    if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
+        windows = RaggedTables(visibility, span, xp)
         table, span, lowest, highest = windows.of(table), windows.window_span, None, None
     if q.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
@@ -190,13 +190,13 @@ def relative_values(
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
     span = _check_table(weights, table, span, causal=causal)
     n, m = weights.shape[-2:]
-    visibility = visibility_of(weights, m, offset, causal, xp=xp)
+    visibility = visibility_of(weights, m, offset, right=0 if causal else None, xp=xp)
     visibility.check_reach("table", span)
     dtype = weights.dtype
     if is_half(dtype, xp=xp):
         weights, table = xp.astype(weights, xp.float32), xp.astype(table, xp.float32)
-    if isinstance(visibility, RowVisibility):  # what is not to be seen is zeros already
-        windows = Windows(visibility, span, xp)
+    if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
+        windows = RaggedTables(visibility, span, xp)
         if causal:
             weights = xp.where(visibility.mask(0, n, 0, m, xp=xp, device=device(weights)), weights, 0.0)
         table, span, causal = windows.of(table), windows.window_span, False
@@ -214,4 +214,4 @@ def relative_values(
 
 
 def _check_table(x: Array, table: Array, span: Span | None, *, causal: bool) -> Span:
-    return check_tables({"table": table}, span, x, None, causal=causal)
+    return check_tables({"table": table}, span, x, causal=check_bool("causal", causal))

@@ -9,15 +9,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from relskew_core._array.namespace import device
-from relskew_core._array.softmax import softmax
+from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
-from relskew_core._kernel.forward import Factors, Tables, chunk_logits, grouped_matmul, hide, relative_queries
+from relskew_core._kernel.forward import (
+    Factors,
+    Tables,
+    chunk_logits,
+    chunk_values,
+    chunk_weights,
+    grouped_matmul,
+    relative_queries,
+)
 from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
-from relskew_core._kernel.problem import Gradients, Operands, Options
 from relskew_core._positions.skew import pad_last
+
+
+class Cotangents(NamedTuple):
+    """What comes back to a call: gradients of its results, and the results themselves where the caller kept them.
+
+    Results are taken at their word: over a part of the keys those of the whole give this part's gradients.
+    """
+
+    d_out: Array
+    out: Array | None = None
+    lse: Array | None = None
+    d_lse: Array | None = None
+
+    def delta(self, weights: Array, d_weights: Array, queries: slice, *, xp: Namespace) -> Array:
+        """Return the mean by weight of the weights' gradients, less the gradient of the log-sum-exp."""
+        if self.out is None:
+            delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
+        else:
+            delta = xp.sum(self.d_out[..., queries, :] * self.out[..., queries, :], axis=-1, keepdims=True)
+        return delta if self.d_lse is None else delta - self.d_lse[..., queries][..., None]
 
 
 def attention_vjp(
@@ -26,51 +55,52 @@ def attention_vjp(
     options: Options,
     *,
     out: Array | None = None,
+    lse: Array | None = None,
     d_lse: Array | None = None,
     factors: Factors | None = None,
     xp: Namespace,
 ) -> Gradients:
-    """Return the gradients of every operand; ``out`` saves a pass over the weights, ``d_lse`` adds a gradient.
+    """Return the gradients of every operand.
 
-    ``factors`` are the forward's: they must come out the same for every chunk.
+    ``out`` and ``lse`` are the forward's, or those of more keys; ``out`` saves a pass over the weights. ``factors`` are
+    the forward's: they must come out the same for every chunk.
     """
+    cotangents = Cotangents(d_out, out, lse, d_lse)
     tables = Tables.of(operands, options, xp=xp)
     sums = _Sums(operands, tables, xp)
     for chunk in chunks(operands, options):
         if chunk.first == chunk.end:
             sums.add_nothing(chunk)
         else:
-            _backward(d_out, operands, options, tables, chunk, sums, out=out, d_lse=d_lse, factors=factors, xp=xp)
+            _backward(cotangents, operands, options, tables, chunk, sums, factors, xp=xp)
     return sums.gradients()
 
 
 def _backward(
-    d_out: Array,
+    cotangents: Cotangents,
     operands: Operands,
     options: Options,
     tables: Tables,
     chunk: Chunk,
     sums: _Sums,
-    *,
-    out: Array | None,
-    d_lse: Array | None,
     factors: Factors | None,
+    *,
     xp: Namespace,
 ) -> None:
     queries = slice(chunk.start, chunk.stop)
-    d_out = d_out[..., queries, :]
+    d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
-    k, v = (x[..., chunk.first : chunk.end, :] for x in (operands.k, operands.v))
+    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, xp=xp)
 
     capped = chunk_logits(operands, options, tables, chunk, xp=xp)
-    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
-    logits = hide(capped, operands.mask, options.visibility, chunk, xp=xp)
-    weights, _ = softmax(logits, dead_rows=dead_rows, lse=False, xp=xp)
+    weights, lse = chunk_weights(capped, operands, options, chunk, lse=cotangents.lse is not None, xp=xp)
+    if cotangents.lse is not None:
+        weights = weights * share_of(lse, cotangents.lse[..., queries], xp=xp)[..., None]
     kept = None if factors is None else factors(chunk, weights)
     of_values = weights if kept is None else weights * kept
 
-    d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
     sums.v.add(chunk.first, grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
+    d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(of_values, xp=xp), chunk, options)
         if low <= high:
@@ -81,35 +111,36 @@ def _backward(
     if kept is not None:
         d_weights = d_weights * kept
 
-    if out is None:
-        delta = xp.sum(weights * d_weights, axis=-1, keepdims=True)
-    else:
-        delta = xp.sum(d_out * out[..., queries, :], axis=-1, keepdims=True)
-    if d_lse is not None:
-        delta = delta - d_lse[..., queries][..., None]
-    d_logits = weights * (d_weights - delta)
+    d_logits = weights * (d_weights - cotangents.delta(weights, d_weights, queries, xp=xp))
     sums.add_mask(chunk, d_logits)
     if options.softcap is not None:
         ratio = capped * (1 / options.softcap)
         d_logits = d_logits * (1 - ratio * ratio)
 
-    d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
     d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
     if tables.key_table is not None:
         d_k = d_k + _key_side_gradient(d_logits, k * options.rel_scale, options, chunk, sums, xp=xp)
     sums.k.add(chunk.first, d_k)
-    d_rel_q = None
-    if tables.rel_k is not None or tables.rel_bias is not None:
-        relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
-        if low <= high and tables.rel_bias is not None:
-            sums.add_table("rel_bias", low, high, relative, None)
-        if low <= high and tables.rel_k is not None:
-            sums.add_table("rel_k", low, high, relative, relative_queries(operands, options, chunk, q))
-            d_rel_q = tables.rel_k.mix(relative, low, high, xp=xp) * options.rel_scale
-    if operands.rel_q is not None:
-        sums.add_queries(d_q, xp.zeros_like(operands.rel_q[..., queries, :]) if d_rel_q is None else d_rel_q)
-    else:
-        sums.add_queries(d_q if d_rel_q is None else d_q + d_rel_q, None)
+    d_q = grouped_matmul(d_logits, k, xp=xp) * options.scale
+    sums.add_queries(d_q, _relative_gradient(d_logits, q, operands, options, chunk, sums, xp=xp), chunk)
+
+
+def _relative_gradient(
+    d_logits: Array, q: Array, operands: Operands, options: Options, chunk: Chunk, sums: _Sums, *, xp: Namespace
+) -> Array | None:
+    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of the queries that meet ``rel_k``."""
+    tables = sums.tables
+    if tables.rel_k is None and tables.rel_bias is None:
+        return None
+    relative, low, high = visible_columns(chunk.relative(d_logits, xp=xp), chunk, options)
+    if low > high:
+        return None
+    if tables.rel_bias is not None:
+        sums.add_table("rel_bias", low, high, relative, None)
+    if tables.rel_k is None:
+        return None
+    sums.add_table("rel_k", low, high, relative, relative_queries(operands, options, chunk, q))
+    return tables.rel_k.mix(relative, low, high, xp=xp) * options.rel_scale
 
 
 def _key_side_gradient(
@@ -200,11 +231,14 @@ class _Sums:
         self._rel_q: list[Array] = []
         self._mask: list[Array] = []
 
-    def add_queries(self, d_q: Array, d_rel_q: Array | None) -> None:
-        """Add a chunk's gradients of ``q`` and of a separate ``rel_q``."""
+    def add_queries(self, d_q: Array, d_rel_q: Array | None, chunk: Chunk) -> None:
+        """Add a chunk's gradients of ``q`` and of the queries that meet ``rel_k``, which may be ``q`` themselves."""
+        if self.operands.rel_q is None:
+            self._q.append(d_q if d_rel_q is None else d_q + d_rel_q)
+            return
         self._q.append(d_q)
-        if d_rel_q is not None:
-            self._rel_q.append(d_rel_q)
+        nothing = self.xp.zeros_like(self.operands.rel_q[..., chunk.start : chunk.stop, :])
+        self._rel_q.append(nothing if d_rel_q is None else d_rel_q)
 
     def add_nothing(self, chunk: Chunk) -> None:
         """Add a chunk that sees no key: zeros for all that goes query by query."""
@@ -218,8 +252,8 @@ class _Sums:
     def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
         """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""
         xp, table = self.xp, getattr(self.tables, name)
-        plan = table.plan(low, high)
-        core = plan.fold(relative, xp=xp)
+        extension = table.plan(low, high)
+        core = extension.fold(relative, xp=xp)
         if rows is None:
             piece = xp.sum(core, axis=-2, keepdims=True)
         elif table.columns.ndim == 2:  # one product over everything that shares the table
@@ -227,7 +261,7 @@ class _Sums:
             piece = xp.matmul(xp.matrix_transpose(rows), core)
         else:
             piece = xp.matmul(xp.matrix_transpose(rows), core)
-        piece = plan.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
+        piece = extension.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
         self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
 
     def add_mask(self, chunk: Chunk, d_logits: Array) -> None:
@@ -267,12 +301,9 @@ class _Sums:
             q=_joined(self._q, operands.q, xp=xp),
             k=self.k.total(),
             v=self.v.total(),
-            rel_k=table("rel_k"),
-            rel_v=table("rel_v"),
-            rel_bias=table("rel_bias"),
             rel_q=None if operands.rel_q is None else _joined(self._rel_q, operands.rel_q, xp=xp),
             mask=self._mask_gradient(),
-            key_table=table("key_table"),
+            **{name: table(name) for name in TABLES},
         )
 
     def _mask_gradient(self) -> Array | None:

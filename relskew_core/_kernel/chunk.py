@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.problem import Operands, Options
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.skew import slide, unslide
 from relskew_core._positions.visibility import Visibility
 

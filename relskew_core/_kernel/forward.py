@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.key_side import blocks, key_side_logits, mirrored
-from relskew_core._kernel.problem import Operands, Options
 from relskew_core._positions.table import Table
 from relskew_core._positions.visibility import Visibility
 
@@ -76,16 +76,13 @@ class Tables:
 def _attend(
     operands: Operands, options: Options, tables: Tables, chunk: Chunk, factors: Factors | None, *, xp: Namespace
 ) -> tuple[Array, Array | None]:
-    v = operands.v[..., chunk.first : chunk.end, :]
+    v = chunk_values(operands, options, chunk, xp=xp)
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
         out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
         return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
-    logits = hide(
-        chunk_logits(operands, options, tables, chunk, xp=xp), operands.mask, options.visibility, chunk, xp=xp
-    )
-    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
-    weights, lse = softmax(logits, dead_rows=dead_rows, lse=options.return_lse, xp=xp)
+    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    weights, lse = chunk_weights(logits, operands, options, chunk, lse=options.return_lse, xp=xp)
     if factors is not None:
         weights = weights * factors(chunk, weights)
     out = grouped_matmul(weights, v, xp=xp)
@@ -108,6 +105,22 @@ def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Ch
         keys = k * options.rel_scale
         logits = logits + key_side_logits(keys, tables.key_table, chunk, options.visibility.offset, q.shape[-3], xp=xp)
     return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
+
+
+def chunk_values(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return the values of a chunk's keys, zeros for those that none of its queries may see."""
+    v = operands.v[..., chunk.first : chunk.end, :]
+    seen = options.visibility.seen_keys(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(v))
+    return v if seen is None else xp.where(seen[..., None], v, 0.0)
+
+
+def chunk_weights(
+    logits: Array, operands: Operands, options: Options, chunk: Chunk, *, lse: bool, xp: Namespace
+) -> tuple[Array, Array | None]:
+    """Return the softmax over the keys that may be seen and, if asked for, the log-sum-exp."""
+    logits = hide(logits, operands.mask, options.visibility, chunk, xp=xp)
+    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
+    return softmax(logits, dead_rows=dead_rows, lse=lse, xp=xp)
 
 
 def _relative_terms(

@@ -1,4 +1,4 @@
-"""Offsets that differ from item to item of a batch: ragged and left-padded sequences, caches of different lengths.
+"""Ragged batches: offsets that differ from item to item, of padded sequences and caches of different lengths.
 
 Every item gets a window of the tables of its own, shifted by its offset, so that from there on all items stand at
 offset 0; what may be seen is a mask with the batch's axes. Offsets may be values that nobody knows yet, under
@@ -8,7 +8,9 @@ offset 0; what may be seen is a mask with the batch's axes. Offsets may be value
 from __future__ import annotations
 
 import math
+import operator
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +18,21 @@ from relskew_core._array.checks import check_int, describe
 from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
-from relskew_core._positions.table import Plan
+from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
 
 
 @dataclass(frozen=True, eq=False)
-class RowVisibility(Visibility):
+class RaggedVisibility(Visibility):
     """The pattern of a batch whose query ``i`` stands at position ``i + offsets[item]``."""
 
-    offsets: Array = None  # integers, the batch's axes
+    offset_by_item: Array = None  # integers, the batch's axes
     known: tuple[int, ...] | None = None  # their values in order, where they are at hand
 
     def each(self) -> list[Visibility]:
         """Return the patterns that occur, one for each different offset that is known."""
         return [
-            Visibility(self.n_queries, self.n_keys, offset, self.causal, self.window, self.block_size)
+            Visibility(self.n_queries, self.n_keys, offset, self.left, self.right, self.block_size)
             for offset in sorted(set(self.known or ()))
         ]
 
@@ -52,25 +54,22 @@ class RowVisibility(Visibility):
             pattern.check_reach(name, span)
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
-        """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m)."""
-        queries = xp.arange(start, stop, device=device)[:, None] + self.offsets[..., None, None, None]
-        keys = xp.arange(first, end, device=device)
-        seen = keys >= 0 * queries
-        if self.right is not None:
-            seen = xp.logical_and(seen, keys <= queries + self.right)
-        if self.left is not None:
-            seen = xp.logical_and(seen, keys >= queries - self.left)
-        if self.block_size is not None:
-            seen = xp.logical_and(seen, keys >= (queries // self.block_size - 1) * self.block_size)
-        return seen
+        """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m), ``None`` if all."""
+        queries = xp.arange(start, stop, device=device)[:, None] + self.offset_by_item[..., None, None, None]
+        return self.sees(queries, xp.arange(first, end, device=device), xp=xp)
+
+    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
+        """Return which of the keys some query of an item may see, shape (..., 1, m), ``None`` if all of them."""
+        seen = self.mask(start, stop, first, end, xp=xp, device=device)
+        return None if seen is None else xp.any(seen, axis=-2)
 
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys may be empty."""
         return True
 
-    def sees(self, positions: Array, *, xp: Namespace) -> Array:
+    def occurs(self, positions: Array, *, xp: Namespace) -> Array:
         """Return which relative positions (..., W) lie between a query and a key that it may see."""
-        low, high = self.offsets[..., None], self.offsets[..., None] + (self.n_queries - 1)
+        low, high = self.offset_by_item[..., None], self.offset_by_item[..., None] + (self.n_queries - 1)
         # The queries that have a key there stand from `low` to `high`.
         low, high = xp.maximum(low, -positions), xp.minimum(high, self.n_keys - 1 - positions)
         seen = low <= high
@@ -80,16 +79,16 @@ class RowVisibility(Visibility):
             seen = xp.logical_and(seen, positions >= -self.left)
         if self.block_size is not None:  # a block's last query looks back furthest
             size = self.block_size
-            furthest = xp.where(high // size > low // size, high - high + size - 1, high % size)
+            furthest = xp.where(high // size > low // size, size - 1, high % size)
             seen = xp.logical_and(seen, -positions <= furthest + size)
         return seen
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class RaggedTables:
     """The windows of a batch's tables: column ``c`` of item ``b`` holds ``r = c - n_queries - offsets[b]``."""
 
-    visibility: RowVisibility
+    visibility: RaggedVisibility
     span: Span  # of the tables
     xp: Namespace
 
@@ -99,7 +98,7 @@ class Windows:
         return Span(self.visibility.n_queries, max(0, self.visibility.n_keys - 1), "zero")
 
     def _positions(self) -> Array:
-        offsets, span = self.visibility.offsets, self.window_span
+        offsets, span = self.visibility.offset_by_item, self.window_span
         return self.xp.arange(-span.left, span.right + 1, device=device(offsets)) - offsets[..., None]
 
     def of(self, table: Array) -> Array:
@@ -120,7 +119,7 @@ class Windows:
         if span.beyond != "clip":
             there = xp.logical_and(positions >= -span.left, positions <= span.right)[..., None, :, None]
             rows = xp.where(there, rows, 0.0 if span.beyond == "zero" else math.nan)
-        return xp.where(self.visibility.sees(positions, xp=xp)[..., None, :, None], rows, 0.0)
+        return xp.where(self.visibility.occurs(positions, xp=xp)[..., None, :, None], rows, 0.0)
 
     def gradient(self, windows: Array, table: Array) -> Array:
         """Return the adjoint of :meth:`of`: (..., 1 or H, W, D) summed into the rows of ``table``."""
@@ -128,26 +127,34 @@ class Windows:
         if visibility.known is None:
             raise TypeError(
                 "`offset` must be known for the gradient of a table: a sequence of ints, or an array that nobody "
-                f"traces, got {describe(visibility.offsets)}"
+                f"traces, got {describe(visibility.offset_by_item)}"
             )
-        seen = visibility.sees(self._positions(), xp=xp)[..., None, :, None]
+        seen = visibility.occurs(self._positions(), xp=xp)[..., None, :, None]
         columns = xp.matrix_transpose(xp.where(seen, windows, 0.0))
         columns = xp.reshape(columns, (-1, *columns.shape[-3:]))
         span, reach = self.span, self.window_span
         beyond: Beyond = "clip" if span.beyond == "clip" else "zero"
         total = xp.zeros((*columns.shape[1:-1], span.rows), dtype=columns.dtype, device=device(columns))
         for item, offset in enumerate(visibility.known):
-            plan = Plan.of(span.left, span.rows, beyond, -reach.left - offset, reach.right - offset)
-            total = total + plan.place(plan.fold(columns[item, ...], xp=xp), span.rows, xp=xp)
+            extension = Extension.of(span.left, span.rows, beyond, -reach.left - offset, reach.right - offset)
+            total = total + extension.place(extension.fold(columns[item, ...], xp=xp), span.rows, xp=xp)
         return xp.reshape(xp.matrix_transpose(total), table.shape)
 
 
-def is_by_row(offset: Any) -> bool:
-    """Whether an offset is one for each item: a sequence, or an array with axes."""
-    return isinstance(offset, (list, tuple)) or bool(getattr(offset, "ndim", 0))
+def is_ragged(offset: Any) -> bool:
+    """Whether an offset is one for each item, a sequence or an array with axes, or one that nobody knows yet."""
+    if isinstance(offset, (list, tuple)) or not hasattr(offset, "ndim"):
+        return isinstance(offset, (list, tuple))
+    if offset.ndim:
+        return True
+    try:
+        operator.index(offset)
+    except TypeError:  # JAX traces it
+        return True
+    return False
 
 
-def row_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
+def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
     """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
     lead = tuple(q.shape[:-3])
     if isinstance(offset, (list, tuple)):
@@ -156,11 +163,11 @@ def row_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[i
             raise ValueError(
                 f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"
             )
-        return xp.asarray(known, dtype=xp.int64, device=device(q)), known
+        return xp.asarray(known, device=device(q)), known
     check_companion("offset", offset, "q", q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
-    if tuple(offset.shape) != lead:
+    if tuple(offset.shape) not in ((), lead):
         raise ValueError(
             f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {describe(offset)}"
         )
@@ -177,4 +184,15 @@ def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
             return None
     if "cpu" not in str(device(offset)).lower():  # JAX's tracers are on no device
         return None
+    if hasattr(offset, "tolist"):  # under jit JAX would trace any operation on a known array
+        return tuple(_numbers(offset.tolist()))
     return tuple(int(value) for value in xp.reshape(offset, (-1,)))
+
+
+def _numbers(nested: Any) -> Iterator[int]:
+    """Return the numbers of lists in lists."""
+    if isinstance(nested, list):
+        for inner in nested:
+            yield from _numbers(inner)
+    else:
+        yield nested

@@ -14,7 +14,7 @@ from relskew_core._positions.span import Beyond
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Extension:
     """Where the columns ``first … last`` come from: zeros, a repeated edge, ``start … stop - 1``, an edge, zeros."""
 
     zeros_before: int
@@ -25,7 +25,7 @@ class Plan:
     zeros_after: int
 
     @classmethod
-    def of(cls, left: int, rows: int, beyond: Beyond, first: int, last: int) -> Plan:
+    def of(cls, left: int, rows: int, beyond: Beyond, first: int, last: int) -> Extension:
         """Plan the positions ``first … last`` of a table whose column ``c`` holds ``c - left``."""
         low, high = first + left, last + left
         if high < 0:  # all before the table
@@ -39,7 +39,7 @@ class Plan:
         return cls(before, 0, start, stop, 0, after)
 
     @classmethod
-    def _beyond(cls, edge: int, beyond: Beyond, count: int) -> Plan:
+    def _beyond(cls, edge: int, beyond: Beyond, count: int) -> Extension:
         if beyond == "clip":
             return cls(0, count - 1, edge, edge + 1, 0, 0)
         return cls(count, 0, edge, edge, 0, 0)
@@ -79,12 +79,12 @@ class Table:
     columns: Array
     left: int
     beyond: Beyond
-    extension: Plan | None = None  # how the columns came from the caller's table, if they were extended
+    extension: Extension | None = None  # how the columns came from the caller's table, if they were extended
     rows: int = 0  # of the caller's table, if they were extended
 
-    def plan(self, first: int, last: int) -> Plan:
+    def plan(self, first: int, last: int) -> Extension:
         """Plan the positions ``first … last``."""
-        return Plan.of(self.left, self.columns.shape[-1], self.beyond, first, last)
+        return Extension.of(self.left, self.columns.shape[-1], self.beyond, first, last)
 
     def covering(self, first: int, last: int, *, xp: Namespace) -> Table:
         """Return a table whose chunks are views: extended once to ``first … last``, unless it is much shorter.
@@ -93,9 +93,9 @@ class Table:
         """
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
-        plan = self.plan(first, last)
-        columns = plan.widen(self.columns[..., plan.start : plan.stop], xp=xp)
-        return Table(columns, -first, "zero", plan, self.columns.shape[-1])
+        extension = self.plan(first, last)
+        columns = extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)
+        return Table(columns, -first, "zero", extension, self.columns.shape[-1])
 
     def gradient(self, columns: Array, *, xp: Namespace) -> Array:
         """Turn the gradient of the columns into the gradient of the caller's table, (..., rows, D)."""
@@ -106,16 +106,16 @@ class Table:
 
     def product(self, q: Array, first: int, last: int, *, xp: Namespace) -> Array:
         """Return ``q · e_r`` for ``r = first … last``: (..., n, D) -> (..., n, last - first + 1)."""
-        plan = self.plan(first, last)
-        return plan.widen(xp.matmul(q, self.columns[..., plan.start : plan.stop]), xp=xp)
+        extension = self.plan(first, last)
+        return extension.widen(xp.matmul(q, self.columns[..., extension.start : extension.stop]), xp=xp)
 
     def mix(self, weights: Array, first: int, last: int, *, xp: Namespace) -> Array:
         """Return ``Σ_r w_r e_r`` over ``r = first … last``: (..., n, last - first + 1) -> (..., n, D)."""
-        plan = self.plan(first, last)
-        rows = xp.matrix_transpose(self.columns[..., plan.start : plan.stop])
-        return xp.matmul(plan.fold(weights, xp=xp), rows)
+        extension = self.plan(first, last)
+        rows = xp.matrix_transpose(self.columns[..., extension.start : extension.stop])
+        return xp.matmul(extension.fold(weights, xp=xp), rows)
 
     def spread(self, first: int, last: int, *, xp: Namespace) -> Array:
         """Return the columns of ``r = first … last`` themselves."""
-        plan = self.plan(first, last)
-        return plan.widen(self.columns[..., plan.start : plan.stop], xp=xp)
+        extension = self.plan(first, last)
+        return extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)

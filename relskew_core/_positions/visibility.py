@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
@@ -18,9 +20,9 @@ class Visibility:
     n_queries: int
     n_keys: int
     offset: int = 0
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    block_size: int | None = None
+    left: int | None = None  # how far back a query sees, None for all of the past
+    right: int | None = None  # how far ahead, None for all of the future; 0 is causal
+    block_size: int | None = None  # a query sees no further back than the block before its own
 
     def first_key(self, position: int) -> int:
         """Return the first key that a query at ``position`` may see."""
@@ -28,7 +30,7 @@ class Visibility:
         if self.left is not None:
             first = max(first, position - self.left)
         if self.block_size is not None:
-            first = max(first, self._block_start(position))
+            first = max(first, first_of_blocks(position, self.block_size))
         return first
 
     def last_key(self, position: int) -> int:
@@ -38,33 +40,31 @@ class Visibility:
             last = min(last, position + self.right)
         return last
 
-    @property
-    def left(self) -> int | None:
-        """How far back a query sees, ``None`` for all of the past."""
-        return None if self.window is None else self.window[0]
+    def sees(self, queries: Array, keys: Array, *, xp: Namespace) -> Array | None:
+        """Compare positions that broadcast: which keys the queries may see, ``None`` if all of them."""
+        conditions = []
+        if self.right is not None:
+            conditions.append(keys <= queries + self.right)
+        if self.left is not None:
+            conditions.append(keys >= queries - self.left)
+        if self.block_size is not None:
+            conditions.append(keys >= first_of_blocks(queries, self.block_size))
+        return reduce(xp.logical_and, conditions) if conditions else None
 
-    @property
-    def right(self) -> int | None:
-        """How far ahead a query sees, ``None`` for all of the future."""
-        right = None if self.window is None else self.window[1]
-        if self.causal:
-            return 0
-        return right
-
-    def _block_start(self, position: int) -> int:
-        """First position of the block before the block of ``position``."""
-        assert self.block_size is not None
-        return (position // self.block_size - 1) * self.block_size
+    def within(self, start: int, stop: int, first: int, end: int) -> Visibility:
+        """Return the pattern without what hides none of the keys ``first … end - 1`` from the queries."""
+        low, high = start + self.offset, stop - 1 + self.offset
+        block_size = self.block_size
+        return replace(
+            self,
+            left=None if self.left is None or first >= high - self.left else self.left,
+            right=None if self.right is None or end - 1 <= low + self.right else self.right,
+            block_size=None if block_size is None or first >= first_of_blocks(high, block_size) else block_size,
+        )
 
     def bounded(self) -> Visibility:
-        """Return the same pattern without what hides nothing: no number is larger than the positions are."""
-        last = self.n_queries - 1 + self.offset
-        left, right = self.window or (None, None)
-        left = None if left is None or left >= last else left
-        right = None if right is None or right >= self.n_keys - 1 - self.offset else right
-        block_size = None if self.block_size is None or self.block_size > last else self.block_size
-        window = None if left is None and right is None else (left, right)
-        return replace(self, window=window, block_size=block_size)
+        """Return the pattern without what hides nothing: no number is larger than the positions are."""
+        return self.within(0, self.n_queries, 0, self.n_keys)
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys that some query of ``start … stop - 1`` may see."""
@@ -102,20 +102,13 @@ class Visibility:
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (n, m), ``None`` if all of them."""
-        low, high = start + self.offset, stop - 1 + self.offset
-        queries = xp.arange(low, high + 1, device=device)[:, None]
+        queries = xp.arange(start + self.offset, stop + self.offset, device=device)[:, None]
         keys = xp.arange(first, end, device=device)[None, :]
-        seen = []
-        if self.right is not None and end - 1 > low + self.right:
-            seen.append(keys <= queries + self.right)
-        if self.left is not None and first < high - self.left:
-            seen.append(keys >= queries - self.left)
-        if self.block_size is not None and first < self._block_start(high):
-            seen.append(keys >= (queries // self.block_size - 1) * self.block_size)
-        visible = None
-        for condition in seen:
-            visible = condition if visible is None else xp.logical_and(visible, condition)
-        return visible
+        return self.within(start, stop, first, end).sees(queries, keys, xp=xp)
+
+    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
+        """Return which of the keys that :meth:`keys` names some query may see, ``None`` if all of them."""
+        return None
 
     def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""
@@ -126,7 +119,7 @@ class Visibility:
         if self.left is not None:
             before = max(before, high - self.left)
         if self.block_size is not None:
-            before = max(before, self._block_start(high))
+            before = max(before, first_of_blocks(high, self.block_size))
         before = min(before, end)
         if after <= before:
             return [(first, end)]
@@ -138,3 +131,8 @@ class Visibility:
             return False
         ends = (self.offset, self.offset + self.n_queries - 1)
         return any(self.first_key(p) > self.last_key(p) for p in ends)
+
+
+def first_of_blocks(position: Any, block_size: int) -> Any:
+    """Return the first position of the block before that of ``position``, a number or an array."""
+    return (position // block_size - 1) * block_size

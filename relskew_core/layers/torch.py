@@ -14,7 +14,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core import backends
+from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_real, describe
 from relskew_core._block.block import apply_block, uniform_bound
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
@@ -249,6 +249,6 @@ def _attend_without_padding(
     if mask is None:
         mask = ~hidden
     else:
-        mask = check_mask(backends.autocast({"mask": mask})["mask"], q, k, xp=xp)
+        mask = check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
         mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
     return attend(q, k, *arrays, mask=mask, **options)

@@ -1,7 +1,7 @@
 """The published algorithms of relative attention: literal, slow, cited.
 
-They are here to be read beside the papers and to be tested against: every one of them equals a call of the functions
-that this package is about, which need neither its memory nor its restrictions.
+Read them beside the papers, and test against them: each equals a call of the package's own functions, which need less
+memory and have fewer restrictions.
 
 ==============================================  ==================================  ====================================
 algorithm                                       memory beyond input and output      the same as

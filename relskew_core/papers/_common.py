@@ -12,7 +12,10 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def check_trailing(name: str, array: Array, axes: Mapping[str, int | None], *, exact: bool = False) -> None:
-    """Refuse an ``array`` that does not end in ``axes``, sizes by symbol, None for any; or has more, if ``exact``."""
+    """Refuse an ``array`` whose last axes are not ``axes``: sizes by symbol, None for any size.
+
+    If ``exact``, axes before them are refused too.
+    """
     shape = tuple(array.shape)
     ending = shape[max(len(shape) - len(axes), 0) :]
     fits = len(shape) == len(axes) if exact else len(shape) >= len(axes)
@@ -31,7 +34,7 @@ def check_leading(name: str, array: Array, first_name: str, first: Array) -> Non
 
 
 def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None]) -> None:
-    """Refuse a ``table`` of a shape that is neither ``axes`` nor the heads of ``x``, then ``axes``."""
+    """Refuse a ``table`` whose shape is neither ``axes`` nor ``axes`` behind the heads of ``x``."""
     check_trailing(name, table, axes)
     heads = tuple(table.shape[:-2])
     if heads and heads != tuple(x.shape[-3:-2]):
@@ -40,13 +43,13 @@ def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None
 
 
 def weigh(logits: Array, *, xp: Namespace) -> Array:
-    """Softmax over the last axis of logits of which no row is all ``-inf``."""
+    """Softmax over the last axis; no row of the logits is all ``-inf``."""
     weights, _ = softmax(logits, dead_rows=False, lse=False, xp=xp)
     return weights
 
 
 def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:
-    """Keep the entries of the last two axes at which ``visible(row, column)`` holds; ``otherwise`` elsewhere."""
+    """Keep the entries where ``visible(row, column)`` holds, of the last two axes; put ``otherwise`` elsewhere."""
     rows = xp.expand_dims(xp.arange(x.shape[-2], device=device(x)), axis=1)
     columns = xp.expand_dims(xp.arange(x.shape[-1], device=device(x)), axis=0)
     return xp.where(visible(rows, columns), x, xp.full_like(x, otherwise))

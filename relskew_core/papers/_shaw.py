@@ -54,7 +54,7 @@ def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: i
 def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0) -> Array:
     """Gather the row of every query and key: ``a_ij = w_clip(j - i, k)`` (Shaw et al. 2018, section 3.2).
 
-    This tensor is what every other form avoids: memory ``O(n·m·D)`` a head, unless the heads share the table.
+    Every other form avoids this tensor: it takes memory ``O(n·m·D)`` for each head, or once if heads share the table.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0
 def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> Array:
     """``e_ij = q_i (k_j + a_ij)ᵀ / √D``, every key moved for every query (Shaw et al. 2018, equation 4).
 
-    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m·D)``: the form that the paper's section 3.3 sets out to avoid.
+    Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m·D)``: what the paper's section 3.3 then avoids.
 
     Parameters
     ----------

@@ -17,6 +17,7 @@ import pytest
 import dense
 from dense import CASES, Case
 from relskew_core import Span, relative_attention
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _cupy
 from relskew_core.backends._cupy import blas, device, softmax
@@ -109,10 +110,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 def attend(host: Host, case: Case, arrays: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    names = ("rel_k", "rel_v", "rel_bias", "rel_q", "window", "block_size", "mask", "scale", "rel_scale", "softcap")
-    given = {**dict.fromkeys(names), "causal": False, "offset": 0, "chunk_size": None, **case.call(), **options}
-    call = problem(**{**given, **arrays})
-    out, lse = blas.attention(call.operands, call.options, device=host)
+    call = problem(Arguments(**arrays, **case.call(), **options), return_lse=True)
+    out, lse = blas.attention(call.operands(), call.options, device=host)
     return call.result(out), call.result(lse)
 
 
@@ -166,26 +165,20 @@ def test_gradients_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     x = np.zeros((1, 2, 3))
-    call = problem(
-        x, x, x, None, None, rel_v=None, rel_bias=None, rel_q=None, causal=False, window=None, block_size=None,
-        mask=None, offset=0, scale=None, rel_scale=None, softcap=None, chunk_size=None,
-    )  # fmt: skip
+    call = problem(Arguments(x, x, x))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _cupy.refusal("attention", call) is None
-    assert not _cupy.takes_half(call)
-    assert "no gradients of its own, and through torch: torch sees no" in str(_cupy.refusal("attention_vjp", call))
+    assert _cupy.serve("attention", call) is _cupy.CUBLAS
+    assert not _cupy.CUBLAS.half
+    assert "no gradients of its own, and through torch: torch sees no" in str(_cupy.serve("attention_vjp", call))
     monkeypatch.setattr(_cupy, "find_spec", lambda name: None)
-    assert "torch is not installed" in str(_cupy.refusal("attention_vjp", call))
+    assert "torch is not installed" in str(_cupy.serve("attention_vjp", call))
 
 
 @pytest.mark.parametrize("boolean", [True, False])
 def test_arrays_go_to_torch_without_a_copy(boolean: bool) -> None:
     x = np.ones((2, 3, 4))
     mask = np.ones((3, 3), bool) if boolean else np.ones((3, 3))
-    tensors: Any = _cupy.to_torch(problem(
-        x, x, x, None, None, rel_v=None, rel_bias=None, rel_q=None, causal=False, window=None, block_size=None,
-        mask=mask, offset=0, scale=None, rel_scale=None, softcap=None, chunk_size=None,
-    ).given)  # fmt: skip
+    tensors: Any = _cupy.to_torch(problem(Arguments(x, x, x, mask=mask)).given)
     assert tensors.rel_k is None
     assert tensors.q.data_ptr() == x.ctypes.data
     assert tensors.mask.data_ptr() == mask.ctypes.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import dense
 import oracles
 import strategies
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.problem import Options
+from relskew_core._kernel.call import Options
 from relskew_core._positions.visibility import Visibility
 
 jax = pytest.importorskip("jax")
@@ -89,8 +90,9 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
     n: int, m: int, size: int, pattern: dict[str, Any]
 ) -> None:
     causal = pattern["causal"] or pattern["block_size"] is not None
-    visibility = Visibility(n, m, pattern["offset"], causal, pattern["window"], pattern["block_size"])
-    plan = plans.Plan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0, None, None, False), size)
+    left, right = pattern["window"] or (None, None)
+    visibility = Visibility(n, m, pattern["offset"], left, 0 if causal else right, pattern["block_size"])
+    plan = plans.LoopPlan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0), size)
     assert len(plan.segments) <= plans.SEGMENTS
     found = []
     for segment in plan.segments:
@@ -115,12 +117,12 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
 
 def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
     def segments(**pattern: Any) -> list[Any]:
-        options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0, None, None, False)
-        return list(plans.Plan.of(options, 8).segments)
+        options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0)
+        return list(plans.LoopPlan.of(options, 8).segments)
 
     assert [segment.m for segment in segments()] == [256]
-    assert [segment.m for segment in segments(causal=True, window=(15, None))] == [8 + 15]
-    assert [segment.m for segment in segments(causal=True)] == [40, 80, 128, 168, 208, 256]
+    assert [segment.m for segment in segments(left=15, right=0)] == [8 + 15]
+    assert [segment.m for segment in segments(right=0)] == [40, 80, 128, 168, 208, 256]
 
 
 def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:
@@ -275,3 +277,39 @@ def test_no_queries_and_no_keys(n: int, m: int) -> None:
     assert all(
         x.shape == arrays[name].shape and not x.any() for name, x in gradients._asdict().items() if x is not None
     )
+
+
+def decoding() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((2, 3, 5, 4))), jnp.asarray(rng.standard_normal((30, 4)))
+
+
+def test_an_offset_may_be_traced() -> None:
+    """A cache of one length in ``lax.scan`` is how JAX decodes."""
+    q, table = decoding()
+    whole = relative_attention(q, q, q, table, causal=True)
+
+    def step(carry: None, position: Any) -> tuple[None, Any]:
+        token = jax.lax.dynamic_slice_in_dim(q, position, 1, axis=2)
+        return carry, relative_attention(token, q, q, table, causal=True, offset=position)
+
+    tokens = jax.jit(lambda: jax.lax.scan(step, None, jnp.arange(5))[1])()
+    close(jnp.concatenate(list(tokens), axis=2), whole, 1e-12, "decoded")
+
+
+@pytest.mark.parametrize("offset", [3, [1, 3]], ids=str)
+def test_an_offset_may_be_an_array_that_jit_closes_over(offset: Any) -> None:
+    q, table = decoding()
+    known = jnp.asarray(offset)
+
+    def attend(q: Any, offset: Any) -> Any:
+        return relative_attention(q[..., :2, :], q, q, table, causal=True, offset=offset)
+
+    close(jax.jit(lambda q: attend(q, known))(q), attend(q, offset), 1e-12, "jit")
+
+
+@pytest.mark.parametrize("impl", ["portable", "native"])
+def test_a_window_may_be_as_wide_as_an_int_can_say(impl: str) -> None:
+    q, table = decoding()
+    wide = relative_attention(q, q, q, table, causal=True, window=(sys.maxsize, None), impl=impl)
+    close(wide, relative_attention(q, q, q, table, causal=True), 1e-12, impl)

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from relskew_core import Span, backends, relative_attention
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _numpy, _parallel
+from relskew_core.backends import _parallel
+from relskew_core.backends._numpy import headwise
+from relskew_core.backends._path import PORTABLE
 
 
 @pytest.fixture
@@ -44,17 +47,11 @@ def blas_threads() -> list[int]:
 
 
 def test_small_calls_take_the_portable_code_unless_told_otherwise() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("rel_k", "span", "rel_v", "rel_bias", "rel_q", "window", "block_size", "mask", "scale", "rel_scale", "softcap",
-         "chunk_size")
-    )  # fmt: skip
     for length, native in ((16, False), (90, False), (91, True), (500, True)):
         q, k, v, _ = arrays(length)
-        call = problem(q, k, v, causal=True, offset=0, **nothing)
-        assert (backends.native("attention", call, "auto") is not None) == native
-        found = backends.native("attention", call, "native")
-        assert found is not None
-        assert found[0] is _numpy.attention
+        call = problem(Arguments(q, k, v, causal=True))
+        assert (backends.path("attention", call, "auto") is not PORTABLE) == native
+        assert backends.path("attention", call, "native").attention is headwise.attention
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3)], ids=str)
@@ -99,13 +96,13 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[E
 @pytest.mark.usefixtures("two_threads")
 def test_blas_has_one_thread_inside_and_its_own_number_after(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[list[int]] = []
-    write = _numpy._write_exponentials
+    write = headwise._write_exponentials
 
     def watched(*given: Any) -> Any:
         inside.append(blas_threads())
         return write(*given)
 
-    monkeypatch.setattr(_numpy, "_write_exponentials", watched)
+    monkeypatch.setattr(headwise, "_write_exponentials", watched)
     with threadpool_limits(2, "blas"):
         before = blas_threads()
         attend(*arrays(200))
@@ -118,7 +115,7 @@ def test_an_error_in_a_worker_is_raised_and_leaves_everything_as_it_was(monkeypa
     given = arrays(200)
     expected, before = attend(*given), blas_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(_numpy, "_write_exponentials", lambda *_: 1 // 0)
+        patch.setattr(headwise, "_write_exponentials", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             attend(*given)
     assert blas_threads() == before

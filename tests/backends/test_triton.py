@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from relskew_core import Span, backends
-from relskew_core._kernel.problem import Operands, Options, problem
+from relskew_core._kernel.call import Arguments, Operands, Options
+from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
+from relskew_core.backends._path import PORTABLE
 from relskew_core.backends._torch.triton import choice
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -110,7 +112,7 @@ def test_refusals_say_why(given: Operands, reason: str) -> None:
 @pytest.mark.parametrize("offset", [-(2**30), 2**30])
 def test_offsets_past_32_bits_are_refused(offset: int) -> None:
     def options(offset: int) -> Options:
-        return Options(Span.clipped(2), Visibility(4, 4, offset, False), 1.0, 1.0, None, None, False)
+        return Options(Span.clipped(2), Visibility(4, 4, offset), 1.0, 1.0)
 
     assert choice.refusal_of_options(options(offset // 2)) is None
     assert str(offset) in str(choice.refusal_of_options(options(offset)))
@@ -129,10 +131,7 @@ def test_refuses_where_torch_is_built_without_cuda() -> None:
 
 def test_native_never_falls_back_silently() -> None:
     x = torch.ones((1, 2, 3), device="meta")
-    call = problem(
-        x, x, x, None, None, rel_v=None, rel_bias=None, rel_q=None, causal=False, window=None, block_size=None,
-        mask=None, offset=0, scale=None, rel_scale=None, softcap=None, chunk_size=None,
-    )  # fmt: skip
-    assert backends.native("attention", call, "auto") is None
+    call = problem(Arguments(x, x, x))
+    assert backends.path("attention", call, "auto") is PORTABLE
     with pytest.raises(ValueError, match="no native path for this call: torch has one for arrays on CPUs and CUDA"):
-        backends.native("attention", call, "native")
+        backends.path("attention", call, "native")

@@ -17,9 +17,10 @@ import strategies
 from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.backward import attention_vjp as kernel_vjp
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import attention as kernel
-from relskew_core._kernel.problem import Gradients, problem
+from relskew_core._kernel.problem import problem
 
 GATE = 1e-10
 
@@ -129,10 +130,9 @@ def test_the_dense_formula_is_the_loops_formula(case: dense.Case) -> None:
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=str)
 def test_weights_may_meet_factors(case: dense.Case) -> None:
     """Dropout is this: what follows the softmax is multiplied, chunk by chunk."""
-    arrays: dict[str, Any] = dict.fromkeys(Gradients._fields) | case.arrays()
-    usual: dict[str, Any] = dict.fromkeys(("window", "block_size", "scale", "rel_scale", "softcap"))
-    call = problem(**arrays, **{**usual, "causal": False, "offset": 0, **case.call()}, chunk_size=3)
-    operands, options, xp = call.operands, call.options, call.xp
+    arguments = Arguments(**case.arrays(), **case.call(), chunk_size=3)
+    call = problem(arguments)
+    operands, options, xp = call.operands(), call.options, call.xp
     kept = np.random.default_rng(0).uniform(0.5, 2.0, (*operands.q.shape[:-1], case.m))
 
     def factors(chunk: Chunk, weights: NDArray[Any]) -> NDArray[Any]:
@@ -149,7 +149,7 @@ def test_weights_may_meet_factors(case: dense.Case) -> None:
     for given_out in (None, out):
         d_out = call.operand(case.d_out())
         result = kernel_vjp(d_out, operands, options, out=given_out, factors=factors, xp=xp)
-        own = call.gradients(result, arrays)
+        own = call.gradients(result, arguments)
         mine = {name: x for name, x in own._asdict().items() if x is not None}
         named = [name for name, x in given.items() if x.is_floating_point()]
         check(mine, {name: x.numpy() for name, x in zip(named, gradients, strict=True)})
@@ -243,3 +243,31 @@ def test_a_querys_nan_stays_in_its_own_gradient(
     ]  # fmt: skip
     others = [0, 2, 3, 4, 5, 6]
     torch.testing.assert_close(gradients[1].q[others], gradients[0].q[others])
+
+
+@pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "jax")], ids=str)
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+@pytest.mark.parametrize("beyond", ["clip", "zero"])
+def test_parts_of_the_keys_with_the_results_of_the_whole(row: Library, impl: str, beyond: Any) -> None:
+    """Ring attention: a part's gradients, from the output and the log-sum-exp of all keys."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((2, 3, 40, 4)) for _ in range(4))
+    d_lse = rng.standard_normal((2, 3, 40))
+    options: dict[str, Any] = {"span": Span(25, 9, beyond), "causal": True, "impl": impl}
+    tables = {"rel_k": rng.standard_normal((35, 4)), "rel_v": rng.standard_normal((3, 35, 4))}
+    with row.setting():
+        given = {name: row.asarray(x) for name, x in {"q": q, "k": k, "v": v, **tables}.items()}
+        out, lse = relative_attention(**given, **options, return_lse=True)
+        results = {"out": out, "lse": lse}
+        whole = relative_attention_vjp(row.asarray(d_out), **given, **options, d_lse=row.asarray(d_lse))
+        parts = []
+        for a, b in ((0, 13), (13, 40)):
+            given |= {"k": row.asarray(k[..., a:b, :]), "v": row.asarray(v[..., a:b, :])}
+            cotangents = {**results, "d_lse": row.asarray(d_lse)}
+            parts.append(relative_attention_vjp(row.asarray(d_out), **given, **options, offset=-a, **cotangents))
+        for name in ("q", "rel_k", "rel_v"):
+            total = sum(row.to_numpy(getattr(part, name)) for part in parts)
+            np.testing.assert_allclose(total, row.to_numpy(getattr(whole, name)), rtol=0, atol=1e-11, err_msg=name)
+        for name in ("k", "v"):
+            joined = np.concatenate([row.to_numpy(getattr(part, name)) for part in parts], axis=-2)
+            np.testing.assert_allclose(joined, row.to_numpy(getattr(whole, name)), rtol=0, atol=1e-11, err_msg=name)

@@ -10,9 +10,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from peers.common import check, padding, peer, randomised
 
 from relskew_core.huggingface import replace_attention
+from tests.peers.common import check, padding, peer, randomised
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -42,12 +42,19 @@ def tokens(batch: int, length: int, vocabulary: int = 11) -> tuple[torch.Tensor,
     return ids, padding([length] * (batch - 1) + [max(1, length - 2)], length)[:, 0, 0].long()
 
 
+def kinds(model: torch.nn.Module) -> list[str]:
+    """Every attention of a model by its class."""
+    names = (type(module).__name__ for module in model.modules())
+    return [name for name in names if name.endswith("Attention") and "Layer" not in name]
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (2, 7), (3, 50)])
 @pytest.mark.parametrize("window_size", [1, 4])
 def test_vits_keeps_its_outputs(shape: tuple[int, int], window_size: int) -> None:
     theirs = vits(window_size=window_size)
     ours = copy.deepcopy(theirs)
-    assert replace_attention(ours) == 2
+    assert replace_attention(ours) is ours
+    assert kinds(ours) == ["VitsRelativeAttention"] * 2
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for got, want in zip(Encoder(ours)(*tokens(*shape)), Encoder(theirs)(*tokens(*shape)), strict=True):
         check(got, want)
@@ -79,7 +86,8 @@ def t5(implementation: str = "eager") -> Any:
 def test_t5_keeps_its_outputs(implementation: str) -> None:
     theirs = t5(implementation)
     ours = copy.deepcopy(theirs)
-    assert replace_attention(ours) == 6  # two encoder layers, two decoder layers of two
+    assert replace_attention(ours) is ours
+    assert kinds(ours) == ["T5RelativeAttention"] * 6  # two encoder layers, two decoder layers of two
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for length, decoded in [(1, 1), (7, 3), (30, 25)]:
         ids, mask = tokens(2, length, 50)
@@ -166,16 +174,73 @@ def test_t5_exports_with_any_length(tmp_path: Path, implementation: str) -> None
         check(got, Translator(theirs)(*arguments(*shape)), 1e-5)
 
 
+def test_a_second_call_changes_nothing() -> None:
+    encoder = replace_attention(vits())
+    parts = list(encoder.modules())
+    assert replace_attention(encoder) is encoder
+    assert list(encoder.modules()) == parts
+    attention = vits().encoder.layers[0].attention
+    assert type(replace_attention(attention)).__name__ == "VitsRelativeAttention"
+
+
 def test_weights_are_never_held() -> None:
-    encoder = vits()
-    replace_attention(encoder)
-    attention = encoder.encoder.layers[0].attention
-    x = torch.zeros(1, 3, 24, dtype=torch.float64)
+    attention = replace_attention(vits()).encoder.layers[0].attention
     with pytest.raises(ValueError, match="`output_attentions` must be False"):
-        attention(x, output_attentions=True)
-    attention.dropout = 0.1
-    attention(x)
-    with pytest.raises(ValueError, match=r"attention dropout must be 0 in training, got 0\.1"):
-        attention.train()(x)
-    with pytest.raises(ValueError, match="`model` must contain VitsAttention or T5Attention, got VitsTextEncoder"):
-        replace_attention(encoder)
+        attention(torch.zeros(1, 3, 24, dtype=torch.float64), output_attentions=True)
+
+
+def attentions(kind: str) -> tuple[Any, Any]:
+    """An attention of theirs with dropout, and how to call it on 12 positions of which the last two are padding."""
+    model = vits() if kind == "vits" else t5()
+    theirs = model.encoder.layers[0].attention if kind == "vits" else model.decoder.block[0].layer[0].SelfAttention
+    theirs.dropout = 0.25
+    given = torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64) / 2
+    mask = torch.zeros(1, 1, 12, 12, dtype=torch.float64)
+    mask[..., 10:] = -1e30
+    if kind == "t5":
+        mask = mask + torch.full((12, 12), -1e30, dtype=torch.float64).triu(1)
+    name = "attention_mask" if kind == "vits" else "mask"
+    return theirs, lambda attention, x=given: attention(x, **{name: mask})[0]
+
+
+@pytest.mark.parametrize("kind", ["vits", "t5"])
+def test_training_drops_weights_as_theirs_does(kind: str) -> None:
+    """The same mean and the same spread of every output: draws are ours, their distribution is theirs."""
+    theirs, call = attentions(kind)
+    ours = replace_attention(copy.deepcopy(theirs))
+    torch.manual_seed(0)
+    draws = 2000
+    with torch.no_grad():
+        check(call(ours.eval()), call(theirs.eval()))
+        moments = []
+        for attention in (theirs.train(), ours.train()):
+            outs = torch.stack([call(attention) for _ in range(draws)])
+            moments.append((outs.mean(0), outs.std(0)))
+    (mean, spread), (our_mean, our_spread) = moments
+    assert spread.min() > 0.01
+    assert ((our_mean - mean).abs() < 6 * spread * (2 / draws) ** 0.5).all()
+    assert (our_spread / spread - 1).abs().max() < 0.25
+    assert abs((our_spread / spread).mean() - 1) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["vits", "t5"])
+def test_gradients_of_training_with_dropout(kind: str) -> None:
+    theirs, call = attentions(kind)
+    ours = replace_attention(theirs).train()
+
+    def loss(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)  # the same weights dropped in every call
+        state = dict(zip(dict(ours.named_parameters()), parameters, strict=True))
+        out = call(lambda *given, **options: torch.func.functional_call(ours, state, given, options), x)
+        return out.square().sum()
+
+    x = torch.randn(1, 12, 24, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
+    given = (x, *(parameter.detach().clone().requires_grad_() for parameter in ours.parameters()))
+    assert torch.autograd.gradcheck(loss, given, fast_mode=True)
+
+
+def test_dropout_of_everything_is_refused() -> None:
+    theirs, call = attentions("vits")
+    theirs.dropout = 1.0
+    with pytest.raises(ValueError, match=r"attention dropout must be less than 1, got 1\.0"):
+        call(replace_attention(theirs).train())

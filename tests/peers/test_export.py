@@ -9,17 +9,23 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from peers.common import check
-from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
-from relskew_core import huggingface, relative_attention
+from relskew_core import relative_attention
 from relskew_core.export import torch_translation_table
+from relskew_core.huggingface import replace_attention
+from tests.peers.common import check
+from tests.peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 
 @pytest.fixture(autouse=True)
 def operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drop-ins call the operator, which only an export with our translations knows."""
-    monkeypatch.setattr(huggingface, "_traced", relative_attention)
+
+    def attend(q: Any, k: Any, v: Any, *, dropout: float, **options: Any) -> Any:
+        assert dropout == 0
+        return relative_attention(q, k, v, **options)
+
+    monkeypatch.setattr("relskew_core.huggingface._attend.traced", attend)
 
 
 def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
@@ -42,7 +48,7 @@ def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tup
 def test_vits() -> None:
     theirs = vits(window_size=4).float()
     ours = copy.deepcopy(theirs)
-    huggingface.replace_attention(ours)
+    replace_attention(ours)
     _, run = exported(Encoder(ours), tokens(2, 7))
     for shape in [(2, 7), (1, 1), (1, 4), (3, 5), (2, 60)]:
         for got, want in zip(run(*tokens(*shape)), Encoder(theirs)(*tokens(*shape)), strict=True):
@@ -52,7 +58,7 @@ def test_vits() -> None:
 def test_t5() -> None:
     theirs = t5("eager").float()
     ours = copy.deepcopy(theirs)
-    huggingface.replace_attention(ours)
+    replace_attention(ours)
 
     def arguments(batch: int, length: int, decoded: int) -> tuple[torch.Tensor, ...]:
         return *tokens(batch, length, 50), tokens(batch, decoded, 50)[0]

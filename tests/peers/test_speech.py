@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, join, padding, peer, randn, randomised, split
 
 from relskew_core import Span, attention_block, conventions, relative_attention, sinusoidal_table
+from tests.peers.common import check, join, padding, peer, randn, randomised, split
 
 LENGTHS = [1, 2, 5, 17, 40]
 
@@ -37,7 +37,7 @@ def test_wav2vec2_bert_relative_key(length: int) -> None:
     theirs = randomised(
         peer("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert.Wav2Vec2BertSelfAttention")(config)
     )
-    spec, weights = conventions.load_wav2vec2_bert(theirs.state_dict(), num_heads=3, left=6)
+    spec, weights = conventions.load_wav2vec2_bert(theirs.state_dict(), num_heads=3, left=6, right=2)
     x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
     want, _ = theirs(x, attention_mask=additive(mask))
     check(attention_block(x, weights, spec, mask=mask), want)
@@ -67,7 +67,7 @@ def test_conformers(model: str, length: int) -> None:
     # Sinusoids of any reach: no buffer to extend, and the projection is shared by all lengths.
     span = Span.full(60)
     sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
-    rel_k, _ = conventions.from_transformer_xl(split(theirs.linear_pos(sinusoids), 3))
+    rel_k, _ = conventions.TRANSFORMER_XL.load(split(theirs.linear_pos(sinusoids), 3))
     check(conformer(theirs, x, rel_k, span, mask=mask), want, 1e-6)
 
 
@@ -78,7 +78,7 @@ def test_speecht5(length: int) -> None:
     positions = randomised(peer(f"{modeling}RelativePositionalEncoding")(8, max_length=5), seed=3)
     x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
     want, *_ = theirs(x, attention_mask=additive(mask).expand(2, 1, length, length), position_bias=positions(x))
-    rel_k, span = conventions.from_speecht5(positions.pe_k.weight)
+    rel_k, span = conventions.SPEECHT5.load(positions.pe_k.weight)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     out: Any = relative_attention(q, k, v, rel_k, span, mask=mask)
     check(theirs.out_proj(join(out)), want)
@@ -93,7 +93,9 @@ def test_wavlm(length: int) -> None:
     heads = split(x, 3)
     a, b = torch.sigmoid(theirs.gru_rel_pos_linear(heads).unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
     gate = a * (b * theirs.gru_rel_pos_const - 1) + 2
-    rel_bias, span = conventions.from_t5(theirs.rel_attn_embed.weight, bidirectional=True, max_distance=20)
+    rel_bias, span = conventions.T5(bidirectional=True, num_buckets=16, max_distance=20).load(
+        theirs.rel_attn_embed.weight
+    )
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     out: Any = relative_attention(q, k, v, rel_bias[..., None], span, rel_q=gate, rel_scale=1.0, mask=mask)
     check(theirs.out_proj(join(out)), want)
@@ -110,7 +112,7 @@ def test_granite_speech(length: int) -> None:
     )
     x, places = randn(2, length, 24), torch.arange(8)
     want = theirs(x, places[:, None] - places + 10)
-    rel_k, span = conventions.from_distance(theirs.rel_pos_emb.weight)
+    rel_k, span = conventions.DISTANCE.load(theirs.rel_pos_emb.weight)
     got = []
     for block in theirs.pre_norm(x).split(8, dim=1):
         k, v = theirs.to_kv(block).chunk(2, dim=-1)

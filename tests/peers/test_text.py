@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, join, padding, peer, randn, randomised, split
 
 from relskew_core import (
     Span,
     alibi_bias,
+    attention_block,
     conventions,
     deberta_buckets,
     relative_attention,
@@ -20,6 +20,7 @@ from relskew_core import (
     t5_buckets,
     toeplitz,
 )
+from tests.peers.common import check, join, padding, peer, randn, randomised, split
 
 LENGTHS = [1, 2, 5, 17, 40]
 T5 = "transformers.models.t5.modeling_t5.T5Attention"
@@ -47,14 +48,17 @@ def test_t5_encoder(length: int) -> None:
     theirs = randomised(peer(T5)(t5(decoder=False), has_relative_attention_bias=True))
     x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
     want, *_ = theirs(x, mask=torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30))
-    weights, span = conventions.load_t5(theirs.state_dict(), bidirectional=True, max_distance=12)
-    check(t5_attention(theirs, x, x, rel_bias=weights["rel_bias"], span=span, mask=mask), want)
+    spec, weights = conventions.load_t5(
+        theirs.state_dict(), num_heads=3, bidirectional=True, num_buckets=8, max_distance=12
+    )
+    check(attention_block(x, weights, spec, mask=mask), want)
 
 
 def test_t5_decoder_with_a_cache() -> None:
     theirs = randomised(peer(T5)(t5(decoder=True), has_relative_attention_bias=True, layer_idx=0))
     x = randn(2, 20, 24)
-    rel_bias, span = conventions.from_t5(theirs.relative_attention_bias.weight, bidirectional=False, max_distance=12)
+    convention = conventions.T5(bidirectional=False, num_buckets=8, max_distance=12)
+    rel_bias, span = convention.load(theirs.relative_attention_bias.weight)
     cache = peer("transformers.cache_utils.DynamicCache")()
     for start, stop in itertools.pairwise([0, 7, 8, 9, 20]):
         future = torch.arange(stop) > torch.arange(start, stop)[:, None]
@@ -94,10 +98,9 @@ def test_x_transformers_t5_bias(causal: bool) -> None:
     theirs = peer("x_transformers.x_transformers.RelativePositionBias")(
         scale=4.0, causal=causal, num_buckets=16, max_distance=20, heads=3
     )
+    convention = conventions.T5(bidirectional=not causal, num_buckets=16, max_distance=20)
     for n, m in [(1, 1), (1, 9), (5, 30), (40, 40)]:
-        rel_bias, span = conventions.from_t5(
-            theirs.relative_attention_bias.weight, bidirectional=not causal, max_distance=20
-        )
+        rel_bias, span = convention.load(theirs.relative_attention_bias.weight)
         got = toeplitz(rel_bias * 4.0, span, n_queries=n, n_keys=m, offset=m - n)
         check(got, theirs(n, m), 1e-6)
 
@@ -159,8 +162,8 @@ def test_xlnet(length: int, memory: int) -> None:
     )
     span = Span(keys, length - 1)
     sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64)
-    rel_k, same = conventions.from_transformer_xl(torch.einsum("re,ehd->hrd", sinusoids, theirs.r), n_keys=keys)
-    assert same == span or length == 1
+    rel_k, same = conventions.TRANSFORMER_XL.load(torch.einsum("re,ehd->hrd", sinusoids, theirs.r), left=keys)
+    assert same == span
     out: Any = relative_attention(
         q + theirs.r_w_bias[:, None], k, v, rel_k, span, rel_q=q + theirs.r_r_bias[:, None], offset=memory
     )
@@ -190,11 +193,11 @@ def test_deberta_v2(kinds: list[str], length: int) -> None:
     want, _ = theirs(x, mask, rel_embeddings=table)
     q, k, v = (split(linear(x), 3) for linear in (theirs.query_proj, theirs.key_proj, theirs.value_proj))
     scale = (8 * (1 + len(kinds))) ** -0.5
-    rel_k, key_table = None, None
+    rel_k, key_table, convention = None, None, conventions.DeBERTa(position_buckets=6, max_distance=16)
     if "c2p" in kinds:
-        rel_k, span = conventions.from_deberta(split(theirs.pos_key_proj(table), 3), max_distance=16)
+        rel_k, span = convention.load(split(theirs.pos_key_proj(table), 3))
     if "p2c" in kinds:
-        key_table, span = conventions.from_deberta(split(theirs.pos_query_proj(table), 3), max_distance=16)
+        key_table, span = convention.load(split(theirs.pos_query_proj(table), 3))
     out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=scale)
     check(join(out), want, 1e-6)  # its scale is float32
 
@@ -212,8 +215,9 @@ def test_deberta_v1(length: int) -> None:
     want, _ = theirs(x, mask, rel_embeddings=table, relative_pos=(places[:, None] - places)[None])
     q, k, v = split(theirs.in_proj(x), 3).chunk(3, dim=-1)
     q, v = q + split(theirs.q_bias[None, None], 3), v + split(theirs.v_bias[None, None], 3)
-    rel_k, span = conventions.from_deberta(split(theirs.pos_proj(table), 3), max_distance=None)
-    key_table, _ = conventions.from_deberta(split(theirs.pos_q_proj(table), 3), max_distance=None)
+    convention = conventions.DeBERTa(position_buckets=6, max_distance=None)
+    rel_k, span = convention.load(split(theirs.pos_proj(table), 3))
+    key_table, _ = convention.load(split(theirs.pos_q_proj(table), 3))
     scale = (8 * 3) ** -0.5
     out: Any = relative_attention(q, k, v, rel_k, span, key_table=key_table, mask=mask, scale=scale)
     check(join(out), want, 1e-6)  # its scale is float32
@@ -226,6 +230,6 @@ def test_inkling(length: int, past: int) -> None:
     theirs = randomised(peer("transformers.models.inkling.modeling_inkling.InklingRelativeLogits")(5, 8))
     states = randn(2, length, 3, 5)
     want = theirs(states, torch.arange(length) + past, torch.arange(length + past))
-    table, span = conventions.from_inkling(theirs.proj.mT)
+    table, span = conventions.INKLING.load(theirs.proj.mT)
     got = relative_logits(states.transpose(1, 2), table, span, n_keys=length + past, offset=past, causal=True)
     check(got, want)

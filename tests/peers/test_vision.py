@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
 
 from relskew_core import Span, conventions, relative_attention_2d, relative_logits_2d, resize_table, toeplitz_2d
+from tests.peers.common import check, join, peer, randn, randomised, split, timm_function, timm_layer
 
 GRIDS = [(1, 1), (2, 2), (3, 5), (6, 4)]
 
@@ -21,8 +21,8 @@ def test_swin(window: int) -> None:
     area = window * window
     x = randn(4, area, 24)  # two windows of two images
     shifted = torch.where(randn(2, area, area, seed=2) > 1, -100.0, 0.0).double()
-    rel_bias, span_h, span_w = conventions.from_swin(
-        theirs.relative_position_bias.relative_position_bias_table, window=(window, window)
+    rel_bias, span_h, span_w = conventions.Swin(window=(window, window)).load(
+        theirs.relative_position_bias.relative_position_bias_table
     )
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     for mask in (None, shifted):
@@ -55,7 +55,7 @@ def test_beit(grid: tuple[int, int], trained: tuple[int, int]) -> None:
         bias = positions(grid)
     x = randn(2, 1 + grid[0] * grid[1], 24)
     want, _ = theirs(x, attention_mask=bias)
-    rel_bias, prefix_bias, *_ = conventions.from_beit(positions.relative_position_bias_table, window=trained)
+    rel_bias, prefix_bias, *_ = conventions.BEiT(window=trained).load(positions.relative_position_bias_table)
     rel_bias = resize_table(resize_table(rel_bias, 2 * grid[0] - 1), 2 * grid[1] - 1, axis=-1)
     q, k, v = (split(linear(x), 3) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
     out: Any = relative_attention_2d(
@@ -76,7 +76,7 @@ def test_vitdet(grid: tuple[int, int], trained: tuple[int, int], chunk_size: int
     (want,) = theirs(x)
     q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
     tables = [
-        conventions.from_distance(resize_table(table, 2 * size - 1))[0]
+        conventions.DISTANCE.load(resize_table(table, 2 * size - 1))[0]
         for table, size in ((theirs.rel_pos_h, grid[0]), (theirs.rel_pos_w, grid[1]))
     ]
     out: Any = relative_attention_2d(q, k, v, *tables, q_grid=grid, k_grid=grid, rel_scale=1.0, chunk_size=chunk_size)
@@ -89,7 +89,7 @@ def test_sam() -> None:
     x = randn(2, 4, 4, 24)
     want, *_ = theirs(x)
     q, k, v = (split(y, 3) for y in theirs.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
-    tables = [conventions.from_distance(table)[0] for table in (theirs.rel_pos_h, theirs.rel_pos_w)]
+    tables = [conventions.DISTANCE.load(table)[0] for table in (theirs.rel_pos_h, theirs.rel_pos_w)]
     out: Any = relative_attention_2d(q, k, v, *tables, q_grid=(4, 4), k_grid=(4, 4), rel_scale=1.0)
     check(theirs.proj(join(out)).unflatten(1, (4, 4)), want, 1e-6)  # its softmax is float32
 
@@ -154,7 +154,7 @@ def test_beit_matrix_is_a_toeplitz_matrix(window: tuple[int, int]) -> None:
     positions = randomised(peer("transformers.models.beit.modeling_beit.BeitRelativePositionBias")(config))
     table = positions.relative_position_bias_table
     index = positions.generate_relative_position_index(window)
-    rel_bias, *_ = conventions.from_beit(table, window=window)
+    rel_bias, *_ = conventions.BEiT(window=window).load(table)
     check(toeplitz_2d(rel_bias, q_grid=window, k_grid=window), table[index].permute(2, 0, 1)[:, 1:, 1:])
 
 

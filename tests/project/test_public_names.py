@@ -27,11 +27,7 @@ def public_modules(package: ModuleType) -> Iterator[str]:
 
 
 PUBLIC = list(public_modules(relskew_core))
-HELPFUL = (
-    "relskew_core.backends",
-    "relskew_core.layers.torch",
-    "relskew_core.huggingface",
-)  # they share helpers, or are no facade
+HELPFUL = ("relskew_core.backends", "relskew_core.layers.torch")  # they share helpers, or are no facade
 FACADES = [name for name in PUBLIC if name not in HELPFUL]
 
 
@@ -47,7 +43,8 @@ def members() -> list[Any]:
 def test_all_is_there_and_sorted(name: str) -> None:
     module = importlib.import_module(name)
     assert len(set(module.__all__)) == len(module.__all__)
-    assert list(module.__all__) == sorted(module.__all__)
+    constants_first = sorted(module.__all__, key=lambda member: (not member.isupper(), member))
+    assert list(module.__all__) == constants_first
     assert module.__doc__
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import dense
 from dense import Case
 from relskew_core import Span
-from relskew_core._kernel.problem import Operands, Options, Problem
+from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.problem import Problem
 from triton_kernels import W, assert_close, backward, checked, forward
 
 CLIPPED = Case("clipped", n=34, m=40, d=W, lead=(1,), heads=1, span=Span.clipped(1), tables="rel_k rel_v rel_bias")
@@ -82,12 +83,12 @@ def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None
         ({"allow_tf32": False}, "ieee"),
     ):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(**flags))
-        assert triton_call.Call.of(call.given, call.options).precision == expected
+        assert triton_call.TiledCall.of(call.given, call.options).precision == expected
 
 
 def test_only_wanted_gradients() -> None:
     call, _ = checked(FULL)
-    whole, some = backward(FULL, call), backward(FULL, call, wanted=(False, False, False))
+    whole, some = backward(FULL, call), backward(FULL, call, wanted=frozenset("qkv"))
     assert (some.rel_k, some.rel_v, some.rel_bias, some.mask) == (None,) * 4
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(whole, name), getattr(some, name))
@@ -110,10 +111,10 @@ def test_strides_are_taken_as_they_are() -> None:
 
 def fused(operands: list[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
     """Call the operator."""
-    from relskew_core.backends import _torch
-    from relskew_core.backends._torch.triton import operator as triton_operator
+    from relskew_core.backends._torch.operator import flat
+    from relskew_core.backends._torch.triton.operator import OPERATOR as FUSED
 
-    out: tuple[Tensor, Tensor] = triton_operator.fused_op(*operands, *_torch.flat(options), options.softcap)
+    out: tuple[Tensor, Tensor] = FUSED.op(*operands, *flat(options))
     return out
 
 
@@ -121,7 +122,7 @@ OPERATOR = Case("operator", n=18, m=20, d=5, dv=4, tables="rel_k rel_v rel_bias"
 
 
 def leaves_of(call: Problem) -> list[Tensor | None]:
-    return [None if x is None else x.clone().requires_grad_() for x in call.given[:8]]
+    return [None if x is None else x.clone().requires_grad_() for x in call.given]
 
 
 def test_operator_differentiates_output_and_log_sum_exp() -> None:
@@ -141,20 +142,21 @@ def test_operator_differentiates_output_and_log_sum_exp() -> None:
 def test_operator_gives_only_the_gradients_that_are_needed() -> None:
     call, _ = checked(OPERATOR)
     leaves = leaves_of(call)
-    for index in (3, 4, 5, 7):
-        leaves[index].requires_grad_(False)  # type: ignore[union-attr]
+    named = dict(zip(Operands._fields, leaves, strict=True))
+    for name in ("rel_k", "rel_v", "rel_bias", "mask"):
+        named[name].requires_grad_(False)  # type: ignore[union-attr]
     fused(leaves, call.options)[0].sum().backward()
-    assert [x.grad is not None for x in leaves if x is not None] == [True, True, True, *[False] * 3, True, False]
+    assert {name for name, x in named.items() if x is not None and x.grad is not None} == {*"qkv", "rel_q"}
 
 
 def test_operator_keeps_to_torchs_rules() -> None:
-    from relskew_core.backends import _torch
-    from relskew_core.backends._torch.triton import operator as triton_operator
+    from relskew_core.backends._torch.operator import flat
+    from relskew_core.backends._torch.triton.operator import OPERATOR as FUSED
 
     call, _ = checked(OPERATOR)
-    arguments = (*leaves_of(call), *_torch.flat(replace(call.options, return_lse=True)), None)
+    arguments = (*leaves_of(call), *flat(replace(call.options, return_lse=True)))
     torch.library.opcheck(
-        triton_operator.fused_op,
+        FUSED.op,
         arguments,
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
@@ -172,7 +174,7 @@ def test_operator_compiles_into_one_graph() -> None:
         assert choice.refusal_of_operands(given) is None
         if torch.version.cuda is None:
             assert choice.refusal_of_device(0) is not None
-        return triton_operator.attention(given, call.options)[0].square().sum()
+        return triton_operator.attention(given, call.options, xp=None)[0].square().sum()
 
     gradients = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
@@ -201,13 +203,14 @@ def test_explicit_gradients_are_the_operators() -> None:
     from relskew_core.backends._torch.triton import operator as triton_operator
 
     call, _ = checked(OPERATOR)
-    out, lse = triton_operator.attention(call.given, call.options)
+    out, lse = triton_operator.attention(call.given, call.options, xp=None)
     assert lse is None
     leaves = leaves_of(call)
     d_out = torch.ones_like(out)
     fused(leaves, call.options)[0].backward(d_out)
-    gradients = triton_operator.attention_vjp(d_out, call.given, call.options)
-    for leaf, gradient in zip(leaves, gradients[:8], strict=True):
+    results = {"out": None, "lse": None, "d_lse": None}
+    gradients = triton_operator.attention_vjp(d_out, call.given, call.options, **results, xp=None)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
         assert (leaf is None) == (gradient is None)
         if leaf is not None and gradient is not None:
             assert_close(gradient, leaf.grad, 0.0)

@@ -20,7 +20,8 @@ import dense
 import libraries
 from dense import Case
 from relskew_core import Span
-from relskew_core._kernel.problem import Gradients, Problem, problem
+from relskew_core._kernel.call import Arguments, Gradients
+from relskew_core._kernel.problem import Problem, problem
 
 W = 66  # a width whose tiles are of 16, so that few rows make many tiles
 
@@ -89,11 +90,9 @@ def _bfloat16_products() -> Iterator[None]:
 
 def checked(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Problem, dict[str, Any]]:
     """Return a case as the kernels get it, and its arrays."""
-    arrays = {name: torch.tensor(x) for name, x in case.arrays().items()}
+    arrays: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
     arrays = {name: x.to(dtype) if x.is_floating_point() else x for name, x in arrays.items()}
-    names = ("rel_k", "rel_v", "rel_bias", "rel_q", "window", "block_size", "mask", "scale", "rel_scale", "softcap")
-    given = {**dict.fromkeys(names), "causal": False, "offset": 0, "chunk_size": None, **case.call(), **options}
-    return problem(**{**given, **arrays}), arrays
+    return problem(Arguments(**arrays, **case.call(), **options)), arrays
 
 
 def forward(call: Problem) -> tuple[Tensor, Tensor]:
@@ -135,7 +134,7 @@ def assert_as_dense(
         return
     d_out = torch.tensor(case.d_out()).to(call.dtype).double().numpy()
     want = dense.vjp(d_out, {name: x.numpy() for name, x in wide.items()}, case.call())
-    own = call.gradients(gradients, {**dict.fromkeys(Gradients._fields), **arrays})
+    own = call.gradients(gradients, Arguments(**arrays))
     for name, x in own._asdict().items():
         if name in want:
             assert_close(x, want[name], gate)
@@ -178,11 +177,11 @@ def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monke
     from relskew_core.backends._torch.triton import call as triton_call
 
     monkeypatch.setattr(triton_call, "limits", lambda device: (major, 2**18))
-    monkeypatch.setattr(triton_call.Call, "precision", "tf32" if tf32 else "ieee")
+    monkeypatch.setattr(triton_call.TiledCall, "precision", "tf32" if tf32 else "ieee")
     case = Case("launch", n=size + 6, m=size + 3, d=width, lead=(1,), heads=1, span=Span(4, 70, "clip"),
                 tables="rel_k rel_v rel_bias")  # fmt: skip
     call, arrays = checked(case, getattr(torch, dtype))
-    assert triton_call.Call.of(call.given, call.options).forward.size == size
+    assert triton_call.TiledCall.of(call.given, call.options).forward.size == size
     assert_as_dense(case, call, arrays, None, libraries.GATES[dtype])
     assert_as_dense(case, call, arrays, backward(case, call), 2 * libraries.GATES[dtype])
 

@@ -13,16 +13,17 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._array.softmax import share_of
 from relskew_core._kernel.backward import attention_vjp as portable
+from relskew_core._kernel.call import TABLES, Gradients, Kind, Operands, Options, names_of
 from relskew_core._kernel.chunk import visible_columns
-from relskew_core._kernel.problem import Gradients, Operands, Options
 from relskew_core._positions.table import Table
+from relskew_core.backends._in_place import by_batch
 from relskew_core.backends._torch.cpu.call import (
-    Call,
     Dropout,
-    Place,
+    HeadPlace,
     Stack,
-    by_batch,
+    StackedCall,
     is_short,
     of_mask,
     run,
@@ -32,6 +33,7 @@ from relskew_core.backends._torch.cpu.scratch import (
     Product,
     Scratch,
     Views,
+    log_sum_exp,
     write_logits,
     write_relative_weights,
     write_softmax,
@@ -43,22 +45,26 @@ def attention_vjp(
     operands: Operands,
     options: Options,
     *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     d_lse: Tensor | None = None,
-    mask_gradient: bool = True,
+    wanted: frozenset[str] = frozenset(Operands._fields),
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Return the gradients of every operand; repeatable to the bit for a given number of threads."""
+    """Return the gradients of every operand; repeatable to the bit for a given number of threads.
+
+    Of those that are not ``wanted`` the mask's alone is left out: it is the one that costs much.
+    """
     if is_short(operands):
         with undisturbed():
-            gradients = portable(d_out, operands, options, d_lse=d_lse, factors=dropout, xp=xp)
-        return gradients if mask_gradient else gradients._replace(mask=None)
-    call = Call.of(operands, options, dropout=dropout)
+            return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, factors=dropout, xp=xp)
+    call = StackedCall.of(operands, options, dropout=dropout)
     shares = call.shares()
     workers = max(1, min(torch.get_num_threads(), len(shares)))
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
     # Every worker owns a fixed run of heads and its own sums for what they share: no two write one place.
-    whole = _Whole.of(call, d_out, d_lse)
-    sums = [_Sums.of(call, mask_gradient=mask_gradient) for _ in range(workers)]
+    whole = _Whole.of(call, d_out, out, lse, d_lse)
+    sums = [_Sums.of(call, mask_gradient="mask" in wanted) for _ in range(workers)]
 
     def work(index: int) -> None:
         scratch = Scratch(call)
@@ -77,6 +83,8 @@ class _Whole:
     """The incoming gradients, and the outgoing ones that belong to heads of one batch entry."""
 
     d_out: Tensor
+    delta: Tensor | None  # mean of the weights' gradients, known from the output
+    lse: Tensor | None
     d_lse: Tensor | None
     q: Tensor
     k: Tensor
@@ -84,23 +92,36 @@ class _Whole:
     rel_q: Tensor | None
 
     @classmethod
-    def of(cls, call: Call, d_out: Tensor, d_lse: Tensor | None) -> _Whole:
+    def of(
+        cls, call: StackedCall, d_out: Tensor, out: Tensor | None, lse: Tensor | None, d_lse: Tensor | None
+    ) -> _Whole:
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.reshape(call.q.shape[:-1])
+
         return cls(
-            d_out=by_batch(d_out),
-            d_lse=None if d_lse is None else d_lse.reshape(call.q.shape[:-1]),
+            d_out=by_batch(d_out, xp=xp),
+            delta=rows(None if out is None else (d_out * out).sum(-1)),
+            lse=rows(lse),
+            d_lse=rows(d_lse),
             q=torch.zeros_like(call.q, memory_format=torch.contiguous_format),
             k=torch.zeros_like(call.k, memory_format=torch.contiguous_format),
             v=torch.zeros_like(call.v, memory_format=torch.contiguous_format),
             rel_q=None if call.rel_q is None else torch.zeros_like(call.rel_q, memory_format=torch.contiguous_format),
         )
 
-    def at(self, call: Call, place: Place) -> _Own:
+    def at(self, call: StackedCall, place: HeadPlace) -> _Own:
         """Return what belongs to some heads of one batch entry."""
         batch, heads, key_heads = place
         q = call.by_chunk(self.q[batch, heads])
+
+        def rows(x: Tensor | None) -> Sequence[Tensor] | None:
+            return None if x is None else call.by_chunk(x[batch, heads].unsqueeze(-1))
+
         return _Own(
             d_out=call.by_chunk(self.d_out[batch, heads]),
-            d_lse=None if self.d_lse is None else call.by_chunk(self.d_lse[batch, heads].unsqueeze(-1)),
+            delta=rows(self.delta),
+            lse=rows(self.lse),
+            d_lse=rows(self.d_lse),
             q=q,
             k=self.k[batch, key_heads],
             v=self.v[batch, key_heads],
@@ -113,6 +134,8 @@ class _Own:
     """The gradients of some heads of one batch entry; those of queries cut into chunks."""
 
     d_out: Sequence[Tensor]
+    delta: Sequence[Tensor] | None
+    lse: Sequence[Tensor] | None
     d_lse: Sequence[Tensor] | None
     q: Sequence[Tensor]
     k: Tensor  # of one key head, or of as many as there are heads
@@ -130,7 +153,7 @@ class _Sums:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, call: Call, *, mask_gradient: bool) -> _Sums:
+    def of(cls, call: StackedCall, *, mask_gradient: bool) -> _Sums:
         def rows(table: Table | None) -> Tensor | None:
             return None if table is None else call.q.new_zeros(table.columns.mT.shape)
 
@@ -143,30 +166,27 @@ class _Sums:
         )
 
 
-def _backward(call: Call, scratch: Scratch, stack: Stack, index: int, own: _Own, sums: _Sums) -> None:
+def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own: _Own, sums: _Sums) -> None:
     views, options = scratch.views(index), call.options
-    chunk, relative, logits, weights = views.chunk, views.relative, views.logits, views.weights
+    chunk, logits, weights = views.chunk, views.logits, views.weights
     d_out = own.d_out[views.number]
 
     write_logits(call, views, stack)
     write_softmax(call, views)
+    if own.lse is not None:
+        sums_here = log_sum_exp(logits, weights).unsqueeze(-1)
+        weights.mul_(share_of(sums_here, own.lse[views.number], xp=xp))
     views.clear_hidden(weights)
-    kept = (
-        None if call.dropout is None else call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
-    )
+    kept = None
+    if call.dropout is not None:
+        kept = call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
     of_values = weights if kept is None else torch.mul(weights, kept, out=scratch.absolute("of_values", chunk))
     _add_product(views.keys(own.v), of_values.mT, d_out)
     d_weights = _write_d_weights(call, scratch, stack, views, d_out, of_values, sums)
     if kept is not None:
         d_weights.mul_(kept)
 
-    # d_logits take the place of the logits, zero wherever no key stands in relative layout
-    if logits.is_contiguous():
-        relative.view(-1)[: relative.numel() - logits.numel()].zero_()
-        torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=logits)
-    else:
-        d_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-        write_relative_weights(chunk, d_logits, relative)
+    _write_d_logits(views, d_weights, None if own.delta is None else own.delta[views.number])
     views.hide(0.0)
     if own.d_lse is not None:
         logits.addcmul_(weights, own.d_lse[views.number])
@@ -180,6 +200,19 @@ def _backward(call: Call, scratch: Scratch, stack: Stack, index: int, own: _Own,
     _add_relative_terms(call, stack, views, own, sums)
 
 
+def _write_d_logits(views: Views, d_weights: Tensor, delta: Tensor | None) -> None:
+    """Write the gradient of the logits over them, zero wherever no key stands in relative layout."""
+    relative, logits, weights = views.relative, views.logits, views.weights
+    if delta is not None:
+        write_relative_weights(views.chunk, d_weights.sub_(delta).mul_(weights), relative)
+    elif logits.is_contiguous():
+        relative.view(-1)[: relative.numel() - logits.numel()].zero_()
+        torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=logits)
+    else:
+        d_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        write_relative_weights(views.chunk, d_logits, relative)
+
+
 def _add_product(place: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
     """Add ``scale · x y``, summed over the heads where they share one place."""
     if place.shape[0] == x.shape[0]:
@@ -189,7 +222,7 @@ def _add_product(place: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Non
 
 
 def _write_d_weights(
-    call: Call, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _Sums
+    call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _Sums
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.keys(stack.v)
@@ -199,9 +232,9 @@ def _write_d_weights(
     write_relative_weights(chunk, weights, relative)
     seen, low, high = visible_columns(relative, chunk, call.options)
     if low <= high:
-        plan = rel_v.plan(low, high)
-        rows = _of_rows(sums.rel_v, stack.place)[:, plan.start : plan.stop]
-        _add_product(rows, plan.fold(seen, xp=xp).mT, d_out)
+        extension = rel_v.plan(low, high)
+        rows = _of_rows(sums.rel_v, stack.place)[:, extension.start : extension.stop]
+        _add_product(rows, extension.fold(seen, xp=xp).mT, d_out)
     relative = scratch.relative("d_weights", chunk)
     relative.zero_()
     if low <= high:
@@ -211,25 +244,25 @@ def _write_d_weights(
     return d_weights.baddbmm_(d_out, v.mT)
 
 
-def _add_relative_terms(call: Call, stack: Stack, views: Views, own: _Own, sums: _Sums) -> None:
+def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own, sums: _Sums) -> None:
     """Add the gradients of ``rel_bias``, ``rel_k`` and the queries that meet it."""
     seen, low, high = visible_columns(views.relative, views.chunk, call.options)
     if low > high:
         return
     if call.tables.rel_bias is not None:
-        plan = call.tables.rel_bias.plan(low, high)
-        target = _of_rows(sums.rel_bias, stack.place)[:, plan.start : plan.stop, 0]
-        target.add_(plan.fold(seen, xp=xp).sum(-2).sum_to_size(target.shape))
+        extension = call.tables.rel_bias.plan(low, high)
+        target = _of_rows(sums.rel_bias, stack.place)[:, extension.start : extension.stop, 0]
+        target.add_(extension.fold(seen, xp=xp).sum(-2).sum_to_size(target.shape))
     if call.tables.rel_k is not None and stack.rel_k is not None:
-        plan, scale = call.tables.rel_k.plan(low, high), call.options.rel_scale
-        core = plan.fold(seen, xp=xp)
-        rows = stack.rel_k.narrow(-1, plan.start, plan.stop - plan.start).mT
-        target = _of_rows(sums.rel_k, stack.place).narrow(-2, plan.start, plan.stop - plan.start)
+        extension, scale = call.tables.rel_k.plan(low, high), call.options.rel_scale
+        core = extension.fold(seen, xp=xp)
+        rows = stack.rel_k.narrow(-1, extension.start, extension.stop - extension.start).mT
+        target = _of_rows(sums.rel_k, stack.place).narrow(-2, extension.start, extension.stop - extension.start)
         _add_product(target, core.mT, stack.rel_q[views.number], scale)
         own.rel_q[views.number].baddbmm_(core, rows, alpha=scale)
 
 
-def _of_rows(rows: Tensor | None, place: Place) -> Tensor:
+def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     """Return the rows of some heads, (stack or 1, rows, D), of sums that are there."""
     assert rows is not None
     if rows.ndim == 2:
@@ -237,7 +270,7 @@ def _of_rows(rows: Tensor | None, place: Place) -> Tensor:
     return rows[place.heads] if rows.shape[0] > 1 else rows
 
 
-def _collect(call: Call, whole: _Whole, sums: list[_Sums], operands: Operands) -> Gradients:
+def _collect(call: StackedCall, whole: _Whole, sums: list[_Sums], operands: Operands) -> Gradients:
     def total(name: str) -> Tensor | None:
         parts = [part for worker in sums if (part := getattr(worker, name)) is not None]
         return sum(parts[1:], parts[0]) if parts else None
@@ -254,13 +287,9 @@ def _collect(call: Call, whole: _Whole, sums: list[_Sums], operands: Operands) -
         if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
             mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
         mask = mask.reshape(operands.mask.shape)
+    of_heads = {name: getattr(whole, name) for name in names_of(Kind.SEQUENCE)}
     return Gradients(
-        q=whole.q.reshape(operands.q.shape),
-        k=whole.k.reshape(operands.k.shape),
-        v=whole.v.reshape(operands.v.shape),
-        rel_k=table("rel_k"),
-        rel_v=table("rel_v"),
-        rel_bias=table("rel_bias"),
-        rel_q=None if operands.rel_q is None or whole.rel_q is None else whole.rel_q.reshape(operands.rel_q.shape),
+        **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
+        **{name: table(name) for name in TABLES if getattr(sums[0], name, None) is not None},
         mask=mask,
     )

@@ -6,7 +6,6 @@ once, since each operation costs some microseconds however little it does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,19 +15,14 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks
 from relskew_core._kernel.forward import Tables
-from relskew_core._kernel.problem import Operands, Options
 from relskew_core._positions.table import Table
 from relskew_core.backends import _parallel
+from relskew_core.backends._in_place import by_batch, chunk_size, hidden_columns, mask_by_batch
 
 T = TypeVar("T")
-
-CHUNK_SIZE = 128
-"""Queries of a chunk: fewer are slower matrix products, more are work on hidden keys and buffers beyond the caches."""
-
-SCRATCH_BYTES = 2**23
-"""Budget of one logits buffer, which very many keys keep by smaller chunks."""
 
 STACK_BYTES = 2**21
 """Budget of one logits buffer of several heads at once."""
@@ -38,7 +32,7 @@ SHORT = 2**14
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StackedCall:
     """The operands with their leading axes flattened to one batch axis, and what all chunks share."""
 
     q: Tensor  # (B, H, Lq, D), unscaled
@@ -55,24 +49,24 @@ class Call:
     dropout: Dropout | None
 
     @classmethod
-    def of(cls, operands: Operands, options: Options, *, dropout: Dropout | None = None) -> Call:
+    def of(cls, operands: Operands, options: Options, *, dropout: Dropout | None = None) -> StackedCall:
         """Flatten a call and cut its queries into chunks."""
         if options.chunk_size is None:
-            options = replace(options, chunk_size=_chunk_size(options, operands.q.element_size()))
+            options = replace(options, chunk_size=chunk_size(options, operands.q.element_size()))
         visibility = options.visibility
         laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
-        q, k = by_batch(operands.q), by_batch(operands.k)
+        q, k = by_batch(operands.q, xp=xp), by_batch(operands.k, xp=xp)
         return cls(
             q=q,
             k=k,
-            v=by_batch(operands.v),
-            rel_q=None if operands.rel_q is None else by_batch(operands.rel_q),
-            mask=None if operands.mask is None else mask_by_batch(operands.mask, operands.q),
+            v=by_batch(operands.v, xp=xp),
+            rel_q=None if operands.rel_q is None else by_batch(operands.rel_q, xp=xp),
+            mask=None if operands.mask is None else mask_by_batch(operands.mask, operands.q, xp=xp),
             tables=Tables.of(operands, options, xp=xp),
             options=options,
             chunks=laid,
             stack=_stack_size(q, k, laid),
-            hidden=[_hidden(options, chunk, operands.q.device) for chunk in laid],
+            hidden=[hidden_columns(options, chunk, xp=xp, device=operands.q.device) for chunk in laid],
             dead_rows=operands.mask is not None or visibility.some_query_sees_nothing(),
             dropout=dropout,
         )
@@ -82,20 +76,20 @@ class Call:
         """How many heads have one key head."""
         return _group(self.q, self.k)
 
-    def shares(self) -> list[list[Place]]:
+    def shares(self) -> list[list[HeadPlace]]:
         """Return every stack of heads; those that have a key head in common in one list."""
         size, heads, group = self.stack, self.q.shape[1], self.group
         share = size if group == 1 else group
         return [
             [
-                Place(batch, slice(start, start + size), slice(start // group, (start + size - 1) // group + 1))
+                HeadPlace(batch, slice(start, start + size), slice(start // group, (start + size - 1) // group + 1))
                 for start in range(first, first + share, size)
             ]
             for batch in range(self.q.shape[0])
             for first in range(0, heads, share)
         ]
 
-    def at(self, place: Place) -> Stack:
+    def at(self, place: HeadPlace) -> Stack:
         """Return what belongs to some heads of one batch entry."""
         batch, heads, key_heads = place
         q = self.by_chunk(self.q[batch, heads])
@@ -111,7 +105,7 @@ class Call:
             mask=None if self.mask is None else of_mask(self.mask, place),
         )
 
-    def of_table(self, table: Table, place: Place) -> Tensor:
+    def of_table(self, table: Table, place: HeadPlace) -> Tensor:
         """Return the columns of a table for some heads, (stack, D, rows)."""
         columns: Tensor = table.columns
         if columns.ndim == 3 and columns.shape[0] > 1:
@@ -124,7 +118,7 @@ class Call:
         return pieces
 
 
-class Place(NamedTuple):
+class HeadPlace(NamedTuple):
     """Some heads of one batch entry."""
 
     batch: int
@@ -136,7 +130,7 @@ class Place(NamedTuple):
 class Stack:
     """The operands of some heads of one batch entry, (stack, …); queries cut into chunks."""
 
-    place: Place
+    place: HeadPlace
     q: Sequence[Tensor]
     rel_q: Sequence[Tensor]  # those that meet `rel_k`
     k: Tensor
@@ -158,26 +152,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def by_batch(x: Tensor) -> Tensor:
-    """Flatten the axes before the heads into one."""
-    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
-
-
-def mask_by_batch(mask: Tensor, q: Tensor) -> Tensor:
-    mask = mask.reshape((1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
-    lead = q.ndim - 3
-    if any(size > 1 for size in mask.shape[:lead]):
-        mask = mask.expand(*q.shape[:lead], *mask.shape[lead:])
-    return by_batch(mask)
-
-
-def _chunk_size(options: Options, itemsize: int) -> int:
-    low, high = options.positions()
-    keys = max(1, min(options.visibility.n_keys, high - low + 1))
-    size = SCRATCH_BYTES // (keys * itemsize)
-    return max(32, min(CHUNK_SIZE, 1 << max(size, 1).bit_length() - 1))
-
-
 def _stack_size(q: Tensor, k: Tensor, laid: list[Chunk]) -> int:
     """Return how many heads to work on at once: few enough for the caches, and a stack for every thread."""
     batches, heads = q.shape[:2]
@@ -192,16 +166,7 @@ def _group(q: Tensor, k: Tensor) -> int:
     return max(1, q.shape[1] // max(1, k.shape[1]))
 
 
-def _hidden(options: Options, chunk: Chunk, device: torch.device) -> list[tuple[slice, Tensor]]:
-    """Return the columns of a chunk in which the pattern hides something, and what it hides there."""
-    return [
-        (slice(first - chunk.first, end - chunk.first), ~visible)
-        for first, end in options.visibility.partly_hidden(chunk.start, chunk.stop, chunk.first, chunk.end)
-        if (visible := options.visibility.mask(chunk.start, chunk.stop, first, end, xp=xp, device=device)) is not None
-    ]
-
-
-def of_mask(mask: Tensor, place: Place) -> Tensor:
+def of_mask(mask: Tensor, place: HeadPlace) -> Tensor:
     """Return the mask of some heads, (stack or 1, Lq or 1, Lk or 1)."""
     of_batch = mask[place.batch if mask.shape[0] > 1 else 0]
     return of_batch[place.heads] if of_batch.shape[0] > 1 else of_batch
@@ -218,7 +183,7 @@ class Dropout:
         generator = torch.Generator(weights.device).manual_seed(self.seed + chunk.start)
         return torch.empty_like(weights).bernoulli_(self.share, generator=generator)
 
-    def write(self, call: Call, place: Place, index: int, kept: Tensor) -> Tensor:
+    def write(self, call: StackedCall, place: HeadPlace, index: int, kept: Tensor) -> Tensor:
         """Write 1 for the weights of a chunk that are kept and 0 for the others, shape (stack, n, m).
 
         Each head of a chunk has a seed of its own, so that stacks of any size drop the same.

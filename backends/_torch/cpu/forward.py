@@ -8,11 +8,17 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._kernel.forward import attention as portable
-from relskew_core._kernel.problem import Operands, Options
-from relskew_core.backends._torch.cpu.call import Call, Dropout, Place, Stack, is_short, run, undisturbed
-from relskew_core.backends._torch.cpu.scratch import Scratch, write_logits, write_relative_weights, write_softmax
+from relskew_core.backends._torch.cpu.call import Dropout, HeadPlace, Stack, StackedCall, is_short, run, undisturbed
+from relskew_core.backends._torch.cpu.scratch import (
+    Scratch,
+    log_sum_exp,
+    write_logits,
+    write_relative_weights,
+    write_softmax,
+)
 
 
 def attention(operands: Operands, options: Options, *, dropout: Dropout | None = None) -> tuple[Tensor, Tensor | None]:
@@ -20,7 +26,7 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
     if is_short(operands):
         with undisturbed():
             return portable(operands, options, factors=dropout, xp=xp)
-    call = Call.of(operands, options, dropout=dropout)
+    call = StackedCall.of(operands, options, dropout=dropout)
     shape = call.q.shape[:-1]
     out = call.q.new_zeros((*shape, call.v.shape[-1]))
     lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
@@ -28,7 +34,7 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
     parts = 1 if len(places) >= workers else workers  # few heads: their chunks are dealt to the workers
     idle = [Scratch(call) for _ in range(workers)]
 
-    def work(task: tuple[Place, int]) -> None:
+    def work(task: tuple[HeadPlace, int]) -> None:
         place, part = task
         scratch = idle.pop()
         with torch.inference_mode():
@@ -39,7 +45,7 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
                 views = scratch.views(index)
                 _attend(call, scratch, stack, index, outs[views.number])
                 if sums is not None:
-                    _write_lse(views.logits, views.weights, sums[views.number])
+                    sums[views.number].copy_(log_sum_exp(views.logits, views.weights))
         idle.append(scratch)
 
     run(work, [(place, part) for place in places for part in range(parts)], workers)
@@ -47,7 +53,7 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
 
 
-def _attend(call: Call, scratch: Scratch, stack: Stack, index: int, out: Tensor) -> None:
+def _attend(call: StackedCall, scratch: Scratch, stack: Stack, index: int, out: Tensor) -> None:
     views = scratch.views(index)
     weights, chunk = views.weights, views.chunk
     write_logits(call, views, stack)
@@ -63,11 +69,6 @@ def _attend(call: Call, scratch: Scratch, stack: Stack, index: int, out: Tensor)
         write_relative_weights(chunk, weights, relative)
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
-            plan = call.tables.rel_v.plan(low, high)
-            rows = call.of_table(call.tables.rel_v, stack.place)[..., plan.start : plan.stop].mT
-            out.baddbmm_(plan.fold(seen, xp=xp), rows)
-
-
-def _write_lse(logits: Tensor, weights: Tensor, lse: Tensor) -> None:
-    """Write the log-sum-exp: the largest weight is 1 / sum, or 0 where all logits are -inf."""
-    torch.sub(logits.amax(-1), weights.amax(-1).clamp_(min=torch.finfo(weights.dtype).tiny).log_(), out=lse)
+            extension = call.tables.rel_v.plan(low, high)
+            rows = call.of_table(call.tables.rel_v, stack.place)[..., extension.start : extension.stop].mT
+            out.baddbmm_(extension.fold(seen, xp=xp), rows)

@@ -16,13 +16,14 @@ from torch import Tensor
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.table import Table
-from relskew_core.backends._torch.cpu.call import Call, Stack
+from relskew_core.backends._in_place import fill, regions
+from relskew_core.backends._torch.cpu.call import Stack, StackedCall
 
 
 class Scratch:
     """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StackedCall) -> None:
         longest = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
         self._flat: dict[str, Tensor] = {}
         self._size, self._call = call.stack * longest, call
@@ -66,7 +67,7 @@ class Views:
     product: Product | None  # the product with `rel_k`
 
     @classmethod
-    def of(cls, call: Call, scratch: Scratch, index: int) -> Views:
+    def of(cls, call: StackedCall, scratch: Scratch, index: int) -> Views:
         chunk = call.chunks[index]
         relative, weights = scratch.relative("logits", chunk), scratch.absolute("weights", chunk)
         logits = chunk.absolute(relative, xp=xp)
@@ -107,37 +108,21 @@ class Product:
     start: int  # the table's first column that is multiplied …
     count: int  # … and how many are
     core: Tensor  # their place
-    copies: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
+    edges: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
     zeros: list[Tensor]  # places beyond a table that counts for nothing there
 
     @classmethod
     def of(cls, table: Table, low: int, high: int, x: Tensor) -> Product:
-        plan = table.plan(low, high)
-        begin = plan.zeros_before + plan.edge_before
-        end = begin + plan.stop - plan.start
-        core = x[..., begin:end]
-        edges = [
-            (x[..., plan.zeros_before : begin], core[..., :1]),
-            (x[..., end : end + plan.edge_after], core[..., -1:]),
-        ]
-        return cls(
-            start=plan.start,
-            count=plan.stop - plan.start,
-            core=core,
-            copies=[(place, edge) for place, edge in edges if place.numel()],
-            zeros=[x for x in (x[..., : plan.zeros_before], x[..., end + plan.edge_after :]) if x.numel()],
-        )
+        extension = table.plan(low, high)
+        return cls(extension.start, extension.stop - extension.start, *regions(extension, x))
 
     def write(self, q: Tensor, columns: Tensor, scale: float) -> None:
         """Multiply queries (stack, n, D) by the columns of a table (stack, D, rows)."""
         torch.baddbmm(self.core, q, columns.narrow(-1, self.start, self.count), beta=0, alpha=scale, out=self.core)
-        for place, edge in self.copies:
-            place.copy_(edge)
-        for place in self.zeros:
-            place.zero_()
+        fill(self.edges, self.zeros)
 
 
-def write_logits(call: Call, views: Views, stack: Stack) -> None:
+def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
     """Write a chunk's logits in absolute layout, into the views' memory."""
     options, logits = call.options, views.logits
     beta = 1
@@ -161,13 +146,18 @@ def write_logits(call: Call, views: Views, stack: Stack) -> None:
             logits.masked_fill_(~mask, -math.inf)
 
 
-def write_softmax(call: Call, views: Views) -> None:
+def write_softmax(call: StackedCall, views: Views) -> None:
     """Write the softmax of the logits over the keys; rows that see nothing get zeros."""
     logits, weights = views.logits, views.weights
     torch._softmax(logits, -1, False, out=weights)
     torch.threshold_(weights, math.exp(NEGLIGIBLE), 0.0)  # no subnormals into the products
     if call.dead_rows:
         weights.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
+
+
+def log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:
+    """Return the log-sum-exp of rows: the largest weight is 1 / sum, or 0 where all logits are -inf."""
+    return logits.amax(-1) - weights.amax(-1).clamp_(min=torch.finfo(weights.dtype).tiny).log_()
 
 
 def write_relative_weights(chunk: Chunk, weights: Tensor, relative: Tensor) -> None:

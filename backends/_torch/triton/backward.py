@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.problem import Gradients, Operands, Options
-from relskew_core._positions.table import Plan
-from relskew_core.backends._torch.cpu.call import by_batch
-from relskew_core.backends._torch.triton.call import Call, block, on_device_of
+from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._positions.table import Extension
+from relskew_core.backends._in_place import by_batch
+from relskew_core.backends._torch.triton.call import TiledCall, block, on_device_of
 from relskew_core.backends._torch.triton.kernels.keys import key_gradient_kernel, table_gradient_kernel
 from relskew_core.backends._torch.triton.kernels.queries import query_gradient_kernel
 
@@ -30,12 +30,12 @@ def attention_vjp(
     out: Tensor,
     lse: Tensor,
     d_lse: Tensor | None = None,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    wanted: frozenset[str] = frozenset(Operands._fields),
 ) -> Gradients:
     """Return the gradients of every operand.
 
-    ``wanted`` says whether those of ``rel_k`` and ``rel_bias``, of ``rel_v`` and of an additive mask are: they alone
-    need buffers of a chunk's queries times their positions.
+    Of those that are not ``wanted`` tables and masks are left out, which need buffers of a chunk's queries times their
+    positions.
     """
     with on_device_of(operands.q):
         return _attention_vjp(d_out, operands, options, out, lse, d_lse, wanted)
@@ -48,14 +48,14 @@ def _attention_vjp(
     out: Tensor,
     lse: Tensor,
     d_lse: Tensor | None,
-    wanted: tuple[bool, bool, bool],
+    wanted: frozenset[str],
 ) -> Gradients:
-    call = Call.of(operands, options)
+    call = TiledCall.of(operands, options)
     delta = (d_out.float() * out.float()).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse
     given = {
-        "d_out": by_batch(d_out).contiguous(),
+        "d_out": by_batch(d_out, xp=torch).contiguous(),
         "lse": lse.contiguous(),
         "delta": delta.contiguous(),
         **call.arguments(call.backward),
@@ -63,9 +63,10 @@ def _attention_vjp(
     x = call.operands
     d_q, d_k, d_v = (x.new_zeros(x.shape) for x in (x.q, x.k, x.v))
     d_rel_q = None if x.rel_q is None else x.rel_q.new_zeros(x.rel_q.shape)
-    logits = _Relative(call, x.q if x.rel_q is None else x.rel_q, "rel_k", "rel_bias") if wanted[0] else None
-    weights = _Relative(call, given["d_out"], "rel_v") if wanted[1] else None
-    mask = _Mask.of(call) if wanted[2] else None
+    meets = x.q if x.rel_q is None else x.rel_q
+    logits = _Relative(call, meets, "rel_k", "rel_bias") if wanted & {"rel_k", "rel_bias"} else None
+    weights = _Relative(call, given["d_out"], "rel_v") if "rel_v" in wanted else None
+    mask = _Mask.of(call) if "mask" in wanted else None
 
     if x.q.numel() and options.visibility.positions() is not None:
         grid = (-(-options.visibility.n_keys // call.backward.size), call.batch * x.k.shape[1])
@@ -85,22 +86,16 @@ def _attention_vjp(
             for part in kept:
                 part.end(start, stop)
 
-    lead = operands.q.shape[:-3]
-    of = {} if logits is None else logits.gradients()
-    of |= {} if weights is None else weights.gradients()
-    return Gradients(
-        q=d_q.reshape(operands.q.shape),
-        k=d_k.reshape(operands.k.shape),
-        v=d_v.reshape(operands.v.shape),
-        rel_k=of.get("rel_k"),
-        rel_v=of.get("rel_v"),
-        rel_bias=of.get("rel_bias"),
-        rel_q=None if d_rel_q is None else d_rel_q.reshape((*lead, *d_rel_q.shape[1:])),
-        mask=None if mask is None or operands.mask is None else mask.gradient(operands.mask.shape, lead),
-    )
+    found: dict[str, Tensor | None] = {"q": d_q, "k": d_k, "v": d_v, "rel_q": d_rel_q}
+    shaped = {name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in found.items()}
+    for sums in (logits, weights):
+        shaped |= {} if sums is None else sums.gradients()
+    if mask is not None and operands.mask is not None:
+        shaped["mask"] = mask.gradient(operands.mask.shape, operands.q.shape[:-3])
+    return Gradients(**shaped)
 
 
-def _chunks(call: Call, row_bytes: int) -> list[tuple[int, int]]:
+def _chunks(call: TiledCall, row_bytes: int) -> list[tuple[int, int]]:
     """Cut the queries into chunks of whole tiles."""
     n, size = call.options.visibility.n_queries, call.backward.size
     rows = BUFFER_BYTES // max(1, row_bytes) if call.options.chunk_size is None else call.options.chunk_size
@@ -115,7 +110,7 @@ def _kept(buffer: str, far: str, flag: str, relative: _Relative | None) -> dict[
 
 
 class _Memory:
-    """The memory of all chunks' buffers: made for the first, the longest, and never beside that of another."""
+    """One piece of memory for the buffers of all chunks: the first chunk is the longest, so it makes room for all."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -131,7 +126,7 @@ class _Memory:
 class _Relative:
     """Sums over all queries of their numbers by relative position times rows of their own: a table's gradient."""
 
-    def __init__(self, call: Call, rows: Tensor, table: str, bias: str | None = None) -> None:
+    def __init__(self, call: TiledCall, rows: Tensor, table: str, bias: str | None = None) -> None:
         self.call, self.rows, self.names = call, rows, (table, bias)
         self.table = getattr(call.operands, table)
         self.bias = None if bias is None else getattr(call.operands, bias)
@@ -188,9 +183,9 @@ class _Relative:
         """Fold (batch · heads, columns, width) into (…, table rows, width); ``rows`` of ones if ``None``."""
         span, heads = self.call.options.span, (self.call.batch, self.call.heads)
         axes = (0, 1) if shared else (0,)
-        plan = Plan.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
-        core = plan.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
-        table = torch.nn.functional.pad(core, (plan.start, span.rows - plan.stop)).mT.contiguous()
+        extension = Extension.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
+        core = extension.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
+        table = torch.nn.functional.pad(core, (extension.start, span.rows - extension.stop)).mT.contiguous()
         if span.beyond == "clip":  # sums of the tiles wholly past the edges
             for row, far in ((0, self.far[0]), (-1, self.far[1])):
                 far = far.unflatten(0, heads)[..., None]
@@ -204,14 +199,14 @@ class _Mask:
 
     wanted = True
 
-    def __init__(self, call: Call, mask: Tensor) -> None:
+    def __init__(self, call: TiledCall, mask: Tensor) -> None:
         self.call, self.like = call, mask
         self.row_bytes = call.batch * call.heads * call.options.visibility.n_keys * mask.element_size()
         self.sums = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         self.memory = _Memory(mask)
 
     @classmethod
-    def of(cls, call: Call) -> _Mask | None:
+    def of(cls, call: TiledCall) -> _Mask | None:
         """Return ``None`` where there is nothing to differentiate by."""
         mask = call.operands.mask
         return None if mask is None or mask.dtype == torch.uint8 else cls(call, mask)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.problem import Operands, Options
-from relskew_core.backends._torch.cpu.call import by_batch, mask_by_batch
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core.backends._in_place import by_batch, mask_by_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,19 @@ def tiles(dtype: torch.dtype, width: int) -> tuple[Tile, Tile] | None:
     return next((TILES[key] for key in TILES if key[0] == half and width <= key[1]), None)
 
 
+AXES = {
+    "q": "bhi",
+    "k": "bhj",
+    "v": "bhj",
+    "rel_q": "bhi",
+    "mask": "bhij",
+    "rel_k": "hr",
+    "rel_v": "hr",
+    "rel_bias": "h",
+}
+"""The arrays that the kernels take, and the axes that they are told the strides of."""
+
+
 class Columns(NamedTuple):
     """Columns in relative layout: the position of the first, and how many there are."""
 
@@ -50,7 +63,7 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TiledCall:
     """The operands with one batch axis and unit strides along their width, and what the kernels call by name."""
 
     operands: Operands
@@ -61,27 +74,22 @@ class Call:
     backward: Tile
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> Call:
+    def of(cls, operands: Operands, options: Options) -> TiledCall:
         """Flatten the leading axes; copies only what no stride can describe."""
-        mask = operands.mask
-        if mask is not None:
-            mask = mask_by_batch(mask, operands.q)
-            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        flat = Operands(
-            q=_rows(by_batch(operands.q)),
-            k=_rows(by_batch(operands.k)),
-            v=_rows(by_batch(operands.v)),
-            rel_k=_rows(operands.rel_k),
-            rel_v=_rows(operands.rel_v),
-            rel_bias=_rows(operands.rel_bias),
-            rel_q=None if operands.rel_q is None else _rows(by_batch(operands.rel_q)),
-            mask=mask,
-        )
+        flat = {}
+        for name, x in operands._asdict().items():
+            if x is not None and name == "mask":
+                x = mask_by_batch(x, operands.q, xp=torch)
+                flat[name] = x.view(torch.uint8) if x.dtype == torch.bool else x
+            else:
+                batched = x is not None and KINDS[name] is Kind.SEQUENCE
+                flat[name] = _rows(by_batch(x, xp=torch) if batched else x)
+        tiled = Operands(**flat)
         options = replace(options, visibility=options.visibility.bounded())
-        device = limits(flat.q.device)
-        forward, backward = (fitted(tile, *device) for tile in tiles(flat.q.dtype, widest(operands)) or ())
-        batch, heads = flat.q.shape[:2]
-        return cls(flat, options, heads, batch, forward, backward)
+        device = limits(tiled.q.device)
+        forward, backward = (fitted(tile, *device) for tile in tiles(tiled.q.dtype, widest(operands)) or ())
+        batch, heads = tiled.q.shape[:2]
+        return cls(tiled, options, heads, batch, forward, backward)
 
     def columns(self, start: int, stop: int) -> Columns:
         """Return the windows that a chunk of queries leaves gradients in: whole tiles."""
@@ -123,12 +131,11 @@ class Call:
         clip = span.beyond == "clip"
         rel_width = x.q.shape[-1] if x.rel_q is None else x.rel_q.shape[-1]
         widths = {"D": x.q.shape[-1], "DV": x.v.shape[-1], "DR": rel_width}
+        strides: dict[str, int] = {}
+        for name, axes in AXES.items():
+            strides |= _strides(name, getattr(x, name), axes)
         return {
-            "q": x.q, "k": x.k, "v": x.v, "rel_q": x.rel_q, "rel_k": x.rel_k, "rel_v": x.rel_v,
-            "rel_bias": x.rel_bias, "mask": x.mask,
-            **_strides("q", x.q, "bhi"), **_strides("k", x.k, "bhj"), **_strides("v", x.v, "bhj"),
-            **_strides("rel_q", x.rel_q, "bhi"), **_strides("rel_k", x.rel_k, "hr"), **_strides("rel_v", x.rel_v, "hr"),
-            **_strides("rel_bias", x.rel_bias, "h"), **_strides("mask", x.mask, "bhij"),
+            **{name: getattr(x, name) for name in AXES}, **strides,
             "heads": self.heads, "group": self.heads // x.k.shape[1],
             "n_queries": pattern.n_queries, "n_keys": pattern.n_keys, "offset": pattern.offset,
             "before": pattern.left or 0, "after": pattern.right or 0, "block_size": pattern.block_size or 1,
@@ -142,8 +149,7 @@ class Call:
             "LOCAL": pattern.block_size is not None,
             "MASK": 0 if x.mask is None else 1 if x.mask.dtype == torch.uint8 else 2,
             "SOFTCAP": options.softcap is not None,
-            "REL_K": x.rel_k is not None, "REL_Q": x.rel_q is not None, "REL_V": x.rel_v is not None,
-            "REL_BIAS": x.rel_bias is not None,
+            **{name.upper(): getattr(x, name) is not None for name in AXES if name.startswith("rel_")},
             "FIRST_PART": first_part, "LAST_PART": last_part,
             "EDGES": clip, "PRECISION": self.precision,
             "num_warps": tile.warps, "num_stages": tile.stages,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from relskew_core._kernel.problem import Operands, Options
+from relskew_core._kernel.call import Operands, Options
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """Widest heads that the registers hold."""

@@ -10,14 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.problem import Operands, Options
-from relskew_core.backends._torch.triton.call import Call, on_device_of
+from relskew_core._kernel.call import Operands, Options
+from relskew_core.backends._torch.triton.call import TiledCall, on_device_of
 from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output (..., H, Lq, Dv) in the operands' dtype, and the log-sum-exp (..., H, Lq) in float32."""
-    call = Call.of(operands, options)
+    call = TiledCall.of(operands, options)
     q = operands.q
     shape = q.shape[:-1]
     out = q.new_empty((*shape, operands.v.shape[-1]))

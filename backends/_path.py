@@ -1,0 +1,28 @@
+"""Kernels that serve a call: the portable ones, or a library's native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from relskew_core._kernel import backward, forward
+
+ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
+OPTIONS = ("beyond", "offset", "left", "right", "block_size", "chunk_size", "return_lse")
+COMMON = frozenset((*ARRAYS, *OPTIONS))
+"""The arrays and options that every native path knows so far. What is not here a path has to name, or it is refused."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """Two kernels, and which calls they take."""
+
+    attention: Callable[..., Any]  # as _kernel.forward.attention
+    attention_vjp: Callable[..., Any]  # as _kernel.backward.attention_vjp
+    knows: frozenset[str] = COMMON
+    half: bool = False  # takes arrays of half precision as they are
+    faster: bool = True  # than the portable kernels, for this call: `impl="auto"` goes by it
+
+
+PORTABLE = Path(forward.attention, backward.attention_vjp)

@@ -1,0 +1,293 @@
+"""torch: an operator for attention and one for its gradient, derived from the fields of a call.
+
+autograd, ``torch.compile``, ``torch.export`` and ``torch.vmap`` know them. Arrays and options are passed by position
+as torch wants it, and taken apart and put together here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.backward import attention_vjp as portable_vjp
+from relskew_core._kernel.call import Gradients, Kind, Operands, Options, names_of
+
+TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+"""The types of an operator's arguments that are not tensors."""
+
+COUNT = len(Operands._fields)
+
+
+def _flattened(kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """List the fields of dataclasses in dataclasses: where they are, and their types."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            yield from _flattened(hint, (*path, field.name))  # type: ignore[arg-type]
+        else:
+            yield (*path, field.name), hint
+
+
+def _schema_type(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "str"
+    if NoneType in get_args(hint):
+        (kind,) = set(get_args(hint)) - {NoneType}
+        return f"{TYPES[kind]}?"
+    return TYPES[hint]
+
+
+PATHS, HINTS = zip(*_flattened(Options), strict=True)
+"""Where the numbers are that :class:`Options` is made of, and their types."""
+
+NAMES = ["_".join(path) for path in PATHS]
+"""What the operators' schemas call them."""
+
+_ARRAYS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
+_NUMBERS = ", ".join(f"{_schema_type(hint)} {name}" for name, hint in zip(NAMES, HINTS, strict=True))
+
+
+def flat(options: Options) -> list[Any]:
+    """Return the options as the numbers that an operator's schema takes."""
+    numbers = []
+    for path in PATHS:
+        value: Any = options
+        for name in path:
+            value = getattr(value, name)
+        numbers.append(value)
+    return numbers
+
+
+def options_of(numbers: Sequence[Any]) -> Options:
+    """Return what :func:`flat` took apart."""
+    options: Options = _make_options(iter(numbers))
+    return options
+
+
+def _maker(kind: Any) -> Callable[[Iterator[Any]], Any]:
+    """Return what makes a dataclass of dataclasses from all values in order."""
+    hints = get_type_hints(kind)
+    parts = [
+        (field.name, _maker(hints[field.name]) if is_dataclass(hints[field.name]) else next) for field in fields(kind)
+    ]
+    return lambda values: kind(**{name: part(values) for name, part in parts})
+
+
+_make_options = _maker(Options)
+
+
+PORTABLE = partial(portable_vjp, xp=xp)
+
+
+class Operator:
+    """``relskew::name`` and ``relskew::name_vjp``.
+
+    Parameters
+    ----------
+    name : str
+        Of the operator.
+    attend : callable
+        ``attend(operands, options, **extra) -> (out, lse or None)``.
+    pull_back : callable
+        ``pull_back(d_out, operands, options, *, out, lse, d_lse, wanted, **extra) -> Gradients``; ``wanted`` names the
+        operands whose gradients are asked for.
+    keeps : bool
+        Whether the output and the log-sum-exp, then always made, are kept for the backward pass.
+    extra : mapping of str to str
+        More arguments and their types in the schema, tensors that are no operands or numbers that are no options.
+    portable : callable
+        The same gradients by operations that autograd knows, for second derivatives: takes ``d_lse`` and ``extra``.
+    devices : str, optional
+        The type of device that the operator runs on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        attend: Callable[..., tuple[Tensor, Tensor | None]],
+        pull_back: Callable[..., Gradients],
+        *,
+        keeps: bool = False,
+        extra: Mapping[str, str] | None = None,
+        portable: Callable[..., Gradients] = PORTABLE,
+        devices: str | None = None,
+    ) -> None:
+        self._attend, self._pull_back, self._keeps, self._portable = attend, pull_back, keeps, portable
+        self._extra = extra or {}
+        given = ", ".join([_ARRAYS, _NUMBERS, *(f"{kind} {name}" for name, kind in self._extra.items())])
+        results = ", ".join(["Tensor"] * COUNT)
+        cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? lse, str wanted"
+        library: Any = torch.library
+        self.op = library.custom_op(
+            f"relskew::{name}",
+            self._forward,
+            mutates_args=(),
+            device_types=devices,
+            schema=f"({given}) -> (Tensor out, Tensor lse)",
+        )
+        self.vjp = library.custom_op(
+            f"relskew::{name}_vjp",
+            self._vjp,
+            mutates_args=(),
+            device_types=devices,
+            schema=f"({cotangents}, {given}) -> ({results})",
+        )
+        self.op.register_fake(self._fake)
+        self.vjp.register_fake(self._fake_vjp)
+        self.op.register_autograd(self._backward, setup_context=self._setup)
+        self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
+        self.op.register_vmap(self._vmap)
+        self.vjp.register_vmap(self._vmap_vjp)
+
+    def __call__(self, operands: Operands, options: Options, **extra: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend; the log-sum-exp is ``None`` unless asked for."""
+        out, lse = self.op(*operands, *flat(options), *(extra[name] for name in self._extra))
+        return out, lse if options.return_lse else None
+
+    def parts(self, args: Sequence[Any]) -> tuple[Operands, Options, dict[str, Any]]:
+        """Put together what an operator was given."""
+        end = COUNT + len(NAMES)
+        extra = dict(zip(self._extra, args[end:], strict=True))
+        return Operands(*args[:COUNT]), options_of(args[COUNT:end]), extra
+
+    def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        operands, options, extra = self.parts(args)
+        out, lse = self._attend(operands, options, **extra)
+        return _standing_alone(out), operands.q.new_empty(0) if lse is None else _standing_alone(lse)
+
+    def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+        operands, options, _ = self.parts(args)
+        q, v = operands.q, operands.v
+        dtype = torch.float32 if q.dtype.itemsize == 2 else q.dtype
+        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=dtype)
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+
+    def _vjp(
+        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
+    ) -> tuple[Tensor, ...]:
+        operands, options, extra = self.parts(args)
+        names = wanted.split()
+        gradients = self._pull_back(
+            d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=frozenset(names), **extra
+        )
+        return tuple(
+            _standing_alone(gradient.to(x.dtype)) if gradient is not None and name in names else d_out.new_empty(0)
+            for name, gradient, x in zip(Operands._fields, gradients, operands, strict=True)
+        )
+
+    def _fake_vjp(
+        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
+    ) -> tuple[Tensor, ...]:
+        operands, _, _ = self.parts(args)
+        names = wanted.split()
+        return tuple(
+            x.new_empty(x.shape)
+            if x is not None and name in names and x.dtype.is_floating_point
+            else d_out.new_empty(0)
+            for name, x in zip(Operands._fields, operands, strict=True)
+        )
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _keep(ctx, inputs, *(output if self._keeps else (None, None)))
+
+    def _backward(self, ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        args, out, lse = _kept(ctx)
+        _, options, _ = self.parts(args)
+        names = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad, strict=False) if needs]
+        gradients = self.vjp(d_out, d_lse if options.return_lse else None, out, lse, " ".join(names), *args)
+        wanted = (x if name in names else None for name, x in zip(Operands._fields, gradients, strict=True))
+        return (*wanted, *(None for _ in args[COUNT:]))
+
+    def _setup_vjp(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        d_out, d_lse, _, _, ctx.wanted, *args = inputs
+        _keep(ctx, args, d_out, d_lse)
+
+    def _second_backward(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Differentiate the portable gradient, in which the output is a function of the operands once more."""
+        args, d_out, d_lse = _kept(ctx)
+        operands, options, extra = self.parts(args)
+        names = ctx.wanted.split()
+        with torch.enable_grad():
+            # Views: what is given twice, as k and as v, has two gradients.
+            operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
+            d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
+            gradients = self._portable(d_out, operands, options, d_lse=d_lse, **extra)
+        pairs = [
+            (gradient, cotangent)
+            for name, gradient, cotangent in zip(Operands._fields, gradients, cotangents, strict=True)
+            if name in names and gradient is not None and gradient.requires_grad
+        ]
+        given = {"d_out": d_out, "d_lse": d_lse, **operands._asdict()}
+        wanted = {name: x for name, x in given.items() if x is not None and x.requires_grad}
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            outputs, grad_outputs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(
+                outputs, list(wanted.values()), grad_outputs, create_graph=torch.is_grad_enabled(), allow_unused=True
+            )
+        of = dict(zip(wanted, found, strict=True))
+        in_order = [of.get("d_out"), of.get("d_lse"), None, None, None, *(of.get(name) for name in Operands._fields)]
+        return (*in_order, *(None for _ in args[COUNT:]))
+
+    def _vmap(
+        self, info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        operands, dims = Operands(*args[:COUNT]), Operands(*in_dims[:COUNT])
+        rows = names_of(Kind.SEQUENCE)
+        apart = [name for name in Operands._fields if name not in rows and name != "mask"]
+        if self._extra or any(getattr(dims, name) is not None for name in apart):  # not one for all: item by item
+            items = [self.op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
+            outs, lses = zip(*items, strict=True)
+            return (torch.stack(outs), torch.stack(lses)), (0, 0)
+
+        def batched(x: Tensor | None, dim: int | None) -> Tensor | None:
+            if x is None:
+                return None
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+        moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in rows}
+        if operands.mask is not None and dims.mask is not None:
+            mask = operands.mask.movedim(dims.mask, 0)
+            q_axes = operands.q.ndim - (dims.q is not None)
+            moved["mask"] = mask.reshape(mask.shape[0], *(1,) * (q_axes + 1 - mask.ndim), *mask.shape[1:])
+        out, lse = self.op(*operands._replace(**moved), *args[COUNT:])
+        if lse.ndim < 2:  # not asked for
+            lse = lse.new_empty((info.batch_size, 0))
+        return (out, lse), (0, 0)
+
+    def _vmap_vjp(
+        self, info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        items = [self.vjp(*_item(args, in_dims, index)) for index in range(info.batch_size)]
+        return tuple(torch.stack(parts) for parts in zip(*items, strict=True)), (0,) * COUNT
+
+
+def _keep(ctx: Any, args: Sequence[Any], *more: Tensor | None) -> None:
+    """Keep an operator's arguments, tensors where autograd looks after them."""
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args), *more)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in args]
+
+
+def _kept(ctx: Any) -> tuple[list[Any], Tensor | None, Tensor | None]:
+    """Return what :func:`_keep` kept."""
+    *tensors, one, two = ctx.saved_tensors
+    args = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
+    return args, one, two
+
+
+def _standing_alone(x: Tensor) -> Tensor:
+    """Return ``x`` contiguous and in memory of its own, as operators must and as the fake kernel says."""
+    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _item(args: tuple[Any, ...], in_dims: tuple[int | None, ...], index: int) -> list[Any]:
+    return [arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)]

@@ -1,0 +1,160 @@
+"""One call of relative attention, declared once: what a caller gives, and what the kernels get of it.
+
+Everything else follows from the fields of these classes, by name: signatures of functions and of torch's operators,
+gradients, what a native path does not know, the ONNX translation, the tests' matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
+
+from relskew_core._array.autocast import autocast
+from relskew_core._array.typing import Array
+from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core._positions.span import Span
+from relskew_core._positions.visibility import Visibility
+
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Arguments:
+    """What a caller gives; :func:`relskew_core.relative_attention` documents it."""
+
+    q: Array
+    k: Array
+    v: Array
+    rel_k: Array | None = None
+    span: Span | None = None
+    _: KW_ONLY
+    rel_v: Array | None = None
+    rel_bias: Array | None = None
+    rel_q: Array | None = None
+    key_table: Array | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    block_size: int | None = None
+    mask: Array | None = None
+    offset: int | Sequence[int] | Array = 0
+    scale: float | None = None
+    rel_scale: float | None = None
+    softcap: float | None = None
+    chunk_size: int | None = None
+    impl: str = "auto"
+
+    def arrays(self) -> dict[str, Array | None]:
+        """Return what becomes :class:`Operands`, by name."""
+        return {name: getattr(self, name) for name in Operands._fields}
+
+    def autocast(self) -> Self:
+        """Return the arguments as the autocast region wants them that the call stands in."""
+        arrays = self.arrays()
+        cast: dict[str, Any] = autocast(arrays)
+        return self if cast is arrays else replace(self, **cast)
+
+
+class Kind(Enum):
+    """What an array of a call is, which says what its axes are."""
+
+    SEQUENCE = "queries, keys or values"  # (..., H, L, D), with the leading axes of the call
+    TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
+    BIAS = "numbers of consecutive relative positions"  # (R,) or (H, R)
+    MASK = "boolean or additive"  # broadcasts to (..., H, Lq, Lk)
+
+
+class Operands(NamedTuple):
+    """The arrays of a call as kernels get them, with a heads axis; tables of a ragged batch have one for each item."""
+
+    q: Annotated[Array, Kind.SEQUENCE]  # (..., H, Lq, D)
+    k: Annotated[Array, Kind.SEQUENCE]  # (..., Hkv, Lk, D)
+    v: Annotated[Array, Kind.SEQUENCE]  # (..., Hkv, Lk, Dv)
+    rel_k: Annotated[Array | None, Kind.TABLE] = None  # Dr wide; ragged (..., 1 or H, W, Dr)
+    rel_v: Annotated[Array | None, Kind.TABLE] = None  # Dv wide; ragged (..., 1 or H, W, Dv)
+    rel_bias: Annotated[Array | None, Kind.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
+    rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None where it is q
+    mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
+    key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, what keys meet; ragged as rel_k
+
+
+if TYPE_CHECKING:
+
+    class Gradients(Operands):
+        """Gradients by argument."""
+
+else:
+    Gradients = namedtuple("Gradients", Operands._fields, defaults=[None] * len(Operands._fields))
+    Gradients.__doc__ = "Gradients of relative attention, by argument; ``None`` for absent and boolean ones."
+
+
+KINDS: dict[str, Kind] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
+}
+
+
+def names_of(*kinds: Kind) -> list[str]:
+    """Return the names of the arrays that are of one of the kinds."""
+    return [name for name, kind in KINDS.items() if kind in kinds]
+
+
+TABLES = names_of(Kind.TABLE, Kind.BIAS)
+"""The arrays that have a row for each relative position, and so a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is not an array. A field with a default need not be known to every native path."""
+
+    span: Span
+    visibility: Visibility
+    scale: float
+    rel_scale: float
+    softcap: float | None = None
+    chunk_size: int | None = None
+    return_lse: bool = False
+
+    def positions(self) -> tuple[int, int]:
+        """Return the lowest and highest visible relative position; ``(0, 0)`` where nothing is seen."""
+        return self.visibility.positions() or (0, 0)
+
+
+_DEFAULTS = {
+    kind: {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    for kind in (Options, Span, Visibility, RaggedVisibility)
+}
+
+
+def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
+    """Name the arrays that are there and the options that say something, but that a native path does not know."""
+    found = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
+    for part in (options, options.span, options.visibility):
+        for name, default in _DEFAULTS[type(part)].items():
+            if name not in known:
+                value = getattr(part, name)
+                if value is not default and (hasattr(value, "shape") or value != default):
+                    found.append(name)
+    return found
+
+
+def takes(arguments: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
+    """Give a function of declared arguments their signature."""
+
+    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            return function(arguments(*args, **kwargs))
+
+        signature = inspect.signature(arguments)
+        result = inspect.signature(function).return_annotation
+        call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+        arguments.__init__.__qualname__ = function.__name__  # whose name Python's own errors say
+        return call
+
+    return decorate

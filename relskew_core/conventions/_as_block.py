@@ -1,0 +1,50 @@
+"""What all loaders share: projections under the names of a block, and the spec that they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._positions.span import Span
+from relskew_core.conventions._state import State
+
+Weights = dict[str, Array]
+FORMS = {"q_proj": "W E", "k_proj": "W E", "v_proj": "W E", "out_proj": "E W"}
+
+
+def note_head_width(state: State, name: str) -> None:
+    """Note the width ``D`` of a head, once ``name`` has said the width ``W`` of all of them."""
+    width, heads = state.sizes["W"], state.sizes["H"]
+    if width % heads:
+        raise ValueError(
+            f"`num_heads` must divide the width of the queries, {width} in `{state.label(name)}`, got {heads}"
+        )
+    state.sizes["D"] = width // heads
+
+
+def read_weights(state: State, names: Mapping[str, str]) -> Weights:
+    """Read the weights of four linear layers, ours by theirs."""
+    weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours]) for ours in PROJECTIONS}
+    note_head_width(state, f"{names['q_proj']}.weight")
+    return weights
+
+
+def read_biases(state: State, names: Mapping[str, str]) -> Weights:
+    """Read the biases of linear layers: all of them, or none where none is there."""
+    if not any(state.has(f"{theirs}.bias") for theirs in names.values()):
+        return {}
+    return {f"{ours}.bias": state.read(f"{theirs}.bias", FORMS[ours].split()[0]) for ours, theirs in names.items()}
+
+
+def as_block(state: State, weights: Weights, span: Span, **options: Any) -> tuple[BlockSpec, Weights]:
+    """Return the spec of weights that were read, and them in its order."""
+    state.finish()
+    spec = BlockSpec(
+        state.sizes["E"], state.sizes["H"], span, head_dim=state.sizes["D"],
+        shared_table="rel_k" in weights and weights["rel_k"].ndim == 2, rel_values="rel_v" in weights,
+        rel_keys="rel_k" in weights, rel_bias="rel_bias" in weights, bias="q_proj.bias" in weights, **options,
+    )  # fmt: skip
+    spec.check_weights(weights)
+    return spec, {key: weights[key] for key in spec.weight_shapes()}

@@ -1,0 +1,181 @@
+"""Tables by cell of a window of patches: Swin and BEiT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relskew_core._array.checks import describe
+from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.typing import Array
+from relskew_core._functions.grid import check_grid
+from relskew_core._positions.span import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swin:
+    """Swin's table of a window's relative cells: a bias by relative height and width.
+
+    ::
+
+        row  (query - key, height + h-1) · (2w-1) + (query - key, width + w-1)
+        so   the first row is the key furthest below and right, the last the one furthest above and left
+
+    Parameters
+    ----------
+    window : (int, int)
+        Height ``h`` and width ``w``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> swin = Swin(window=(1, 2))
+    >>> rel_bias, span_h, span_w = swin.load(np.asarray([[1.0], [0.0], [-1.0]]))
+    >>> rel_bias
+    array([[[-1.,  0.,  1.]]])
+    >>> swin.store(rel_bias, span_h, span_w)[:, 0]
+    array([ 1.,  0., -1.])
+    """
+
+    window: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", check_grid("window", self.window))
+
+    @property
+    def spans(self) -> tuple[Span, Span]:
+        """Of heights and of widths, each as far ahead as back."""
+        h, w = self.window
+        return Span.full(h), Span.full(w)
+
+    def load(self, table: Array) -> tuple[Array, Span, Span]:
+        """Bring a table here.
+
+        Parameters
+        ----------
+        table : array, shape ((2h-1) · (2w-1), H)
+            ``relative_position_bias_table``.
+
+        Returns
+        -------
+        rel_bias : array, shape (H, 2h - 1, 2w - 1)
+            For ``relative_attention_2d`` or ``toeplitz_2d``.
+        span_h, span_w : Span
+            ``Span.full(h)`` and ``Span.full(w)``.
+        """
+        xp = namespace_of_arrays({"table": table})
+        height, width = self.spans
+        _check_cells(table, self.window, extra=0)
+        grid = xp.reshape(xp.matrix_transpose(table), (table.shape[1], height.rows, width.rows))
+        return xp.flip(grid, axis=(-2, -1)), height, width
+
+    def store(self, rel_bias: Array, span_h: Span, span_w: Span) -> Array:
+        """Write a bias as Swin's table; the inverse of :meth:`load`.
+
+        Parameters
+        ----------
+        rel_bias : array, shape (H, 2h - 1, 2w - 1)
+            Numbers of ascending relative heights and widths.
+        span_h, span_w : Span
+            Which relative heights and widths they are: all of the window.
+
+        Returns
+        -------
+        array, shape ((2h-1) · (2w-1), H)
+        """
+        xp = namespace_of_arrays({"rel_bias": rel_bias})
+        for name, span, expected in zip(("span_h", "span_w"), (span_h, span_w), self.spans, strict=True):
+            if span != expected:
+                raise ValueError(f"`{name}` must be {expected}, all of the window {self.window}, got {span}")
+        rows = tuple(span.rows for span in self.spans)
+        if rel_bias.ndim != 3 or tuple(rel_bias.shape[-2:]) != rows:
+            raise ValueError(f"`rel_bias` must have shape (H, {rows[0]}, {rows[1]}), got {describe(rel_bias)}")
+        flipped = xp.flip(rel_bias, axis=(-2, -1))
+        return xp.matrix_transpose(xp.reshape(flipped, (rel_bias.shape[0], rows[0] * rows[1])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BEiT:
+    """BEiT's table: Swin's cells, and three rows for the class token.
+
+    ::
+
+        row    0 … (2h-1)(2w-1)-1   as Swin's
+        row   -3                    class token as query, a patch as key
+        row   -2                    a patch as query, class token as key
+        row   -1                    class token to itself
+
+    Parameters
+    ----------
+    window : (int, int)
+        Height ``h`` and width ``w`` in patches.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rel_bias, prefix_bias, *_ = BEiT(window=(1, 1)).load(np.asarray([[5.0], [1.0], [2.0], [3.0]]))
+    >>> rel_bias, prefix_bias
+    (array([[[5.]]]), array([[2., 1., 3.]]))
+    """
+
+    window: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "window", check_grid("window", self.window))
+
+    def load(self, table: Array) -> tuple[Array, Array, Span, Span]:
+        """Bring a table here.
+
+        Parameters
+        ----------
+        table : array, shape ((2h-1) · (2w-1) + 3, H)
+            ``relative_position_bias_table``.
+
+        Returns
+        -------
+        rel_bias : array, shape (H, 2h - 1, 2w - 1)
+        prefix_bias : array, shape (H, 3)
+            In the order of ``relative_attention_2d``: a patch at the class token, the class token at a patch, at
+            itself.
+        span_h, span_w : Span
+            ``Span.full(h)`` and ``Span.full(w)``.
+        """
+        xp = namespace_of_arrays({"table": table})
+        _check_cells(table, self.window, extra=3)
+        rel_bias, span_h, span_w = Swin(window=self.window).load(table[:-3, :])
+        return rel_bias, xp.matrix_transpose(_exchanged(table[-3:, :])), span_h, span_w
+
+    def store(self, rel_bias: Array, prefix_bias: Array, span_h: Span, span_w: Span) -> Array:
+        """Write biases as BEiT's table; the inverse of :meth:`load`.
+
+        Parameters
+        ----------
+        rel_bias : array, shape (H, 2h - 1, 2w - 1)
+            Numbers of ascending relative heights and widths.
+        prefix_bias : array, shape (H, 3)
+            In the order of :meth:`load`.
+        span_h, span_w : Span
+            Which relative heights and widths they are: all of the window.
+
+        Returns
+        -------
+        array, shape ((2h-1) · (2w-1) + 3, H)
+        """
+        xp = namespace_of_arrays({"rel_bias": rel_bias, "prefix_bias": prefix_bias})
+        cells = Swin(window=self.window).store(rel_bias, span_h, span_w)
+        if tuple(prefix_bias.shape) != (rel_bias.shape[0], 3):
+            raise ValueError(f"`prefix_bias` must have shape ({rel_bias.shape[0]}, 3), got {describe(prefix_bias)}")
+        return xp.concat([cells, _exchanged(xp.matrix_transpose(prefix_bias))], axis=0)
+
+
+def _check_cells(table: Array, window: tuple[int, int], *, extra: int) -> None:
+    h, w = window
+    cells = (2 * h - 1) * (2 * w - 1)
+    if table.ndim != 2 or table.shape[0] != cells + extra:
+        rows = f"{cells} + {extra}" if extra else cells
+        raise ValueError(f"`table` must have shape ({rows}, H) for the window {window}, got {describe(table)}")
+
+
+def _exchanged(rows: Array) -> Array:
+    """Exchange the first two of three rows: they and we have the class token's in another order."""
+    xp = namespace_of_arrays({"rows": rows})
+    return xp.concat([rows[1:2, :], rows[:1, :], rows[2:, :]], axis=0)

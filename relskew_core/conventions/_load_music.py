@@ -1,0 +1,88 @@
+"""Attentions of Music Transformer's ports to PyTorch as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from relskew_core._array.checks import check_int
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._positions.span import Span
+from relskew_core.conventions._as_block import FORMS, Weights, as_block, note_head_width, read_biases, read_weights
+from relskew_core.conventions._ascending import MUSIC_TRANSFORMER
+from relskew_core.conventions._state import State
+
+
+def load_music_transformer(
+    state: Mapping[str, Array], *, num_heads: int, prefix: str = ""
+) -> tuple[BlockSpec, Weights]:
+    """Read the attention of a PyTorch port of Music Transformer.
+
+    Known are ``in_proj_weight, out_proj, Er`` (gwinndr), ``Wq, Wk, Wv, fc, E`` (jason9693) and ``wq, wk, wv, wo,
+    E.weight`` (spectraldoy; a table for each head, clipped).
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        Number of heads.
+    prefix : str, default ""
+        Where the attention stands in it: ``"transformer.encoder.layers.0.self_attn."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+        Causal.
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it. Two ports never saved their
+        table: it was no parameter, and every run drew another one.
+    """
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):
+        if read.has(first):
+            weights, span = port(read)
+            return as_block(read, weights, span, causal=True)
+    raise read.lacks("in_proj_weight, Wq.weight or wq.weight")
+
+
+def _gwinndr(state: State) -> tuple[Weights, Span]:
+    """Cut the packed projections of ``torch.nn.MultiheadAttention`` into three."""
+    weights = {"out_proj.weight": state.read("out_proj.weight", "E W")}
+    note_head_width(state, "out_proj.weight")
+    state.sizes["3W"] = 3 * state.sizes["W"]
+    packed = {"weight": state.read("in_proj_weight", "3W E")}
+    if state.has("in_proj_bias") or state.has("out_proj.bias"):
+        packed["bias"] = state.read("in_proj_bias", "3W")
+        weights["out_proj.bias"] = state.read("out_proj.bias", "E")
+    width = state.sizes["W"]
+    for kind, rows in packed.items():
+        for index, ours in enumerate(PROJECTIONS[:3]):
+            weights[f"{ours}.{kind}"] = rows[index * width : (index + 1) * width, ...]
+    weights["rel_k"], span = MUSIC_TRANSFORMER.load(state.read("Er", "R D"))
+    return weights, span
+
+
+def _jason9693(state: State) -> tuple[Weights, Span]:
+    names = {"q_proj": "Wq", "k_proj": "Wk", "v_proj": "Wv", "out_proj": "fc"}
+    weights = read_weights(state, names) | read_biases(state, names)
+    weights["rel_k"], span = MUSIC_TRANSFORMER.load(state.read("E", "R D"))
+    return weights, span
+
+
+def _spectraldoy(state: State) -> tuple[Weights, Span]:
+    """Split a table as wide as all heads, its edge row for everything further away; only the output's bias is sure."""
+    inner = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv"}
+    weights = read_weights(state, {**inner, "out_proj": "wo"})
+    weights["out_proj.bias"] = state.read("wo.bias", FORMS["out_proj"].split()[0])
+    zeros = state.xp.zeros_like(weights["q_proj.weight"][:, 0])
+    weights |= read_biases(state, inner) or {f"{ours}.bias": zeros for ours in inner}
+    table = state.read("E.weight", "R W")
+    by_head = state.xp.reshape(table, (table.shape[0], state.sizes["H"], state.sizes["D"]))
+    weights["rel_k"] = state.xp.moveaxis(by_head, -2, -3)
+    return weights, Span(table.shape[0] - 1, 0, "clip")

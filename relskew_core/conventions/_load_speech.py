@@ -1,0 +1,81 @@
+"""Attentions of speech models as blocks: VITS and Wav2Vec2-BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from relskew_core._array.checks import check_int
+from relskew_core._array.typing import Array
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core.conventions._as_block import Weights, as_block, read_biases, read_weights
+from relskew_core.conventions._ascending import SHAW, VITS
+from relskew_core.conventions._convention import load_named
+from relskew_core.conventions._state import State
+
+
+def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
+    """Read an HF ``VitsAttention``: a window on keys and values.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_attention_heads``.
+    prefix : str, default ""
+        Where the attention stands in it: ``"text_encoder.encoder.layers.0.attention."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it.
+    """
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    names = {name: name for name in PROJECTIONS}
+    weights = read_weights(read, names) | read_biases(read, names)
+    keys = read.read("emb_rel_k", "1 R D", "H R D")
+    values = read.read("emb_rel_v", "1 R D" if keys.shape[0] == 1 else "H R D")
+    weights["rel_k"], span = load_named(VITS, read.label("emb_rel_k"), keys)
+    weights["rel_v"], _ = load_named(VITS, read.label("emb_rel_v"), values)
+    return as_block(read, weights, span)
+
+
+def load_wav2vec2_bert(
+    state: Mapping[str, Array], *, num_heads: int, left: int = 64, right: int = 8, prefix: str = ""
+) -> tuple[BlockSpec, Weights]:
+    """Read an HF ``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        ``config.num_attention_heads``.
+    left, right : int, default 64, 8
+        ``config.left_max_position_embeddings`` and ``config.right_max_position_embeddings``.
+    prefix : str, default ""
+        Where the attention stands in it: ``"encoder.layers.0.self_attn."``.
+
+    Returns
+    -------
+    spec : BlockSpec
+    weights : dict of str to array
+        For :func:`relskew_core.attention_block` and every export.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it.
+    """
+    left, right = check_int("left", left, minimum=0), check_int("right", right, minimum=0)
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), R=left + right + 1)
+    names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
+    weights = read_weights(read, names) | read_biases(read, names)
+    weights["rel_k"], span = SHAW.load(read.read("distance_embedding.weight", "R D"), left=left)
+    return as_block(read, weights, span)

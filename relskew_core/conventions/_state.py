@@ -1,0 +1,116 @@
+"""State dicts, read key by key: what is missing, misshapen or left over is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from relskew_core._array.checks import describe
+from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.typing import Array, Namespace
+
+
+class State:
+    """The part of a state dict that is one attention.
+
+    Sizes have names: the first array that has one says how large it is, and the others must agree.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        A whole state dict.
+    prefix : str
+        What the attention's keys begin with.
+    sizes : int
+        Known before anything is read, as ``H=num_heads``.
+    """
+
+    def __init__(self, arrays: Any, prefix: str, **sizes: int) -> None:
+        if not isinstance(arrays, Mapping):
+            raise TypeError(f"`state` must be a mapping from names to arrays, got {describe(arrays)}")
+        if not isinstance(prefix, str):
+            raise TypeError(f"`prefix` must be a str, got {describe(prefix)}")
+        self.arrays: Mapping[str, Any] = arrays
+        self.prefix = prefix
+        self.sizes = {"1": 1, **sizes}
+        self._read: dict[str, Array] = {}
+
+    @property
+    def xp(self) -> Namespace:
+        """The namespace of what was read."""
+        return namespace_of_arrays(self._read)
+
+    def label(self, name: str) -> str:
+        """Return what messages call an array."""
+        return _label(self.prefix + name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a key."""
+        return self.prefix + name in self.arrays
+
+    def find(self, suffix: str) -> str | None:
+        """Return the one name that ends in ``suffix``; the scope before it has many names."""
+        keys = sorted(key for key in self.arrays if key.startswith(self.prefix) and key.endswith(f"/{suffix}"))
+        if len(keys) > 1:
+            raise ValueError(f"`prefix` must single out one attention, got {self.prefix!r} with {', '.join(keys)}")
+        return keys[0].removeprefix(self.prefix) if keys else None
+
+    def read(self, name: str, *forms: str, prefix: str | None = None) -> Array:
+        """Return an array whose shape is one of ``forms``, such as ``"W E"`` or ``"1 R D"``."""
+        key = (self.prefix if prefix is None else prefix) + name
+        if key not in self.arrays:
+            place = key[: max(key.rfind("."), key.rfind("/")) + 1]
+            raise ValueError(f"`state` must have {key!r}; its keys there are {self._keys_under(place)}")
+        array = self.arrays[key]
+        first = {_label(read): self._read[read] for read in list(self._read)[:1]}
+        namespace_of_arrays({**first, _label(key): array})
+        for form in forms:
+            sizes = self._sizes_of(array, form.split())
+            if sizes is not None:
+                self.sizes |= sizes
+                self._read[key] = array
+                return array
+        raise ValueError(f"`{_label(key)}` must have shape {self._expected(forms)}, got {describe(array)}")
+
+    def finish(self) -> None:
+        """Refuse keys of the attention that were not read: without them its numbers would be others.
+
+        What stands below an array, ``"q/kernel/Adam"``, an optimizer has left in the checkpoint.
+        """
+        keys = {str(key) for key in self.arrays if str(key).startswith(self.prefix)} - set(self._read)
+        unknown = [key for key in keys if key.rpartition("/")[0] not in self._read]
+        if unknown:
+            raise ValueError(
+                f"`state` must have no key under {self.prefix!r} but {_listed(self._read)}, got {_listed(unknown)}"
+            )
+
+    def lacks(self, names: str) -> ValueError:
+        """Return the error that none of some names is there."""
+        there = self._keys_under(self.prefix)
+        return ValueError(f"`state` must have {names} under {self.prefix!r}; its keys there are {there}")
+
+    def _keys_under(self, place: str) -> str:
+        """List the keys that begin with ``place``, all of them where none does."""
+        return _listed([key for key in map(str, self.arrays) if key.startswith(place)] or map(str, self.arrays))
+
+    def _sizes_of(self, array: Array, axes: list[str]) -> dict[str, int] | None:
+        """Return the sizes of an array by the names of its axes, None where they do not fit."""
+        if array.ndim != len(axes) or 0 in array.shape:
+            return None
+        sizes = dict(zip(axes, array.shape, strict=True))
+        return sizes if all(self.sizes.get(axis, size) == size for axis, size in sizes.items()) else None
+
+    def _expected(self, forms: tuple[str, ...]) -> str:
+        shapes = " or ".join(f"({', '.join(form.split())}{'' if ' ' in form else ','})" for form in forms)
+        axes = dict.fromkeys(axis for form in forms for axis in form.split())
+        known = ", ".join(f"{axis} = {self.sizes[axis]}" for axis in axes if axis in self.sizes and axis != "1")
+        return f"{shapes} with {known}" if known else shapes
+
+
+def _label(key: str) -> str:
+    return f"state[{key!r}]"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    listed = sorted(keys)
+    return ", ".join(listed[:12]) + (" …" if len(listed) > 12 else "") if listed else "none"

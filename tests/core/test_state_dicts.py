@@ -1,0 +1,276 @@
+"""State dicts of other code bases as blocks: the weights they hold, and an error by name for each key that is wrong."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import oracles
+from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention
+
+Floats = NDArray[Any]
+State = dict[str, Any]
+OURS = ("q_proj", "k_proj", "v_proj", "out_proj")
+HEADS, D, E = 3, 4, 8  # no matrix is square, so that its transpose has another shape
+SHAPES = {name: (E, HEADS * D) if name == "out_proj" else (HEADS * D, E) for name in OURS}
+RNG = np.random.default_rng(4)
+
+
+def projections(names: tuple[str, ...], *, bias: bool = True, kernels: bool = False) -> State:
+    """Random projections by name."""
+    state = {}
+    for our, their in zip(OURS, names, strict=True):
+        weight = RNG.standard_normal(SHAPES[our])
+        state[f"{their}/kernel" if kernels else f"{their}.weight"] = weight.T if kernels else weight
+        if bias:
+            state[f"{their}.bias"] = RNG.standard_normal(SHAPES[our][0])
+    return state
+
+
+def renamed(state: State, names: tuple[str, ...]) -> State:
+    return {f"{our}.{kind}": state[f"{their}.{kind}"] for our, their in zip(OURS, names, strict=True)
+            for kind in ("weight", "bias") if f"{their}.{kind}" in state}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A state dict, the call that loads it, and what must come: the spec's fields and the weights."""
+
+    name: str
+    state: State
+    load: Callable[..., tuple[BlockSpec, dict[str, Any]]]
+    fields: dict[str, Any]
+    weights: State
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def vits(heads: int) -> Case:
+    state = projections(OURS) | {f"emb_{name}": RNG.standard_normal((heads, 5, D)) for name in ("rel_k", "rel_v")}
+    tables = {name: state[f"emb_{name}"][0] if heads == 1 else state[f"emb_{name}"] for name in ("rel_k", "rel_v")}
+    fields = {"span": Span(2, 2, "zero"), "shared_table": heads == 1, "rel_values": True}
+    return Case(f"vits, {heads}", state, conventions.load_vits, fields, renamed(state, OURS) | tables)
+
+
+def wav2vec2_bert() -> Case:
+    names = ("linear_q", "linear_k", "linear_v", "linear_out")
+    state = projections(names) | {"distance_embedding.weight": RNG.standard_normal((8, D))}
+    load = functools.partial(conventions.load_wav2vec2_bert, left=5, right=2)
+    want = renamed(state, names) | {"rel_k": state["distance_embedding.weight"]}
+    return Case("wav2vec2_bert", state, load, {"span": Span(5, 2, "clip"), "shared_table": True}, want)
+
+
+def tensor2tensor(kind: str) -> Case:
+    state = projections(("q", "k", "v", "output_transform"), bias=False, kernels=True)
+    want = {f"{our}.weight": kernel.T for our, kernel in zip(OURS, state.values(), strict=True)}
+    scope, heads = "dot_product_self_attention_relative_v2", () if kind == "clipped" else (HEADS,)
+    suffixes = ("key_relative_embeddings", "value_relative_embeddings")
+    if kind == "clipped":
+        suffixes = ("relative_positions_keys/embeddings", "relative_positions_values/embeddings")
+    for name, suffix in zip(("rel_k", "rel_v")[: 1 if kind == "causal" else 2], suffixes, strict=False):
+        want[name] = state[f"{scope}/{suffix}"] = RNG.standard_normal((*heads, 5, D))
+    span = {"causal": Span(4, 0, "zero"), "unmasked": Span(2, 2, "zero"), "clipped": Span(2, 2, "clip")}[kind]
+    fields = {"span": span, "causal": kind == "causal", "shared_table": kind == "clipped", "bias": False,
+              "rel_values": kind != "causal"}  # fmt: skip
+    load = functools.partial(conventions.load_tensor2tensor, causal=kind == "causal")
+    return Case(f"tensor2tensor, {kind}", state, load, fields, want)
+
+
+def gwinndr(*, bias: bool) -> Case:
+    want = renamed(projections(OURS, bias=bias), OURS)
+    state = {"in_proj_weight": np.concatenate([want[f"{name}.weight"] for name in OURS[:3]])}
+    if bias:
+        state["in_proj_bias"] = np.concatenate([want[f"{name}.bias"] for name in OURS[:3]])
+    state |= {key: weight for key, weight in want.items() if key.startswith("out_proj")}
+    want["rel_k"] = state["Er"] = RNG.standard_normal((6, D))
+    fields = {"span": Span.causal(6), "causal": True, "shared_table": True, "bias": bias}
+    return Case(f"gwinndr, {bias=}", state, conventions.load_music_transformer, fields, want)
+
+
+def jason9693() -> Case:
+    names = ("Wq", "Wk", "Wv", "fc")
+    state = projections(names) | {"E": RNG.standard_normal((6, D))}
+    fields = {"span": Span.causal(6), "causal": True, "shared_table": True}
+    return Case(
+        "jason9693", state, conventions.load_music_transformer, fields, renamed(state, names) | {"rel_k": state["E"]}
+    )
+
+
+def spectraldoy(*, bias: bool) -> Case:
+    names = ("wq", "wk", "wv", "wo")
+    state = projections(names) | {"E.weight": RNG.standard_normal((6, HEADS * D))}
+    want = renamed(state, names) | {"rel_k": np.stack(np.split(state["E.weight"], HEADS, axis=1))}
+    if not bias:  # its output has one always
+        state = {key: weight for key, weight in state.items() if not re.match(r"w[qkv]\.bias", key)}
+        want |= {f"{name}.bias": np.zeros(HEADS * D) for name in OURS[:3]}
+    fields = {"span": Span(5, 0, "clip"), "causal": True, "shared_table": False}
+    return Case(f"spectraldoy, {bias=}", state, conventions.load_music_transformer, fields, want)
+
+
+def t5(*, bidirectional: bool) -> Case:
+    state = projections(("q", "k", "v", "o"), bias=False)
+    table = state["relative_attention_bias.weight"] = RNG.standard_normal((8, HEADS))
+    options: dict[str, Any] = {"bidirectional": bidirectional, "num_buckets": 8, "max_distance": 16}
+    rel_bias, span = conventions.T5(**options).load(table)
+    want = renamed(state, ("q", "k", "v", "o")) | {"rel_bias": rel_bias}
+    want["q_proj.weight"] = want["q_proj.weight"] * 2.0  # the root of D, exactly
+    fields = {"span": span, "causal": not bidirectional, "rel_keys": False, "rel_bias": True, "bias": False}
+    return Case(f"t5, {bidirectional=}", state, functools.partial(conventions.load_t5, **options), fields, want)
+
+
+CASES = [
+    vits(1), vits(HEADS), wav2vec2_bert(), *map(tensor2tensor, ("causal", "unmasked", "clipped")), gwinndr(bias=True),
+    gwinndr(bias=False), jason9693(), spectraldoy(bias=True), spectraldoy(bias=False), t5(bidirectional=True),
+    t5(bidirectional=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "layers.0/attention."])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_state_dict_is_a_block(case: Case, prefix: str) -> None:
+    state = {prefix + key: weight for key, weight in case.state.items()}
+    if prefix:
+        state["layers.1/attention.q.weight"] = np.zeros(1)  # another's
+    spec, weights = case.load(state, num_heads=HEADS, prefix=prefix)
+    assert {name: getattr(spec, name) for name in case.fields} == case.fields
+    assert (spec.embed_dim, spec.num_heads, spec.head_dim) == (E, HEADS, D)
+    assert set(weights) == set(case.weights)
+    for key, weight in case.weights.items():
+        np.testing.assert_array_equal(weights[key], weight)
+    y: Any = attention_block(np.ones((1, 3, E)), weights, spec)
+    assert np.all(np.isfinite(y))
+
+
+def transposed(array: Floats) -> Floats:
+    return np.swapaxes(array, -1, -2) if array.ndim > 1 else array[:, None]
+
+
+MUTATIONS: dict[str, Callable[[Floats], Any]] = {
+    "dropped": lambda _: ...,
+    "transposed": transposed,
+    "a row short": lambda array: array[..., :-1, :] if array.ndim > 1 else array[:-1],
+    "a column short": lambda array: array[..., :-1],
+    "empty": lambda array: array[:0],
+    "an axis more": lambda array: array[None],
+    "no axis": lambda array: array.sum(),
+    "integers": lambda array: array.astype(int),
+    "another dtype": lambda array: array.astype("float32"),
+    "None": lambda _: None,
+    "a list": lambda array: array.tolist(),
+}
+# What only its number of rows describes may have another: the table of a shorter reach.
+OF_ANY_LENGTH = {"key_relative_embeddings", "Er", "E", "E.weight"}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_key_that_is_wrong_is_named(case: Case, mutation: str) -> None:
+    for key, array in case.state.items():
+        state = {**case.state, key: MUTATIONS[mutation](array)}
+        if mutation == "dropped":
+            del state[key]
+            if key.endswith("value_relative_embeddings"):  # version 2 may have none
+                assert not case.load(state, num_heads=HEADS)[0].rel_values
+                continue
+        if mutation == "a row short" and key.rpartition("/")[2] in OF_ANY_LENGTH and case.fields["causal"]:
+            spec, _ = case.load(state, num_heads=HEADS)
+            assert spec.span.left == case.fields["span"].left - 1
+            continue
+        with pytest.raises((ValueError, TypeError)) as caught:
+            case.load(state, num_heads=HEADS)
+        message = str(caught.value)
+        assert message.startswith(("`state", "`num_heads`")), message
+        told = key in message or key.rpartition("/")[2] in message
+        assert told or re.search(r"`state\['[\w./]+'\]` must have|the dtype of `state\['", message), message
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_key_that_would_be_lost_is_named(case: Case) -> None:
+    with pytest.raises(ValueError, match=r"`state` must have no key under '' but .*, got bias_k$"):
+        case.load({**case.state, "bias_k": np.zeros(E)}, num_heads=HEADS)
+    if (bias := case.state.get("q/kernel")) is not None:
+        case.load({**case.state, "q/kernel/Adam": bias}, num_heads=HEADS)
+        with pytest.raises(ValueError, match=r"got q/bias$"):
+            case.load({**case.state, "q/bias": np.zeros(HEADS * D)}, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_no_state_dict_is_named(case: Case) -> None:
+    with pytest.raises(TypeError, match=r"`state` must be a mapping from names to arrays, got list \[\]"):
+        case.load([], num_heads=HEADS)
+    with pytest.raises(ValueError, match=r"`state` must have .*; its keys there are none"):
+        case.load({}, num_heads=HEADS)
+    with pytest.raises(TypeError, match="`prefix` must be a str, got None"):
+        case.load(case.state, num_heads=HEADS, prefix=None)
+    with pytest.raises(TypeError, match="`num_heads` must be an int, got float"):
+        case.load(case.state, num_heads=3.0)
+    with pytest.raises(
+        ValueError, match=r"`num_heads` must divide the width of the queries, 12 in `state\['.*'\]`, got 5"
+    ):
+        case.load(case.state, num_heads=5)
+    if "spectraldoy" not in case.name:  # whose table is as wide as all heads, however many
+        with pytest.raises(ValueError, match=r"`state\['.*'\]` must have shape .* = .*, got ndarray"):
+            case.load(case.state, num_heads=2)
+
+
+def test_tables_of_two_conventions_are_not_one() -> None:
+    case = tensor2tensor("unmasked")
+    mixed = {key: array for key, array in case.state.items() if "value_relative" not in key}
+    mixed["a/relative_positions_values/embeddings"] = np.zeros((5, D))
+    with pytest.raises(ValueError, match=r"`state` must have the tables of one version .*, got a/rel.*, dot.*key_rel"):
+        case.load(mixed, num_heads=HEADS)
+    shared = {**case.state, "dot_product_self_attention_relative_v2/value_relative_embeddings": np.zeros((5, D))}
+    with pytest.raises(
+        ValueError, match=r"value_relative_embeddings'\]` must have shape \(H, R, D\) with H = 3, R = 5"
+    ):
+        case.load(shared, num_heads=HEADS)
+    case = vits(1)
+    with pytest.raises(ValueError, match=r"`state\['emb_rel_v'\]` must have shape \(1, R, D\) with R = 5, D = 4, got"):
+        case.load({**case.state, "emb_rel_v": np.zeros((HEADS, 5, D))}, num_heads=HEADS)
+
+
+def test_a_prefix_singles_out_one_attention() -> None:
+    case = tensor2tensor("causal")
+    state = {**case.state, "b/key_relative_embeddings": np.zeros((5, D))}
+    with pytest.raises(ValueError, match=r"`prefix` must single out one attention, got '' with b/key_rel.*, dot"):
+        case.load(state, num_heads=HEADS)
+
+
+def test_local_attention_of_tensor2tensor() -> None:
+    spec, _ = conventions.load_tensor2tensor(tensor2tensor("causal").state, num_heads=HEADS, causal=True, block_size=3)
+    assert spec.block_size == 3
+
+
+def test_t5_takes_the_bias_of_the_first_layer() -> None:
+    case = t5(bidirectional=True)
+    bias = "relative_attention_bias.weight"
+    state = {("first." if key == bias else "third.") + key: weight for key, weight in case.state.items()}
+    _, weights = case.load(state, num_heads=HEADS, prefix="third.", bias_prefix="first.")
+    np.testing.assert_array_equal(weights["rel_bias"], case.weights["rel_bias"])
+    with pytest.raises(
+        ValueError, match=r"`state` must have 'third.relative_attention_bias.weight'; .* third.k.weight"
+    ):
+        case.load(state, num_heads=HEADS, prefix="third.")
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_a_block_of_t5_does_not_scale(bidirectional: bool) -> None:
+    case, x = t5(bidirectional=bidirectional), RNG.standard_normal((1, 20, E))
+    spec, weights = case.load(case.state, num_heads=HEADS)
+
+    def heads(name: str) -> Floats:
+        return np.moveaxis((x @ case.state[f"{name}.weight"].T).reshape(1, 20, HEADS, D), 1, 2)
+
+    rel_bias, span = weights["rel_bias"], spec.span
+    out: Any = relative_attention(
+        heads("q"), heads("k"), heads("v"), None, span, rel_bias=rel_bias, scale=1.0, causal=not bidirectional
+    )
+    want = np.moveaxis(out, 1, 2).reshape(1, 20, HEADS * D) @ case.state["o.weight"].T
+    got: Any = attention_block(x, weights, spec)
+    assert oracles.relative_error(got, want) < 1e-12

@@ -1,0 +1,105 @@
+"""The drop-ins without transformers: stand-ins with the parameters and no forward; tests/peers has whole models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from relskew_core import Span, t5_buckets
+from relskew_core.huggingface import replace_attention
+
+HEADS, D, E, LENGTH = 2, 4, 6, 7
+Tensor = torch.Tensor
+
+
+class VitsAttention(torch.nn.Module):
+    num_heads, dropout, window_size = HEADS, 0.25, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, torch.nn.Linear(E, HEADS * D))
+        self.out_proj = torch.nn.Linear(HEADS * D, E)
+        self.emb_rel_k, self.emb_rel_v = (torch.nn.Parameter(torch.randn(1, 5, D)) for _ in range(2))
+
+
+class T5Attention(torch.nn.Module):
+    n_heads, dropout, layer_idx, is_decoder, is_causal = HEADS, 0.25, None, True, True
+    relative_attention_num_buckets, relative_attention_max_distance, has_relative_attention_bias = 4, 5, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "qkv":
+            setattr(self, name, torch.nn.Linear(E, HEADS * D, bias=False))
+        self.o = torch.nn.Linear(HEADS * D, E, bias=False)
+        self.relative_attention_bias = torch.nn.Embedding(4, HEADS)
+
+
+def expected(theirs: Any, x: Tensor) -> np.ndarray:
+    """What an attention without dropout is, in plain loops."""
+    vits = isinstance(theirs, VitsAttention)
+    names = ("q_proj", "k_proj", "v_proj") if vits else ("q", "k", "v")
+    q, k, v = (getattr(theirs, name)(x).unflatten(-1, (HEADS, D)).transpose(1, 2).numpy() for name in names)
+    if vits:
+        options: dict[str, Any] = {"rel_v": theirs.emb_rel_v[0].numpy()}
+        out = oracles.relative_attention(q, k, v, theirs.emb_rel_k[0].numpy(), Span(2, 2, "zero"), **options).out
+    else:
+        span = Span(5, 0, "clip")
+        buckets = list(t5_buckets(span, num_buckets=4, max_distance=5, bidirectional=False))
+        bias = theirs.relative_attention_bias.weight.numpy()[buckets].T
+        out = oracles.relative_attention(q, k, v, None, span, rel_bias=bias, scale=1.0, causal=True).out
+    last = theirs.out_proj if vits else theirs.o
+    return last(torch.from_numpy(out).transpose(1, 2).flatten(-2)).numpy()
+
+
+@pytest.fixture(params=[VitsAttention, T5Attention])
+def theirs(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param().double()
+
+
+def test_a_model_is_replaced_once(theirs: Any) -> None:
+    model = torch.nn.Sequential(theirs, torch.nn.ReLU())
+    keys = list(model.state_dict())
+    assert replace_attention(model) is model
+    parts = list(model.modules())
+    assert type(theirs) not in map(type, parts)
+    assert replace_attention(model) is model
+    assert list(model.modules()) == parts
+    assert list(model.state_dict()) == keys
+
+
+def test_what_is_no_part_of_a_model_is_returned(theirs: Any) -> None:
+    ours = replace_attention(theirs)
+    assert type(ours) is not type(theirs)
+    assert replace_attention(ours) is ours
+
+
+@torch.no_grad()
+def test_training_drops_a_share_of_the_weights(theirs: Any) -> None:
+    """Nothing when it evaluates; in training other weights in each call, and on average nothing."""
+    x = torch.randn(1, LENGTH, E, dtype=torch.float64)
+    want = expected(theirs, x)
+    ours: Any = replace_attention(copy.deepcopy(theirs).eval())
+    assert oracles.relative_error(ours(x)[0].numpy(), want) < 1e-12
+    ours.train()
+    draws = torch.stack([ours(x)[0] for _ in range(1000)]).numpy()
+    spread = draws.std(0)
+    assert spread.max() > 0.05
+    assert np.all(np.abs(draws.mean(0) - want) < 6 * spread / len(draws) ** 0.5 + 1e-12)
+    ours.dropout = 0.0
+    assert oracles.relative_error(ours(x)[0].numpy(), want) < 1e-12
+
+
+def test_refusals(theirs: Any) -> None:
+    x, ours = torch.zeros(1, LENGTH, E, dtype=torch.float64), replace_attention(theirs)
+    with pytest.raises(ValueError, match="`output_attentions` must be False"):
+        ours(x, output_attentions=True)
+    ours.dropout = 1.0
+    with pytest.raises(ValueError, match=r"attention dropout must be less than 1, got 1\.0"):
+        ours(x)
