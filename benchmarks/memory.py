@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.inputs import Shape, error, make_inputs, tiny
 from benchmarks.registry import CONTENDERS, Contender, prepare
+from relskew_core.cli._measure import resident_peak
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -55,31 +56,26 @@ def measure(contender: Contender, shape: Shape, *, backward: bool = False, timeo
 
 def child(question: str) -> Peak:
     """Answer a question of :func:`measure`; only sound in a fresh process."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     asked = json.loads(question)
     shape, contender, backward = Shape(**asked["shape"]), CONTENDERS[asked["contender"]], asked["backward"]
     prepare(contender, make_inputs(shape if contender.compiled else tiny(shape)), backward=backward)()
     inputs = make_inputs(shape)
     call = prepare(contender, inputs, backward=backward)
+    out, seconds = None, 0.0
+
+    def timed() -> None:
+        nonlocal out, seconds
+        start = time.perf_counter()
+        out = call()
+        seconds = time.perf_counter() - start
+
     gc.collect()
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM to what is resident now
-    before = _status("VmRSS")
-    start = time.perf_counter()
-    out = call()
-    seconds = time.perf_counter() - start
-    peak = _status("VmHWM") - before
+    peak = resident_peak(timed)
+    if peak is None:
+        raise RuntimeError(str(unavailable()))
     wrong = error(inputs, out) if contender.relative and not backward else None
     return Peak(peak, seconds, wrong)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 if __name__ == "__main__":

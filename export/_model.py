@@ -18,9 +18,9 @@ from relskew_core.export._graph.emitter import INT64, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
-from relskew_core.export._graph.parts import Present, Projected
-from relskew_core.export._graph.window import Lengths, Tables
-from relskew_core.export._plan import IR_VERSION, Plan, check_spec, make_plan
+from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
+from relskew_core.export._graph.window import Lengths, StoredTables
+from relskew_core.export._plan import IR_VERSION, GraphPlan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 
 
@@ -150,25 +150,25 @@ def to_onnx(
     return model
 
 
-def _block(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
+def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
     """Emit projections, attention, output projection, in the order of a reader."""
     spec = plan.spec
     x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
     memory = None
     if spec.cross:
         memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
-    mask, past, past_lengths = _mask_and_past(g, plan)
+    given = _optional_inputs(g, plan)
     stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
     source = x if memory is None else memory
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
     )
-    heads, present = _attend(g, plan, projected, stored, (x, source), mask, past, past_lengths)
+    heads, present = _attend(g, plan, projected, stored, (x, source), given)
     g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
     _presents(g, present)
 
 
-def _core(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
+def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
     """Emit attention of heads that come as inputs."""
     spec = plan.spec
     key_length = "key_length" if spec.cross else "query_length"
@@ -177,17 +177,17 @@ def _core(g: Emitter, plan: Plan, layout: Mapping[str, tuple[np.ndarray, str]]) 
         g.input(name, ("batch", spec.num_kv_heads, key_length, spec.head_dim), doc)
         for name, doc in (("k", "keys"), ("v", "values"))
     )
-    mask, past, past_lengths = _mask_and_past(g, plan)
+    given = _optional_inputs(g, plan)
     stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
-    heads, present = _attend(g, plan, Projected(scaled, k, v), stored, (q, k), mask, past, past_lengths)
+    heads, present = _attend(g, plan, Projected(scaled, k, v), stored, (q, k), given)
     g.output(g.rename(heads, "out"), "heads for each query")
     _presents(g, present)
 
 
-def _mask_and_past(g: Emitter, plan: Plan) -> tuple[Value | None, Present | None, Value | None]:
+def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
     """Declare the inputs that are there on request only."""
     spec, mask, past, past_lengths = plan.spec, None, None, None
     if plan.mask:
@@ -204,27 +204,23 @@ def _mask_and_past(g: Emitter, plan: Plan) -> tuple[Value | None, Present | None
     if plan.in_place:
         doc = "how many positions of the cache count, where the queries go on; what lies behind must be finite"
         past_lengths = g.input("past_lengths", ("batch",), doc, INT64)
-    return mask, past, past_lengths
+    return OptionalInputs(mask, past, past_lengths)
 
 
 def _attend(
     g: Emitter,
-    plan: Plan,
+    plan: GraphPlan,
     projected: Projected,
     stored: Mapping[str, Value],
     sources: tuple[Value, Value],
-    mask: Value | None,
-    past: Present | None,
-    past_lengths: Value | None,
+    given: OptionalInputs,
 ) -> tuple[Value, Present | None]:
     """Attend, in the form that the plan asks for; ``sources`` are what the queries and the keys are made from."""
-    tables = Tables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
-    if past is not None and past_lengths is not None:
-        return attend_in_place(g, plan, projected, tables, past, past_lengths, mask)
-    lengths = _lengths(g, plan, *sources, past)
-    if plan.local:
-        return attend_blocks(g, plan, projected, tables, lengths.queries), None
-    return attend(g, plan, projected, tables, lengths, mask=mask, past=past)
+    tables = StoredTables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
+    if plan.in_place:
+        return attend_in_place(g, plan, projected, tables, given)
+    inputs = AttentionInputs(projected, tables, _lengths(g, plan, *sources, given.past), given.mask, given.past)
+    return (attend_blocks(g, plan, inputs), None) if plan.local else attend(g, plan, inputs)
 
 
 def _presents(g: Emitter, present: Present | None) -> None:
@@ -233,7 +229,7 @@ def _presents(g: Emitter, present: Present | None) -> None:
         g.output(present[1], "values so far, the next call's past_value")
 
 
-def _lengths(g: Emitter, plan: Plan, queried: Value, keyed: Value, past: Present | None) -> Lengths:
+def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Present | None) -> Lengths:
     """Read the lengths of what the queries and the keys are made from; their axis is the last but one."""
     axis = len(queried.shape) - 2
     queries = g.length(queried, axis, "query_length")
@@ -255,7 +251,7 @@ def _linear(g: Emitter, x: Value, name: str, stored: Mapping[str, Value], output
     return g.compute("Add", [product, bias], name, shape, output=output)
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: GraphPlan) -> str:
     sides = {
         "limited": "a longer input fails",
         "clip": "its edge row serves what lies further",

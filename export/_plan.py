@@ -45,7 +45,7 @@ IR_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TableEnd:
     """One end of the table: the rows stored beyond ``r = 0`` and what lies past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
@@ -62,7 +62,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GraphPlan:
     """The decisions for one graph."""
 
     spec: BlockSpec
@@ -72,8 +72,8 @@ class Plan:
     max_length: int | None
     past: bool
     mask: bool
-    left: Side
-    right: Side
+    left: TableEnd
+    right: TableEnd
     local: bool  # blocks folded into the batch; else one dense attention
     chunk_size: int | None  # queries of one turn of a loop; None: all at once
     projections: bool  # the whole block from x to y, or attention of q, k and v alone
@@ -175,7 +175,7 @@ def make_plan(
     chunk_size: Any = None,
     projections: Any = True,
     in_place: Any = False,
-) -> Plan:
+) -> GraphPlan:
     """Check the arguments of an export and decide on its form."""
     check_spec(spec)
     check_choice("profile", profile, tuple(PROFILES))
@@ -203,13 +203,13 @@ def make_plan(
     window_left, window_right = spec.window or (None, None)
     farthest_left = _smallest(window_left, None if spec.block_size is None else 2 * spec.block_size - 1)
     farthest_right = _smallest(window_right, 0 if spec.causal else None)
-    left = _side(spec, "past", spec.span.left, farthest_left, window_left, max_length)
-    right = _side(spec, "future", spec.span.right, farthest_right, window_right, max_length)
+    left = _table_end(spec, "past", spec.span.left, farthest_left, window_left, max_length)
+    right = _table_end(spec, "future", spec.span.right, farthest_right, window_right, max_length)
     # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
     # then local attention is causal attention. A mask is as large as a dense attention anyway.
     local = spec.block_size is not None and left.past_edge != "limited" and not mask
     guarded = chunk_size is not None or in_place
-    return Plan(
+    return GraphPlan(
         spec,
         form,
         chosen,
@@ -257,22 +257,22 @@ def _smallest(*bounds: int | None) -> int | None:
     return min(given) if given else None
 
 
-def _side(
+def _table_end(
     spec: BlockSpec, name: str, reach: int, farthest: int | None, window: int | None, max_length: int | None
-) -> Side:
+) -> TableEnd:
     """Decide on one end of the table: ``reach`` rows exist, no query sees further than ``farthest`` or ``window``."""
     asked = None if max_length is None else max_length - 1
-    wanted = _smallest(farthest, asked)
-    if wanted is not None and wanted <= reach:
-        if wanted == farthest:
-            return Side(wanted, "hidden")
-        if wanted < reach or spec.span.beyond == "error":
-            return Side(wanted, "limited")
-    elif window is not None and window == farthest and spec.span.beyond != "error":
-        return Side(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
-    elif asked is not None and wanted is not None and spec.span.beyond == "error":
-        raise ValueError(
-            f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "
-            "make the table longer or choose beyond='clip' or 'zero'"
-        )
-    return Side(reach, "limited" if spec.span.beyond == "error" else spec.span.beyond)
+    if farthest is not None and farthest <= (reach if asked is None else min(reach, asked)):
+        return TableEnd(farthest, "hidden")
+    if spec.span.beyond == "error":
+        if asked is not None and asked > reach:
+            raise ValueError(
+                f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "
+                "make the table longer or choose beyond='clip' or 'zero'"
+            )
+        return TableEnd(reach if asked is None else asked, "limited")
+    if asked is not None and asked < reach:
+        return TableEnd(asked, "limited")
+    if window is not None and window == farthest:
+        return TableEnd(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
+    return TableEnd(reach, spec.span.beyond)

@@ -1,14 +1,9 @@
-"""Saving a model so that the path holds the old model or the new one, whole, whatever happens in between."""
+"""Saving a model in one file or two, all or nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import re
-import shutil
-import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +11,7 @@ import onnx
 from onnx import TensorProto
 
 from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core.export._publish import check_target, publish, temporary_folder
 
 # A protobuf holds less than 2 GiB; the nodes and names need some of it.
 _PROTOBUF_LIMIT = 2**31 - 2**24
@@ -52,7 +48,7 @@ def save(
     Raises
     ------
     FileExistsError
-        If the file exists and ``overwrite`` is False.
+        If the file exists and ``overwrite`` is False, or another file has the name that the weights would get.
     ValueError, TypeError, OSError
         If an argument does not fit, the model does not pass ``onnx.checker``, or the disk refuses; nothing is left
         behind then and the old file is as it was.
@@ -60,7 +56,9 @@ def save(
     Notes
     -----
     Both files are written and flushed in a temporary directory beside the target, checked there by path, and renamed:
-    the weights first, under a name that differs with their content, so that no model ever meets other weights.
+    the weights first, under a name that differs with their content, so that no model ever meets other weights. Someone
+    may be reading the model that is replaced: its weights stay, and the next save after a minute removes them, as it
+    does what killed saves left.
 
     Examples
     --------
@@ -78,90 +76,19 @@ def save(
     check_bool("overwrite", overwrite)
     check_int("external_threshold", external_threshold, minimum=0)
     target = Path(path)
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer if _is_large(tensor))
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
+    with temporary_folder(target) as folder:
         data = None
         if size > min(external_threshold, _PROTOBUF_LIMIT):
             model, data = _split(model, folder, target.name)
         new = folder / target.name
         _write(new, model.SerializeToString(deterministic=True))
         onnx.checker.check_model(os.fspath(new))
-        _publish(new, data, target, overwrite)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        publish(new, data, target, overwrite)
     return target
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.name:
-        raise ValueError(f"`path` must name a file, got {os.fspath(target)!r}")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"`path` must lie in a directory that exists, got {os.fspath(target)!r}")
-    try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISLNK(mode):
-        raise ValueError(f"`path` must not be a symbolic link, got {os.fspath(target)!r}")
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"`path` must be a regular file or not exist yet, got {os.fspath(target)!r}")
-    if not overwrite:
-        raise FileExistsError(f"`path` exists, pass overwrite=True to replace it: {os.fspath(target)!r}")
-
-
-def _publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None:
-    """Move the finished files to their names: the weights, then the model, then drop the replaced model's weights."""
-    replaced = _data_of(target)
-    published = None if data is None else target.parent / data.name
-    was_there = published is not None and os.path.lexists(published)
-    try:
-        if data is not None and published is not None:
-            os.replace(data, published)
-        if overwrite:
-            os.replace(new, target)
-        else:
-            _move_if_free(new, target)
-    except BaseException:
-        if published is not None and not was_there:
-            with contextlib.suppress(FileNotFoundError):
-                published.unlink()
-        raise
-    _sync_directory(target.parent)
-    for old in replaced:
-        if old != published:
-            with contextlib.suppress(FileNotFoundError):
-                old.unlink()
-
-
-def _move_if_free(new: Path, target: Path) -> None:
-    """Give ``new`` the name ``target``, failing if someone took it meanwhile."""
-    try:
-        os.link(new, target)
-    except FileExistsError:
-        raise FileExistsError(f"`path` exists, pass overwrite=True to replace it: {os.fspath(target)!r}") from None
-    except OSError:  # a file system without hard links
-        _check_target(target, overwrite=False)
-        os.replace(new, target)
-
-
-def _data_of(target: Path) -> list[Path]:
-    """Return the weight files that an earlier save of ``target`` wrote beside it."""
-    if not target.is_file():
-        return []
-    try:
-        old = onnx.load(os.fspath(target), load_external_data=False)
-    except Exception:  # whatever is being replaced need not be a model
-        return []
-    ours = re.compile(re.escape(target.name) + r"\.[0-9a-f]{16}\.data")
-    names = {
-        entry.value for tensor in old.graph.initializer for entry in tensor.external_data if entry.key == "location"
-    }
-    files = [target.parent / name for name in sorted(names) if ours.fullmatch(name)]
-    return [file for file in files if file.is_file() and not file.is_symlink()]
 
 
 def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelProto, Path]:
@@ -217,14 +144,3 @@ def _write(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    """Make the renames last through a power cut, where directories can be opened."""
-    if os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,7 @@ import numpy as np
 
 from relskew_core._array.checks import describe
 from relskew_core._block.spec import BlockSpec
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -26,7 +26,7 @@ TENSOR_LIMIT = 2**31 - 2**16
 def read_weights(spec: BlockSpec, weights: Any, *, projections: bool = True) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
     spec.check_weights(weights, projections=projections)
-    return {key: _to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
+    return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
 
 
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
@@ -72,7 +72,7 @@ def round_weights(weights: Mapping[str, np.ndarray], dtype: np.dtype[Any]) -> di
     return rounded
 
 
-def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, str]]:
+def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, str]]:
     """Return each weight as the graph stores it, and a line that says how."""
     layout = {}
     for key, array in weights.items():
@@ -98,11 +98,11 @@ def graph_layout(plan: Plan, weights: Mapping[str, np.ndarray]) -> dict[str, tup
     return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
 
 
-def _zero(plan: Plan) -> int:
+def _zero(plan: GraphPlan) -> int:
     return 2 * (plan.spec.block_size or 0) if plan.local else plan.lead
 
 
-def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:
+def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     """Trim a table to the rows that can be seen and add the columns for the positions past them."""
     left = plan.left
     start, stop = plan.kept_rows
@@ -124,7 +124,8 @@ def _columns(plan: Plan, table: np.ndarray) -> np.ndarray:
     return np.concatenate([head.astype(rows.dtype), rows, tail], axis=-2)
 
 
-def _to_numpy(key: str, given: Any) -> np.ndarray:
+def to_numpy(key: str, given: Any) -> np.ndarray:
+    """Return an array of any library as one of NumPy; errors name its key."""
     array: np.ndarray = given if isinstance(given, np.ndarray) else _host_copy(given)
     if dtype_name(getattr(array, "dtype", None)) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")

@@ -10,7 +10,7 @@ from relskew_core._kernel.call import Operands
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import BOOL, Dim, Shape, Value
 from relskew_core.export._graph.window import Lengths
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 
 class TracedCall:
@@ -88,7 +88,7 @@ class TracedCall:
         return g.compute("Greater", [additive, lowest], "mask/shows", shape, BOOL), additive
 
 
-def stored_table(g: TracedEmitter, plan: Plan, table: Any, name: str) -> Value | None:
+def stored_table(g: TracedEmitter, plan: GraphPlan, table: Any, name: str) -> Value | None:
     """Return a table as its window reads it: trimmed to the rows that can be seen, with columns for what lies past."""
     if table is None:
         return None

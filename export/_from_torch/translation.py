@@ -19,7 +19,7 @@ from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import grouped_product, hide, relative_logits, softmax_weights
 from relskew_core.export._graph.skew import unskew
 from relskew_core.export._graph.visible import visible
-from relskew_core.export._graph.window import Tables, Window
+from relskew_core.export._graph.window import StoredTables, TableWindow
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, make_plan
 
 KNOWS = COMMON - {"return_lse"}
@@ -113,9 +113,9 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     if not call.aligned and lengths.past != 0:  # there may be fewer keys than the offset: no window can tell
         plan = replace(plan, guarded=True)
         lengths = guarded(g, plan, lengths)
-    given = [field.name for field in fields(Tables)]
-    tables = Tables(**{name: stored_table(g, plan, getattr(operands, name), name) for name in given})
-    window = Window(g, plan, tables, lengths)
+    given = [field.name for field in fields(StoredTables)]
+    tables = StoredTables(**{name: stored_table(g, plan, getattr(operands, name), name) for name in given})
+    window = TableWindow(g, plan, tables, lengths)
     related = call.q if call.rel_q is None else call.rel_q
     if operands.rel_k is not None:
         related = _scaled(g, related, options.rel_scale, "relative/scaled")

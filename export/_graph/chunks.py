@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Value
 from relskew_core.export._graph.guard import guarded
-from relskew_core.export._graph.parts import merge_heads, weighted_heads
+from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
 from relskew_core.export._graph.visible import visible
-from relskew_core.export._graph.window import Lengths, Tables, Window
-from relskew_core.export._plan import Plan
+from relskew_core.export._graph.window import Lengths, TableWindow
+from relskew_core.export._plan import GraphPlan
 
 
-def attend_chunks(
-    g: Emitter,
-    plan: Plan,
-    queries: Value,
-    keys: Value,
-    values: Value,
-    tables: Tables,
-    lengths: Lengths,
-    mask: Value | None,
-) -> Value:
+def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads) -> Value:
     """Return the heads side by side, ``(batch, queries, H * D)``.
 
     All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
     query, and what it has in common with the one before is dropped.
     """
-    lengths = guarded(g, plan, lengths)
+    lengths = guarded(g, plan, inputs.lengths)
     n = g.dim(lengths.queries)
     size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
     over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
@@ -36,7 +27,7 @@ def attend_chunks(
         step = body.index("Mul", [size, iteration], "chunk/step")
         start = body.index("Min", [step, last], "chunk/start")
         end = body.index("Add", [start, size], "chunk/end")
-        rows = _cut(body, queries, 2, start, end, "chunk", "queries")
+        rows = _cut(body, heads.queries, 2, start, end, "chunk", "queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
         seen = Lengths(
             size,
@@ -48,16 +39,16 @@ def attend_chunks(
         whole = first == 0 and stop is lengths.keys
         if whole:
             seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
-        k = keys if whole else _cut(body, keys, 3, first, stop, "chunk_keys", "keys")
-        v = values if whole else _cut(body, values, 2, first, stop, "chunk_keys", "values")
-        window = Window(body, plan, tables, seen)
-        condition = visible(body, plan, seen, _mask_of(body, mask, start, end, first, stop))
-        return merge_heads(body, weighted_heads(body, plan, rows, k, v, window, seen, condition))
+        k = heads.keys if whole else _cut(body, heads.keys, 3, first, stop, "chunk_keys", "keys")
+        v = heads.values if whole else _cut(body, heads.values, 2, first, stop, "chunk_keys", "values")
+        window = TableWindow(body, plan, inputs.tables, seen)
+        condition = visible(body, plan, seen, _mask_of(body, inputs.mask, start, end, first, stop))
+        return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     iterations, batch, _, width = turns.shape
     # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
-    stack = g.dims("chunks/by_turn_shape", -1, g.length(queries, 0, "chunks/batch"), size, int(width))
+    stack = g.dims("chunks/by_turn_shape", -1, g.length(heads.queries, 0, "chunks/batch"), size, int(width))
     stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
     shape = (batch, iterations, "chunk", width)
     turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 0, 2, 3])
@@ -73,7 +64,7 @@ def attend_chunks(
     return g.compute("Concat", [head, tail], "chunks/heads", (batch, lengths.query_symbol, width), axis=1)
 
 
-def _keys_of(g: Emitter, plan: Plan, lengths: Lengths, start: Value, end: Value) -> tuple[Dim, Dim]:
+def _keys_of(g: Emitter, plan: GraphPlan, lengths: Lengths, start: Value, end: Value) -> tuple[Dim, Dim]:
     """Return the first key that a query of the chunk may see, and the one after the last."""
     first: Dim = 0
     stop: Dim = lengths.keys

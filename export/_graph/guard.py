@@ -6,10 +6,10 @@ import numpy as np
 
 from relskew_core.export._graph.emitter import Dim, Emitter, Value
 from relskew_core.export._graph.window import Lengths
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 
-def guarded(g: Emitter, plan: Plan, lengths: Lengths) -> Lengths:
+def guarded(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Lengths:
     """Return lengths that fail to be computed where the input is longer than a table's end without more."""
     queries, keys, past = lengths.queries, lengths.keys, lengths.past
     same = queries == keys

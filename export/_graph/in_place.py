@@ -7,6 +7,8 @@ from onnx import TensorProto
 from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.guard import at_most
 from relskew_core.export._graph.parts import (
+    Heads,
+    OptionalInputs,
     Present,
     Projected,
     as_given,
@@ -16,24 +18,21 @@ from relskew_core.export._graph.parts import (
     weighted_heads,
 )
 from relskew_core.export._graph.visible import visible
-from relskew_core.export._graph.window import Lengths, Tables, Window
-from relskew_core.export._plan import Plan
+from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
+from relskew_core.export._plan import GraphPlan
 
 
 def attend_in_place(
-    g: Emitter,
-    plan: Plan,
-    projected: Projected,
-    tables: Tables,
-    past: Present,
-    past_lengths: Value,
-    mask: Value | None,
+    g: Emitter, plan: GraphPlan, projected: Projected, tables: StoredTables, given: OptionalInputs
 ) -> tuple[Value, Present]:
     """Return the heads, laid out as the queries came, and the caches with the new keys and values in them.
 
     ``past (batch, Hkv, cache_length, D)`` holds ``past_lengths (batch,)`` positions of each row; what lies behind them
     is not seen, but must be finite.
     """
+    past, past_lengths = given.past, given.past_lengths
+    assert past is not None
+    assert past_lengths is not None
     spec = plan.spec
     queries = split_heads(g, projected.q, spec.num_heads, spec.head_dim, "q")
     named = ((projected.k, "k"), (projected.v, "v"))
@@ -42,12 +41,12 @@ def attend_in_place(
     for cached, added, whole in zip(past, new, present, strict=True):
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
     lengths, reach = _lengths(g, plan, queries, past, past_lengths)
-    window = RowWindow(g, plan, tables, lengths, reach)
-    condition = visible(g, plan, lengths, mask)
+    window = RaggedTableWindow(g, plan, tables, lengths, reach)
+    condition = visible(g, plan, lengths, given.mask)
     if not plan.fused:
         keys_shape = (*present[0].shape[:2], spec.head_dim, present[0].shape[2])
         keys = g.compute("Transpose", [present[0]], "cache/keys_transposed", keys_shape, perm=[0, 1, 3, 2])
-        heads = weighted_heads(g, plan, queries, keys, present[1], window, lengths, condition)
+        heads = weighted_heads(g, plan, Heads(queries, keys, present[1]), window, lengths, condition)
         return as_given(g, projected, heads), present
     bias = relative_logits(g, plan, queries, window, lengths)
     if condition is not None:
@@ -61,7 +60,7 @@ def attend_in_place(
 
 
 def _lengths(
-    g: Emitter, plan: Plan, queries: Value, past: Present, past_lengths: Value
+    g: Emitter, plan: GraphPlan, queries: Value, past: Present, past_lengths: Value
 ) -> tuple[Lengths, Value | None]:
     """Read the lengths; those of the queries cannot be computed where a row is longer than the table.
 
@@ -75,7 +74,7 @@ def _lengths(
     return Lengths(n, g.length(past[0], 2, "cache_length"), past_lengths, "query_length", "cache_length"), total
 
 
-def _cut(g: Emitter, plan: Plan, tables: Tables, reach: Value) -> Tables:
+def _cut(g: Emitter, plan: GraphPlan, tables: StoredTables, reach: Value) -> StoredTables:
     """Leave out of the tables what no row reads: column 0 then is ``r = -reach``."""
     start = g.dim(g.minus(plan.lead, reach, "window/first"))
 
@@ -87,17 +86,19 @@ def _cut(g: Emitter, plan: Plan, tables: Tables, reach: Value) -> Tables:
         bounds = [start, g.constant([INT64_MAX]), g.constant([axis])]
         return g.compute("Slice", [table, *bounds], f"window/{name}_seen", shape)
 
-    return Tables(cut(tables.rel_k, "rel_k"), cut(tables.rel_v, "rel_v"), cut(tables.rel_bias, "rel_bias"))
+    return StoredTables(cut(tables.rel_k, "rel_k"), cut(tables.rel_v, "rel_v"), cut(tables.rel_bias, "rel_bias"))
 
 
-class RowWindow(Window):
+class RaggedTableWindow(TableWindow):
     """The window of every row of the batch: the same columns, ``r = -(queries + past) … keys - past - 1``.
 
     Queries are multiplied by all that the longest row reads of the table, and the products are gathered: else the
     table would have to be gathered for every row of the batch.
     """
 
-    def __init__(self, g: Emitter, plan: Plan, tables: Tables, lengths: Lengths, reach: Value | None) -> None:
+    def __init__(
+        self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, reach: Value | None
+    ) -> None:
         self._g, self._plan, self._rows = g, plan, lengths.row_symbol
         self._tables = tables if reach is None else _cut(g, plan, tables, reach)
         self.symbol, self.one_sided = "window", False

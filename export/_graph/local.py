@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from relskew_core.export._graph.attend import attend
 from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Value
-from relskew_core.export._graph.parts import Projected, merge_heads, split_heads
-from relskew_core.export._graph.window import Lengths, Tables
-from relskew_core.export._plan import Plan
+from relskew_core.export._graph.parts import AttentionInputs, Projected, merge_heads, split_heads
+from relskew_core.export._graph.window import Lengths
+from relskew_core.export._plan import GraphPlan
 
 
-def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, length: Dim) -> Value:
+def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value:
     """Return the heads, laid out as the queries came; keys are cut into blocks ``2N`` wide.
 
     The length is filled up to a multiple of ``N`` with zeros, which only the queries of the filling see.
     """
     size = plan.spec.block_size or 0
+    projected, length = inputs.projected, inputs.lengths.queries
     apart = len(projected.q.shape) == 4
     q, k, v = (
         merge_heads(g, x, f"{name}/side_by_side") if apart else x
@@ -63,7 +64,7 @@ def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, 
     blocks = Projected(queries, part(0, k_width, "keys"), part(k_width, both_width, "values"))
     lengths = Lengths(size, 2 * size, size, size, 2 * size)
     condition = _condition(g, plan, batch, fill, length)
-    heads, _ = attend(g, plan, blocks, tables, lengths, condition=condition)
+    heads, _ = attend(g, plan, AttentionInputs(blocks, inputs.tables, lengths, condition=condition))
     unfold = g.dims("blocks/unfold_shape", batch, -1, q_width)
     whole = g.compute("Reshape", [heads, unfold], "blocks/unfolded", (q.shape[0], "filled_length", q_width))
     bounds = [g.constant([0]), g.dim(length), g.constant([1])]
@@ -71,7 +72,7 @@ def attend_blocks(g: Emitter, plan: Plan, projected: Projected, tables: Tables, 
     return split_heads(g, trimmed, plan.spec.num_heads, plan.spec.head_dim, "out") if apart else trimmed
 
 
-def _condition(g: Emitter, plan: Plan, batch: Dim, fill: Value, length: Dim) -> Value:
+def _condition(g: Emitter, plan: GraphPlan, batch: Dim, fill: Value, length: Dim) -> Value:
     """Within a block causal and no further than the window; the first block has none before it."""
     size = plan.spec.block_size or 0
     keys = g.constant(list(range(-size, size)))

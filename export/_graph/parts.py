@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from onnx import TensorProto
@@ -10,8 +11,8 @@ from onnx import TensorProto
 from relskew_core.export._graph.emitter import Emitter, Shape, Value
 from relskew_core.export._graph.skew import skew, unskew
 from relskew_core.export._graph.visible import hides_by_condition
-from relskew_core.export._graph.window import Lengths, Window
-from relskew_core.export._plan import Plan
+from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
+from relskew_core.export._plan import GraphPlan
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -25,7 +26,39 @@ class Projected:
     v: Value
 
 
+class Heads(NamedTuple):
+    """Queries ``(batch, H, queries, D)``, keys ``(batch, Hkv, D, keys)`` and values ``(batch, Hkv, keys, D)``."""
+
+    queries: Value
+    keys: Value
+    values: Value
+
+
 Present = tuple[Value, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalInputs:
+    """The inputs of a graph that are there on request; ``past_lengths`` with caches that are written in place."""
+
+    mask: Value | None
+    past: Present | None
+    past_lengths: Value | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What one attention works on.
+
+    ``condition`` replaces the visibility that follows from the lengths: blocks folded into the batch bring their own.
+    """
+
+    projected: Projected
+    tables: StoredTables
+    lengths: Lengths
+    mask: Value | None = None
+    past: Present | None = None
+    condition: Value | None = None
 
 
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
@@ -43,7 +76,7 @@ def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, t
     return g.compute("Transpose", [whole], f"{name}/heads", (batch, heads, length, head_dim), perm=[0, 2, 1, 3])
 
 
-def relative_logits(g: Emitter, plan: Plan, queries: Value, window: Window, lengths: Lengths) -> Value:
+def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWindow, lengths: Lengths) -> Value:
     """Return what depends on the relative position, by key: ``(batch, H, queries, keys)`` for ``queries (…, D)``.
 
     A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
@@ -64,32 +97,31 @@ def relative_logits(g: Emitter, plan: Plan, queries: Value, window: Window, leng
 
 def weighted_heads(
     g: Emitter,
-    plan: Plan,
-    queries: Value,
-    keys: Value,
-    values: Value,
-    window: Window,
+    plan: GraphPlan,
+    heads: Heads,
+    window: TableWindow,
     lengths: Lengths,
     condition: Value | None,
 ) -> Value:
-    """Return ``(batch, H, queries, D)`` from heads of queries, keys ``(batch, Hkv, D, keys)`` and values."""
-    bias = relative_logits(g, plan, queries, window, lengths)
-    weights = softmax_weights(g, plan, queries, keys, bias, condition)
-    heads = grouped_product(g, plan, weights, values, "attention/values", (*weights.shape[:3], plan.spec.head_dim))
+    """Return the result of each query and head, ``(batch, H, queries, D)``."""
+    bias = relative_logits(g, plan, heads.queries, window, lengths)
+    weights = softmax_weights(g, plan, heads.queries, heads.keys, bias, condition)
+    shape = (*weights.shape[:3], plan.spec.head_dim)
+    out = grouped_product(g, plan, weights, heads.values, "attention/values", shape)
     if not plan.spec.rel_values:
-        return heads
+        return out
     moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
-    relative = g.compute("MatMul", [moved, window.rows()], "relative/values", heads.shape)
-    return g.compute("Add", [heads, relative], "attention/add_relative_values", heads.shape)
+    relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
+    return g.compute("Add", [out, relative], "attention/add_relative_values", shape)
 
 
-def present_values(g: Emitter, plan: Plan, past: Present) -> Present:
+def present_values(g: Emitter, plan: GraphPlan, past: Present) -> Present:
     shape: Shape = (past[0].shape[0], plan.spec.num_kv_heads, "total_length", plan.spec.head_dim)
     return Value(f"{g.scope}present_key", shape, g.dtype), Value(f"{g.scope}present_value", shape, g.dtype)
 
 
 def keys_and_values(
-    g: Emitter, plan: Plan, projected: Projected, past: Present | None, *, transpose_keys: bool = True
+    g: Emitter, plan: GraphPlan, projected: Projected, past: Present | None, *, transpose_keys: bool = True
 ) -> tuple[Value, Value, Present | None]:
     """Return keys ``(batch, Hkv, D, keys)``, or not transposed, and values ``(batch, Hkv, keys, D)``."""
     spec = plan.spec
@@ -109,7 +141,9 @@ def keys_and_values(
     return keys, values, present
 
 
-def softmax_weights(g: Emitter, plan: Plan, queries: Value, keys: Value, bias: Value, condition: Value | None) -> Value:
+def softmax_weights(
+    g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value, condition: Value | None
+) -> Value:
     """Softmax of content and relative logits, in float32 at least; zeros where no key may be seen."""
     shape: Shape = (*queries.shape[:3], bias.shape[3])
     logits = grouped_product(g, plan, queries, keys, "attention/content", shape)
@@ -129,7 +163,7 @@ def softmax_weights(g: Emitter, plan: Plan, queries: Value, keys: Value, bias: V
     return weights
 
 
-def hide(g: Emitter, plan: Plan, logits: Value, condition: Value) -> Value:
+def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     """Return ``logits`` where ``condition``, else what no softmax sees."""
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
@@ -146,7 +180,7 @@ def _broadcast(logits: Value, condition: Value) -> Shape:
     return tuple(two if one == 1 else one for one, two in zip(logits.shape, other, strict=True))
 
 
-def grouped_product(g: Emitter, plan: Plan, x: Value, y: Value, name: str, shape: Shape) -> Value:
+def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, name: str, shape: Shape) -> Value:
     """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
     spec = plan.spec
     if spec.num_heads == spec.num_kv_heads:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.window import Lengths
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 
-def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Value | None:
+def visible(g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None) -> Value | None:
     """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
     if plan.in_place:  # every row of the batch stands somewhere else
         symbols = (lengths.row_symbol, 1, *symbols)
     conditions: list[Value] = []
-    positions = _Positions(g, plan, lengths)
+    positions = _KeyAndQueryPositions(g, plan, lengths)
 
     def compare(op_type: str, keys: Value, bounds: Value, name: str) -> None:
         conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", symbols, BOOL))
@@ -45,15 +45,15 @@ def visible(g: Emitter, plan: Plan, lengths: Lengths, mask: Value | None) -> Val
     return whole
 
 
-def hides_by_condition(plan: Plan) -> bool:
+def hides_by_condition(plan: GraphPlan) -> bool:
     """Whether hidden ends of the table must be in the condition: rows without any key must be zeroed by it."""
     return plan.dead_rows and not plan.fused
 
 
-class _Positions:
+class _KeyAndQueryPositions:
     """Positions of keys ``(keys,)`` and queries ``(queries, 1)``, made when first asked for."""
 
-    def __init__(self, g: Emitter, plan: Plan, lengths: Lengths) -> None:
+    def __init__(self, g: Emitter, plan: GraphPlan, lengths: Lengths) -> None:
         self._g, self._plan, self._lengths = g, plan, lengths
         self._keys: Value | None = None
         self._queries: Value | None = None

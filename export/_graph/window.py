@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
-from relskew_core.export._plan import Plan
+from relskew_core.export._plan import GraphPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class StoredTables:
     """The stored tables: ``rel_k (…, head_dim, position)``, or by rows ``(…, position, head_dim)``; ``rel_v`` so.
 
     ``rel_bias`` is ``(H, position)``, or ``(1, position)`` for all heads.
@@ -37,7 +37,7 @@ class Tables:
     rel_bias: Value | None
 
 
-class Window:
+class TableWindow:
     """Chooses positions of the stored tables, in the order that the skew expects, by Slice or by Gather.
 
     One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others give ``queries + keys``,
@@ -45,7 +45,7 @@ class Window:
     too long for a limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
     """
 
-    def __init__(self, g: Emitter, plan: Plan, tables: Tables, lengths: Lengths) -> None:
+    def __init__(self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths) -> None:
         self._g, self._plan, self._tables = g, plan, tables
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
@@ -132,7 +132,7 @@ class Window:
         return self._g.constant(hidden, self._g.dtype) if hidden.any() else None
 
 
-def _one_sided_index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:
+def _one_sided_index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
     """Columns of ``r = -keys … 0``."""
     if plan.left.past_edge == "limited" and not plan.guarded:
         start = g.minus(plan.lead, lengths.keys, "window/start")
@@ -144,7 +144,7 @@ def _one_sided_index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:
     return g.index("Max", [columns, g.constant(0)], "window/index", ("window",))
 
 
-def _index(g: Emitter, plan: Plan, lengths: Lengths) -> Value:
+def _index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
     """Columns of ``r = -(queries + past) … keys - past - 1``."""
     last = plan.columns - 1
     left_limited = plan.left.past_edge == "limited" and not plan.guarded

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,8 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import DOMAIN
-from relskew_core.export._plan import PROFILES, Plan, check_spec, make_plan
+from relskew_core.export._plan import PROFILES, GraphPlan, check_spec, make_plan
+from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
@@ -26,16 +26,16 @@ class Subject:
     """A model that can be run and compared."""
 
     source: Source
-    plan: Plan
+    plan: GraphPlan
     weights: Mapping[str, np.ndarray]  # rounded to the graph's element type
     outputs: tuple[str, ...]
 
 
-def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, checks: list[Check]) -> Subject | None:
-    """Ask what needs no runtime; ``None`` if the model cannot be compared at all. Answers go to ``checks``."""
+def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None]) -> Subject | None:
+    """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
 
     def answer(name: str, problem: str, detail: str = "") -> bool:
-        checks.append(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
+        tell(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
         return not problem
 
     try:
@@ -46,16 +46,17 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, checks: lis
     answer("file", "")
     check_spec(spec)
     model = source.model
-    described = {entry.key: entry.value for entry in model.metadata_props}
     answer("standard", _not_standard(model))
-    answer("spec", _other_spec(described, spec))
-    plan = _plan_of(model, spec, described)
+    metadata, unreadable = read_metadata(model)
+    answer("metadata", unreadable)
+    other = metadata.spec is not None and metadata.spec != spec
+    answer("spec", f"the model was made for {metadata.spec}, asked for is {spec}" if other else "")
+    plan = _plan_of(model, spec, metadata)
     if not answer("interface", _other_interface(model, plan)):
         return None
     rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
     # Without our metadata the layout of the tables is unknown: any profile's will do.
-    known = described.get("relskew.profile") in PROFILES
-    plans = [plan] if known else [replace(plan, profile=profile) for profile in PROFILES.values()]
+    plans = [plan] if metadata.profile else [replace(plan, profile=profile) for profile in PROFILES.values()]
     answer("weights", *min(_other_weights(model, possible, rounded) for possible in plans))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 
@@ -82,36 +83,27 @@ def _not_standard(model: onnx.ModelProto) -> str:
     return "; ".join(problems)
 
 
-def _other_spec(described: Mapping[str, str], spec: BlockSpec) -> str:
-    if "relskew.spec" not in described:
-        return ""
-    written = BlockSpec.from_dict(json.loads(described["relskew.spec"]))
-    return "" if written == spec else f"the model was made for {written}, asked for is {spec}"
-
-
-def _plan_of(model: onnx.ModelProto, spec: BlockSpec, described: Mapping[str, str]) -> Plan:
+def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> GraphPlan:
     """Read back the arguments of the export."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     kinds = {element_type(dtype): dtype for dtype in DTYPES.values()}
     first = "x" if "x" in inputs else "q"
     if first not in inputs or inputs[first].elem_type not in kinds:
         raise ValueError(f"the model must have an input x or q of a floating type, got the inputs {', '.join(inputs)}")
-    profile = described.get("relskew.profile", "portable")
-    limit = described.get("relskew.max_length", "")
     return make_plan(
         spec,
         kinds[inputs[first].elem_type],
-        profile=profile if profile in PROFILES else "ort" if "past_lengths" in inputs else "portable",
-        max_length=int(limit) if limit else None,
+        profile=metadata.profile or ("ort" if "past_lengths" in inputs else "portable"),
+        max_length=metadata.max_length,
         projections=first == "x",
         past="past_key" in inputs,
         in_place="past_lengths" in inputs,
         mask="mask" in inputs,
-        chunk_size=int(described["relskew.chunk_size"]) if "relskew.chunk_size" in described else None,
+        chunk_size=metadata.chunk_size,
     )
 
 
-def _other_interface(model: onnx.ModelProto, plan: Plan) -> str:
+def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
     """Compare the inputs and outputs with those of the contract, in order."""
     spec = plan.spec
     cache: tuple[int | str, ...] = ("batch", spec.num_kv_heads, "past_length", spec.head_dim)
@@ -154,7 +146,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
 
 
-def _other_weights(model: onnx.ModelProto, plan: Plan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
+def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
     """Compare the stored weights bit for bit: a changed bias of the keys would not show in ``y``."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = graph_layout(plan, rounded)

@@ -46,6 +46,8 @@ class Report:
     ----------
     checks : tuple of Check
         In the order in which they were made.
+    seed : int or None
+        What lengths and batches beside the sweep were drawn from: ``validate(…, seed=report.seed)`` repeats them.
 
     Examples
     --------
@@ -58,6 +60,7 @@ class Report:
     """
 
     checks: tuple[Check, ...]
+    seed: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -102,15 +105,18 @@ class Report:
             for row in rows
         ]
         lines += [f"FAILED {_sentence(check)}" for check in self.failures]
+        if self.failures and self.seed is not None:
+            lines.append(f"drawn from seed {self.seed}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return a JSON object with ``ok``, ``checks`` and ``failures``; errors of NaN and inf are null."""
+        """Return a JSON object with ``ok``, ``seed``, ``checks`` and ``failures``; errors of NaN and inf are null."""
         checks = [
             {key: value if _writable(value) else None for key, value in asdict(check).items()} for check in self.checks
         ]
         failures = [check for check in checks if not check["ok"]]
-        return json.dumps({"ok": self.ok, "checks": checks, "failures": failures}, indent=2, allow_nan=False)
+        whole = {"ok": self.ok, "seed": self.seed, "checks": checks, "failures": failures}
+        return json.dumps(whole, indent=2, allow_nan=False)
 
 
 def _writable(value: object) -> bool:

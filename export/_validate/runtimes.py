@@ -144,7 +144,7 @@ def open_reference(source: Source, provider: Provider) -> Runner:
 def open_openvino(source: Source, provider: Provider) -> Runner:
     """Load a model in OpenVINO on the CPU, in the model's precision."""
     del provider
-    openvino = _import_openvino()
+    openvino = _import("openvino")
     core = openvino.Core()
     # Some processors would compute in bfloat16 unasked.
     compiled = core.compile_model(core.read_model(source.content()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -157,13 +157,13 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
     return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run)
 
 
-def _import_openvino() -> Any:
+def import_openvino() -> Any:
     """Import OpenVINO without its telemetry, which would fork this process and call home at import."""
     if "openvino" in sys.modules or "openvino_telemetry" in sys.modules:
-        return _import("openvino")
+        return importlib.import_module("openvino")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's way to say: not to be imported
     try:
-        return _import("openvino")
+        return importlib.import_module("openvino")
     finally:
         del sys.modules["openvino_telemetry"]
 
@@ -200,6 +200,6 @@ def provider_name(provider: Any) -> str:
 
 def _import(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return import_openvino() if name == "openvino" else importlib.import_module(name)
     except ImportError as error:
         raise UnavailableError(f"{name} is not installed here ({error})") from None

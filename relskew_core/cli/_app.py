@@ -242,7 +242,7 @@ def validate(
             providers=providers,
             runtimes=tuple(runtime or ("onnxruntime",)),
             lengths=length,
-            batches=batch or (1, 2, 3),
+            batches=batch,
             atol=atol,
             progress=tell,
         )

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relskew_core import BlockSpec, Span, init_weights
-from relskew_core.cli._oracle import block_oracle
+from relskew_core._reference import reference_block
 
 BATCH, QUERIES, MEMORY = 2, 128, 160
-GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 F64 = NDArray[np.float64]
 # A block of some library: (x, memory, past) -> y, or (y, (keys, values)) with a past.
 BlockFunction = Callable[..., Any]
@@ -67,10 +66,11 @@ def inputs(case: Case, dtype: str) -> Inputs:
     empty = np.zeros((BATCH, spec.num_kv_heads, 0, spec.head_dim))
     past = (empty, empty) if case.steps else None
 
-    def oracle(x: F64, memory: F64 | None, past: tuple[F64, F64] | None) -> Any:
-        return block_oracle(x, weights, spec, memory=memory, past=past)
+    def reference(x: F64, memory: F64 | None, past: tuple[F64, F64] | None) -> Any:
+        y, *present, _ = reference_block(spec, weights, x, memory, past=past)
+        return y if past is None else (y, tuple(present))
 
-    return Inputs(weights, x, memory, past, call(case, oracle, x, memory, past))
+    return Inputs(weights, x, memory, past, call(case, reference, x, memory, past))
 
 
 def call(case: Case, block: BlockFunction, x: Any, memory: Any, past: Any) -> list[Any]:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from relskew_core import BlockSpec, attention_block
+from relskew_core._reference import TOLERANCES
 from relskew_core.cli import _text, _verify, _verify_table
-from relskew_core.cli._cases import GATES
 from relskew_core.cli._console import progress
 from relskew_core.cli._errors import need
 from relskew_core.cli._export import show_export, show_report
@@ -59,8 +59,9 @@ def _export_and_validate(tune: Melody, path: Path, console: Console) -> bool:
     show_export(path, model, spec, f"counted from {tune.title}", console)
     console.print()
     error = _melody_error(path, x, spec, weights)
-    good = error <= GATES["float32"]
-    told = f"the melody through {path} in onnxruntime, against float64: error {error:.1e}, gate {GATES['float32']:.0e}"
+    tolerance = TOLERANCES["float32"]
+    good = error <= tolerance
+    told = f"the melody through {path} in onnxruntime, against float64: error {error:.1e}, gate {tolerance:.0e}"
     _verdict(good, told, console)
     with progress(f"validate {path.name}", 1) as tell:
         tell("")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,20 +48,8 @@ def _reference() -> Iterator[Runtime]:
 
 
 def _openvino() -> Iterator[Runtime]:
-    openvino = _quietly_imported_openvino()
+    openvino = importlib.import_module("relskew_core.export._validate.runtimes").import_openvino()
     yield Runtime("openvino", "cpu", openvino.__version__.partition("-")[0], "portable", ("float32",), "openvino")
-
-
-def _quietly_imported_openvino() -> Any:
-    """Import OpenVINO without the module by which its import reports to its makers, from a forked process."""
-    hidden = "openvino_telemetry" not in sys.modules
-    if hidden:
-        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # means: cannot be imported
-    try:
-        return importlib.import_module("openvino")
-    finally:
-        if hidden:
-            del sys.modules["openvino_telemetry"]
 
 
 PROBES: dict[str, Callable[[], Iterator[Runtime]]] = {

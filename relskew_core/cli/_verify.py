@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from relskew_core import __version__, attention_block
-from relskew_core.cli._cases import GATES, Case, Inputs, call, cases, inputs, relative_error
+from relskew_core._reference import TOLERANCES
+from relskew_core.cli._cases import Case, Inputs, call, cases, inputs, relative_error
 from relskew_core.cli._errors import CliError, reason
 from relskew_core.cli._libraries import PROBES, Library, Missing, libraries
 from relskew_core.cli._measure import measure
@@ -82,7 +83,7 @@ def plan(
     known = {case.name: case for case in cases()}
     for option, given, choices in (
         ("--library", only, (*PROBES, *RUNTIME_PROBES)),
-        ("--dtype", dtypes, tuple(GATES)),
+        ("--dtype", dtypes, tuple(TOLERANCES)),
         ("--case", case_names, tuple(known)),
     ):
         for name in given:
@@ -97,7 +98,10 @@ def plan(
 
     backends: list[Library | Runtime] = [*found, *more]
     steps = [
-        (backend, dtype, chosen(dtype)) for backend in backends for dtype in dtypes or GATES if dtype in backend.dtypes
+        (backend, dtype, chosen(dtype))
+        for backend in backends
+        for dtype in dtypes or TOLERANCES
+        if dtype in backend.dtypes
     ]
     return Plan(steps, [*missing, *more_missing])
 
@@ -118,7 +122,7 @@ def verify(what: Plan, tell: Callable[[str], None] = lambda step: None) -> Verif
 
 def _row(backend: Library | Runtime, dtype: str, case: Case, given: Inputs) -> Row:
     about = (backend.name, backend.version, backend.device, dtype, case.name)
-    gate = GATES[dtype]
+    gate = TOLERANCES[dtype]
     run = _on_library if isinstance(backend, Library) else _on_runtime
     try:
         got, seconds, peak = run(backend, dtype, case, given)  # type: ignore[arg-type]

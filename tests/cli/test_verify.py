@@ -13,11 +13,11 @@ import pytest
 
 import oracles
 from relskew_core import BlockSpec, Span, attention_block
+from relskew_core._reference import reference_block
 from relskew_core.cli import _cases, _console, _measure, _verify, main
 from relskew_core.cli._cases import Case, cases
 from relskew_core.cli._errors import CliError
 from relskew_core.cli._libraries import PROBES, Library, Missing, libraries
-from relskew_core.cli._oracle import block_oracle
 from relskew_core.cli._runtimes import runtimes
 
 CASES = {case.name: case for case in cases()}
@@ -40,7 +40,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_its_oracle_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_reference_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cases, "QUERIES", 33)
     monkeypatch.setattr(_cases, "MEMORY", 37)
     monkeypatch.setattr(_cases, "BATCH", 1)
@@ -59,18 +59,17 @@ def test_its_oracle_equals_plain_loops(case: Case, monkeypatch: pytest.MonkeyPat
         window=spec.window,
         block_size=spec.block_size,
     )
-    got = block_oracle(given.x, given.weights, spec, memory=given.memory, past=past)
+    got, got_keys, got_values, _ = reference_block(spec, given.weights, given.x, given.memory, past=past)
     if past is not None:
-        got, (got_keys, got_values) = got
         np.testing.assert_allclose(got_keys, keys, atol=1e-12)
         np.testing.assert_allclose(got_values, values, atol=1e-12)
     assert oracles.relative_error(got, y) < 1e-13
 
 
-def test_its_oracle_refuses_positions_without_a_row() -> None:
+def test_its_reference_refuses_positions_without_a_row() -> None:
     given = _cases.inputs(CASES["window"], "float64")
     with pytest.raises(ValueError, match="no row for the relative positions"):
-        block_oracle(given.x, given.weights, BlockSpec(64, 4, Span(24, 8)))
+        reference_block(BlockSpec(64, 4, Span(24, 8)), given.weights, given.x)
 
 
 def test_numbers_are_rounded_as_torch_rounds() -> None:

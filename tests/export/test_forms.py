@@ -11,10 +11,10 @@ import pytest
 
 from export_forms import FORMS, PROFILES, made, random_weights
 from relskew_core import BlockSpec, attention_block, relative_attention
+from relskew_core._reference import reference_block
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
-from relskew_core.export._validate.cases import make_cases, make_inputs
-from relskew_core.export._validate.oracle import reference_block
+from relskew_core.export._validate.trials import make_inputs, make_trials
 
 form = pytest.mark.parametrize("form", FORMS)
 TYPED = [
@@ -88,14 +88,14 @@ def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past:
 
 @form
 def test_graph_equals_the_block(form: str) -> None:
-    """The oracle shares no code with the library, so the library is compared too."""
+    """The reference shares no code with the library, so the library is compared too."""
     spec, options, weights = made(form)
     run = session(to_onnx(spec, weights, **options)).run
     plan = make_plan(spec, np.dtype(np.float32), **options)
-    cases = [case for case in make_cases(plan, None, (2,)) if case.fits]
-    assert cases
-    for seed, case in enumerate(cases):
-        feeds = make_inputs(plan, case, seed)
+    trials = [(trial, seed) for trial, seed in make_trials(plan, None, (2,), 0) if trial.fits]
+    assert trials
+    for trial, seed in trials:
+        feeds = make_inputs(plan, trial, seed)
         past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
         if plan.projections:
             expected = attention_block(
@@ -123,11 +123,11 @@ def loops(spec: BlockSpec, weights: dict[str, Any], x: np.ndarray[Any, Any]) -> 
     return result
 
 
-def test_oracle_is_the_definition() -> None:
+def test_the_reference_is_the_definition() -> None:
     spec = BlockSpec(4, 1, FORMS["full"][0].span)
     weights = random_weights(spec, dtype=np.float64)
     x = np.random.default_rng(1).standard_normal((1, 5, 4))
-    y, _, _ = reference_block(spec, weights, x)
+    y = reference_block(spec, weights, x).out
     np.testing.assert_allclose(y[0], loops(spec, weights, x[0]), rtol=1e-12)
 
 
@@ -142,8 +142,8 @@ def test_symbols_tell_the_truth(form: str, profile: str) -> None:
     written = {info.name: info.type.tensor_type for info in model.graph.output}
     run = session(model)
     plan = make_plan(spec, np.dtype(np.float32), profile=profile, **options)
-    for seed, case in enumerate([case for case in make_cases(plan, None, (2,)) if case.fits][:6]):
-        feeds = make_inputs(plan, case, seed)
+    for trial, seed in [(trial, seed) for trial, seed in make_trials(plan, None, (2,), 0) if trial.fits][:6]:
+        feeds = make_inputs(plan, trial, seed)
         lengths: dict[str, int] = {}
         for value, result in zip(run.get_outputs(), list[Any](run.run(None, feeds)), strict=True):
             dims = written[value.name].shape.dim

@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from export_forms import FORMS, random_weights
-from relskew_core.export import save, to_onnx, validate
+from relskew_core.export import _publish, save, to_onnx, validate
 
 SPEC = FORMS["causal"][0]
 
@@ -103,14 +104,24 @@ def test_saving_again(tmp_path: Path) -> None:
     assert names(tmp_path) == first
     assert path.read_bytes() == content
     save(model(1), path, external_threshold=0, overwrite=True)
-    assert len(names(tmp_path)) == 2
-    assert names(tmp_path) != first
+    second = names(tmp_path)
+    assert len(second) == 3
+    assert set(first) < set(second)  # whoever reads the first model finds its weights
     assert ballast(path) == 1
+    save(model(2), path, overwrite=True)
+    assert names(tmp_path) == second
+    age(tmp_path)
     save(model(2), path, overwrite=True)
     assert names(tmp_path) == ["block.onnx"]
     (tmp_path / "notes.txt").write_text("mine")
     save(model(2), tmp_path / "notes.txt", overwrite=True)
     assert ballast(tmp_path / "notes.txt") == 2
+
+
+def age(folder: Path) -> None:
+    """Let two minutes pass."""
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (time.time() - 120,) * 2)
 
 
 def ballast(path: Path) -> int | None:
@@ -122,13 +133,27 @@ def ballast(path: Path) -> int | None:
     return None
 
 
+def test_weights_in_use_stay_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a network's file system may be wrong by hours."""
+    monkeypatch.setattr(_publish, "_GRACE", -1e6)
+    path = tmp_path / "block.onnx"
+    for seed in (0, 1, 1):
+        save(model(seed), path, external_threshold=0, overwrite=True)
+        assert ballast(path) == seed
+        assert len(names(tmp_path)) == 2
+
+
 def test_foreign_files_are_left(tmp_path: Path) -> None:
     """Only weights that an earlier save of this very path wrote are removed with it."""
     path = tmp_path / "block.onnx"
     made = model(0)
     onnx.save(made, path, save_as_external_data=True, location="weights.bin", size_threshold=100)
-    save(model(1), path, overwrite=True)
-    assert names(tmp_path) == ["block.onnx", "weights.bin"]
+    lookalike = tmp_path / "block.onnx.0123456789abcdef.data"
+    lookalike.write_text("precious")
+    for _ in range(2):
+        age(tmp_path)
+        save(model(1), path, overwrite=True)
+    assert names(tmp_path) == ["block.onnx", lookalike.name, "weights.bin"]
 
 
 def test_symbolic_links(tmp_path: Path) -> None:
@@ -146,18 +171,43 @@ def test_symbolic_links(tmp_path: Path) -> None:
     assert names(tmp_path) == ["block.onnx", "dangling.onnx", "victim"]
 
 
-def test_external_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_another_file_with_the_name_of_the_weights_is_kept(tmp_path: Path, kind: str, existing: bool) -> None:
     (tmp_path / "a").mkdir()
     save(model(), tmp_path / "a" / "block.onnx", external_threshold=0)
     (name,) = [name for name in names(tmp_path / "a") if name.endswith(".data")]
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / name).symlink_to(victim)
-    save(model(), tmp_path / "b" / "block.onnx", external_threshold=0)
+    path, taken = tmp_path / "b" / "block.onnx", tmp_path / "b" / name
+    if existing:
+        save(model(1), path)
+    if kind == "file":
+        taken.write_text("mine")
+    elif kind == "link":
+        taken.symlink_to(victim)
+    else:
+        taken.mkdir()
+    before = names(tmp_path / "b")
+    with pytest.raises(FileExistsError, match="needs a name for its weights that another file has"):
+        save(model(), path, external_threshold=0, overwrite=existing)
     assert victim.read_text() == "precious"
-    assert not (tmp_path / "b" / name).is_symlink()
-    assert ballast(tmp_path / "b" / "block.onnx") == 0
+    assert names(tmp_path / "b") == before
+    assert kind != "file" or taken.read_text() == "mine"
+    assert not existing or ballast(path) == 1
+
+
+def test_weights_that_are_there_already_are_used(tmp_path: Path) -> None:
+    """A save that was killed between its two files leaves the weights under their name."""
+    path = tmp_path / "block.onnx"
+    save(model(), path, external_threshold=0)
+    path.unlink()
+    (data,) = tmp_path.iterdir()
+    age(tmp_path)
+    save(model(), path, external_threshold=0)
+    assert names(tmp_path) == ["block.onnx", data.name]
+    assert ballast(path) == 0
 
 
 def test_refused_arguments(tmp_path: Path) -> None:
@@ -231,6 +281,8 @@ def test_every_step_may_fail(
     else:
         pytest.fail("no save went through")
     assert ballast(path) == 1
+    age(tmp_path)
+    save(model(1), path, external_threshold=threshold, overwrite=True)
     assert len(names(tmp_path)) == (2 if threshold == 0 else 1)
 
 
@@ -276,7 +328,9 @@ def killed(path: Path, call: str, at: int) -> None:
     save(model(1), path, external_threshold=0, overwrite=True)
 
 
-@pytest.mark.parametrize(("call", "at"), [("fsync", 1), ("fsync", 2), ("replace", 1), ("replace", 2), ("replace", 3)])
+@pytest.mark.parametrize(
+    ("call", "at"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("link", 1), ("replace", 1), ("replace", 2)]
+)
 def test_a_kill_leaves_a_whole_model(tmp_path: Path, call: str, at: int) -> None:
     path = tmp_path / "block.onnx"
     save(model(0), path, external_threshold=0)
@@ -285,7 +339,78 @@ def test_a_kill_leaves_a_whole_model(tmp_path: Path, call: str, at: int) -> None
     process.join()
     assert process.exitcode == 9
     assert ballast(path) == 0
-    assert validate(path, SPEC, random_weights(SPEC, 0), batches=(1,)).ok
+    assert validate(onnx.load(path), SPEC, random_weights(SPEC, 0), batches=(1,)).ok
+    left = names(tmp_path)
+    assert any(name.endswith(".relskew-saving") for name in left)
+    save(model(2), tmp_path / "other.onnx")
+    assert names(tmp_path) == sorted([*left, "other.onnx"])  # whether they are at work is not known yet
+    age(tmp_path)
+    save(model(2), tmp_path / "other.onnx", overwrite=True)
+    save(model(2), path, overwrite=True)
+    age(tmp_path)
+    save(model(2), path, overwrite=True)
+    assert names(tmp_path) == ["block.onnx", "other.onnx"]
+
+
+def held(path: Path, ready: Any, done: Any) -> None:
+    """Save, and stop in the middle for as long as another process likes."""
+    real = onnx.checker.check_model
+
+    def check(*args: Any) -> None:
+        ready.set()
+        done.wait()
+        real(*args)
+
+    onnx.checker.check_model = check  # type: ignore[assignment]
+    save(model(1), path, external_threshold=0, overwrite=True)
+
+
+def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
+    """Another save in the same folder takes nothing away, however long it takes."""
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=held, args=(tmp_path / "block.onnx", ready, done))
+    process.start()
+    assert ready.wait(60)
+    age(tmp_path)
+    save(model(2), tmp_path / "other.onnx")
+    age(tmp_path)
+    save(model(2), tmp_path / "block.onnx", overwrite=True)
+    done.set()
+    process.join()
+    assert process.exitcode == 0
+    assert ballast(tmp_path / "block.onnx") == 1
+
+
+def reading(path: Path, started: Any, done: Any, answers: Any) -> None:
+    """Load the model again and again; count what is not one of the models, whole."""
+    loads = wrong = 0
+    while not done.is_set():
+        try:
+            wrong += ballast(path) is None
+        except Exception:
+            wrong += 1
+        loads += 1
+        started.set()
+    answers.put((loads, wrong))
+
+
+def test_a_reader_meanwhile_finds_a_whole_model(tmp_path: Path) -> None:
+    path = tmp_path / "block.onnx"
+    save(model(0), path, external_threshold=0)
+    context = multiprocessing.get_context("spawn")
+    started, done, answers = context.Event(), context.Event(), context.Queue()
+    reader = context.Process(target=reading, args=(path, started, done, answers))
+    reader.start()
+    assert started.wait(60)
+    models = [model(seed) for seed in range(4)]
+    for count in range(60):
+        save(models[count % 4], path, external_threshold=0, overwrite=True)
+    done.set()
+    loads, wrong = answers.get(timeout=60)
+    reader.join()
+    assert loads > 20
+    assert wrong == 0
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from export_forms import FORMS, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, Report, save, to_onnx, validate
 from relskew_core.export._plan import make_plan
-from relskew_core.export._validate import runtimes
-from relskew_core.export._validate.cases import make_cases, make_inputs
+from relskew_core.export._validate import isolated, runtimes
+from relskew_core.export._validate.trials import make_inputs, make_trials
 
 CACHE, CACHE_OPTIONS = FORMS["cache"]
 CAUSAL = FORMS["causal"][0]
 FULL = FORMS["full"][0]
+HIDDEN = np.float32(-1e30)
 
 
 def wrong(report: Report) -> set[str]:
@@ -144,6 +147,7 @@ def test_asks_of_every_kind() -> None:
     assert names == {
         "file",
         "standard",
+        "metadata",
         "spec",
         "interface",
         "weights",
@@ -177,6 +181,7 @@ def test_lengths_and_batches_on_request() -> None:
     cases = {check.case: check.name for check in report.checks if check.case and check.name != "optimiser off"}
     assert cases == {
         "batch 5, queries 4, keys 4, past 0": "y",
+        "batch 5, queries 4, keys 4, past 0, large logits": "y",
         "batch 5, queries 12, keys 12, past 0": "too long fails",
         "batch 5, queries 10, keys 10, past 0": "too long fails",
     }
@@ -185,6 +190,73 @@ def test_lengths_and_batches_on_request() -> None:
         refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: value})
         assert not refused.ok
         assert refused.failures[0].name == "validation"
+
+
+def weaker_mask(model: onnx.ModelProto) -> None:
+    """Hide by -60, which large logits overcome."""
+    hidden = [tensor.name for tensor in model.graph.initializer if np.any(numpy_helper.to_array(tensor) == HIDDEN)]
+    assert hidden
+    for name in hidden:
+        change(model, name, lambda array: np.where(array == HIDDEN, np.float32(-60), array))
+
+
+@pytest.mark.parametrize("form", ["causal", "window, mask", "cross, window, mask", "cache, mask", "blocks"])
+def test_notices_a_mask_that_large_logits_overcome(form: str) -> None:
+    spec, options = FORMS[form]
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, profile="portable", **options)
+    assert validate(model, spec, weights, batches=(1,)).ok
+    weaker_mask(model)
+    failures = validate(model, spec, weights, batches=(1,)).failures
+    assert failures
+    assert all("large logits" in check.case for check in failures if check.name == "y")
+
+
+Opener = Callable[[runtimes.Source, runtimes.Provider], runtimes.Runner]
+
+
+def wrong_where(batch: Callable[[int], bool], length: Callable[[int], bool]) -> Opener:
+    """Make a runtime whose results are wrong for some inputs only."""
+
+    def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
+        true = runtimes.open_onnxruntime(source, "cpu")
+
+        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
+            off = batch(feeds["x"].shape[0]) and length(feeds["x"].shape[1])
+            return [result * np.float32(1.01 if off else 1) for result in true.run(feeds)]
+
+        return runtimes.Runner("odd", "", run)
+
+    return opener
+
+
+def test_draws_larger_batches_and_lengths_between_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = BlockSpec(8, 2, Span.causal(100), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights)
+    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: batch > 3, lambda length: True))
+    assert wrong(validate(model, spec, weights, runtimes=["odd"])) == {"y"}
+    monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: True, lambda length: 40 < length < 90))
+    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))
+    assert wrong(report) == {"y"}
+    assert f"drawn from seed {report.seed}" in report.table()
+    assert json.loads(report.to_json())["seed"] == report.seed
+
+
+def test_draws_follow_from_the_model_or_the_seed() -> None:
+    weights = random_weights(FULL)
+    model = to_onnx(FULL, weights)
+
+    def drawn(seed: int | None = None) -> tuple[int | None, list[str]]:
+        report = validate(model, FULL, weights, seed=seed, batches=(1,))
+        assert report.ok
+        return report.seed, [check.case for check in report.checks]
+
+    first = drawn()
+    assert first[0] is not None
+    assert drawn() == first == drawn(first[0])
+    assert len({tuple(drawn(seed)[1]) for seed in range(5)}) > 1
+    assert wrong(validate(model, FULL, weights, seed=-1)) == {"validation"}
 
 
 def test_files(tmp_path: Path) -> None:
@@ -204,6 +276,113 @@ def test_files(tmp_path: Path) -> None:
         assert wrong(report) == {"file"}, report.table()
     assert wrong(validate(None, CAUSAL, weights)) == {"file"}  # type: ignore[arg-type]
     assert wrong(validate(onnx.ModelProto(), CAUSAL, weights)) == {"file"}
+
+
+def test_paths_that_would_block_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    weights = random_weights(CAUSAL)
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (tmp_path, "a directory"), (Path("/dev/zero"), "a device")):
+        (check,) = validate(path, CAUSAL, weights).checks
+        assert (check.name, check.ok) == ("file", False)
+        assert check.detail == f"must be a regular file, got {kind}: {path}"
+
+
+def endless(model: onnx.ModelProto) -> None:
+    """Let the first projection wait for a loop of 2**40 turns."""
+    constants = {"turns": np.array(2**40), "on": np.array(True), "start": np.zeros((), np.float32)}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["c2"]), helper.make_node("Sin", ["v"], ["v2"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", onnx.TensorProto.INT64, []),
+            helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v", onnx.TensorProto.FLOAT, []),
+        ],
+        [
+            helper.make_tensor_value_info("c2", onnx.TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v2", onnx.TensorProto.FLOAT, []),
+        ],
+    )
+    first = model.graph.node[0]
+    added = helper.make_node("Add", [first.input[0], "turned"], ["late"])
+    first.input[0] = "late"
+    model.graph.node.insert(0, added)
+    model.graph.node.insert(0, helper.make_node("Loop", ["turns", "on", "start"], ["turned"], body=body))
+
+
+def huge(model: onnx.ModelProto) -> None:
+    """Let the first projection wait for a tensor of 4 GiB that is written in full."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2**30]), "many"))
+    one = helper.make_tensor("one", onnx.TensorProto.FLOAT, [1], [1.0])
+    first = model.graph.node[0]
+    made = [
+        helper.make_node("ConstantOfShape", ["many"], ["huge"], value=one),
+        helper.make_node("ReduceMin", ["huge"], ["small"], keepdims=0),
+        helper.make_node("Mul", [first.input[0], "small"], ["late"]),
+    ]
+    first.input[0] = "late"
+    for node_made in reversed(made):
+        model.graph.node.insert(0, node_made)
+
+
+def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    endless(model)
+    path = save(model, tmp_path / "endless.onnx")
+    start = time.perf_counter()
+    steps: list[str] = []
+    report = validate(path, CAUSAL, weights, time_limit=5, batches=(1,), lengths=[3], progress=steps.append)
+    assert time.perf_counter() - start < 20
+    assert report.failures[-1].name == "validation"
+    assert "stopped after 5 s, `time_limit`, at: onnxruntime: " in report.failures[-1].detail
+    assert {check.name for check in report.checks} >= {"file", "interface", "weights"}  # what was known by then
+    assert steps
+    model = to_onnx(CAUSAL, weights)
+    huge(model)
+    path = save(model, tmp_path / "huge.onnx")
+    report = validate(path, CAUSAL, weights, memory_limit=2**30, batches=(1,), lengths=[3])
+    assert not report.ok
+    assert "alloc" in " ".join(check.detail for check in report.failures).lower()
+    assert wrong(validate(path, CAUSAL, weights, time_limit=0)) == {"validation"}
+    assert wrong(validate(path, CAUSAL, weights, memory_limit=0)) == {"validation"}
+
+
+def test_a_process_that_dies_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    for ending, told in (
+        ("os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+        ("sys.exit('no such luck')", "ended with status 1 (no such luck)"),
+    ):
+        monkeypatch.setattr(isolated, "_CHILD", f"import os, sys; {ending}")
+        (check,) = validate(path, CAUSAL, weights).failures
+        assert (check.name, check.runtime) == ("validation", "")
+        assert f"{told}, at: start" in check.detail
+
+
+def test_a_model_runs_elsewhere_on_request() -> None:
+    """With a limit a model that was made here gets a process too; weights of any library go along."""
+    torch = pytest.importorskip("torch")
+    weights = {key: torch.from_numpy(array) for key, array in random_weights(CAUSAL).items()}
+    model = to_onnx(CAUSAL, weights)
+    here, there = (validate(model, CAUSAL, weights, time_limit=limit, batches=(1,)) for limit in (None, 60))
+    assert there == here
+    assert there.ok
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("spec", "{"), ("spec", "[]"), ("spec", "{}"), ("profile", "web"), ("max_length", "-1"), ("chunk_size", "many")],
+)
+def test_names_metadata_that_cannot_be_read(key: str, value: str) -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    helper.set_model_props(model, {f"relskew.{key}": value})
+    (check,) = validate(model, CAUSAL, weights, batches=(1,)).failures
+    assert check.name == "metadata"
+    assert f"relskew.{key} is {value!r}" in check.detail
 
 
 def test_wrong_specs_and_weights() -> None:
@@ -240,7 +419,10 @@ def test_runtimes_and_providers_that_are_not_there() -> None:
     assert wrong(report) == {"loads"}
     assert "NoSuchExecutionProvider is not available here" in report.failures[0].detail
     assert wrong(validate(model, CAUSAL, weights, providers=[3])) == {"loads"}  # type: ignore[list-item]
-    assert not validate(model, CAUSAL, weights, runtimes=[], providers=[]).failures
+    for name in ("providers", "runtimes"):
+        (check,) = validate(model, CAUSAL, weights, **{name: ()}).failures  # type: ignore[arg-type]
+        assert check.name == "validation"
+        assert f"`{name}` must name at least one" in check.detail
 
 
 def test_a_provider_that_did_not_run_the_nodes() -> None:
@@ -425,15 +607,15 @@ def test_report() -> None:
 
 def test_inputs_differ_between_cases() -> None:
     plan = make_plan(CAUSAL, np.dtype(np.float32))
-    cases = make_cases(plan, None, (1, 2))
-    assert len(set(cases)) == len(cases)
-    first, second = (make_inputs(plan, cases[0], seed)["x"] for seed in (0, 1))
+    trials = [trial for trial, _ in make_trials(plan, None, (1, 2), 0)]
+    assert len(set(trials)) == len(trials)
+    first, second = (make_inputs(plan, trials[0], seed)["x"] for seed in (0, 1))
     assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("span", [Span.clipped(2), Span.full(100)])
 def test_inputs_of_more_than_one_chunk_are_tried(span: Span) -> None:
     plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=40)
-    assert {40, 41, 81} <= {case.queries for case in make_cases(plan, None, (1,))}
+    assert {40, 41, 81} <= {trial.queries for trial, _ in make_trials(plan, None, (1,), 0)}
     plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=10**6)
-    assert max(case.queries for case in make_cases(plan, None, (1,))) <= 101
+    assert max(trial.queries for trial, _ in make_trials(plan, None, (1,), 0)) <= 101

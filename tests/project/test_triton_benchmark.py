@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import gpu
 from benchmarks.gpu_contenders import CONTENDERS, Contender, Inputs, Shape, flex_by, make_inputs
 from benchmarks.gpu_reference import error, reference
+from relskew_core._reference import TOLERANCES
 
 
 def tiny(*, causal: bool, gradients: bool = True) -> Inputs:
@@ -39,7 +40,7 @@ def test_score_of_flex_attention_is_right(causal: bool) -> None:
     x = tiny(causal=causal, gradients=False)
     expected = reference(x, "full")
     out = flex_by(x, flex_attention)
-    assert error(out, expected.out, expected.rows) < gpu.GATES["float32"]
+    assert error(out, expected.out, expected.rows) < TOLERANCES["float32"]
 
 
 def command(path: Path, *names: str) -> list[str]:

@@ -1,0 +1,198 @@
+"""Finished files at their names, so that a reader finds the old model or the new one, whole, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_SUFFIX = ".relskew-saving"
+# How long a reader that has seen a model may take to open its weights, which another model has replaced meanwhile.
+_GRACE = 60.0
+# Where locks tell nothing: longer than any save.
+_DAY = 86400.0
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Refuse a path at which no model may be written."""
+    if not target.name:
+        raise ValueError(f"`path` must name a file, got {os.fspath(target)!r}")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"`path` must lie in a directory that exists, got {os.fspath(target)!r}")
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise ValueError(f"`path` must not be a symbolic link, got {os.fspath(target)!r}")
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"`path` must be a regular file or not exist yet, got {os.fspath(target)!r}")
+    if not overwrite:
+        raise _taken(target)
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Make a folder beside the target for the time of a save; remove those that killed saves left."""
+    _remove_stale(target.parent)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
+    try:
+        with _locked(folder):  # for as long as this process lives
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None:
+    """Move finished files to their names: the weights, then the model that names them.
+
+    The replaced model's weights stay for those who are reading it; a later save removes them.
+    """
+    replaced = _weights_of(target)
+    published = None if data is None else target.parent / data.name
+    made = data is not None and published is not None and _link_weights(data, published)
+    try:
+        if made:
+            sync_directory(target.parent)
+        if overwrite:
+            os.replace(new, target)
+        else:
+            _move_if_free(new, target)
+    except BaseException:
+        if made and published is not None:
+            published.unlink(missing_ok=True)
+        raise
+    sync_directory(target.parent)
+    for old in replaced:
+        with contextlib.suppress(OSError):
+            os.utime(old)  # the time at which it was replaced
+    _remove_replaced(target)
+
+
+def sync_directory(path: Path) -> None:
+    """Make new names last through a power cut, where directories can be opened."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _taken(target: Path) -> FileExistsError:
+    return FileExistsError(f"`path` exists, pass overwrite=True to replace it: {os.fspath(target)!r}")
+
+
+def _link_weights(data: Path, published: Path) -> bool:
+    """Give the weights their name; ``False`` if the same ones have it already."""
+    os.utime(data)
+    try:
+        _move_if_free(data, published)
+    except FileExistsError:
+        if published.is_symlink() or not published.is_file() or not filecmp.cmp(data, published, shallow=False):
+            name = os.fspath(published)
+            raise FileExistsError(f"`path` needs a name for its weights that another file has: {name!r}") from None
+        os.utime(published)  # no other save may take it for weights that nothing needs
+        return False
+    return True
+
+
+def _move_if_free(new: Path, target: Path) -> None:
+    """Give ``new`` the name ``target``, failing if someone took it meanwhile."""
+    try:
+        os.link(new, target)
+    except FileExistsError:
+        raise _taken(target) from None
+    except OSError:  # a file system without hard links
+        if os.path.lexists(target):
+            raise _taken(target) from None
+        os.replace(new, target)
+    else:
+        new.unlink()  # onnx reads no weights that have two names
+
+
+def _weights_of(target: Path) -> list[Path]:
+    """Return the files of weights that a save of ``target`` wrote beside it, and that it names now."""
+    try:
+        model = onnx.load(os.fspath(target), load_external_data=False)
+    except Exception:  # there is none, or what is there need not be a model
+        return []
+    names = {
+        entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
+    }
+    return [target.parent / name for name in sorted(names) if _weights_name(target).fullmatch(name)]
+
+
+def _weights_name(target: Path) -> re.Pattern[str]:
+    return re.compile(re.escape(target.name) + r"\.([0-9a-f]{16})\.data")
+
+
+def _remove_replaced(target: Path) -> None:
+    """Remove weights that earlier saves of ``target`` wrote, once nobody can be about to read them."""
+    needed = _weights_of(target)
+    for path in target.parent.iterdir():
+        named = _weights_name(target).fullmatch(path.name)
+        if named is None or path in needed or not _idle(path, _GRACE):
+            continue
+        with contextlib.suppress(OSError):
+            # The name follows from the content; a stranger's file that only looks like ours does not keep to that.
+            if stat.S_ISREG(path.lstat().st_mode) and _digest(path).startswith(named[1]):
+                path.unlink()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove the temporary folders of saves that were killed: nobody holds their lock."""
+    for folder in parent.glob(f".*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and (os.name != "posix" or status.st_uid == os.geteuid())
+            # The time as well as the lock: other machines' locks may not show on a network's file system.
+            if ours and _idle(folder, _GRACE, inside=True):
+                with _locked(folder) as locked:
+                    if locked or _idle(folder, _DAY, inside=True):
+                        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the end of the block or of the process; say whether that was possible."""
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process holds it, or this file system has no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def _idle(path: Path, seconds: float, *, inside: bool = False) -> bool:
+    """Whether nothing was written at a path for so long."""
+    paths = [path, *path.iterdir()] if inside else [path]
+    return max(one.lstat().st_mtime for one in paths) < time.time() - seconds

@@ -1,0 +1,192 @@
+"""The questions that a validation asks of a loaded model, and how an answer is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from relskew_core._reference import TOLERANCES, reference_attention, reference_block
+from relskew_core.export._plan import GraphPlan
+from relskew_core.export._validate.inspect import Subject
+from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.runtimes import Feeds, Runner, UnavailableError
+from relskew_core.export._validate.trials import Trial, make_inputs
+
+# Rows of a long input that the reference works out; each costs a pass over all keys.
+_ROWS = 96
+# Rounding a logit of size s moves its weight by s * eps, in any implementation: tolerances grow with it from here on.
+_ORDINARY_LOGIT = 16.0
+# A hidden key's logit, lowered by 60 only, would still weigh more than a visible one's.
+_LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
+
+
+class Questions:
+    """The questions to one loaded model; ``tell`` gets every answer."""
+
+    def __init__(self, subject: Subject, runner: Runner, tell: Callable[[Check], None], atol: float | None) -> None:
+        self._subject, self._runner, self._tell = subject, runner, tell
+        self._atol = float("inf") if atol is None else atol
+        self._tolerance = TOLERANCES[subject.plan.dtype.name]
+
+    def placement(self) -> None:
+        """Ask whether every node that works on data runs on the provider asked for."""
+        wrong = "; ".join(self._runner.misplaced)
+        self._add("placement", "", not wrong, detail="; ".join(part for part in (wrong, self._runner.detail) if part))
+
+    def trial(self, trial: Trial, seed: int) -> None:
+        """Ask whether the outputs are right, or the input is refused."""
+        feeds = self._inputs(trial, seed)
+        try:
+            results = self._runner.run(feeds)
+        except Exception as error:
+            name = self._subject.outputs[0] if trial.fits else "too long fails"
+            self._add(name, str(trial), not trial.fits, detail=reason(error) if trial.fits else "raised")
+            return
+        if not trial.fits:
+            silent = any(np.isfinite(np.asarray(result, np.float64)).any() for result in results[:1])
+            self._add("too long fails", str(trial), not silent, detail="gave numbers" if silent else "no finite number")
+            return
+        rows = _sample(trial.queries, seed)
+        expected, largest_logit = expected_outputs(self._subject, feeds, rows)
+        tolerance = self._widened(largest_logit)
+        for name, result, wanted in zip(self._subject.outputs, results, expected, strict=True):
+            compared, main = np.asarray(result), name == self._subject.outputs[0]
+            if main and compared.ndim == wanted.ndim and compared.shape[-2] == trial.queries:
+                compared = compared[..., rows, :]
+            self._compare(name, str(trial), compared, wanted, tolerance if main else self._tolerance)
+        if self._runner.unoptimised is not None:
+            self._optimiser(trial, feeds, results, tolerance)
+
+    def _inputs(self, trial: Trial, seed: int) -> dict[str, np.ndarray]:
+        plan = self._subject.plan
+        feeds = make_inputs(plan, trial, seed)
+        if not trial.large_logits:
+            return feeds
+        # Logits grow with the square of the inputs: large for every weight, yet within the type.
+        _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, seed))
+        factor = min(max((_LARGE_LOGIT / max(largest_logit, 1e-6)) ** 0.5, 1.0), _LARGEST_FACTOR)
+        return make_inputs(plan, trial, seed, factor=factor)
+
+    def _widened(self, largest_logit: float) -> float:
+        return self._tolerance * max(1.0, largest_logit / _ORDINARY_LOGIT)
+
+    def _optimiser(self, trial: Trial, feeds: Feeds, results: Sequence[np.ndarray], tolerance: float) -> None:
+        assert self._runner.unoptimised is not None
+        try:
+            plain = self._runner.unoptimised(feeds)
+        except Exception as error:
+            self._add("optimiser off", str(trial), False, detail=reason(error))
+            return
+        for result, wanted in zip(results, plain, strict=True):
+            self._compare("optimiser off", str(trial), result, np.asarray(wanted, np.float64), tolerance)
+
+    def decoding(self, length: int) -> None:
+        """Ask whether an input in pieces, each with the presents of the one before, gives what the whole gives."""
+        plan = self._subject.plan
+        trial = Trial(2, length, length, 0, True, length + 1 if plan.in_place else None)
+        feeds = make_inputs(plan, trial, seed=0)
+        label = f"{trial}, in pieces"
+        keys, values = feeds["past_key"], feeds["past_value"]
+        pieces, start, size = [], 0, 1
+        _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, 0))
+        tolerance = self._widened(largest_logit)
+        try:
+            whole = self._runner.run({**feeds, **_whole_mask(plan, trial.queries, trial.cache or trial.queries)})
+            while start < trial.queries:
+                end = min(start + size, trial.queries)
+                piece: dict[str, np.ndarray] = _whole_mask(plan, end - start, trial.cache or end)
+                if plan.in_place:
+                    piece["past_lengths"] = np.full(trial.batch, start)
+                piece |= {name: feeds[name][..., start:end, :] for name in ("x", "q", "k", "v") if name in feeds}
+                y, keys, values = self._runner.run({**piece, "past_key": keys, "past_value": values})
+                pieces.append(np.asarray(y))
+                start, size = end, size % 5 + 1
+        except Exception as error:
+            self._add("decoding", label, False, detail=reason(error))
+            return
+        for result, wanted in zip((np.concatenate(pieces, axis=-2), keys, values), whole, strict=True):
+            self._compare("decoding", label, np.asarray(result), np.asarray(wanted, np.float64), tolerance)
+
+    def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
+        if result.shape != wanted.shape:
+            self._add(name, case, False, detail=f"shape {result.shape}, expected {wanted.shape}")
+            return
+        if result.dtype != self._subject.plan.dtype:
+            self._add(name, case, False, detail=f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
+            return
+        difference = np.asarray(result, np.float64) - wanted
+        error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(wanted)), 1e-30))
+        largest = float(np.max(np.abs(difference), initial=0.0))
+        far = f", more than atol {self._atol:g}" if largest > self._atol else ""
+        self._add(
+            name, case, error <= tolerance and not far, error, tolerance, f"largest difference {largest:.2e}{far}"
+        )
+
+    def _add(
+        self,
+        name: str,
+        case: str,
+        ok: bool,
+        error: float | None = None,
+        gate: float | None = None,
+        detail: str = "",
+    ) -> None:
+        self._tell(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
+
+
+def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """Return the outputs by definition, ``y`` of some queries and the presents, and the largest logit's size."""
+    if subject.plan.in_place:
+        return _expected_by_row(subject, feeds, rows)
+    past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None
+    spec, mask = subject.plan.spec, feeds.get("mask")
+    if subject.plan.projections:
+        x, memory = feeds["x"], feeds.get("memory")
+        right = reference_block(spec, subject.weights, x, memory, mask, past, queries=rows)
+    else:
+        q, k, v = feeds["q"], feeds["k"], feeds["v"]
+        right = reference_attention(spec, subject.weights, q, k, v, mask, past, queries=rows)
+    return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
+
+
+def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
+    """Work out every row of the batch alone, with the part of its cache that counts; the rest of it stays."""
+    appending = replace(subject, plan=replace(subject.plan, in_place=False))
+    caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
+    queries = feeds["x" if subject.plan.projections else "q"].shape[-2]
+    found, peak = [], 0.0
+    for row, past in enumerate(feeds["past_lengths"]):
+        alone = {name: array[row : row + 1] for name, array in feeds.items() if name != "past_lengths"}
+        alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
+        if "mask" in feeds:
+            alone["mask"] = feeds["mask"][row % len(feeds["mask"])][None, ..., : past + queries]
+        (y, *present), logit = expected_outputs(appending, alone, rows)
+        found.append(y)
+        peak = max(peak, logit)
+        for cache, filled in zip(caches, present, strict=True):
+            cache[row, :, : filled.shape[2]] = filled[0]
+    return [np.concatenate(found), *caches], peak
+
+
+def _sample(queries: int, seed: int) -> np.ndarray:
+    """Return the queries to compare: all, or of many the ends and some in between."""
+    if queries <= _ROWS:
+        return np.arange(queries)
+    some = np.random.default_rng(seed).choice(queries, _ROWS, replace=False)
+    return np.unique(np.concatenate([some, [0, 1, queries - 2, queries - 1]]))
+
+
+def _whole_mask(plan: GraphPlan, queries: int, keys: int) -> dict[str, np.ndarray]:
+    """Return a mask that hides every fifth key, whatever the piece."""
+    if not plan.mask:
+        return {}
+    return {"mask": np.broadcast_to(np.arange(keys) % 5 != 3, (1, 1, queries, keys)).copy()}
+
+
+def reason(error: Exception) -> str:
+    """Return an exception in one line."""
+    if isinstance(error, UnavailableError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

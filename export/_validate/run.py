@@ -1,0 +1,89 @@
+"""One validation from the file to the last answer, in whatever process it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relskew_core._block.spec import BlockSpec
+from relskew_core.export._validate.inspect import Subject, inspect_model
+from relskew_core.export._validate.questions import Questions, reason
+from relskew_core.export._validate.report import Check
+from relskew_core.export._validate.runtimes import Provider, opener, provider_name
+from relskew_core.export._validate.trials import Trial, make_trials
+
+# Longest input fed in pieces.
+_DECODED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a validation; it travels to another process as it is."""
+
+    model_or_path: Any
+    spec: BlockSpec
+    weights: Mapping[str, Any]
+    providers: Sequence[Provider]
+    runtimes: Sequence[str]
+    lengths: Sequence[int] | None
+    batches: Sequence[int] | None
+    atol: float | None
+    seed: int
+
+
+def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
+    """Answer a request, check by check; raises nothing."""
+    try:
+        subject = inspect_model(request.model_or_path, request.spec, request.weights, tell)
+        if subject is None:
+            return
+        lengths, batches = _positive("lengths", request.lengths), _positive("batches", request.batches)
+        trials = make_trials(subject.plan, lengths, batches, request.seed)
+        for runtime in _some("runtimes", request.runtimes):
+            for provider in _some("providers", request.providers) if runtime == "onnxruntime" else ("",):
+                _in_runtime(subject, runtime, provider, trials, request.atol, tell, progress)
+    except Exception as error:  # a validation that stops half-way must not look like one that passed
+        tell(Check("validation", "", "", "", False, detail=reason(error)))
+
+
+def _some(name: str, values: Sequence[Any]) -> list[Any]:
+    if not list(values):
+        raise ValueError(f"`{name}` must name at least one, got {values!r}: nothing would be run")
+    return list(values)
+
+
+def _positive(name: str, values: Sequence[int] | None) -> list[int] | None:
+    if values is None:
+        return None
+    listed = [int(value) for value in values]
+    if not listed or min(listed) < 1:
+        raise ValueError(f"`{name}` must be ints >= 1, got {values!r}")
+    return listed
+
+
+def _in_runtime(
+    subject: Subject,
+    runtime: str,
+    provider: Provider,
+    trials: Sequence[tuple[Trial, int]],
+    atol: float | None,
+    tell: Callable[[Check], None],
+    progress: Callable[[str], None],
+) -> None:
+    progress(f"{runtime}: load")
+    try:
+        runner = opener(runtime)(subject.source, provider)
+    except Exception as error:
+        tell(Check("loads", runtime, provider_name(provider), "", False, detail=reason(error)))
+        return
+    questions = Questions(subject, runner, tell, atol)
+    if runtime == "onnxruntime":
+        questions.placement()
+    for trial, seed in trials:
+        progress(f"{runtime}: {trial}")
+        questions.trial(trial, seed)
+    if subject.plan.past:
+        progress(f"{runtime}: decoding in pieces")
+        whole = sorted({trial.queries for trial, _ in trials if trial.fits and trial.past == 0})
+        questions.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))

@@ -1,0 +1,189 @@
+"""The inputs that a validation tries: a sweep around every edge of the table, and drawn lengths and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from relskew_core.export._plan import GraphPlan
+
+LENGTHS = (1, 2, 3, 7, 8, 16, 33)
+BATCHES = (1, 2, 3)
+PASTS = (0, 1, 7)
+# Largest chunk that inputs are made longer than; the dense attention up to it is as large as its square.
+LARGEST_CHUNK = 1024
+DRAWN = 8
+LONGEST_DRAWN = 1024
+LARGER_BATCHES = (4, 8)
+# Inputs with large logits tell -60 in the place of a hidden key's -1e30; they are short, and three are enough.
+LARGE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One input: its lengths, and whether the table reaches far enough for it. ``keys`` counts the past too.
+
+    ``cache`` is the length of a cache that is written in place; ``past`` then is that of the batch's first item.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    past: int
+    fits: bool
+    cache: int | None = None
+    large_logits: bool = False
+
+    def __str__(self) -> str:
+        told = f"batch {self.batch}, queries {self.queries}, keys {self.keys}, past {self.past}"
+        told += "" if self.cache is None else f", cache {self.cache}"
+        return told + (", large logits" if self.large_logits else "")
+
+    def pasts(self) -> np.ndarray:
+        """Return the past of every item of the batch: its own where the cache is written in place."""
+        items = np.arange(self.batch) if self.cache is not None else np.zeros(self.batch, np.int64)
+        return self.past - 2 * items % (self.past + 1)
+
+
+def make_trials(
+    plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int] | None, seed: int
+) -> list[tuple[Trial, int]]:
+    """Return the inputs to try, each once and with the seed of its numbers, the ones that must fail last."""
+    sweep = dict.fromkeys(_sweep(plan, lengths, batches or BATCHES))
+    seeds = {trial: index for index, trial in enumerate(sorted(sweep, key=lambda trial: not trial.fits))}
+    if plan.dtype.itemsize > 2:  # half types round large logits to nothing that could be compared
+        short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
+        short.sort(key=lambda trial: (-trial.keys, trial.batch))
+        large = dict.fromkeys(replace(trial, batch=short[0].batch, large_logits=True) for trial in short)
+        seeds |= {trial: len(seeds) + index for index, trial in enumerate(list(large)[:LARGE])}
+    if lengths is None:
+        for index, trial in enumerate(_drawn(plan, batches, np.random.default_rng(seed))):
+            seeds.setdefault(trial, seed + index)
+    return sorted(seeds.items(), key=lambda item: not item[0].fits)
+
+
+def longest(plan: GraphPlan) -> tuple[int | None, int | None]:
+    """Return the most queries (cross) or positions (self) and the most keys that the stored table serves."""
+    left = plan.left.rows + 1 if plan.left.past_edge == "limited" else None
+    right = plan.right.rows + 1 if plan.right.past_edge == "limited" else None
+    if plan.spec.cross:
+        return left, right
+    bounds = [bound for bound in (left, right) if bound is not None]
+    return (min(bounds), min(bounds)) if bounds else (None, None)
+
+
+def _trial(plan: GraphPlan, batch: int, queries: int, keys: int, past: int = 0) -> Trial:
+    queries_end, keys_end = longest(plan)
+    fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
+    # Every third cache is filled to its end.
+    return Trial(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
+
+
+def _sweep(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
+    yield from (_sweep_of_memories if plan.spec.cross else _sweep_of_sequences)(plan, lengths, batches)
+
+
+def _sweep_of_memories(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
+    queries_end, keys_end = longest(plan)
+    queries_tried, keys_tried = _tried(plan, lengths, queries_end), _tried(plan, lengths, keys_end)
+    for index in range(max(len(queries_tried), len(keys_tried))):
+        queries, keys = queries_tried[index % len(queries_tried)], keys_tried[index % len(keys_tried)]
+        opposite = keys_tried[-1 - index % len(keys_tried)]
+        for batch in batches:
+            yield _trial(plan, batch, queries, keys)
+            yield _trial(plan, batch, queries, opposite)
+    if queries_end is not None:
+        yield _trial(plan, batches[0], queries_end + 1, keys_tried[0])
+    if keys_end is not None:
+        yield _trial(plan, batches[0], queries_tried[0], keys_end + 1)
+
+
+def _sweep_of_sequences(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
+    end = longest(plan)[0]
+    for length in _tried(plan, lengths, end):
+        # Long inputs are slow, in the reference most of all: one batch shows what is to see.
+        for batch in batches if length <= max(LENGTHS) or lengths is not None else batches[:1]:
+            for past in PASTS if plan.past else (0,):
+                if lengths is not None or end is None or past + length <= end:
+                    yield _trial(plan, batch, length, past + length, past)
+    if plan.in_place:
+        yield Trial(batches[0], 2, 8, 6, False, 7)
+    if end is None:
+        return
+    if plan.past and end > 1:
+        yield _trial(plan, batches[0], 1, end, end - 1)
+        yield _trial(plan, batches[0], 1, end + 1, end)
+        yield _trial(plan, batches[0], end, end + 1, 1)
+    yield _trial(plan, batches[0], end + 1, end + 1)
+
+
+def _drawn(plan: GraphPlan, batches: Sequence[int] | None, random: np.random.Generator) -> Iterator[Trial]:
+    """Draw inputs that the table serves: what is wrong in the middle only, no edge shows."""
+    queries_end, keys_end = longest(plan)
+    rows = max(plan.left.rows, plan.right.rows, plan.spec.block_size or 0)
+    limit = min(max(2 * rows, max(LENGTHS)), LONGEST_DRAWN)
+
+    def draw(end: int | None) -> int:
+        top = limit if end is None else min(end, LONGEST_DRAWN)
+        if random.random() < 0.5:
+            return int(random.integers(top)) + 1
+        return int(np.exp(random.uniform(0, np.log(top + 1))))  # as many between 8 and 16 as between 64 and 128
+
+    for _ in range(DRAWN):
+        keys = draw(keys_end)
+        queries = draw(queries_end) if plan.spec.cross else keys
+        past = int(random.integers(keys)) if plan.past else 0
+        batch = int(random.choice(batches) if batches else random.integers(LARGER_BATCHES[0], LARGER_BATCHES[1] + 1))
+        if max(keys, queries) > 4 * max(LENGTHS):
+            batch = min(batch, *(batches or BATCHES))
+        yield _trial(plan, batch, queries - past, keys, past)
+
+
+def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> list[int]:
+    """Return the lengths for one axis: those asked for, or the usual ones, the longest, and past every soft edge."""
+    if lengths is not None:
+        return list(lengths)
+    usual, chunk = set(LENGTHS), plan.chunk_size
+    if chunk is not None and chunk <= LARGEST_CHUNK:
+        usual |= {chunk, chunk + 1, 2 * chunk + 1}
+    if end is not None:
+        return sorted({length for length in usual if length < end} | {end})
+    edges = {side.rows + extra for side in (plan.left, plan.right) for extra in (1, 2, 5)}
+    size = plan.spec.block_size
+    if size is not None:
+        edges |= {size, size + 1, 2 * size, 3 * size - 1}
+    return sorted({*usual, *edges} - {0})
+
+
+def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0) -> dict[str, np.ndarray]:
+    """Draw the arrays of a trial, in the graph's element type and the order of its inputs; numbers ``factor`` wide."""
+    spec, random = plan.spec, np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (factor * random.standard_normal(shape)).astype(plan.dtype)
+
+    if not plan.projections:
+        length = trial.keys if spec.cross else trial.queries
+        feeds = {"q": normal(trial.batch, spec.num_heads, trial.queries, spec.head_dim)}
+        feeds |= {name: normal(trial.batch, spec.num_kv_heads, length, spec.head_dim) for name in ("k", "v")}
+    else:
+        feeds = {"x": normal(trial.batch, trial.queries, spec.embed_dim)}
+        if spec.cross:
+            feeds["memory"] = normal(trial.batch, trial.keys, spec.embed_dim)
+    if plan.mask:
+        keys = trial.keys if trial.cache is None else trial.cache
+        shapes = (
+            (trial.batch, 1, 1, keys),
+            (trial.batch, spec.num_heads, trial.queries, keys),
+            (1, 1, trial.queries, keys),
+        )
+        # Of few keys all may have logits far below zero: there a hidden key shows.
+        feeds["mask"] = random.random(shapes[seed % len(shapes)]) < (0.2 if trial.large_logits else 0.7)
+    if plan.past:
+        shape = (trial.batch, spec.num_kv_heads, trial.past if trial.cache is None else trial.cache, spec.head_dim)
+        feeds["past_key"], feeds["past_value"] = normal(*shape), normal(*shape)
+    if plan.in_place:
+        feeds["past_lengths"] = trial.pasts()
+    return feeds

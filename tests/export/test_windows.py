@@ -1,0 +1,81 @@
+"""Windows, tables and `max_length` in every combination: a graph is right, or fails."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core._positions.span import Beyond
+from relskew_core.export import to_onnx
+
+LENGTHS = range(1, 6)
+REACHES = (0, 2)
+WINDOWS = (None, 1, 3)
+LONGEST = (None, 1, 3, 4)
+"""``max_length``: none, less than and one more than the reaches, and what a window would read."""
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({"causal": True}, {}),
+    "causal, portable": ({"causal": True}, {"profile": "portable"}),
+    "full": ({}, {}),
+    "cross, in chunks": ({"cross": True}, {"chunk_size": 2}),
+    "blocks": ({"causal": True, "block_size": 2}, {}),
+}
+
+
+def quiet(model: Any) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("beyond", ["clip", "zero", "error"])
+@pytest.mark.parametrize("form", FORMS)
+def test_right_or_refused(form: str, beyond: Beyond) -> None:
+    options, export = FORMS[form]
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, 1, max(LENGTHS), 2)).astype(np.float32) for _ in "qkv")
+    cross = options.get("cross", False)
+    ran = 0
+    for reach, window, longest in itertools.product(REACHES, WINDOWS, LONGEST):
+        left, right = reach, 0 if options.get("causal") else reach
+        spec = BlockSpec(2, 1, Span(left, right, beyond), window=(window, None), **options)
+        table = random.standard_normal((1, spec.span.rows, 2)).astype(np.float32)
+        try:
+            model = to_onnx(spec, {"rel_k": table}, projections=False, max_length=longest, **export)
+        except ValueError:  # more than the table has
+            assert beyond == "error"
+            assert longest is not None
+            assert longest > reach + 1
+            continue
+        run = quiet(model).run
+        for n in LENGTHS:
+            m = 3 if cross else n
+            given = {"q": q[:, :, :n], "k": k[:, :, :m], "v": v[:, :, :m]}
+            try:
+                (out,) = list[Any](run(None, given))
+            except Exception:
+                # What a table covers, or its end extends, must run up to max_length.
+                assert max(n, m) > (longest or n) or beyond == "error", (reach, window, longest, n)
+                continue
+            if not np.isfinite(out).all():
+                continue
+            right_out = relative_attention(
+                given["q"],
+                given["k"],
+                given["v"],
+                table,
+                spec.span,
+                causal=spec.causal,
+                window=spec.window,
+                block_size=spec.block_size,
+            )
+            np.testing.assert_allclose(out, right_out, atol=1e-5, err_msg=str((reach, window, longest, n)))
+            ran += 1
+    assert ran > 20
