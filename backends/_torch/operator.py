@@ -7,7 +7,7 @@ as torch wants it, and taken apart and put together here alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -26,10 +26,12 @@ COUNT = len(Operands._fields)
 
 
 def _flattened(kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """List the fields of dataclasses in dataclasses: where they are, and their types."""
+    """List the fields of dataclasses in dataclasses, but for the operands' lengths: where they are, and their types."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint = hints[field.name]
+        if "length of" in field.metadata:
+            continue
         if is_dataclass(hint):
             yield from _flattened(hint, (*path, field.name))  # type: ignore[arg-type]
         else:
@@ -66,19 +68,24 @@ def flat(options: Options) -> list[Any]:
     return numbers
 
 
-def options_of(numbers: Sequence[Any]) -> Options:
+def options_of(operands: Operands, numbers: Sequence[Any]) -> Options:
     """Return what :func:`flat` took apart."""
-    options: Options = _make_options(iter(numbers))
+    options: Options = _make_options(operands, iter(numbers))
     return options
 
 
-def _maker(kind: Any) -> Callable[[Iterator[Any]], Any]:
-    """Return what makes a dataclass of dataclasses from all values in order."""
+def _maker(kind: Any) -> Callable[[Operands, Iterator[Any]], Any]:
+    """Return what makes a dataclass of dataclasses from all values in order, and from the operands' lengths."""
     hints = get_type_hints(kind)
-    parts = [
-        (field.name, _maker(hints[field.name]) if is_dataclass(hints[field.name]) else next) for field in fields(kind)
-    ]
-    return lambda values: kind(**{name: part(values) for name, part in parts})
+    makers = {field.name: _maker_of(field, hints[field.name]) for field in fields(kind)}
+    return lambda operands, values: kind(**{name: make(operands, values) for name, make in makers.items()})
+
+
+def _maker_of(field: Field[Any], hint: Any) -> Callable[[Operands, Iterator[Any]], Any]:
+    if "length of" in field.metadata:
+        name = field.metadata["length of"]
+        return lambda operands, values: getattr(operands, name).shape[-2]
+    return _maker(hint) if is_dataclass(hint) else lambda operands, values: next(values)
 
 
 _make_options = _maker(Options)
@@ -155,8 +162,8 @@ class Operator:
     def parts(self, args: Sequence[Any]) -> tuple[Operands, Options, dict[str, Any]]:
         """Put together what an operator was given."""
         end = COUNT + len(NAMES)
-        extra = dict(zip(self._extra, args[end:], strict=True))
-        return Operands(*args[:COUNT]), options_of(args[COUNT:end]), extra
+        operands, extra = Operands(*args[:COUNT]), dict(zip(self._extra, args[end:], strict=True))
+        return operands, options_of(operands, args[COUNT:end]), extra
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options, extra = self.parts(args)

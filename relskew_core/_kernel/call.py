@@ -126,7 +126,7 @@ class Options:
 
 
 _DEFAULTS = {
-    kind: {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    kind: {field.name: field.default for field in fields(kind) if field.compare and field.default is not MISSING}
     for kind in (Options, Span, Visibility, RaggedVisibility)
 }
 
@@ -154,7 +154,7 @@ def takes(arguments: Callable[P, Given]) -> Callable[[Callable[[Given], Result]]
         signature = inspect.signature(arguments)
         result = inspect.signature(function).return_annotation
         call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
-        arguments.__init__.__qualname__ = function.__name__  # whose name Python's own errors say
+        vars(arguments)["__init__"].__qualname__ = function.__name__  # whose name Python's own errors say
         return call
 
     return decorate

@@ -97,7 +97,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
     )
     heads = q.ndim > 2
 
-    def form(name: str, x: Array | None) -> Array | None:
+    def form(name: str, x: Any) -> Array | None:
         if x is None:
             return None
         if KINDS[name] is Kind.SEQUENCE:

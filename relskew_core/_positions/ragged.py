@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe
@@ -27,7 +27,7 @@ class RaggedVisibility(Visibility):
     """The pattern of a batch whose query ``i`` stands at position ``i + offsets[item]``."""
 
     offset_by_item: Array = None  # integers, the batch's axes
-    known: tuple[int, ...] | None = None  # their values in order, where they are at hand
+    known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, where at hand
 
     def each(self) -> list[Visibility]:
         """Return the patterns that occur, one for each different offset that is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -17,8 +17,8 @@ class Visibility:
     The first and the last visible key never decrease with ``p``; everything here follows from that.
     """
 
-    n_queries: int
-    n_keys: int
+    n_queries: int = field(metadata={"length of": "q"})
+    n_keys: int = field(metadata={"length of": "k"})
     offset: int = 0
     left: int | None = None  # how far back a query sees, None for all of the past
     right: int | None = None  # how far ahead, None for all of the future; 0 is causal

@@ -3,11 +3,11 @@
 Nothing here imports transformers: the modules to replace are known by name, and their parameters stay theirs.
 """
 
-from relskew_core._array.extras import needs_extra
+from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
     from relskew_core.huggingface._replace import replace_attention
 except ModuleNotFoundError as error:
-    raise needs_extra("relskew_core.huggingface", "torch", error) from error
+    raise _needs_extra("relskew_core.huggingface", "torch", error) from error
 
 __all__ = ["replace_attention"]

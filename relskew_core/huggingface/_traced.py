@@ -30,7 +30,7 @@ def traced(
     are queries and keys, so that the window of relative positions is a slice at a fixed place; then comes the skew,
     with its spare column. What lies outside is zero for tables and the nearest number for a bias.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     n, m = q.shape[-2], k.shape[-2]
     logits = q @ k.transpose(-2, -1) * scale
     if rel_k is not None and span is not None:

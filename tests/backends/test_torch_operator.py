@@ -16,8 +16,9 @@ from torch import Tensor
 
 import dense
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import Arguments, Operands
+from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.problem import problem
+from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._path import COMMON
 from relskew_core.backends._torch.operator import flat
 
@@ -265,9 +266,8 @@ def test_export_shows_one_node_and_any_length() -> None:
 
 def test_meta_tensors_give_shapes() -> None:
     q, k, v = (torch.empty(2, 8, 5, 16, device="meta") for _ in range(3))
-    out, lse = torch.ops.relskew.attention(
-        q, k, v, None, None, None, None, None, 0, 0, "zero", False, None, None, None, 0, 1.0, 1.0, None, True
-    )
+    options = Options(Span(0, 0, "zero"), Visibility(5, 5), 1.0, 1.0, return_lse=True)
+    out, lse = torch.ops.relskew.attention(*Operands(q, k, v), *flat(options))
     assert (out.shape, lse.shape, out.device.type) == ((2, 8, 5, 16), (2, 8, 5), "meta")
 
 

@@ -203,7 +203,7 @@ def test_refused(offset: Any, error: type[Exception], message: str) -> None:
 
 
 def test_the_native_paths_say_so() -> None:
-    with pytest.raises(ValueError, match="no native path for this call: `offset` has a value for each item"):
+    with pytest.raises(ValueError, match="no native path for this call: numpy's does not take `offset_by_item`"):
         relative_attention(**inputs(span=Span.clipped(2)), span=Span.clipped(2), offset=OFFSETS, impl="native")
 
 

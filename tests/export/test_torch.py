@@ -313,7 +313,7 @@ class One(nn.Module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"return_lse": True}, "`return_lse=True` cannot be exported"),
+        ({"return_lse": True}, "`return_lse` cannot be exported"),
         ({"offset": -2}, "`offset` must be at least 0"),
         ({"block_size": 2}, "`block_size` can be exported to ONNX only where torch knows"),
     ],

@@ -68,14 +68,15 @@ def test_no_name_is_public_twice() -> None:
 
 
 def documented_arguments(member: Any) -> set[str]:
-    """Names in the section Parameters, there or in the function whose parameters the docstring says are shared."""
+    """Names in the section Parameters, there and in the function whose parameters the docstring says are shared."""
     text = inspect.getdoc(member) or ""
+    shared = re.search(r"(?:Parameters and result|All others) are those of :func:`(\w+)`", text)
+    others = documented_arguments(getattr(inspect.getmodule(member), shared[1])) if shared else set()
     section = re.search(r"^Parameters\n-+\n(.*?)(?:^\w+\n-+$|\Z)", text, re.MULTILINE | re.DOTALL)
     if section is None:
-        shared = re.search(r"Parameters and result are those of :func:`(\w+)`", text)
-        return documented_arguments(getattr(inspect.getmodule(member), shared[1])) if shared else set()
+        return others
     lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section[1], re.MULTILINE)
-    return {name.strip().lstrip("*") for line in lines for name in line.split(",")}
+    return others | {name.strip().lstrip("*") for line in lines for name in line.split(",")}
 
 
 @pytest.mark.parametrize("member", members())
