@@ -134,5 +134,5 @@ def test_refused() -> None:
         relative_logits(np.zeros((2, 8, 4)), table, n_queries=7, side="key")
     with pytest.raises(ValueError, match="`key_table` must have the width of `k`, 4, got"):
         relative_attention(k, k, k, key_table=np.zeros((13, 5)))
-    with pytest.raises(ValueError, match="no native path for this call: numpy.s does not take `key_table`"):
+    with pytest.raises(ValueError, match="no native path for this call: numpy's does not take `key_table`"):
         relative_attention(k, k, k, key_table=table, impl="native")

@@ -5,6 +5,7 @@ Run by ``test_triton.py``, as ``triton_kernels.py`` is.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import dense
 from dense import Case
 from relskew_core import Span
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.problem import Problem
 from triton_kernels import W, assert_close, backward, checked, forward
 
@@ -214,3 +215,74 @@ def test_explicit_gradients_are_the_operators() -> None:
         assert (leaf is None) == (gradient is None)
         if leaf is not None and gradient is not None:
             assert_close(gradient, leaf.grad, 0.0)
+
+
+def test_the_first_call_of_a_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core.backends._torch.triton import trust
+
+    call, _ = checked(FULL)
+    monkeypatch.setattr(trust, "LENGTH", 34)
+    tried: list[Any] = []
+
+    def errors(arguments: Any, errors: Any = trust.errors) -> dict[str, float]:
+        tried.append(arguments)
+        return errors(arguments)
+
+    monkeypatch.setattr(trust, "errors", errors)
+    trust._verdict.cache_clear()
+    assert trust.refusal(call.given, call.options) is None
+    assert trust.refusal(call.given, call.options) is None
+    assert torch.compile(
+        lambda q: q + (trust.refusal(call.given, call.options) is None), fullgraph=True, backend="eager"
+    )(torch.zeros(())) == torch.ones(())
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("rel_k", "rel_v", "rel_bias", "mask", "boolean", "right", "clip"),
+        ("rel_k", "rel_q", "mask", "left", "zero", "softcap"),
+        ("block_size", "right", "zero"),
+    ],
+    ids=" ".join,
+)
+def test_a_trial_is_a_call_of_its_kind(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core._kernel.problem import problem
+    from relskew_core.backends._torch.triton import trust
+
+    monkeypatch.setattr(trust, "LENGTH", 40)
+    arguments = trust.trial(torch.device("cpu"), torch.float32, features, (W, 5, W), grouped=True)
+    call = problem(arguments)
+    assert set(trust.features(call.given, call.options)) == {"q", "k", "v", *features}
+    found = trust.errors(arguments)
+    assert {"out", "lse", "q", "k", "v"} <= set(found)
+    assert max(found.values()) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["out", "rel_bias"])
+def test_a_kernel_that_is_wrong_is_told_of_once_and_not_taken(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relskew_core.backends._torch.triton import backward, forward, trust
+
+    def off(*given: Any, attention: Any = forward.attention) -> Any:
+        out, lse = attention(*given)
+        return out * 1.02, lse
+
+    def off_in_the_bias(*given: Any, attention_vjp: Any = backward.attention_vjp, **more: Any) -> Gradients:
+        gradients: Gradients = attention_vjp(*given, **more)
+        assert gradients.rel_bias is not None
+        return gradients._replace(rel_bias=gradients.rel_bias.roll(1, -1))
+
+    monkeypatch.setattr(trust, "LENGTH", 34)
+    if wrong == "out":
+        monkeypatch.setattr(forward, "attention", off)
+    else:
+        monkeypatch.setattr(backward, "attention_vjp", off_in_the_bias)
+    trust._verdict.cache_clear()
+    call, _ = checked(FULL)
+    with pytest.warns(RuntimeWarning, match=rf"differ from the portable code in .*{wrong} by .*please report"):
+        reason = trust.refusal(call.given, call.options)
+    assert reason is not None
+    with warnings.catch_warnings(action="error"):
+        assert trust.refusal(call.given, call.options) == reason
+    trust._verdict.cache_clear()

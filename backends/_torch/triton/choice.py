@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from relskew_core._kernel.call import Operands, Options
+from relskew_core.backends._torch.triton import trust
 
 WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """Widest heads that the registers hold."""
@@ -23,7 +24,8 @@ FARTHEST = 2**30
 def refusal(operands: Operands, options: Options) -> str | None:
     """Say why the fused kernels do not serve a call on a CUDA device, ``None`` if they do."""
     reason: str | None = refusal_of_device(operands.q.device.index or 0)
-    return reason or refusal_of_operands(operands) or refusal_of_options(options)
+    reason = reason or refusal_of_operands(operands) or refusal_of_options(options)
+    return reason or trust.refusal(operands, options)
 
 
 def refusal_of_options(options: Options) -> str | None:
