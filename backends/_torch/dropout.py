@@ -57,7 +57,7 @@ def _drawn(share: float, chunk: Chunk, weights: Tensor) -> Tensor:
 
 def _attend(operands: Operands, options: Options, *, seed: Tensor, dropout: float) -> tuple[Tensor, Tensor | None]:
     kept = Dropout(int(seed), 1 - dropout)
-    if operands.q.device.type == "cpu" and not unknown(operands, options, COMMON):
+    if _in_stacks(operands, options):
         out, lse = forward.attention(operands, options, dropout=kept)
     else:
         out, lse = portable_forward.attention(operands, options, factors=kept, xp=xp)
@@ -67,19 +67,18 @@ def _attend(operands: Operands, options: Options, *, seed: Tensor, dropout: floa
 def _pull_back(
     d_out: Tensor, operands: Operands, options: Options, *, seed: Tensor, dropout: float, wanted: Any, **results: Any
 ) -> Gradients:
-    if operands.q.device.type != "cpu" or unknown(operands, options, COMMON):
-        return _portable(d_out, operands, options, seed=seed, dropout=dropout, **results)
     kept = Dropout(int(seed), 1 - dropout)
-    return backward.attention_vjp(d_out / kept.share, operands, options, dropout=kept, wanted=wanted, **results)
+    d_out = d_out / kept.share
+    if _in_stacks(operands, options):
+        return backward.attention_vjp(d_out, operands, options, dropout=kept, wanted=wanted, **results)
+    return portable_backward.attention_vjp(d_out, operands, options, factors=kept, xp=xp, **results)
 
 
-def _portable(
-    d_out: Tensor, operands: Operands, options: Options, *, seed: Tensor, dropout: float, **results: Any
-) -> Gradients:
-    kept = Dropout(int(seed), 1 - dropout)
-    return portable_backward.attention_vjp(d_out / kept.share, operands, options, factors=kept, xp=xp, **results)
+def _in_stacks(operands: Operands, options: Options) -> bool:
+    """Whether the kernels of the CPU serve a call."""
+    return bool(operands.q.device.type == "cpu" and not unknown(operands, options, COMMON))
 
 
 OPERATOR = Operator(
-    "dropout_attention", _attend, _pull_back, extra={"seed": "Tensor", "dropout": "float"}, portable=_portable
+    "dropout_attention", _attend, _pull_back, extra={"seed": "Tensor", "dropout": "float"}, portable=None
 )

@@ -110,8 +110,8 @@ class Operator:
         Whether the output and the log-sum-exp, then always made, are kept for the backward pass.
     extra : mapping of str to str
         More arguments and their types in the schema, tensors that are no operands or numbers that are no options.
-    portable : callable
-        The same gradients by operations that autograd knows, for second derivatives: takes ``d_lse`` and ``extra``.
+    portable : callable, optional
+        The same gradients by operations that autograd knows, for second derivatives.
     devices : str, optional
         The type of device that the operator runs on.
     """
@@ -124,7 +124,7 @@ class Operator:
         *,
         keeps: bool = False,
         extra: Mapping[str, str] | None = None,
-        portable: Callable[..., Gradients] = PORTABLE,
+        portable: Callable[..., Gradients] | None = PORTABLE,
         devices: str | None = None,
     ) -> None:
         self._attend, self._pull_back, self._keeps, self._portable = attend, pull_back, keeps, portable
@@ -219,14 +219,16 @@ class Operator:
 
     def _second_backward(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Differentiate the portable gradient, in which the output is a function of the operands once more."""
+        if self._portable is None:
+            raise RuntimeError(f"{self.op} is differentiable once: dropout draws its weights anew, set it to 0")
         args, d_out, d_lse = _kept(ctx)
-        operands, options, extra = self.parts(args)
+        operands, options, _ = self.parts(args)
         names = ctx.wanted.split()
         with torch.enable_grad():
             # Views: what is given twice, as k and as v, has two gradients.
             operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
             d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
-            gradients = self._portable(d_out, operands, options, d_lse=d_lse, **extra)
+            gradients = self._portable(d_out, operands, options, d_lse=d_lse)
         pairs = [
             (gradient, cotangent)
             for name, gradient, cotangent in zip(Operands._fields, gradients, cotangents, strict=True)

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 import dense
 import relskew_core
 from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk
+from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._torch import dropout
 from relskew_core.backends._torch.cpu.call import Dropout
+from relskew_core.backends._torch.operator import flat
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 SPECS = {
@@ -335,12 +338,13 @@ def test_gradcheck_of_dropout() -> None:
 def test_dropout_is_an_operator() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
     table = torch.randn(2, 3, 4, dtype=torch.float64)
-    seed = torch.tensor(123)
-    options = (1, 1, "clip", False, None, None, None, 0, 0.5, 0.5, None, False, seed, 0.25)
-    given = (q, k, v, table, table.clone(), None, None, torch.randn(5, 5, dtype=torch.float64))
-    grad = tuple(None if x is None else x.clone().requires_grad_() for x in given)
-    torch.library.opcheck(torch.ops.relskew.dropout_attention.default, (*grad, *options))
-    torch.library.opcheck(torch.ops.relskew.dropout_attention_vjp.default, (torch.ones_like(v), *given, *options))
+    options = flat(Options(Span.clipped(1), Visibility(5, 5), 0.5, 0.5))
+    extra = (torch.tensor(123), 0.25)
+    given = Operands(q, k, v, rel_k=table, rel_v=table.clone(), mask=torch.randn(5, 5, dtype=torch.float64))
+    grad = [None if x is None else x.clone().requires_grad_() for x in given]
+    torch.library.opcheck(torch.ops.relskew.dropout_attention.default, (*grad, *options, *extra))
+    cotangents = (torch.ones_like(v), None, None, None, " ".join(Operands._fields))
+    torch.library.opcheck(torch.ops.relskew.dropout_attention_vjp.default, (*cotangents, *given, *options, *extra))
 
 
 def test_the_second_derivative_of_dropout_is_refused() -> None:
