@@ -13,7 +13,7 @@ from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents, grouped_outer, sum_to
 from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
-from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.forward import capped_gradient, grouped_matmul
 from relskew_core.backends._jax.chunk import Columns, ScannedCall, TracedChunk
 from relskew_core.backends._jax.loops import ChunkPlace, Segment
 
@@ -71,9 +71,7 @@ def _step(
         row, column = chunk.mask_starts(sums.mask)
         piece = _sum_mask(d_logits, sums.mask)
         new["mask"] = _add(sums.mask, piece, {-2: row, -1: column})
-    if options.softcap is not None:
-        ratio = capped * (1 / options.softcap)
-        d_logits = d_logits * (1 - ratio * ratio)
+    d_logits = capped_gradient(d_logits, capped, options)
 
     d_k = grouped_outer(q, d_logits, k.shape[-3], xp=jnp)
     new["k"] = _add(sums.k, chunk.seen(d_k), {-1: place.first})

@@ -11,7 +11,7 @@ from jax import lax
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.forward import capped, grouped_matmul
 from relskew_core._positions.skew import pad_last, slide, unslide
 from relskew_core._positions.table import Extension, Table
 from relskew_core.backends._jax.loops import ChunkPlace, LoopPlan, Segment
@@ -149,7 +149,7 @@ class TracedChunk:
 
     def logits(self, q: Array, rel_q: Array, k: Array) -> Array:
         """Return the logits in absolute layout, softcapped, before masks."""
-        call, softcap = self.call, self.call.options.softcap
+        call = self.call
         logits = grouped_matmul(q, jnp.matrix_transpose(k), xp=jnp)
         relative = None if call.rel_bias is None else self.columns(call.rel_bias)
         if call.rel_k is not None:
@@ -158,7 +158,7 @@ class TracedChunk:
         if relative is not None:
             wide = jnp.broadcast_to(relative, (*relative.shape[:-2], self.segment.n, self.segment.width))
             logits = logits + self.absolute(wide)
-        return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * softcap
+        return capped(logits, call.options, xp=jnp)
 
     def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
         """Return the softmax over what may be seen and, if asked for, the log-sum-exp."""

@@ -67,7 +67,8 @@ def validate(
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
         Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO.
     atol : float, optional
-        Largest difference of any number, beside the relative error, that an output may have.
+        Largest difference of any number, beside the relative error, that an output may have. Where logits are large it
+        grows as the tolerance does.
     seed : int, optional
         Draws the lengths and batches beside the sweep; by default it follows from the model, so that the same file gets
         the same ones. The report keeps it.

@@ -19,6 +19,7 @@ from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import (
     Factors,
     Tables,
+    capped_gradient,
     chunk_logits,
     chunk_values,
     chunk_weights,
@@ -92,8 +93,8 @@ def _backward(
     q = operands.q[..., queries, :] * options.scale
     k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, xp=xp)
 
-    capped = chunk_logits(operands, options, tables, chunk, xp=xp)
-    weights, lse = chunk_weights(capped, operands, options, chunk, lse=cotangents.lse is not None, xp=xp)
+    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    weights, lse = chunk_weights(logits, operands, options, chunk, lse=cotangents.lse is not None, xp=xp)
     if cotangents.lse is not None:
         weights = weights * share_of(lse, cotangents.lse[..., queries], xp=xp)[..., None]
     kept = None if factors is None else factors(chunk, weights)
@@ -113,9 +114,7 @@ def _backward(
 
     d_logits = weights * (d_weights - cotangents.delta(weights, d_weights, queries, xp=xp))
     sums.add_mask(chunk, d_logits)
-    if options.softcap is not None:
-        ratio = capped * (1 / options.softcap)
-        d_logits = d_logits * (1 - ratio * ratio)
+    d_logits = capped_gradient(d_logits, logits, options)
 
     d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
     if tables.key_table is not None:

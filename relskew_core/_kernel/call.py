@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
 from relskew_core._array.autocast import autocast
+from relskew_core._array.checks import check_int, check_real
 from relskew_core._array.typing import Array
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
@@ -108,6 +109,11 @@ TABLES = names_of(Kind.TABLE, Kind.BIAS)
 """The arrays that have a row for each relative position, and so a span."""
 
 
+def checked(check: Callable[..., Any], **limits: Any) -> Any:
+    """Declare an option that may be ``None``, and how the argument of its name is checked."""
+    return field(default=None, metadata={"check": functools.partial(check, **limits)})
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is not an array. A field with a default need not be known to every native path."""
@@ -116,8 +122,8 @@ class Options:
     visibility: Visibility
     scale: float
     rel_scale: float
-    softcap: float | None = None
-    chunk_size: int | None = None
+    softcap: float | None = checked(check_real, positive=True)
+    chunk_size: int | None = checked(check_int, minimum=1)
     return_lse: bool = False
 
     def positions(self) -> tuple[int, int]:
@@ -125,8 +131,13 @@ class Options:
         return self.visibility.positions() or (0, 0)
 
 
+CHECKS: dict[str, Callable[..., Any]] = {
+    option.name: option.metadata["check"] for option in fields(Options) if "check" in option.metadata
+}
+"""How the options are checked that are passed on as they are, by name."""
+
 _DEFAULTS = {
-    kind: {field.name: field.default for field in fields(kind) if field.compare and field.default is not MISSING}
+    kind: {option.name: option.default for option in fields(kind) if option.compare and option.default is not MISSING}
     for kind in (Options, Span, Visibility, RaggedVisibility)
 }
 

@@ -104,7 +104,20 @@ def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Ch
     if tables.key_table is not None:
         keys = k * options.rel_scale
         logits = logits + key_side_logits(keys, tables.key_table, chunk, options.visibility.offset, q.shape[-3], xp=xp)
+    return capped(logits, options, xp=xp)
+
+
+def capped(logits: Array, options: Options, *, xp: Namespace) -> Array:
+    """Return ``softcap · tanh(logits / softcap)``."""
     return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
+
+
+def capped_gradient(d_logits: Array, capped: Array, options: Options) -> Array:
+    """Return the adjoint of :func:`capped`, from its result."""
+    if options.softcap is None:
+        return d_logits
+    ratio = capped * (1 / options.softcap)
+    return d_logits * (1 - ratio * ratio)
 
 
 def chunk_values(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:

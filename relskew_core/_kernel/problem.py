@@ -8,7 +8,7 @@ from typing import Any
 from relskew_core._array.checks import check_bool, check_int, check_real, check_window, describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options
+from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
@@ -91,9 +91,8 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
         visibility=visibility,
         scale=scale,
         rel_scale=scale if given.rel_scale is None else check_real("rel_scale", given.rel_scale),
-        softcap=None if given.softcap is None else check_real("softcap", given.softcap, positive=True),
-        chunk_size=None if given.chunk_size is None else check_int("chunk_size", given.chunk_size, minimum=1),
         return_lse=check_bool("return_lse", return_lse),
+        **{name: None if (x := getattr(given, name)) is None else check(name, x) for name, check in CHECKS.items()},
     )
     heads = q.ndim > 2
 

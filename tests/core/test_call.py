@@ -1,0 +1,115 @@
+"""The one declaration of a call: what follows from its fields, by itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dense
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Operands, Options, takes, unknown
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.visibility import Visibility
+from relskew_core.backends._path import COMMON, PORTABLE
+from relskew_core.backends._torch.cpu.operator import OPERATOR
+from relskew_core.backends._torch.operator import NAMES, flat, options_of
+
+X = np.ones((2, 4, 3))
+OPTIONS = Options(Span(2, 1, "zero"), Visibility(4, 5, 3, 2, 1, 2), 0.5, 0.25, 1.5, 7, return_lse=True)
+
+
+def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:
+    """A field that is added is missed here until ``dense.CASES``, and with it every library, tries it."""
+    tried = {name for case in dense.CASES for name in {**case.arrays(), **case.call()}}
+    assert {field.name for field in fields(Arguments)} - tried <= {"chunk_size", "impl", "key_table"}  # their own tests
+
+
+def test_arrays_are_arguments_operands_and_gradients_alike() -> None:
+    arguments = {field.name for field in fields(Arguments)}
+    assert set(Operands._fields) <= arguments
+    assert Operands._fields == Gradients._fields == tuple(KINDS)
+    assert set(TABLES) == {name for name in arguments if name in ("rel_k", "rel_v", "rel_bias", "key_table")}
+    assert set(CHECKS) <= arguments & {field.name for field in fields(Options)}
+
+
+@pytest.mark.parametrize("function", [relative_attention, relative_attention_vjp])
+def test_signatures_are_the_declaration(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    assert {field.name for field in fields(Arguments)} <= set(kinds)
+    by_position = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    expected = ["q", "k", "v", "rel_k", "span"]
+    assert by_position == (expected if function is relative_attention else ["d_out", *expected])
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'sclae'"):
+        function(X, X, X, X, sclae=1.0)
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) missing"):
+        function(X)
+
+
+def test_a_function_takes_what_is_declared_and_what_it_adds() -> None:
+    @dataclass(eq=False)
+    class More(Arguments):
+        _: KW_ONLY
+        power: float = 1.0
+
+    @takes(More)
+    def powered(given: More) -> float:
+        """Return it."""
+        return given.power
+
+    assert powered(X, X, X, power=2.0) == 2.0
+    assert powered.__doc__ == "Return it."
+    assert inspect.signature(powered).parameters["power"].default == 1.0
+
+
+def test_operators_take_every_array_and_option_by_name() -> None:
+    schema = OPERATOR.op._opoverload._schema
+    assert [argument.name for argument in schema.arguments] == [*Operands._fields, *NAMES]
+    assert len(OPERATOR.vjp._opoverload._schema.returns) == len(Operands._fields)
+    assert all("Tensor" in str(result.type) for result in OPERATOR.vjp._opoverload._schema.returns)
+
+
+def test_options_are_taken_apart_and_put_together() -> None:
+    operands = Operands(*(torch.ones(1, 2, n, 3) for n in (4, 5, 5)))
+    assert options_of(operands, flat(OPTIONS)) == OPTIONS
+    assert len(flat(OPTIONS)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(COMMON - {"q", "k", "v"} | {"key_table", "softcap"}))
+def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every array and every option that says something; one that does not is no reason."""
+    operands = Operands(X, X, X, *([X] * (len(Operands._fields) - 3)))
+    everything = frozenset((*COMMON, "key_table", "softcap"))
+    assert unknown(operands, OPTIONS, everything) == []
+    assert unknown(operands, OPTIONS, everything - {name}) == [name]
+    plain = Operands(X, X, X)
+    assert unknown(plain, Options(Span(2, 1), Visibility(4, 4), 0.5, 0.5), frozenset("qkv")) == []
+    arguments: dict[str, dict[str, Any]] = {
+        "beyond": {"span": Span.clipped(1)},
+        "offset": {"offset": 2},
+        "left": {"window": (1, None)},
+    }
+    arguments |= {"right": {"causal": True}, "block_size": {"block_size": 2}, "softcap": {"softcap": 1.0}}
+    arguments |= {"chunk_size": {"chunk_size": 2}}
+    if name in arguments:
+        call = problem(Arguments(X, X, X, **arguments[name]))
+        path = replace(PORTABLE, knows=everything - {name})
+        monkeypatch.setattr(backends, "_module", lambda library: _Module(path))
+        assert backends.path("attention", call, "auto") is PORTABLE
+        with pytest.raises(ValueError, match=rf"no native path for this call: numpy's does not take .*`{name}`"):
+            backends.path("attention", call, "native")
+        assert backends.path("attention", problem(Arguments(X, X, X, np.ones((7, 3)))), "native") is path
+
+
+class _Module:
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def serve(self, function: str, call: Any) -> Any:
+        return self.path
