@@ -12,7 +12,7 @@ from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import capped, grouped_matmul
-from relskew_core._positions.skew import pad_last, slide, unslide
+from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.table import Extension, Table
 from relskew_core.backends._jax.loops import ChunkPlace, LoopPlan, Segment
 
@@ -125,13 +125,13 @@ class TracedChunk:
 
     def absolute(self, x: Array) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
-        return slide(x, n_keys=self.segment.m, first=self.segment.spare, xp=jnp)
+        return skew_from(x, n_keys=self.segment.m, first=self.segment.spare, xp=jnp)
 
     def relative(self, s: Array) -> Array:
         """Absolute layout (..., n, m) to relative layout (..., n, width)."""
         # In full width first: narrower rows overlap, and a query's NaN would become its neighbour's.
         width = self.segment.spare + self.segment.m
-        return unslide(s, width=width, first=self.segment.spare, xp=jnp)[..., : self.segment.width]
+        return unskew_from(s, width=width, first=self.segment.spare, xp=jnp)[..., : self.segment.width]
 
     def visible(self) -> Array | None:
         """Return which keys the queries may see, shape (n, m), ``None`` if all of them."""

@@ -10,7 +10,7 @@ from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import default_span
-from relskew_core._positions.skew import pad_last, slide
+from relskew_core._positions.skew import pad_last, skew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
@@ -115,4 +115,4 @@ def diagonals(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
     if library == "torch":
         return xp.flip(row.unfold(-1, m, 1), axis=-2)
     spare = pad_last(row, 1, 0, xp=xp)[..., None, :]
-    return slide(xp.broadcast_to(spare, (*row.shape[:-1], n, n + m)), n_keys=m, first=n, xp=xp)
+    return skew_from(xp.broadcast_to(spare, (*row.shape[:-1], n, n + m)), n_keys=m, first=n, xp=xp)

@@ -12,7 +12,7 @@ from relskew_core._array.checks import check_int, describe
 from relskew_core._array.namespace import is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.bias import bias_between, check_span, diagonals
-from relskew_core._positions.skew import slide
+from relskew_core._positions.skew import skew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 from relskew_core._positions.visibility import Visibility
@@ -193,7 +193,7 @@ def _axis_logits(
     low = -(first + offset)
     high = low + first + places - 1
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
-    logits = slide(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
+    logits = skew_from(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
     return logits if k_step == 1 else logits[..., ::k_step]
 
 

@@ -11,7 +11,7 @@ from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import check_tables, visibility_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
-from relskew_core._positions.skew import pad_last, slide, unslide
+from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 
@@ -137,7 +137,7 @@ def _logits(
     else:
         columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(first, last, xp=xp)
         product = columns.product(q, first, last, xp=xp)
-    logits = slide(pad_last(product, first - low, high - last, xp=xp), n_keys=m, first=n, xp=xp)
+    logits = skew_from(pad_last(product, first - low, high - last, xp=xp), n_keys=m, first=n, xp=xp)
     return logits if logits.dtype == dtype else xp.astype(logits, dtype)
 
 
@@ -210,7 +210,7 @@ def relative_values(
     last = min(high, 0) if causal else high
     if last < low:
         return xp.zeros((*weights.shape[:-1], table.shape[-1]), dtype=dtype, device=device(weights))
-    relative = unslide(weights, width=n + m - 1, first=n - 1, xp=xp)[..., : last - low + 1]
+    relative = unskew_from(weights, width=n + m - 1, first=n - 1, xp=xp)[..., : last - low + 1]
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, last, xp=xp)
     values = columns.mix(relative, low, last, xp=xp)
     return values if values.dtype == dtype else xp.astype(values, dtype)

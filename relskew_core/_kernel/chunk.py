@@ -10,7 +10,7 @@ from itertools import pairwise
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._positions.skew import slide, unslide
+from relskew_core._positions.skew import skew_from, unskew_from
 from relskew_core._positions.visibility import Visibility
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
@@ -27,7 +27,7 @@ class Chunk:
     end: int
     low: int  # relative position of the first table column
     width: int  # number of table columns
-    spare: int  # column of r = -offset in the chunk, the slide's `first`
+    spare: int  # columns before that of row 0's first key: the skew reads each row one column earlier
 
     @classmethod
     def of(cls, visibility: Visibility, start: int, stop: int, highest: int) -> Chunk:
@@ -51,12 +51,12 @@ class Chunk:
 
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
-        return slide(x, n_keys=self.end - self.first, first=self.spare, xp=xp)
+        return skew_from(x, n_keys=self.end - self.first, first=self.spare, xp=xp)
 
     def relative(self, s: Array, *, xp: Namespace) -> Array:
         """Absolute layout (..., n, m) to relative layout (..., n, width)."""
         # In full width first: narrower rows overlap, and a query's NaN would become its neighbour's.
-        return unslide(s, width=self.spare + self.end - self.first, first=self.spare, xp=xp)[..., : self.width]
+        return unskew_from(s, width=self.spare + self.end - self.first, first=self.spare, xp=xp)[..., : self.width]
 
 
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:

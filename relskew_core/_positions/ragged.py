@@ -94,7 +94,7 @@ class RaggedTables:
 
     @property
     def window_span(self) -> Span:
-        """Which positions, as of offset 0, a window's rows stand for: one more than occur, for the slide."""
+        """Which positions, as of offset 0, a window's rows stand for: one more than occur, for the skew."""
         return Span(self.visibility.n_queries, max(0, self.visibility.n_keys - 1), "zero")
 
     def _positions(self) -> Array:

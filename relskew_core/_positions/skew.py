@@ -1,4 +1,4 @@
-"""Layout: the skew, its adjoint, and the general slide behind both.
+"""Layout: the skew, its adjoint, and the general form of both, which starts from any column.
 
 Row ``i`` of the relative layout is read one column earlier than row ``i - 1``. In memory that is a constant step, so
 the absolute layout is a *view*: drop some entries of the flattened rows and cut the rest into rows one entry shorter.
@@ -53,7 +53,7 @@ def skew(x: Array) -> Array:
     if x.ndim < 2 or not 1 <= x.shape[-2] <= x.shape[-1]:
         raise ValueError(f"`x` must have shape (..., n, n + m - 1) with n, m >= 1, got {describe(x)}")
     n, width = x.shape[-2:]
-    return slide(x, n_keys=width - n + 1, first=n - 1, xp=xp)
+    return skew_from(x, n_keys=width - n + 1, first=n - 1, xp=xp)
 
 
 def unskew(s: Array) -> Array:
@@ -86,10 +86,10 @@ def unskew(s: Array) -> Array:
     if s.ndim < 2 or min(s.shape[-2:]) < 1:
         raise ValueError(f"`s` must have shape (..., n, m) with n, m >= 1, got {describe(s)}")
     n, m = s.shape[-2:]
-    return unslide(s, width=n + m - 1, first=n - 1, xp=xp)
+    return unskew_from(s, width=n + m - 1, first=n - 1, xp=xp)
 
 
-def slide(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace) -> Array:
+def skew_from(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace) -> Array:
     """Return ``s[i, j] = x[i, first - step · i + j]``, shape (..., n, n_keys), for ``first <= step · n``.
 
     ``x`` needs at least ``n_keys + step`` columns unless it has less than two rows. Where ``first - step · i + j`` runs
@@ -103,8 +103,8 @@ def slide(x: Array, *, n_keys: int, first: int, step: int = 1, xp: Namespace) ->
     return xp.reshape(kept, (*lead, n, width - step))[..., :n_keys]
 
 
-def unslide(s: Array, *, width: int, first: int, xp: Namespace) -> Array:
-    """Return the adjoint of :func:`slide`, shape (..., n, width); ``s`` is zero wherever the slide is undefined."""
+def unskew_from(s: Array, *, width: int, first: int, xp: Namespace) -> Array:
+    """Return the adjoint of :func:`skew_from`, shape (..., n, width); ``s`` is zero wherever that is undefined."""
     *lead, n, n_keys = s.shape
     if n == 1:
         return pad_last(s, first, width - first - n_keys, xp=xp)

@@ -222,7 +222,7 @@ def validate(
     runtime: Annotated[Names, typer.Option(help="onnxruntime, reference or openvino; can be repeated.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Only this length; can be repeated.", min=1)] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Only this batch size; can be repeated.", min=1)] = None,
-    atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the gates.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the tolerances.")] = None,
     as_json: Json = False,
 ) -> int:
     """Run a model over a sweep of inputs and compare it with float64."""

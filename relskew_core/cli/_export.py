@@ -205,7 +205,7 @@ def advice(report: Any, dtype: str | None = None) -> list[str]:
     if dtype == "bfloat16" and "loads" in failed:
         lines.append(f"loads: {ADVICE_BFLOAT16}")
     if not lines and any("atol" in check.detail for check in report.failures):
-        lines.append("atol: the relative errors keep their gates; numbers this large may need a larger --atol")
+        lines.append("atol: the relative errors keep their tolerances; numbers this large may need a larger --atol")
     if failed & {"y", "out"} and not lines:
         lines.append("y: the weights are right and the numbers are not: the graph was changed, or the runtime is wrong")
     return lines

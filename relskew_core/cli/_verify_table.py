@@ -37,7 +37,7 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
         console.print(Text.assemble(("not ok ", "bold red"), f"{where}: {row.detail}"))
     total = count(len(found.rows), "case")
     if found.ok:
-        console.print(Text.assemble(("ok ", "bold green"), f"{total} within the gates"))
+        console.print(Text.assemble(("ok ", "bold green"), f"{total} within the tolerances"))
     elif found.rows:
         console.print(Text.assemble(("not ok ", "bold red"), f"{len(failures)} of {total} failed"))
     else:

@@ -260,7 +260,7 @@ def test_the_whole_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert main(["demo"]) == 0
     told = capsys.readouterr().out
     assert Path("demo-output/melody.onnx").is_file()
-    assert "ok 1 case within the gates" in told
+    assert "ok 1 case within the tolerances" in told
     assert "ok the melody through demo-output/melody.onnx in onnxruntime" in told
     assert "not ok" not in told
     assert main(["demo", "--model", "other.onnx"]) == 0

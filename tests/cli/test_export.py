@@ -86,7 +86,7 @@ def test_atol(capsys: pytest.CaptureFixture[str]) -> None:
     assert relskew("validate", "m.onnx", "--batch", "1", "--atol", "1e-12") == 1
     told = capsys.readouterr().out
     assert "more than atol 1e-12" in told
-    assert "atol: the relative errors keep their gates" in told
+    assert "atol: the relative errors keep their tolerances" in told
     assert relskew("validate", "m.onnx", "--atol", "-1") == 1
     assert "`atol` must be a finite number > 0" in capsys.readouterr().out
 

@@ -131,7 +131,7 @@ def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify("--library", "numpy", "--library", "array-api-strict", "--dtype", "float32") == 0
     told = capsys.readouterr().out
     assert "8 (" in told
-    assert "within the gates" in told
+    assert "within the tolerances" in told
     assert max(len(line) for line in told.splitlines()) <= _console.PIPE_WIDTH
     assert verify("--library", "numpy", "--dtype", "float32", "--all") == 0
     told = capsys.readouterr().out

@@ -293,7 +293,7 @@ LIBRARIES = (
 
 def table() -> str:
     """Print the matrix as the README shows it."""
-    rows = [("library", "tested", "held to the gates of float64 in"), ("---",) * 3]
+    rows = [("library", "tested", "held to the tolerances of float64 in"), ("---",) * 3]
     rows += [(library.name, library.tested, ", ".join(library.dtypes)) for library in LIBRARIES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
