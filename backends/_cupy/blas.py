@@ -55,13 +55,14 @@ def attention(operands: Operands, options: Options, *, device: Device) -> tuple[
     """Return the output (..., H, Lq, Dv) and the log-sum-exp (..., H, Lq)."""
     xp, q = device.xp, operands.q
     options = replace(options, visibility=options.visibility.bounded())
+    laid = list(chunks(operands, options))
     heads, group = q.shape[-3], q.shape[-3] // operands.k.shape[-3]
     mask = None if operands.mask is None else xp.ascontiguousarray(mask_by_batch(operands.mask, q, xp=xp))
     call = BatchedCall(
         device=device,
         operands=operands,
         options=options,
-        tables=Tables.of(operands, options, xp=xp),
+        tables=Tables.of(operands, options, laid, xp=xp),
         batch=math.prod(q.shape[:-3]),
         heads=heads,
         group=group,
@@ -73,7 +74,7 @@ def attention(operands: Operands, options: Options, *, device: Device) -> tuple[
     )
     out = xp.zeros((call.q.shape[0], q.shape[-2], operands.v.shape[-1]), dtype=q.dtype)
     lse = xp.full(call.q.shape[:2], -math.inf, dtype=q.dtype)
-    for chunk in chunks(operands, options):
+    for chunk in laid:
         if chunk.first < chunk.end and call.q.shape[0]:
             _attend(call, chunk, out, lse)
     return xp.reshape(out, (*q.shape[:-1], out.shape[-1])), xp.reshape(lse, q.shape[:-1])

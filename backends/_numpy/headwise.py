@@ -83,7 +83,7 @@ class HeadwiseCall:
             mask=None
             if operands.mask is None
             else by_batch(np.broadcast_to(operands.mask, (*operands.q.shape[:-1], operands.k.shape[-2])), xp=xp),
-            tables=Tables.of(operands, options, xp=xp),
+            tables=Tables.of(operands, options, laid, xp=xp),
             options=options,
             chunks=laid,
             hidden=[hidden_columns(options, chunk, xp=xp, device="cpu") for chunk in laid],

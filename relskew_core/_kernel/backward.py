@@ -67,9 +67,10 @@ def attention_vjp(
     the forward's: they must come out the same for every chunk.
     """
     cotangents = Cotangents(d_out, out, lse, d_lse)
-    tables = Tables.of(operands, options, xp=xp)
+    laid = list(chunks(operands, options))
+    tables = Tables.of(operands, options, laid, xp=xp)
     sums = _Sums(operands, tables, xp)
-    for chunk in chunks(operands, options):
+    for chunk in laid:
         if chunk.first == chunk.end:
             sums.add_nothing(chunk)
         else:

@@ -16,6 +16,9 @@ from relskew_core._positions.visibility import Visibility
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
 """Budget of one logits buffer: near the caches on a CPU, large enough to fill an accelerator elsewhere."""
 
+SMALLEST = 16
+"""Queries of a chunk at least, whatever the budget: fewer would cost more calls than they save memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -62,7 +65,7 @@ class Chunk:
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
     visibility = options.visibility
-    size = options.chunk_size or chunk_size(operands, visibility)
+    size = options.chunk_size or (SMALLEST if visibility.n_queries <= SMALLEST else chunk_size(operands, visibility))
     _, highest = options.positions()
     edges = [*range(0, visibility.n_queries, size), visibility.n_queries]
     for start, stop in pairwise(edges):
@@ -77,7 +80,7 @@ def chunk_size(operands: Operands, visibility: Visibility, *, cpu: bool | None =
     keys = max(1, min(visibility.n_keys, positions[1] - positions[0] + 1))
     cpu = "cpu" in str(device(q)).lower() if cpu is None else cpu
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)
-    return max(16, min(512, 1 << max(size, 1).bit_length() - 1))
+    return max(SMALLEST, min(512, 1 << max(size, 1).bit_length() - 1))
 
 
 def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:

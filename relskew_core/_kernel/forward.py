@@ -7,7 +7,7 @@ table columns that belong to them. Scratch is ``chunk × (chunk + keys)`` and ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
@@ -27,9 +27,10 @@ def attention(
     operands: Operands, options: Options, *, factors: Factors | None = None, xp: Namespace
 ) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    tables = Tables.of(operands, options, xp=xp)
+    laid = list(chunks(operands, options))
+    tables = Tables.of(operands, options, laid, xp=xp)
     outs, sums = [], []
-    for chunk in chunks(operands, options):
+    for chunk in laid:
         out, lse = _attend(operands, options, tables, chunk, factors, xp=xp)
         outs.append(out)
         sums.append(lse)
@@ -52,9 +53,9 @@ class Tables:
     key_table: Table | None  # by query position − key position
 
     @classmethod
-    def of(cls, operands: Operands, options: Options, *, xp: Namespace) -> Tables:
+    def of(cls, operands: Operands, options: Options, laid: Sequence[Chunk], *, xp: Namespace) -> Tables:
         """Transpose the tables into columns and extend them where that is cheap."""
-        laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
+        laid = [chunk for chunk in laid if chunk.first < chunk.end]
         low, high = min([chunk.low for chunk in laid] or [0]), max([chunk.high for chunk in laid] or [0])
 
         def table(rows: Array | None) -> Table | None:

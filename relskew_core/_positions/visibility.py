@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -54,11 +54,13 @@ class Visibility:
     def within(self, start: int, stop: int, first: int, end: int) -> Visibility:
         """Return the pattern without what hides none of the keys ``first … end - 1`` from the queries."""
         low, high = start + self.offset, stop - 1 + self.offset
-        block_size = self.block_size
-        return replace(
-            self,
-            left=None if self.left is None or first >= high - self.left else self.left,
-            right=None if self.right is None or end - 1 <= low + self.right else self.right,
+        left, right, block_size = self.left, self.right, self.block_size
+        return Visibility(
+            self.n_queries,
+            self.n_keys,
+            self.offset,
+            left=None if left is None or first >= high - left else left,
+            right=None if right is None or end - 1 <= low + right else right,
             block_size=None if block_size is None or first >= first_of_blocks(high, block_size) else block_size,
         )
 

@@ -63,7 +63,7 @@ class StackedCall:
             v=by_batch(operands.v, xp=xp),
             rel_q=None if operands.rel_q is None else by_batch(operands.rel_q, xp=xp),
             mask=None if operands.mask is None else mask_by_batch(operands.mask, operands.q, xp=xp),
-            tables=Tables.of(operands, options, xp=xp),
+            tables=Tables.of(operands, options, laid, xp=xp),
             options=options,
             chunks=laid,
             stack=_stack_size(q, k, laid),
