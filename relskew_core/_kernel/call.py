@@ -145,7 +145,8 @@ _DEFAULTS = {
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
     """Name the arrays that are there and the options that say something, but that a native path does not know."""
     found = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
-    for part in (options, options.span, options.visibility):
+    tables = any(getattr(operands, name) is not None for name in TABLES)
+    for part in (options, options.visibility, *((options.span,) if tables else ())):
         for name, default in _DEFAULTS[type(part)].items():
             if name not in known:
                 value = getattr(part, name)

@@ -163,7 +163,7 @@ def check_tables(tables: dict[str, Array | None], span: Span | None, q: Array, *
             span = default_span(name, rows, causal=causal)
         if rows != span.rows:
             raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
-    return Span(0, 0) if span is None else span
+    return Span(0, 0, "zero") if span is None else span
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:

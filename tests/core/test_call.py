@@ -89,9 +89,9 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
     assert unknown(operands, OPTIONS, everything) == []
     assert unknown(operands, OPTIONS, everything - {name}) == [name]
     plain = Operands(X, X, X)
-    assert unknown(plain, Options(Span(2, 1), Visibility(4, 4), 0.5, 0.5), frozenset("qkv")) == []
+    assert unknown(plain, Options(Span(0, 0, "zero"), Visibility(4, 4), 0.5, 0.5), frozenset("qkv")) == []
     arguments: dict[str, dict[str, Any]] = {
-        "beyond": {"span": Span.clipped(1)},
+        "beyond": {"rel_k": np.ones((3, 3)), "span": Span.clipped(1)},
         "offset": {"offset": 2},
         "left": {"window": (1, None)},
     }
@@ -104,7 +104,7 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
         assert backends.path("attention", call, "auto") is PORTABLE
         with pytest.raises(ValueError, match=rf"no native path for this call: numpy's does not take .*`{name}`"):
             backends.path("attention", call, "native")
-        assert backends.path("attention", problem(Arguments(X, X, X, np.ones((7, 3)))), "native") is path
+        assert backends.path("attention", problem(Arguments(X, X, X)), "native") is path
 
 
 class _Module:

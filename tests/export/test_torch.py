@@ -117,6 +117,23 @@ def test_model(opset: int) -> None:
             run(*tokens(1, queries, keys))
 
 
+class Plain(nn.Module):
+    def forward(self, q: Tensor, k: Tensor) -> Any:
+        return relative_attention(q, k, k, scale=1.0)
+
+
+@opsets
+def test_attention_without_tables_has_no_longest_length(opset: int) -> None:
+    def arrays(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, 2, queries, 4), torch.randn(batch, 2, keys, 4)
+
+    vary = {"q": {0: VARY, 2: VARY}, "k": {0: VARY, 2: VARY}}
+    run = session(export(Plain(), arrays(2, 7, 5), vary, opset))
+    for shape in ((1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)):
+        given = arrays(*shape)
+        assert_same(run(*given), Plain(), *given)
+
+
 class Cached(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
