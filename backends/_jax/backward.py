@@ -11,9 +11,10 @@ from jax import lax
 
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
-from relskew_core._kernel.backward import Cotangents, grouped_outer, sum_to
+from relskew_core._kernel.backward import Cotangents, grouped_outer
 from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.forward import capped_gradient, grouped_matmul
+from relskew_core._kernel.sums import sum_to
 from relskew_core.backends._jax.chunk import Columns, ScannedCall, TracedChunk
 from relskew_core.backends._jax.loops import ChunkPlace, Segment
 

@@ -7,14 +7,11 @@ with the table gets ``unskew(dS)``, and values with relative positions meet ``un
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import (
     Factors,
@@ -27,6 +24,7 @@ from relskew_core._kernel.forward import (
     relative_queries,
 )
 from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
+from relskew_core._kernel.sums import GradientSums
 from relskew_core._positions.skew import pad_last
 
 
@@ -69,7 +67,7 @@ def attention_vjp(
     cotangents = Cotangents(d_out, out, lse, d_lse)
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
-    sums = _Sums(operands, tables, xp)
+    sums = GradientSums(operands, tables, xp)
     for chunk in laid:
         if chunk.first == chunk.end:
             sums.add_nothing(chunk)
@@ -84,7 +82,7 @@ def _backward(
     options: Options,
     tables: Tables,
     chunk: Chunk,
-    sums: _Sums,
+    sums: GradientSums,
     factors: Factors | None,
     *,
     xp: Namespace,
@@ -126,7 +124,7 @@ def _backward(
 
 
 def _relative_gradient(
-    d_logits: Array, q: Array, operands: Operands, options: Options, chunk: Chunk, sums: _Sums, *, xp: Namespace
+    d_logits: Array, q: Array, operands: Operands, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
 ) -> Array | None:
     """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of the queries that meet ``rel_k``."""
     tables = sums.tables
@@ -144,7 +142,7 @@ def _relative_gradient(
 
 
 def _key_side_gradient(
-    d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: _Sums, *, xp: Namespace
+    d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
 ) -> Array:
     """Return what the chunk's keys get from the table that they meet, and add to the table's gradient."""
     table, pieces = sums.tables.key_table, []
@@ -171,157 +169,3 @@ def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:
     if heads != groups:
         x, y = (xp.reshape(z, (*lead, groups, heads // groups * n, z.shape[-1])) for z in (x, y))
     return xp.matmul(xp.matrix_transpose(x), y)
-
-
-class _Run:
-    """A sum of pieces along axis -2 whose starts never decrease: only the part that still grows is kept open."""
-
-    def __init__(self, like: Array, xp: Namespace) -> None:
-        self._like, self._xp = like, xp
-        self._done: list[Array] = []
-        self._open: Array | None = None
-        self._first = 0
-
-    def _zeros(self, rows: int) -> Array:
-        shape = (*self._like.shape[:-2], rows, self._like.shape[-1])
-        return self._xp.zeros(shape, dtype=self._like.dtype, device=device(self._like))
-
-    def add(self, first: int, piece: Array) -> None:
-        """Add a piece that starts at row ``first``."""
-        if self._open is None:
-            self._done.append(self._zeros(first))
-            self._first, self._open = first, piece
-            return
-        closed = min(first - self._first, self._open.shape[-2])
-        if closed:
-            self._done.append(self._open[..., :closed, :])
-            self._open = self._open[..., closed:, :]
-        gap = first - self._first - closed
-        if gap:
-            self._done.append(self._zeros(gap))
-        self._first = first
-        missing = piece.shape[-2] - self._open.shape[-2]
-        if missing > 0:
-            self._open = self._xp.concat([self._open, self._zeros(missing)], axis=-2)
-        elif missing < 0:
-            piece = self._xp.concat([piece, self._zeros(-missing)], axis=-2)
-        self._open = self._open + piece
-
-    def total(self) -> Array:
-        """Return the sum, with the shape of the array that it is the gradient of."""
-        pieces = [*self._done, *([] if self._open is None else [self._open])]
-        rows = sum(piece.shape[-2] for piece in pieces)
-        pieces.append(self._zeros(self._like.shape[-2] - rows))
-        return self._xp.concat(pieces, axis=-2)
-
-
-@dataclass
-class _Sums:
-    """The gradients while the chunks go by."""
-
-    operands: Operands
-    tables: Tables
-    xp: Namespace
-
-    def __post_init__(self) -> None:
-        self.k = _Run(self.operands.k, self.xp)
-        self.v = _Run(self.operands.v, self.xp)
-        self._columns: dict[str, Array] = {}
-        self._q: list[Array] = []
-        self._rel_q: list[Array] = []
-        self._mask: list[Array] = []
-
-    def add_queries(self, d_q: Array, d_rel_q: Array | None, chunk: Chunk) -> None:
-        """Add a chunk's gradients of ``q`` and of the queries that meet ``rel_k``, which may be ``q`` themselves."""
-        if self.operands.rel_q is None:
-            self._q.append(d_q if d_rel_q is None else d_q + d_rel_q)
-            return
-        self._q.append(d_q)
-        nothing = self.xp.zeros_like(self.operands.rel_q[..., chunk.start : chunk.stop, :])
-        self._rel_q.append(nothing if d_rel_q is None else d_rel_q)
-
-    def add_nothing(self, chunk: Chunk) -> None:
-        """Add a chunk that sees no key: zeros for all that goes query by query."""
-        for pieces, like in ((self._q, self.operands.q), (self._rel_q, self.operands.rel_q)):
-            if like is not None:
-                pieces.append(self.xp.zeros_like(like[..., chunk.start : chunk.stop, :]))
-        mask = self.operands.mask
-        if mask is not None and mask.shape[-2] > 1:
-            self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
-
-    def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
-        """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""
-        xp, table = self.xp, getattr(self.tables, name)
-        extension = table.plan(low, high)
-        core = extension.fold(relative, xp=xp)
-        if rows is None:
-            piece = xp.sum(core, axis=-2, keepdims=True)
-        elif table.columns.ndim == 2:  # one product over everything that shares the table
-            core, rows = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (core, rows))
-            piece = xp.matmul(xp.matrix_transpose(rows), core)
-        else:
-            piece = xp.matmul(xp.matrix_transpose(rows), core)
-        piece = extension.place(sum_to(piece, table.columns.shape[:-2], xp=xp), table.columns.shape[-1], xp=xp)
-        self._columns[name] = piece if name not in self._columns else self._columns[name] + piece
-
-    def add_mask(self, chunk: Chunk, d_logits: Array) -> None:
-        """Add a chunk's gradient of an additive mask."""
-        mask, xp = self.operands.mask, self.xp
-        if mask is None or xp.isdtype(mask.dtype, "bool"):
-            return
-        piece = d_logits
-        if mask.shape[-1] == 1:
-            piece = xp.sum(piece, axis=-1, keepdims=True)
-        else:
-            piece = pad_last(piece, chunk.first, mask.shape[-1] - chunk.end, xp=xp)
-        if mask.shape[-2] == 1:
-            piece = xp.sum(piece, axis=-2, keepdims=True)
-        piece = sum_to(piece, mask.shape[:-2], xp=xp)
-        if mask.shape[-2] == 1 and self._mask:
-            self._mask[0] = self._mask[0] + piece
-        else:
-            self._mask.append(piece)
-
-    def gradients(self) -> Gradients:
-        """Return everything, summed and whole."""
-        xp, operands = self.xp, self.operands
-
-        def table(name: str) -> Array | None:
-            value, laid = getattr(operands, name), getattr(self.tables, name)
-            if value is None:
-                return None
-            if name not in self._columns:
-                return xp.zeros_like(value)
-            gradient = laid.gradient(self._columns[name], xp=xp)
-            if name == "key_table":  # its columns descend
-                return xp.flip(gradient, axis=-2)
-            return gradient[..., 0] if name == "rel_bias" else gradient
-
-        return Gradients(
-            q=_joined(self._q, operands.q, xp=xp),
-            k=self.k.total(),
-            v=self.v.total(),
-            rel_q=None if operands.rel_q is None else _joined(self._rel_q, operands.rel_q, xp=xp),
-            mask=self._mask_gradient(),
-            **{name: table(name) for name in TABLES},
-        )
-
-    def _mask_gradient(self) -> Array | None:
-        mask, xp = self.operands.mask, self.xp
-        if mask is None or xp.isdtype(mask.dtype, "bool"):
-            return None
-        return _joined(self._mask, mask, xp=xp)
-
-
-def _joined(pieces: list[Array], like: Array, *, xp: Namespace) -> Array:
-    return xp.concat(pieces, axis=-2) if pieces else xp.zeros_like(like)
-
-
-def sum_to(x: Array, lead: tuple[int, ...], *, xp: Namespace) -> Array:
-    """Sum the leading axes of (*batch, a, b) to ``lead``, along which a factor of ``x`` was broadcast."""
-    extra = x.ndim - 2 - len(lead)
-    axes = tuple(range(extra))
-    axes += tuple(extra + axis for axis, size in enumerate(lead) if size == 1 and x.shape[extra + axis] != 1)
-    if axes:
-        x = xp.sum(x, axis=axes, keepdims=True)
-    return xp.reshape(x, (*lead, *x.shape[-2:]))

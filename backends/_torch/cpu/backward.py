@@ -65,7 +65,7 @@ def attention_vjp(
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
     # Every worker owns a fixed run of heads and its own sums for what they share: no two write one place.
     whole = _Whole.of(call, d_out, out, lse, d_lse)
-    sums = [_Sums.of(call, mask_gradient="mask" in wanted) for _ in range(workers)]
+    sums = [_WorkerSums.of(call, mask_gradient="mask" in wanted) for _ in range(workers)]
 
     def work(index: int) -> None:
         scratch = Scratch(call)
@@ -146,7 +146,7 @@ class _Own:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _WorkerSums:
     """One worker's sums of what heads and batch entries share: tables by rows, and an additive mask."""
 
     rel_k: Tensor | None
@@ -155,7 +155,7 @@ class _Sums:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, call: StackedCall, *, mask_gradient: bool) -> _Sums:
+    def of(cls, call: StackedCall, *, mask_gradient: bool) -> _WorkerSums:
         def rows(table: Table | None) -> Tensor | None:
             return None if table is None else call.q.new_zeros(table.columns.mT.shape)
 
@@ -168,7 +168,7 @@ class _Sums:
         )
 
 
-def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own: _Own, sums: _Sums) -> None:
+def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own: _Own, sums: _WorkerSums) -> None:
     views, options = scratch.views(index), call.options
     chunk, logits, weights = views.chunk, views.logits, views.weights
     d_out = own.d_out[views.number]
@@ -224,7 +224,7 @@ def _add_product(place: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Non
 
 
 def _write_d_weights(
-    call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _Sums
+    call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _WorkerSums
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.keys(stack.v)
@@ -246,7 +246,7 @@ def _write_d_weights(
     return d_weights.baddbmm_(d_out, v.mT)
 
 
-def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own, sums: _Sums) -> None:
+def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own, sums: _WorkerSums) -> None:
     """Add the gradients of ``rel_bias``, ``rel_k`` and the queries that meet it."""
     seen, low, high = visible_columns(views.relative, views.chunk, call.options)
     if low > high:
@@ -272,7 +272,7 @@ def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     return rows[place.heads] if rows.shape[0] > 1 else rows
 
 
-def _collect(call: StackedCall, whole: _Whole, sums: list[_Sums], operands: Operands) -> Gradients:
+def _collect(call: StackedCall, whole: _Whole, sums: list[_WorkerSums], operands: Operands) -> Gradients:
     def total(name: str) -> Tensor | None:
         parts = [part for worker in sums if (part := getattr(worker, name)) is not None]
         return sum(parts[1:], parts[0]) if parts else None

@@ -55,8 +55,8 @@ AXES = {
 """The arrays that the kernels take, and the axes that they are told the strides of."""
 
 
-class Columns(NamedTuple):
-    """Columns in relative layout: the position of the first, and how many there are."""
+class ColumnRange(NamedTuple):
+    """ColumnRange in relative layout: the position of the first, and how many there are."""
 
     first: int
     width: int
@@ -91,7 +91,7 @@ class TiledCall:
         batch, heads = tiled.q.shape[:2]
         return cls(tiled, options, heads, batch, forward, backward)
 
-    def columns(self, start: int, stop: int) -> Columns:
+    def columns(self, start: int, stop: int) -> ColumnRange:
         """Return the windows that a chunk of queries leaves gradients in: whole tiles."""
         visibility, size = self.options.visibility, self.backward.size
         low, high = self.options.positions()
@@ -103,7 +103,7 @@ class TiledCall:
         # of key against query, in rows and columns of tiles
         low = max(low + visibility.offset, 1 - stop) // size * size
         high = max(low, min(high + visibility.offset, visibility.n_keys - 1 - start) // size * size)
-        return Columns(low - visibility.offset, high - low + size)
+        return ColumnRange(low - visibility.offset, high - low + size)
 
     def parts(self, size: int) -> tuple[int, int, int, int]:
         """Return the first and the last part, where whole tiles fit before and after the band, and its ends."""
