@@ -5,12 +5,14 @@
 #   make test-web       exported graphs in onnxruntime-web; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make test-newest    the tests on the newest releases, whatever the pins say
+#   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make check          the static checks
 #   make bench          time and memory beside what people use today
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
 WORKERS ?= 2
+SECONDS ?= 60
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
@@ -22,7 +24,7 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest check bench release-check clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz check bench release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +50,11 @@ test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --editable '.[test]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS)
+
+# A seed gives the same examples only where strings hash the same.
+fuzz: .venv/dev.stamp
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz $(SECONDS) \
+		$(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY))
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -28,6 +28,14 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     return result
 
 
+def check_offset(name: str, value: Any) -> int:
+    """Return ``value`` as an ``int`` that still can be counted from in 64 bits."""
+    offset = check_int(name, value)
+    if type(offset) is int and abs(offset) > 2**61:  # not of a length that torch.export traces
+        raise ValueError(f"`{name}` must be an int of at most 2**61 either way, got {offset}")
+    return offset
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse a ``value`` that is not one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
@@ -71,7 +79,7 @@ def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
 def describe(value: Any) -> str:
     """Name what came, in one line: an array by type, dtype and shape, anything else by type and value."""
     shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__
-    if shape is not None and dtype is not None:
+    if shape is not None and dtype is not None and not callable(shape):  # a module of arrays has functions of that name
         return f"{kind} of dtype {dtype} and shape {tuple(shape)}"
     if isinstance(value, CONTAINERS) and not _is_short(value):
         return f"{kind} of {len(value)}"

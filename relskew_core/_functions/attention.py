@@ -250,7 +250,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     >>> merge_attention(outs, lses)
     (array([[3.]]), array([1.09861229]))
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"`outs` and `lses` must be of one length, at least 1, got {len(outs)} and {len(lses)}")
     xp = namespace_of_arrays({f"outs[{index}]": out for index, out in enumerate(outs)})
@@ -264,3 +264,10 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     wide = xp.float32 if is_half(outs[0].dtype, xp=xp) else outs[0].dtype
     parts = [xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)]
     return xp.astype(reduce(operator.add, parts), outs[0].dtype), lse
+
+
+def _listed(name: str, arrays: Sequence[Array]) -> list[Array]:
+    try:
+        return list(arrays)
+    except (TypeError, NotImplementedError):  # the latter is a memoryview's
+        raise TypeError(f"`{name}` must be a sequence of arrays, got {describe(arrays)}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_int, check_real, check_window, describe
+from relskew_core._array.checks import check_bool, check_int, check_offset, check_real, check_window, describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options
@@ -123,8 +123,10 @@ def visibility_of(
     xp: Namespace,
 ) -> Visibility:
     """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
+    # Further than any offset is from any key, and than integers of 64 bits can be counted from.
+    left, right, block_size = (None if x is not None and x > 2**62 else x for x in (left, right, block_size))
     if not is_ragged(offset):
-        return Visibility(q.shape[-2], n_keys, check_int("offset", offset), left, right, block_size)
+        return Visibility(q.shape[-2], n_keys, check_offset("offset", offset), left, right, block_size)
     offsets, known = ragged_offsets(offset, q, xp=xp)
     return RaggedVisibility(q.shape[-2], n_keys, 0, left, right, block_size, offsets, known)
 

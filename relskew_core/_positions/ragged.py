@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import check_offset, describe
 from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
@@ -40,8 +40,9 @@ class RaggedVisibility(Visibility):
         """Return the range of keys that some query of some item may see."""
         if self.known is None:
             return 0, self.n_keys
-        ranges = [pattern.keys(start, stop) for pattern in self.each()]
-        first, end = min((first for first, _ in ranges), default=0), max((end for _, end in ranges), default=0)
+        ranges = [pattern.keys(start, stop) for pattern in self.each()] or [(0, 0)]
+        # Of lists and without `default`, or torch.compile does not follow.
+        first, end = min([first for first, _ in ranges]), max([end for _, end in ranges])
         return first, max(first, end)
 
     def positions(self) -> tuple[int, int] | None:
@@ -159,7 +160,7 @@ def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tupl
     lead = tuple(q.shape[:-3])
     wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
     if isinstance(offset, (list, tuple)):
-        known = tuple(check_int(f"offset[{index}]", value) for index, value in enumerate(offset))
+        known = tuple(check_offset(f"offset[{index}]", value) for index, value in enumerate(offset))
         if (len(known),) != lead:
             raise ValueError(
                 f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"

@@ -39,8 +39,8 @@ PAST = zeros(1, H, 2, 2)
 
 SPANS = [
     Bad("span", "full", (2, 2)),
-    Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int)),
-    Bad("causal", 1, "yes", None),
+    Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int), 2**62, -(2**70)),
+    Bad("causal", 1, "yes", None, np),
 ]
 ATTENTION = [
     Bad("q", *NOT_ARRAYS, zeros(D), zeros(H, N, D, dtype=int), zeros(H, N, D, dtype=complex)),
@@ -164,6 +164,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
                 [zeros(D), zeros(D)],
                 [zeros(H, N, D, dtype=int)] * 2,
             ),
+            Bad("outs", None, 1, zeros(), memoryview(Q)),
+            Bad("lses", None, 1, zeros(), memoryview(Q)),
             Bad(
                 "lses", [], [zeros(H, N)], [zeros(H, N), zeros(N)], ["text", zeros(H, N)], [zeros(H, N, dtype=int)] * 2
             ),

@@ -79,3 +79,11 @@ def test_where_jax_has_32_bits_only(name: str) -> None:
             expected = function(**arrays, span=SPAN, offset=[int(each) for each in offset], **options)
             got = np.asarray(function(**given, span=SPAN, offset=offset, **options))
             assert relative_error(got, expected) < GATES["float32"]
+
+
+@pytest.mark.parametrize("offset", [0, [3, 1]], ids=str)
+def test_a_distance_beyond_all_integers_hides_nothing(library: Library, offset: Any) -> None:
+    arrays = {name: library.asarray(X, "float32") for name in "qkv"}
+    huge = {"window": (2**63, 2**70), "block_size": 2**70}
+    actual = library.to_numpy(library.call(relative_attention, arrays, **huge, offset=offset))
+    assert relative_error(actual, relative_attention(X, X, X, causal=True, offset=offset)) < GATES["float32"]

@@ -1,0 +1,73 @@
+"""The command: targets in turn until the time is over, then one table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from dataclasses import dataclass
+
+from fuzz.engine import Target, turn
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    target: Target
+    first_seed: int | None = None
+    examples: int = 0
+    seconds: float = 0.0
+    failed: bool = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the targets, and return 1 if one failed."""
+    targets = load_targets()
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", action="append", choices=[target.name for target in targets])
+    asked = parser.parse_args(argv)
+    print(f"seed {asked.seed}", flush=True)
+    rows = [Row(target) for target in targets if asked.only is None or target.name in asked.only]
+    seed, end = asked.seed, time.monotonic() + asked.seconds
+    while (going := [row for row in rows if not row.failed]) and time.monotonic() < end:
+        run_turn(min(going, key=lambda row: row.seconds), seed)
+        seed += 1
+    for row in rows:
+        print(f"{row.target.name:10}{row.examples:8} examples{row.seconds:8.1f} s", end="")
+        print(f"  first seed {row.first_seed}  {'FAILED' if row.failed else 'ok'}")
+    return int(any(row.failed for row in rows))
+
+
+def run_turn(row: Row, seed: int) -> None:
+    """Try one target once more; of a failure all is told."""
+    row.first_seed = seed if row.first_seed is None else row.first_seed
+    start = time.monotonic()
+    result = turn(row.target, seed)
+    row.seconds += time.monotonic() - start
+    row.examples += result.examples
+    if result.failure is not None:
+        row.failed = True
+        print(
+            f"\n{row.target.name}: {result.failure}\nagain: make fuzz SEED={seed} ONLY={row.target.name}\n", flush=True
+        )
+
+
+def load_targets() -> list[Target]:
+    """Import everything at once: Hypothesis draws constants out of what is loaded, so seeds depend on it."""
+    if importlib.util.find_spec("jax") is not None:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    from fuzz import arguments, calls, exports, files, gradients
+
+    return [part.TARGET for part in (calls, gradients, exports, files, arguments)]
+
+
+if __name__ == "__main__":
+    if sys.flags.hash_randomization:
+        sys.exit("`make fuzz` runs this with PYTHONHASHSEED=0: a seed gives other examples without")
+    sys.exit(main())

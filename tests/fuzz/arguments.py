@@ -1,0 +1,160 @@
+"""Random wrong arguments: a public function takes them, or says by name which one it does not take."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import relskew_core
+from fuzz.engine import Target, WrongError
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.export import to_onnx
+
+H, N, D = 2, 3, 4
+SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
+WEIGHTS = init_weights(SPEC, seed=0, dtype=np.float64)
+HEADS, TABLE, GRID = np.ones((H, N, D)), np.ones((5, D)), np.ones((H, 6, D))
+ON_GRID = {"table_h": np.ones((3, D)), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)}
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "relative_attention": (
+        relskew_core.relative_attention,
+        {"q": HEADS, "k": HEADS, "v": HEADS, "rel_k": TABLE, "rel_v": TABLE},
+    ),
+    "relative_attention_vjp": (
+        relskew_core.relative_attention_vjp,
+        {"d_out": HEADS, "q": HEADS, "k": HEADS, "v": HEADS, "rel_k": TABLE, "rel_bias": np.ones(5)},
+    ),
+    "merge_attention": (relskew_core.merge_attention, {"outs": [HEADS, HEADS], "lses": [np.ones((H, N))] * 2}),
+    "relative_logits": (relskew_core.relative_logits, {"q": HEADS, "table": TABLE, "n_keys": N}),
+    "relative_values": (relskew_core.relative_values, {"weights": np.ones((H, N, N)), "table": TABLE}),
+    "relative_logits_2d": (relskew_core.relative_logits_2d, {"q": GRID, **ON_GRID}),
+    "relative_attention_2d": (relskew_core.relative_attention_2d, {"q": GRID, "k": GRID, "v": GRID, **ON_GRID}),
+    "toeplitz": (relskew_core.toeplitz, {"bias": np.ones((H, 5)), "n_queries": N, "n_keys": N}),
+    "toeplitz_2d": (relskew_core.toeplitz_2d, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),
+    "skew": (relskew_core.skew, {"x": np.ones((3, 5))}),
+    "unskew": (relskew_core.unskew, {"s": np.ones((3, 5))}),
+    "t5_buckets": (
+        relskew_core.t5_buckets,
+        {"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True},
+    ),
+    "deberta_buckets": (
+        relskew_core.deberta_buckets,
+        {"span": Span.full(3), "position_buckets": 8, "max_distance": 16},
+    ),
+    "alibi_bias": (relskew_core.alibi_bias, {"n_heads": 2, "span": Span.full(3), "xp": np}),
+    "proximal_bias": (relskew_core.proximal_bias, {"span": Span.full(3), "xp": np}),
+    "sinusoidal_table": (relskew_core.sinusoidal_table, {"span": Span.full(3), "dim": 4, "xp": np}),
+    "resize_table": (relskew_core.resize_table, {"table": TABLE, "rows": 7}),
+    "Span": (Span, {"left": 1, "right": 1}),
+    "Span.causal": (Span.causal, {"n": 3}),
+    "Span.full": (Span.full, {"n": 3}),
+    "Span.clipped": (Span.clipped, {"k": 3}),
+    "BlockSpec": (BlockSpec, {"embed_dim": 4, "num_heads": 2, "span": Span.full(3)}),
+    "init_weights": (init_weights, {"spec": SPEC, "seed": 0}),
+    "attention_block": (relskew_core.attention_block, {"x": np.ones((1, N, 4)), "weights": WEIGHTS, "spec": SPEC}),
+    "to_onnx": (to_onnx, {"spec": SPEC, "weights": WEIGHTS}),
+}
+
+
+class Odd:
+    """An object that is like nothing."""
+
+    def __repr__(self) -> str:
+        return "Odd()"
+
+
+INTS = [-(2**70), -(2**63), -1, 0, 1, 2, 3, 5, 7]
+SCALARS = [
+    None, True, False, *INTS, 0.0, -0.5, 1.5, 1e308, np.nan, np.inf, -np.inf, 1j, "", "text", "auto", "native", "clip",
+    "float32", b"text", ..., Odd(), Odd, np, Decimal("1.5"), Fraction(1, 3), date(2000, 1, 1), np.float32(2.5),
+    np.int8(3), np.bool_(True), np.str_("auto"), slice(3), range(3), NotImplemented,
+]  # fmt: skip
+SHAPES = [
+    (), (0,), (1,), (3,), (5,), (4, 0), (0, 4), (3, 3), (3, 4), (5, 4), (2, 5), (2, 3, 4), (2, 3, 3), (1, 3, 4),
+    (2, 6, 4), (0, 3, 4), (2, 0, 4), (2, 3, 0), (2, 2, 3, 4), (2, 1, 1, 1, 3),
+]  # fmt: skip
+DTYPES = ["float64", "float32", "float16", "int64", "uint8", "bool", "complex128", "O", "U3", "M8[s]", "i4,f8"]
+LIBRARIES: dict[str, Callable[[Any], Any]] = {
+    "numpy": np.asarray,
+    "masked": np.ma.asarray,
+    "memory": lambda x: np.ascontiguousarray(x).data,
+    "matrix in lists": lambda x: x.tolist(),
+    "torch": torch.asarray,
+    "strict": array_api_strict.asarray,
+}
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Any:
+    """Draw an array of some shape, dtype and library; where a library has no such thing, NumPy's."""
+    array = np.zeros(draw(st.sampled_from(SHAPES)), draw(st.sampled_from(["float64"] * 5 + DTYPES)))
+    try:
+        return LIBRARIES[draw(st.sampled_from(["numpy"] * 4 + sorted(LIBRARIES)))](array)
+    except (TypeError, ValueError):
+        return array
+
+
+scalars = st.sampled_from(SCALARS)
+spans = st.builds(Span, st.integers(0, 4), st.integers(0, 4), st.sampled_from(["error", "clip", "zero"]))
+parts = scalars | arrays() | spans | st.sampled_from([SPEC, WEIGHTS])
+junk = (
+    parts
+    | st.lists(parts, max_size=3)
+    | st.lists(parts, max_size=3).map(tuple)
+    | st.dictionaries(st.sampled_from([*WEIGHTS, "left", 1, None]), parts, max_size=2)
+    | st.dictionaries(st.sampled_from(sorted(WEIGHTS)), parts, max_size=2).map(lambda some: {**WEIGHTS, **some})
+    | st.frozensets(st.sampled_from(INTS), max_size=3)
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of which some arguments are drawn out of anything."""
+
+    function: str
+    changed: dict[str, Any]
+
+    def __str__(self) -> str:
+        changed = ", ".join(f"{name}={_shown(value)}" for name, value in self.changed.items())
+        return f"{self.function}({changed}), all else as in a good call"
+
+
+def _shown(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return f"{value!r} of dtype {dtype} and shape {shape}" if isinstance(shape, tuple) else repr(value)
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    """Draw a function and up to three of its arguments."""
+    function = draw(st.sampled_from(sorted(CALLS)))
+    names = sorted(set(inspect.signature(CALLS[function][0]).parameters) - {"dtype"})  # the library's own to refuse
+    chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
+    return Example(function, {name: draw(junk) for name in chosen})
+
+
+def check(example: Example) -> None:
+    """Call, and look whether what is refused is refused by name."""
+    function, good = CALLS[example.function]
+    names = inspect.signature(function).parameters
+    try:
+        with np.errstate(all="ignore"):
+            function(**{**good, **example.changed})
+    except (TypeError, ValueError) as error:
+        quoted = re.findall(r"`(\w+)", str(error))
+        if not any(name in names for name in quoted):
+            raise WrongError(f"{type(error).__name__} names no argument: {error}") from error
+
+
+TARGET = Target("arguments", 200, examples(), check)

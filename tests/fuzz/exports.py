@@ -1,0 +1,219 @@
+"""Random blocks as ONNX graphs, run at several lengths, against ``attention_block`` in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+
+import strategies
+from export_forms import PROFILES, random_weights
+from fuzz.engine import Target, WrongError, same, told
+from libraries import GATES
+from relskew_core import BlockSpec, Span, attention_block, relative_attention
+from relskew_core.export import to_onnx
+
+Arrays = dict[str, NDArray[Any]]
+sides = st.none() | st.integers(0, 6)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One input of a graph; of a cache in place, every item of the batch has a past of its own."""
+
+    batch: int
+    queries: int
+    past: int
+    memory: int
+    cache: int  # places of a cache in place beyond those that are filled
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block, the options of its export, and inputs."""
+
+    spec: BlockSpec
+    options: dict[str, Any]
+    runtime: str
+    seed: int
+    inputs: list[Sizes]
+
+    def __str__(self) -> str:
+        head = f"# {self.runtime}; seed {self.seed}; {self.inputs}\n"
+        return head + told("to_onnx", {"spec": self.spec, **self.options})
+
+    @property
+    def projections(self) -> bool:
+        """Whether the graph is of the whole block."""
+        return bool(self.options["projections"])
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> BlockSpec:
+    """Draw any block that there can be."""
+    kv_heads, kind = draw(st.integers(1, 2)), draw(st.sampled_from(["all", "causal", "cross", "blocks"]))
+    tables = draw(st.sampled_from(["rel_keys", "rel_values", "rel_bias"]))
+    return BlockSpec(
+        draw(st.integers(1, 5)),
+        kv_heads * draw(st.integers(1, 3)),
+        Span(draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.sampled_from(["error", "clip", "zero"]))),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 4)),
+        causal=kind in ("causal", "blocks") or draw(st.booleans()),
+        cross=kind == "cross",
+        window=draw(st.none() | st.tuples(sides, sides)),
+        block_size=draw(st.integers(1, 4)) if kind == "blocks" else None,
+        shared_table=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        **{name: name == tables or draw(st.booleans()) for name in ("rel_keys", "rel_values", "rel_bias")},
+    )
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    """Draw a block, options that it can have, and inputs."""
+    spec = draw(specs())
+    cached = spec.causal and not spec.cross and spec.block_size is None and draw(st.booleans())
+    in_place = cached and draw(st.booleans())
+    longest = spec.span.left + 1 if spec.causal and not spec.cross else min(spec.span.left, spec.span.right) + 1
+    dtype, runtime = draw(st.sampled_from(["float32", "float32", "float64", "float16"])), "onnxruntime"
+    if dtype == "float32" and not in_place and draw(st.sampled_from([False] * 4 + [True])):
+        runtime = "reference"
+    options = {
+        "profile": "ort" if in_place else draw(st.sampled_from(PROFILES)),
+        "dtype": dtype,
+        "max_length": draw(st.none() | st.integers(1, longest)),
+        "past": cached,
+        "in_place": in_place,
+        "mask": draw(st.booleans()),
+        "projections": draw(st.booleans()),
+        "functions": draw(st.booleans()),
+        "chunk_size": None if in_place or spec.block_size else draw(st.none() | st.integers(1, 5)),
+    }
+    lengths = st.builds(
+        Sizes, st.integers(1, 3), st.integers(1, 14), st.integers(0, 6) if cached else st.just(0), st.integers(1, 14),
+        st.integers(0, 4),
+    )  # fmt: skip
+    return Example(spec, options, runtime, draw(strategies.seeds), draw(st.lists(lengths, min_size=1, max_size=4)))
+
+
+def check(example: Example) -> None:
+    """Export the block, run it, and hold every output against the definition."""
+    spec, options = example.spec, example.options
+    weights = random_weights(spec, example.seed, projections=example.projections)
+    model = to_onnx(spec, weights, **options)
+    run = opened(model, example.runtime)
+    dtype = options["dtype"]
+    rounded = {name: x.astype(dtype).astype(np.float64) for name, x in weights.items()}
+    for number, sizes in enumerate(example.inputs):
+        feeds = drawn(example, sizes, np.random.default_rng([example.seed, number]))
+        try:
+            expected = defined(example, rounded, feeds)
+        except ValueError as error:
+            if "reaches the relative positions" not in str(error):
+                raise
+            expected = None
+        may_fail = expected is None or too_long(options["max_length"], sizes, spec)
+        try:
+            actual = run(feeds)
+        except Exception as error:
+            if may_fail:
+                continue
+            raise WrongError(f"{sizes}: {type(error).__name__}: {str(error)[:2000]}") from error
+        if may_fail and not np.all(np.isfinite(actual[0])):
+            continue
+        if expected is None:
+            raise WrongError(f"{sizes}: past the table's reach, yet all numbers are finite")
+        for name, x, y in zip(("y", "present_key", "present_value"), actual, expected, strict=False):
+            same(f"{sizes}: {name}", x.astype(np.float64), y, 10 * GATES[dtype])
+
+
+def too_long(max_length: int | None, sizes: Sizes, spec: BlockSpec) -> bool:
+    """Whether an input is longer than was asked for: the graph may fail then, but never give other numbers."""
+    keys = sizes.memory if spec.cross else sizes.past + sizes.queries
+    return max_length is not None and max(sizes.queries, keys) > max_length
+
+
+def opened(model: Any, runtime: str) -> Any:
+    """Load a model, and return what runs it."""
+    if runtime == "reference":
+        evaluator = ReferenceEvaluator(model)
+        return lambda feeds: evaluator.run(None, feeds)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level, settings.intra_op_num_threads = 4, 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, ["CPUExecutionProvider"])
+    return lambda feeds: session.run(None, feeds)
+
+
+def drawn(example: Example, sizes: Sizes, numbers: np.random.Generator) -> Arrays:
+    """Draw the inputs of a graph."""
+    spec, options = example.spec, example.options
+    keys = sizes.memory if spec.cross else sizes.queries
+
+    def normal(*shape: int) -> NDArray[Any]:
+        return numbers.standard_normal(shape).astype(options["dtype"])
+
+    if example.projections:
+        feeds = {"x": normal(sizes.batch, sizes.queries, spec.embed_dim)}
+        if spec.cross:
+            feeds["memory"] = normal(sizes.batch, keys, spec.embed_dim)
+    else:
+        feeds = {"q": normal(sizes.batch, spec.num_heads, sizes.queries, spec.head_dim)}
+        feeds |= {name: normal(sizes.batch, spec.num_kv_heads, keys, spec.head_dim) for name in "kv"}
+    cache = sizes.past + (sizes.queries + sizes.cache if options["in_place"] else 0)
+    if options["past"]:
+        shape = (sizes.batch, spec.num_kv_heads, cache, spec.head_dim)
+        feeds |= {"past_key": normal(*shape), "past_value": normal(*shape)}
+    total = cache if options["in_place"] else keys + cache
+    if options["mask"]:
+        full = (sizes.batch, spec.num_heads, sizes.queries, total)
+        some = tuple(int(numbers.choice([1, size])) for size in full[:3])
+        feeds["mask"] = numbers.random((*some, total)) < numbers.choice([0.3, 0.8, 1.0])
+    if options["in_place"]:
+        feeds["past_lengths"] = numbers.integers(0, sizes.past + 1, sizes.batch)
+    return feeds
+
+
+def defined(example: Example, weights: Arrays, feeds: Arrays) -> list[NDArray[Any]]:
+    """Return what the library itself gives in float64: with a cache in place, item by item."""
+    wide = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in feeds.items()}
+    if "past_lengths" not in wide:
+        return appended(example, weights, wide)
+    queries = wide["x" if example.projections else "q"].shape[-2]
+    caches, found = [wide["past_key"].copy(), wide["past_value"].copy()], []
+    for item, past in enumerate(wide.pop("past_lengths")):
+        alone = {name: x[item : item + 1] for name, x in wide.items() if name != "mask"}
+        alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
+        if "mask" in wide:
+            mask = wide["mask"]
+            alone["mask"] = mask[item % len(mask)][None, ..., : past + queries]
+        out, *present = appended(example, weights, alone)
+        found.append(out)
+        for cache, filled in zip(caches, present, strict=True):
+            cache[item, :, : filled.shape[2]] = filled[0]
+    return [np.concatenate(found), *caches]
+
+
+def appended(example: Example, weights: Arrays, feeds: Arrays) -> list[NDArray[Any]]:
+    """Return the block's output, and the caches where there are some, which the new keys follow."""
+    spec, mask = example.spec, feeds.get("mask")
+    past = (feeds["past_key"], feeds["past_value"]) if "past_key" in feeds else None
+    if example.projections:
+        found: Any = attention_block(feeds["x"], weights, spec, memory=feeds.get("memory"), past=past, mask=mask)
+        return [found] if past is None else [found[0], *found[1]]
+    k, v = feeds["k"], feeds["v"]
+    if past is not None:
+        k, v = (np.concatenate([old, new], axis=2) for old, new in zip(past, (k, v), strict=True))
+    options: dict[str, Any] = {name: getattr(spec, name) for name in ("span", "causal", "window", "block_size")}
+    options |= weights
+    options["offset"] = 0 if past is None else past[0].shape[2]
+    out: Any = relative_attention(feeds["q"], k, v, mask=mask, **options)
+    return [out] if past is None else [out, k, v]
+
+
+TARGET = Target("exports", 20, examples(), check)
