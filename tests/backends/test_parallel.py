@@ -6,6 +6,7 @@ What needs a process of its own, for its signals, its end or its count of thread
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -39,9 +40,10 @@ def attend():
 
 
 def run(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    """Run a script in a process of its own, and without coverage: an interrupt may leave its lock locked for good."""
+    command = [sys.executable, "-c", SETUP + textwrap.dedent(script)]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout
