@@ -13,6 +13,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
+from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, takes
 from relskew_core._kernel.problem import Problem, problem
 
@@ -119,6 +120,8 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     call = problem(given.autocast(), return_lse=given.return_lse)
     path = backends.path("attention", call, given.impl)
     out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
+    if call.sinks is not None:
+        out, lse = with_sinks(out, lse, call.sinks, xp=call.xp)
     if not given.return_lse:
         return call.result(out)
     return call.result(out), call.result(lse, dtype=call.wide)
@@ -195,7 +198,13 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
     for name, x in cotangents.items():
         if x is not None:  # log-sum-exps come in the dtype of the accumulation
             cotangents[name] = call.operand(x, None if name.endswith("lse") else operands.q.dtype)
-    gradients = path.attention_vjp(cotangents.pop("d_out"), operands, call.options, **cotangents, xp=call.xp)
+    if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # those that count sinks
+        forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
+        out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
+        cotangents["out"], cotangents["lse"] = with_sinks(out, lse, call.sinks, xp=call.xp)
+    gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
+    if call.sinks is not None:
+        gradients = gradients._replace(sinks=sinks_gradient(call.sinks, **cotangents, xp=call.xp))
     return call.gradients(gradients, given)
 
 

@@ -27,7 +27,6 @@ from relskew_core._block.weights import uniform_bound
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span
-from relskew_core.backends._torch.dropout import relative_attention_with_dropout
 
 __all__ = ["RelativeMultiheadAttention"]
 
@@ -222,7 +221,8 @@ class RelativeMultiheadAttention(nn.Module):
         weights = {key: attrgetter(key)(self) for key in self.spec.weight_shapes()}
         attend: Any = relative_attention
         if self.training and self.dropout:
-            attend = partial(relative_attention_with_dropout, dropout=self.dropout)
+            seed = torch.randint(2**31, (), device=x.device)
+            attend = partial(relative_attention, dropout=self.dropout, seed=seed)
         if key_padding_mask is not None:
             attend = partial(_attend_without_padding, attend, key_padding_mask)
         return apply_block(x, weights, self.spec, memory=memory, past=past, mask=mask, attend=attend)
