@@ -36,8 +36,8 @@ KEPT = 2**20
 def instead(call: Problem) -> Path:
     """Return the portable kernels, as one operator where autograd would keep too much of them."""
     operands = call.given
-    if differentiates_by_function() or torch.compiler.is_exporting():
-        return PORTABLE
+    if differentiates_by_function() or torch.compiler.is_exporting() or call.ragged is not None:
+        return PORTABLE  # offsets by item are no numbers that an operator takes
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not _asks_for_gradients(operands):
         return PORTABLE

@@ -18,7 +18,7 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
     """
     dead = None
     if dead_rows:
-        dead = xp.max(logits, axis=-1, keepdims=True) == -math.inf
+        dead = xp.all(logits == -math.inf, axis=-1, keepdims=True)  # XLA's maximum of NaN may be anything
         logits = xp.where(dead, 0.0, logits)  # finite, so that gradients stay finite as well
     weights, sums = _exponentials(logits, lse=lse, xp=xp)
     if dead is not None:
