@@ -48,7 +48,7 @@ class StackedCall:
     stack: int  # how many heads are worked on at once
     hidden: list[list[tuple[slice, Tensor]]]  # for each chunk, columns and which of their entries are hidden
     dead_rows: bool
-    segments: tuple[Tensor, Tensor] | None  # of queries and of keys, (B or 1, L)
+    segments: tuple[Tensor, Tensor] | None  # of queries and of keys, (rows, L): batch entries in turn
     drawn: list[tuple[Tensor, Tensor]]  # with dropout, for each chunk hashes of queries (B, H, n, 1) and of keys (m,)
 
     @classmethod

@@ -157,7 +157,7 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
     elif views.product is None:
         beta = 0
     if call.segments is not None and views.strange is not None:
-        queries, keys = (x[stack.place.batch if x.shape[0] > 1 else 0] for x in call.segments)
+        queries, keys = (x[stack.place.batch % x.shape[0]] for x in call.segments)
         chunk = views.chunk
         torch.ne(queries[chunk.start : chunk.stop, None], keys[chunk.first : chunk.end], out=views.strange)
     columns = views.keys(stack.k_columns, axis=-1)
