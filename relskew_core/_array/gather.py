@@ -1,4 +1,7 @@
-"""Numbers looked up along the last axis, and the adjoint: what the standard has no one name for in every library."""
+"""Numbers looked up along the last axis, the same for all heads, and the adjoint.
+
+What belongs to all heads is moved as one row: one look-up instead of one for each head.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,51 @@ from relskew_core._array.typing import Array, Namespace
 
 
 def gather(x: Array, index: Array, *, xp: Namespace) -> Array:
-    """Return ``x[..., i, index[..., i, j]]``; leading axes broadcast, ``index`` has two axes of its own."""
-    if not hasattr(xp, "take_along_axis"):  # dask
-        columns = [xp.where(index == c, x[..., c : c + 1], 0.0) for c in range(x.shape[-1])]
-        return sum(columns[1:], columns[0])
-    lead = _broadcast(x.shape[:-2], index.shape[:-2])
-    x = xp.broadcast_to(x, (*lead, *x.shape[-2:]))
-    return xp.take_along_axis(x, xp.broadcast_to(index, (*lead, *index.shape[-2:])), axis=-1)
+    """Return ``x[..., h, i, index[..., 0, i, j]]``: (..., H, n, w) and (..., 1, n, m) to (..., H, n, m)."""
+    n, m = index.shape[-2:]
+    heads, width = x.shape[-3], x.shape[-1]
+    lead = index.shape[:-3] if index.ndim >= x.ndim else x.shape[:-3]  # one has none, or both the same
+    x = xp.broadcast_to(x, (*lead, heads, n, width))
+    index = xp.broadcast_to(index, (*lead, 1, n, m))
+    if hasattr(xp, "gather"):  # torch, which copies short rows slowly
+        own = index[..., 0, :, :]
+        return xp.stack([xp.gather(x[..., head, :, :], -1, own) for head in range(heads)], axis=-3)
+    rows = xp.reshape(_heads_last(x, xp=xp), (-1, heads))
+    found = xp.take(rows, _places(index, width, xp=xp), axis=0)
+    return _heads_first(xp.reshape(found, (*lead, n, m, heads)), xp=xp)
 
 
-def scatter_add(s: Array, index: Array, size: int, *, xp: Namespace) -> Array:
-    """Return ``x[..., i, c]``, the sum of ``s[..., i, j]`` where ``index[..., i, j] == c``, for ``size`` columns."""
-    index = xp.broadcast_to(index, s.shape)
-    if hasattr(xp, "scatter_add"):  # torch
-        return xp.scatter_add(s.new_zeros((*s.shape[:-1], size)), -1, index, s)
+def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return the adjoint of :func:`gather`: sums of ``s`` by column, (..., H, n, m) to (..., H, n, w)."""
+    *lead, heads, n, _ = s.shape
+    index = xp.broadcast_to(index, (*lead, 1, *index.shape[-2:]))
+    size, places = math.prod(lead) * n * width, _places(index, width, xp=xp)
+    if hasattr(xp, "index_add"):  # torch
+        rows = xp.reshape(_heads_last(s, xp=xp), (-1, heads))
+        return _heads_first(
+            s.new_zeros((size, heads)).index_add(0, places, rows).reshape(*lead, n, width, heads), xp=xp
+        )
     if not hasattr(xp, "bincount"):
-        return xp.stack([xp.sum(xp.where(index == c, s, 0.0), axis=-1) for c in range(size)], axis=-1)
-    rows = math.prod(s.shape[:-1])
-    first = xp.reshape(xp.arange(rows, dtype=index.dtype, device=device(s)), (*s.shape[:-1], 1)) * size
-    flat, weights = xp.reshape(index + first, (-1,)), xp.reshape(s, (-1,))
-    counted = _bincount(flat, weights, rows * size, xp=xp)
-    return xp.astype(xp.reshape(counted, (*s.shape[:-1], size)), s.dtype)
+        return xp.stack([xp.sum(xp.where(index == c, s, 0.0), axis=-1) for c in range(width)], axis=-1)
+    length = "length" if "jax" in xp.__name__ else "minlength"  # JAX's sizes are never those of values
+    by_head = [
+        xp.bincount(places, weights=xp.reshape(s[..., head, :, :], (-1,)), **{length: size}) for head in range(heads)
+    ]
+    return xp.stack([xp.astype(xp.reshape(own, (*lead, n, width)), s.dtype) for own in by_head], axis=-3)
 
 
-def _bincount(flat: Array, weights: Array, size: int, *, xp: Namespace) -> Array:
-    if "jax" in xp.__name__:  # whose sizes are never those of values
-        return xp.bincount(flat, weights=weights, length=size)
-    return xp.bincount(flat, weights=weights, minlength=size)
+def _places(index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return where columns stand among all columns of all items and queries, flat."""
+    *lead, _, n, _ = index.shape
+    first = xp.arange(math.prod(lead) * n, dtype=index.dtype, device=device(index)) * width
+    return xp.reshape(index + xp.reshape(first, (*lead, 1, n, 1)), (-1,))
 
 
-def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that shapes broadcast to."""
-    count = max(len(shape) for shape in shapes)
-    padded = [(1,) * (count - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(max(sizes) if min(sizes) else 0 for sizes in zip(*padded, strict=True))
+def _heads_last(x: Array, *, xp: Namespace) -> Array:
+    lead = x.ndim - 3
+    return xp.permute_dims(x, (*range(lead), lead + 1, lead + 2, lead))
+
+
+def _heads_first(x: Array, *, xp: Namespace) -> Array:
+    lead = x.ndim - 3
+    return xp.permute_dims(x, (*range(lead), lead + 2, lead, lead + 1))

@@ -16,10 +16,7 @@ import oracles
 import strategies
 from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.backward import attention_vjp as kernel_vjp
 from relskew_core._kernel.call import Arguments, unknown
-from relskew_core._kernel.chunk import Chunk
-from relskew_core._kernel.forward import attention as kernel
 from relskew_core._kernel.problem import problem
 from relskew_core.backends._torch import KNOWN_ON_CPUS
 
@@ -127,34 +124,6 @@ def test_the_dense_formula_is_the_loops_formula(case: dense.Case) -> None:
     loops = oracles.relative_attention(**case.arrays(), **case.call())
     np.testing.assert_allclose(out.numpy(), loops.out, rtol=0, atol=1e-12)
     np.testing.assert_allclose(lse.numpy(), loops.lse, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", dense.CASES[::3], ids=str)
-def test_weights_may_meet_factors(case: dense.Case) -> None:
-    """Dropout is this: what follows the softmax is multiplied, chunk by chunk."""
-    arguments = Arguments(**case.arrays(), **case.call(), chunk_size=3)
-    call = problem(arguments)
-    operands, options, xp = call.operands(), call.options, call.xp
-    kept = np.random.default_rng(0).uniform(0.5, 2.0, (*operands.q.shape[:-1], case.m))
-
-    def factors(chunk: Chunk, weights: NDArray[Any]) -> NDArray[Any]:
-        assert weights.shape[-2:] == (chunk.stop - chunk.start, chunk.end - chunk.first)
-        return kept[..., chunk.start : chunk.stop, chunk.first : chunk.end]
-
-    given: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
-    wanted = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
-    weight_of = torch.tensor(kept if call.heads else kept[0])
-    expected = dense.attention(**given, **case.call(), weight_of=weight_of).out
-    out, _ = kernel(operands, options, factors=factors, xp=xp)
-    np.testing.assert_allclose(call.result(out), expected.detach().numpy(), rtol=0, atol=1e-12)
-    gradients = torch.autograd.grad(expected, wanted, torch.tensor(case.d_out()), materialize_grads=True)
-    for given_out in (None, out):
-        d_out = call.operand(case.d_out())
-        result = kernel_vjp(d_out, operands, options, out=given_out, factors=factors, xp=xp)
-        own = call.gradients(result, arguments)
-        mine = {name: x for name, x in own._asdict().items() if x is not None}
-        named = [name for name, x in given.items() if x.is_floating_point()]
-        check(mine, {name: x.numpy() for name, x in zip(named, gradients, strict=True)})
 
 
 def test_half_precision_accumulates_in_single() -> None:
