@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from array_api_compat import device
 
-from relskew_core._array.checks import check_bool, check_int, check_real, describe
+from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
 from relskew_core._array.namespace import is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
+from relskew_core._kernel.by_head import check_by_head
 from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span
 
@@ -36,7 +38,7 @@ class _Positions:
     offset: tuple[int, int]
     q_step: tuple[int, int]
     k_step: tuple[int, int]
-    rel_scale: float
+    rel_scale: float | Array
 
     def inside(self, q: Array, top: int, bottom: int, *, xp: Namespace) -> Array | None:
         """Return the part of the grid's query rows ``top … bottom - 1``, by all keys."""
@@ -105,8 +107,8 @@ def relative_attention_2d(
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
     mask: Array | None = None,
-    scale: float | None = None,
-    rel_scale: float | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
     chunk_size: int | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -145,8 +147,9 @@ def relative_attention_2d(
         Without ``rel_bias``.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
-    scale, rel_scale : float, optional
-        Factors of the products; ``D ** -0.5`` and ``scale``. SAM, ViTDet and MViT have ``rel_scale=1``.
+    scale, rel_scale : float or array of shape (H,), optional
+        Factors of the products; ``D ** -0.5`` and ``scale``. SAM, ViTDet and MViT have ``rel_scale=1``, Swin v2
+        (cosine attention) a scale for each head.
     chunk_size : int, optional
         About how many queries are worked on together, in whole rows of the grid; by default what a scratch budget
         allows.
@@ -191,7 +194,8 @@ def relative_attention_2d(
     if rel_bias is not None:
         check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
     check_bool("return_lse", return_lse)
-    factor: float = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else _check_factor("scale", scale, q, xp=xp)
+    related = factor if rel_scale is None else _check_factor("rel_scale", rel_scale, q, xp=xp)
     if q.ndim == 2:  # no heads: a bias of one head loses its axis
         rel_bias = rel_bias[0, ...] if rel_bias is not None and rel_bias.ndim == 3 else rel_bias
         prefix_bias = prefix_bias[0, ...] if prefix_bias is not None and prefix_bias.ndim == 2 else prefix_bias
@@ -205,7 +209,7 @@ def relative_attention_2d(
         mask = xp.astype(mask, xp.float32) if mask is not None and mask.dtype == dtype else mask
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
-        q_step, k_step, factor if rel_scale is None else check_real("rel_scale", rel_scale),
+        q_step, k_step, _by_head(related, q, xp=xp),
     )  # fmt: skip
 
     parts = []
@@ -214,7 +218,8 @@ def relative_attention_2d(
         cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
         parts.append(
             relative_attention(
-                q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp), scale=factor,
+                q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp),
+                scale=xp.astype(factor, q.dtype) if is_array(factor) else factor,
                 chunk_size=stop - start, return_lse=True,
             )
         )  # fmt: skip
@@ -228,6 +233,18 @@ def relative_attention_2d(
     out, lse = (xp.concat([part[which] for part in parts], axis=which - 2) for which in (0, 1))
     out = out if out.dtype == dtype else xp.astype(out, dtype)
     return (out, lse) if return_lse else out
+
+
+def _check_factor(name: str, x: Any, q: Array, *, xp: Namespace) -> float | Array:
+    return check_by_head(name, x, q, xp=xp) if is_array(x) else check_real(name, x)
+
+
+def _by_head(factor: Any, q: Array, *, xp: Namespace) -> float | Array:
+    """Return a factor as it multiplies queries."""
+    if not is_array(factor):
+        number: float = factor
+        return number
+    return xp.astype(factor[:, None, None] if q.ndim > 2 else factor[:, None], q.dtype)
 
 
 def _check(

@@ -9,7 +9,10 @@ from typing import Any
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.by_value import looked_up
+from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.problem import Pattern, check_tables
+from relskew_core._positions.labels import check_label, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
@@ -26,6 +29,7 @@ def relative_logits(
     offset: int | Sequence[int] | Array = 0,
     causal: bool = False,
     side: str = "query",
+    positions: tuple[Array, Array] | None = None,
 ) -> Array:
     """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
 
@@ -48,12 +52,16 @@ def relative_logits(
         Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
     side : {"query", "key"}, default "query"
         Who meets the table: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position to content.
+    positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
+        Where queries and keys stand, in any order, instead of their numbers and ``offset``: ``r`` is the key's less
+        the query's. A second table for another kind of position (pitch beside time) is added to attention by its
+        logits, as ``mask``.
 
     Returns
     -------
     array, shape (..., H, Lq, Lk) or (Lq, Lk)
         Unscaled. A view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the product is
-        not copied.
+        not copied; with ``positions`` a look-up in the product with the whole table.
 
     Raises
     ------
@@ -78,6 +86,11 @@ def relative_logits(
     >>> relative_logits(np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, side="key")
     array([[  0.,  10., 200.],
            [ -1.,   0., 100.]])
+    >>> pitches = np.asarray([60, 62, 60])
+    >>> relative_logits(q, table, positions=(pitches, pitches))
+    array([[ 0.,  2.,  0.],
+           [-2.,  0., -2.],
+           [ 0.,  2.,  0.]])
     """
     xp = namespace_of_arrays({"q": q, "table": table})
     if q.ndim < 2:
@@ -86,6 +99,11 @@ def relative_logits(
     span = _check_table(q, table, span, causal=causal)
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
+    if positions is not None:
+        for name, unused in (("n_keys", n_keys), ("n_queries", n_queries), ("offset", offset if offset != 0 else None)):
+            if unused is not None:
+                raise ValueError(f"`{name}` follows from `positions` and must be left out, got {describe(unused)}")
+        return _logits_by_value(q, table, span, positions, causal=causal, side=side, xp=xp)
     given, other = (n_keys, n_queries) if side == "query" else (n_queries, n_keys)
     name, unused = ("n_keys", "n_queries") if side == "query" else ("n_queries", "n_keys")
     if other is not None:
@@ -102,6 +120,36 @@ def relative_logits(
         listed = isinstance(offset, (list, tuple))
         negative = [-each for each in own.known or ()] if listed else -own.offset_by_item
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
+
+
+def _logits_by_value(
+    q: Array, table: Array, span: Span, positions: Any, *, causal: bool, side: str, xp: Namespace
+) -> Array:
+    """Return the logits of queries and keys that stand anywhere."""
+    if not isinstance(positions, (tuple, list)) or len(positions) != 2:
+        raise TypeError(
+            f"`positions` must be a pair of integer arrays, of queries and of keys, got {describe(positions)}"
+        )
+    lengths = (q.shape[-2], None) if side == "query" else (None, q.shape[-2])
+    named = zip(("positions[0]", "positions[1]"), positions, lengths, strict=True)
+    queries, keys = pair = [check_label(*each, q, xp=xp) for each in named]
+    n, m = queries.shape[-1], keys.shape[-1]
+    visibility = Pattern(right=0 if causal else None).of(q, m, 0, by_value=True, xp=xp)
+    check_reach_of("table", span, visibility, (pair[0], pair[1]))
+    dtype = q.dtype
+    if is_half(dtype, xp=xp):
+        q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
+    places = (queries[..., None, :, None], keys[..., None, None, :])
+    chunk = looked_up(Chunk(0, n, 0, m, -span.left, span.rows, 0), *places, visibility, span, xp=xp)
+    heads = q if q.ndim > 2 else q[None, ...]
+    turned = chunk if side == "query" else chunk.mirrored(0, m, xp=xp)
+    columns = xp.matrix_transpose(table) if side == "query" else xp.flip(xp.matrix_transpose(table), axis=-1)
+    logits = turned.absolute(xp.matmul(heads, columns), xp=xp)
+    logits = chunk.poisoned(logits if side == "query" else xp.matrix_transpose(logits), xp=xp)
+    seen = visibility.sees(*places, xp=xp)
+    logits = logits if seen is None else xp.where(seen, logits, 0.0)
+    logits = logits if q.ndim > 2 else logits[0, ...]
+    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
 
 
 def _logits(

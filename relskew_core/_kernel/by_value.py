@@ -13,6 +13,8 @@ from relskew_core._array.gather import gather, scatter_add
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
+from relskew_core._positions.span import Span
+from relskew_core._positions.visibility import Visibility
 
 
 def of_queries(labels: Array, chunk: Chunk) -> Array:
@@ -69,18 +71,22 @@ def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace)
     if not visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
         return chunk
     queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
+    return looked_up(chunk, queries, keys, visibility, span, xp=xp)
+
+
+def looked_up(
+    chunk: Chunk, queries: Array, keys: Array, visibility: Visibility, span: Span, *, xp: Namespace
+) -> LookUpChunk:
+    """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
+    numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     r = keys - queries
     index = xp.clip(r - chunk.low, 0, chunk.width - 1)
     if span.beyond == "clip":
-        return LookUpChunk(*_numbers(chunk), index, None, None)
+        return LookUpChunk(*numbers, index, None, None)
     there = xp.logical_and(r >= -span.left, r <= span.right)
     unreached = None
     if span.beyond == "error":
         unreached = xp.logical_not(there)
         seen = visibility.sees(queries, keys, xp=xp)
         unreached = unreached if seen is None else xp.logical_and(unreached, seen)
-    return LookUpChunk(*_numbers(chunk), index, there, unreached)
-
-
-def _numbers(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare
+    return LookUpChunk(*numbers, index, there, unreached)

@@ -33,15 +33,18 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
         raise ValueError(f"`{name}` must be {expected}, where their lengths differ, got {describe(given)}")
     else:
         given, names = (given, given), (name, name)
-    of_queries, of_keys = (_checked(*each, q, xp=xp) for each in zip(names, given, (q, k), strict=True))
+    lengths = (q.shape[-2], k.shape[-2])
+    of_queries, of_keys = (check_label(*each, q, xp=xp) for each in zip(names, given, lengths, strict=True))
     return of_queries, of_keys
 
 
-def _checked(name: str, x: Any, rows: Array, q: Array, *, xp: Namespace) -> Array:
+def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
+    """Return integers of so many queries or keys, of any number where ``length`` is ``None``."""
     check_companion(name, x, "q", q, xp=xp)
     if not xp.isdtype(x.dtype, "integral"):
         raise TypeError(f"`{name}` must be of integers, got {describe(x)}")
-    length, lead = rows.shape[-2], tuple(q.shape[:-3])
+    lead = tuple(q.shape[:-3])
+    length = (x.shape or (1,))[-1] if length is None else length
     if tuple(x.shape) not in ((length,), (*lead, length)):
         raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
     wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap

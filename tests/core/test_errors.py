@@ -30,6 +30,7 @@ def zeros(*shape: int, dtype: Any = float) -> Any:
 
 Q, TABLE, GRID = zeros(H, N, D), zeros(5, D), zeros(H, 6, D)
 NOT_ARRAYS = ("text", [[1.0]], 1.0, None, np.ma.zeros((H, N, D)))
+STEPS = np.arange(N)
 NOT_INTS = (1.5, "1", True)
 SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
 CROSS = BlockSpec(4, 2, Span.clipped(2), cross=True)
@@ -134,6 +135,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("n_queries", *NOT_INTS, None, 0, side="key", n_keys=None),
             Bad("n_keys", N, side="key"),
             Bad("side", "both", None, 1),
+            Bad("positions", 3, (STEPS,), "text", (STEPS, zeros(N)), (np.arange(N + 1), STEPS), n_keys=None),
+            Bad("positions", (STEPS, zeros(H, N, dtype=int)), n_keys=None),
+            Bad("n_keys", N, positions=(STEPS, STEPS)),
+            Bad("offset", 1, [1, 2], positions=(STEPS, STEPS), n_keys=None),
+            Bad("table", TABLE, positions=(STEPS, STEPS * 2), n_keys=None),
             *SPANS,
         ],
     ),

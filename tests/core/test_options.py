@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import dense
+import oracles
 import relskew_core as relskew
 import strategies
 from relskew_core import Span, attention_weights, relative_attention, relative_attention_vjp
@@ -194,6 +195,23 @@ def test_the_order_of_keys_means_nothing_where_positions_are_given() -> None:
             Q, K[:, :, order], V[:, :, order], table, span, positions=(positions, positions[order]), **options
         )
         np.testing.assert_allclose(one, two, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("span", [Span.clipped(3), Span(2, 5, "zero"), Span.full(30)], ids=str)
+def test_logits_by_position_are_those_of_the_loops(side: str, span: Span) -> None:
+    queries, keys = RNG.integers(-9, 9, (2, 40)), RNG.integers(-9, 9, 11)
+    table = RNG.standard_normal((4, span.rows, 8))
+    for causal in (False, True):
+        given = Q if side == "query" else K[:, :, :11]
+        found = relskew.relative_logits(given, table, span, positions=(queries, keys), side=side, causal=causal)
+        expected = np.zeros((2, 4, 40, 11))
+        for item, head, i, j in np.ndindex(expected.shape):
+            r = int(keys[j] - queries[item, i])
+            row = None if causal and r > 0 else oracles.row_of(r, span)
+            if row is not None:
+                expected[item, head, i, j] = table[head, row] @ given[item, head, i if side == "query" else j]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_left_padding_by_positions_is_an_offset_by_item() -> None:

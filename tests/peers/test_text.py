@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,3 +234,23 @@ def test_inkling(length: int, past: int) -> None:
     table, span = conventions.INKLING.load(theirs.proj.mT)
     got = relative_logits(states.transpose(1, 2), table, span, n_keys=length + past, offset=past, causal=True)
     check(got, want)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gpt_oss(window: int | None) -> None:
+    """A sink in each row's softmax, grouped queries and a sliding window; gradients too."""
+    theirs = peer("transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward")
+    q, k, v, sinks = randn(2, 4, 17, 8), randn(2, 2, 17, 8, seed=2), randn(2, 2, 17, 8, seed=3), randn(4, seed=4)
+    given = [x.requires_grad_() for x in (q, k, v, sinks)]
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
+    steps = torch.arange(17)
+    seen = steps <= steps[:, None]
+    if window is not None:
+        seen &= steps > steps[:, None] - window
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    want, _ = theirs(module, q, k, v, mask, scaling=0.3)
+    sides = None if window is None else (window - 1, None)
+    out: Any = relative_attention(q, k, v, sinks=sinks, causal=True, window=sides, scale=0.3)
+    check(out.transpose(1, 2), want)
+    for ours, other in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (out, want)), strict=True):
+        check(ours, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +33,25 @@ def test_swin(window: int) -> None:
             mask=None if mask is None else mask.repeat(2, 1, 1)[:, None],
         )  # fmt: skip
         check(theirs.o_proj(join(out)), want, 1e-6 if mask is None else 1e-5)  # its softmax is float32
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_swin_v2(window: int) -> None:
+    """Cosine attention: a scale for each head, and a bias that a small network makes."""
+    config = peer("transformers.Swinv2Config")(qkv_bias=True)
+    modeling = "transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention"
+    theirs = randomised(peer(modeling)(config, 24, 3, window))
+    x = randn(4, window * window, 24)
+    q, k, v = (split(linear(x), 3) for linear in (theirs.query, theirs.key, theirs.value))
+    made = theirs.continuous_position_bias_mlp(theirs.relative_coords_table).view(-1, 3)
+    rel_bias, span_h, span_w = conventions.Swin(window=(window, window)).load(16 * torch.sigmoid(made))
+    unit_q, unit_k = (torch.nn.functional.normalize(y, dim=-1) for y in (q, k))
+    out: Any = relative_attention_2d(
+        unit_q, unit_k, v, rel_bias=rel_bias, span_h=span_h, span_w=span_w, q_grid=(window, window),
+        k_grid=(window, window), scale=theirs.logit_scale[:, 0, 0].clamp(max=math.log(100)).exp(),
+    )  # fmt: skip
+    want, *_ = theirs(x)
+    check(join(out), want)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
