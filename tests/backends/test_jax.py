@@ -93,36 +93,36 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
     left, right = pattern["window"] or (None, None)
     visibility = Visibility(n, m, pattern["offset"], left, 0 if causal else right, pattern["block_size"])
     plan = plans.LoopPlan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0), size)
-    assert len(plan.segments) <= plans.SEGMENTS
+    assert len(plan.loops) <= plans.LOOPS
     found = []
-    for segment in plan.segments:
-        assert segment.n <= size
-        assert len(segment.places.start) >= plans.TURNS or len(plan.segments) == 1
-        for start, fresh, first, seen_first, seen_end in zip(*segment.places, strict=True):
-            assert 0 <= start <= n - segment.n
-            assert 0 <= first <= m - segment.m
-            assert segment.overlap or start == fresh
-            assert segment.unseen or (seen_first, seen_end) == (first, first + segment.m)
-            low = first - start - visibility.offset - segment.spare
-            assert plan.low <= low <= low + segment.width - 1 <= plan.high
-            for i in range(fresh, start + segment.n):
+    for loop in plan.loops:
+        assert loop.n <= size
+        assert len(loop.places.start) >= plans.TURNS or len(plan.loops) == 1
+        for start, fresh, first, seen_first, seen_end in zip(*loop.places, strict=True):
+            assert 0 <= start <= n - loop.n
+            assert 0 <= first <= m - loop.m
+            assert loop.overlap or start == fresh
+            assert loop.unseen or (seen_first, seen_end) == (first, first + loop.m)
+            low = first - start - visibility.offset - loop.spare
+            assert plan.low <= low <= low + loop.width - 1 <= plan.high
+            for i in range(fresh, start + loop.n):
                 for j in range(m):
                     if oracles.sees(i, j, **pattern):
                         found.append((i, j))
-                        assert first <= seen_first <= j < seen_end <= first + segment.m
-                        assert low <= j - i - visibility.offset < low + segment.width
+                        assert first <= seen_first <= j < seen_end <= first + loop.m
+                        assert low <= j - i - visibility.offset < low + loop.width
     seen = [(i, j) for i in range(n) for j in range(m) if oracles.sees(i, j, **pattern)]
     assert sorted(found) == seen
 
 
 def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
-    def segments(**pattern: Any) -> list[Any]:
+    def loops(**pattern: Any) -> list[Any]:
         options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0)
-        return list(plans.LoopPlan.of(options, 8).segments)
+        return list(plans.LoopPlan.of(options, 8).loops)
 
-    assert [segment.m for segment in segments()] == [256]
-    assert [segment.m for segment in segments(left=15, right=0)] == [8 + 15]
-    assert [segment.m for segment in segments(right=0)] == [40, 80, 128, 168, 208, 256]
+    assert [loop.m for loop in loops()] == [256]
+    assert [loop.m for loop in loops(left=15, right=0)] == [8 + 15]
+    assert [loop.m for loop in loops(right=0)] == [40, 80, 128, 168, 208, 256]
 
 
 def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:
