@@ -18,7 +18,7 @@ from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
 from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.columns import Columns
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
-from relskew_core.backends._jax.offsets import AnyOffset
+from relskew_core.backends._jax.offsets import AnyOffset, in_small_numbers
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class TracedChunk:
 
     def _visible(self) -> Array | None:
         """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
-        pattern, labels = self.call.options.visibility, self._labels
+        pattern, labels = in_small_numbers(self.call.options.visibility), self._labels
         if labels.q_positions is None:
             queries = (self.place.start + jnp.arange(self.loop.n) + pattern.offset)[:, None]
             keys = (self.place.first + jnp.arange(self.loop.m))[None, :]

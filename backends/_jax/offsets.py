@@ -1,4 +1,4 @@
-"""JAX: offsets by item, whose values a compiled loop does not know."""
+"""JAX: offsets in 32 bits, and those by item, whose values a compiled loop does not know."""
 
 from __future__ import annotations
 
@@ -48,3 +48,18 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
     stands = jnp.arange(pattern.n_queries) + pattern.offset_by_item[..., None]
     operands = operands._replace(q_positions=stands, k_positions=jnp.arange(pattern.n_keys))
     return operands, replace(options, visibility=AnyOffset(pattern.n_queries, pattern.n_keys, 0, *pattern.sides))
+
+
+def in_small_numbers(pattern: Visibility) -> Visibility:
+    """Return a pattern that hides the same, and whose numbers fit 32 bits however far away the queries stand."""
+    offset = pattern.offset
+    if pattern.block_size is None and offset:
+        left = None if pattern.left is None else pattern.left - offset
+        right = None if pattern.right is None else pattern.right + offset
+        return Visibility(pattern.n_queries, pattern.n_keys, 0, left, right)
+    if not -(2**31) <= offset <= 2**31 - pattern.n_queries and jnp.asarray(0).dtype == jnp.int32:
+        raise ValueError(
+            f"`offset` must leave positions in 32 bits where `block_size` is given, unless jax_enable_x64 is set, "
+            f"got offset={offset}"
+        )
+    return pattern
