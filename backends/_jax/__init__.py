@@ -6,7 +6,7 @@ by its square, and ``jax.grad`` keeps every chunk's weights for the backward pas
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,33 +17,43 @@ from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size
 from relskew_core._kernel.problem import Problem
+from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core._positions.span import Span
 from relskew_core.backends._jax import backward as jax_backward
 from relskew_core.backends._jax import forward as jax_forward
-from relskew_core.backends._path import COMMON, Path
+from relskew_core.backends._jax.offsets import split
+from relskew_core.backends._path import Path
+
+KNOWN = frozenset(Operands._fields) | {
+    option.name for kind in (Options, Span, RaggedVisibility) for option in fields(kind)
+}
+"""The arrays and options that the loops know: all of them."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    return Path(attention, attention_vjp, knows=COMMON | {"softcap", "blocks_before"})
+    return Path(attention, attention_vjp, knows=KNOWN.union(Operands._fields))
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    result: tuple[Array, Array | None] = _attention(operands, _sized(operands, options))
+    result: tuple[Array, Array | None] = _attention(*_prepared(operands, options))
     return result
 
 
 def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any, **results: Array | None) -> Gradients:
     """Return the gradients of every operand."""
-    return jax_backward.attention_vjp(Cotangents(d_out, **results), operands, _sized(operands, options))
+    return jax_backward.attention_vjp(Cotangents(d_out, **results), *_prepared(operands, options))
 
 
-def _sized(operands: Operands, options: Options) -> Options:
+def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options]:
+    """Return a call whose options are constants, and its chunk size known."""
+    operands, options = split(operands, options)
     options = replace(options, visibility=options.visibility.bounded())  # XLA counts in 32 bits
     if options.chunk_size is not None:
-        return options
+        return operands, options
     cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
-    return replace(options, chunk_size=chunk_size(operands, options, cpu=cpu))
+    return operands, replace(options, chunk_size=chunk_size(operands, options, cpu=cpu))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -15,8 +15,9 @@ from relskew_core._kernel.backward import Cotangents, grouped_outer
 from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.forward import capped_gradient, grouped_matmul
 from relskew_core._kernel.sums import sum_to
-from relskew_core.backends._jax.chunk import Columns, ScannedCall, TracedChunk
-from relskew_core.backends._jax.loops import ChunkPlace, Segment
+from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
+from relskew_core.backends._jax.columns import Columns
+from relskew_core.backends._jax.loops import ChunkPlace, Loop
 
 
 @partial(jax.jit, static_argnames="options")
@@ -34,8 +35,8 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options) 
     }
     sums = Gradients(**jax.tree.map(jnp.zeros_like, like))
     with jax.named_scope("relative_attention_vjp"):
-        for segment in call.plan.segments:
-            sums, _ = lax.scan(partial(_step, call, segment, cotangents), sums, segment.places)
+        for loop in call.plan.loops:
+            sums, _ = lax.scan(partial(_step, call, loop, cotangents), sums, loop.places)
 
     rows = {name: table.gradient(getattr(sums, name)) for name, table in tables.items()}
     if "rel_bias" in rows:
@@ -44,24 +45,26 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options) 
 
 
 def _step(
-    call: ScannedCall, segment: Segment, cotangents: Cotangents, sums: Gradients, place: ChunkPlace
+    call: ScannedCall, loop: Loop, cotangents: Cotangents, sums: Gradients, place: ChunkPlace
 ) -> tuple[Gradients, None]:
     """Add one chunk's gradients."""
     d_out, out, lse, d_lse = cotangents
-    operands, options, chunk = call.operands, call.options, TracedChunk(call, segment, place)
+    operands, options, chunk = call.operands, call.options, TracedChunk(call, loop, place)
     d_rows = chunk.fresh(d_out)
-    (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.keys(operands.v)
+    (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.values()
     capped = chunk.logits(q, rel_q, k)
     weights, own_lse = chunk.weights(capped, lse=lse is not None)
     if lse is not None:
         weights = weights * share_of(own_lse, chunk.queries(lse[..., None])[..., 0], xp=jnp)[..., None]
 
     d_weights = grouped_matmul(d_rows, jnp.matrix_transpose(v), xp=jnp)
-    d_v = grouped_outer(d_rows, weights, v.shape[-3], xp=jnp)
+    of_values = chunk.kept(weights)
+    d_v = grouped_outer(d_rows, of_values, v.shape[-3], xp=jnp)
     new = {"v": _add(sums.v, chunk.seen(d_v), {-1: place.first})}
     if call.rel_v is not None:
         d_weights = d_weights + chunk.absolute(jnp.matmul(d_rows, chunk.columns(call.rel_v)))
-        new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(weights))
+        new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(of_values))
+    d_weights = chunk.kept(d_weights)
 
     if out is None:
         delta = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
@@ -77,6 +80,8 @@ def _step(
     d_logits = capped_gradient(d_logits, capped, options)
 
     d_k = grouped_outer(q, d_logits, k.shape[-3], xp=jnp)
+    if call.key_table is not None:
+        d_k = d_k + jnp.matrix_transpose(_add_key_side(chunk, call.key_table, d_logits, k, sums, new))
     new["k"] = _add(sums.k, chunk.seen(d_k), {-1: place.first})
     d_q = grouped_matmul(d_logits, k, xp=jnp) * options.scale
     d_rel_q = _add_relative(chunk, d_logits, rel_q, sums, new)
@@ -103,6 +108,16 @@ def _add_relative(
         return None
     new["rel_k"] = _add_columns(chunk, call.rel_k, sums.rel_k, rel_q, relative)
     return jnp.matmul(relative, jnp.matrix_transpose(chunk.columns(call.rel_k))) * call.options.rel_scale
+
+
+def _add_key_side(
+    chunk: TracedChunk, table: Columns, d_logits: Array, k: Array, sums: Gradients, new: dict[str, Array]
+) -> Array:
+    """Add to the gradient of ``key_table``, and return that of the keys."""
+    _, pull = jax.vjp(chunk.key_side_logits, k, chunk.key_side_columns(table))
+    d_k, d_columns = pull(d_logits)
+    new["key_table"] = _add(sums.key_table, d_columns, {-1: chunk.key_side_start(table)})
+    return d_k
 
 
 def _add(total: Array, piece: Array, starts: dict[int, Array | int]) -> Array:

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import lax
 
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
+from relskew_core._kernel import dropout
+from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._kernel.forward import capped, grouped_matmul
-from relskew_core._positions.skew import pad_last, skew_from, unskew_from
-from relskew_core._positions.table import Extension, Table
-from relskew_core.backends._jax.loops import ChunkPlace, LoopPlan, Segment
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A table by columns, (..., D, columns), extended once to all relative positions that chunks touch.
-
-    Columns that no query sees are zeros, whatever the table holds there.
-    """
-
-    columns: Array
-    low: int  # relative position of the first column
-    extension: Extension
-    before: int  # columns of zeros before the positions that some query sees
-    seen: int  # number of those positions
-    rows: int  # of the caller's table
-
-    @classmethod
-    def of(cls, rows: Array | None, options: Options, plan: LoopPlan) -> Columns | None:
-        """Extend a table (..., R, D)."""
-        if rows is None:
-            return None
-        lowest, highest = options.positions()
-        table = Table(jnp.matrix_transpose(rows), options.span.left, options.span.beyond)
-        extension = table.plan(lowest, highest)
-        before = lowest - plan.low
-        columns = pad_last(table.spread(lowest, highest, xp=jnp), before, plan.high - highest, xp=jnp)
-        return cls(columns, plan.low, extension, before, highest - lowest + 1, rows.shape[-2])
-
-    def gradient(self, columns: Array) -> Array:
-        """Turn the gradient of the columns into the gradient of the caller's table."""
-        core = self.extension.fold(columns[..., self.before : self.before + self.seen], xp=jnp)
-        return jnp.matrix_transpose(self.extension.place(core, self.rows, xp=jnp))
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
+from relskew_core.backends._jax import key_side
+from relskew_core.backends._jax.columns import Columns
+from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
+from relskew_core.backends._jax.offsets import AnyOffset, in_small_numbers
 
 
 @dataclass(frozen=True)
@@ -59,58 +31,94 @@ class ScannedCall:
     rel_k: Columns | None
     rel_v: Columns | None
     rel_bias: Columns | None
+    key_table: Columns | None
+    drawn: tuple[Array, Array] | None  # with dropout, hashes of queries (..., H, Lq, 1) and of keys (Lk,)
 
     @classmethod
     def of(cls, operands: Operands, options: Options) -> ScannedCall:
-        """LoopPlan a call whose chunk size is known."""
+        """Plan a call whose chunk size is known."""
         assert options.chunk_size is not None
         plan = LoopPlan.of(options, options.chunk_size)
         bias = None if operands.rel_bias is None else operands.rel_bias[..., None]
-        tables = (Columns.of(rows, options, plan) for rows in (operands.rel_k, operands.rel_v, bias))
-        return cls(operands, options, plan, *tables)
+        rel_k, rel_v, rel_bias = (
+            Columns.of(rows, options, plan.low, plan.high) for rows in (operands.rel_k, operands.rel_v, bias)
+        )
+        key_table = Columns.mirrored(operands.key_table, options, *key_side.reach(plan, options))
+        return cls(operands, options, plan, rel_k, rel_v, rel_bias, key_table, _drawn(operands, options))
 
 
-@dataclass(frozen=True)
+def _drawn(operands: Operands, options: Options) -> tuple[Array, Array] | None:
+    if not options.dropout:
+        return None
+    pattern = options.visibility
+    if isinstance(pattern, AnyOffset) and operands.q_positions is not None:
+        options = replace(options, visibility=pattern.ragged(operands.q_positions))
+    whole = Chunk(0, pattern.n_queries, 0, pattern.n_keys, 0, 0, 0)
+    return dropout.hashes(operands, options, whole, xp=jnp)
+
+
 class TracedChunk:
-    """A chunk of a segment at its traced place."""
+    """A chunk of a loop at its traced place."""
 
-    call: ScannedCall
-    segment: Segment
-    place: ChunkPlace
+    def __init__(self, call: ScannedCall, loop: Loop, place: ChunkPlace) -> None:
+        self.call, self.loop, self.place = call, loop, place
+        operands = call.operands
+        self._labels = operands._replace(
+            q_segments=self._label(operands.q_segments, place.start, loop.n),
+            k_segments=self._label(operands.k_segments, place.first, loop.m),
+            q_positions=self._label(operands.q_positions, place.start, loop.n),
+            k_positions=self._label(operands.k_positions, place.first, loop.m),
+        )
+        chunk = Chunk(0, loop.n, 0, loop.m, loop.low[0], loop.width, loop.spare)  # as if it were the first one
+        self.layout = placed(chunk, self._labels, call.options, xp=jnp)
+        self.visible = self._visible()
+
+    @staticmethod
+    def _label(x: Array | None, start: Array, size: int) -> Array | None:
+        return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 1)
 
     def queries(self, x: Array) -> Array:
         """Cut (..., queries, D) to the chunk's."""
-        return lax.dynamic_slice_in_dim(x, self.place.start, self.segment.n, axis=x.ndim - 2)
+        return lax.dynamic_slice_in_dim(x, self.place.start, self.loop.n, axis=x.ndim - 2)
 
     def fresh(self, x: Array) -> Array:
         """Cut (..., queries, D) to the chunk's, zeros for queries that another chunk has had."""
         x = self.queries(x)
-        if not self.segment.overlap:
+        if not self.loop.overlap:
             return x
-        rows = self.place.start + jnp.arange(self.segment.n)
+        rows = self.place.start + jnp.arange(self.loop.n)
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def keys(self, x: Array) -> Array:
-        """Cut (..., keys, D) to the chunk's, zeros for keys that none of its queries may see."""
-        rows = lax.dynamic_slice_in_dim(x, self.place.first, self.segment.m, axis=x.ndim - 2)
+        """Cut (..., keys, D) to the chunk's, zeros for keys outside the range that its queries may see."""
+        rows = lax.dynamic_slice_in_dim(x, self.place.first, self.loop.m, axis=x.ndim - 2)
         return jnp.matrix_transpose(self.seen(jnp.matrix_transpose(rows)))
 
+    def values(self) -> Array:
+        """Return the values of the chunk's keys, zeros for those that none of its queries may see."""
+        v = self.keys(self.call.operands.v)
+        if self.visible is None or self.visible.ndim == 2:  # one pattern for all: every key of the range is seen
+            return v
+        return jnp.where(jnp.any(self.visible, axis=-2)[..., None], v, 0.0)
+
     def seen(self, x: Array) -> Array:
-        """Put zeros into (..., D, m) for keys that no query of the chunk may see."""
-        if not self.segment.unseen:
+        """Put zeros into (..., D, m) for keys outside the range that the chunk's queries may see."""
+        if not self.loop.unseen:
             return x
-        keys = self.place.first + jnp.arange(self.segment.m)
+        keys = self.place.first + jnp.arange(self.loop.m)
         return jnp.where((keys >= self.place.seen_first) & (keys < self.place.seen_end), x, 0.0)
 
     def columns(self, table: Columns) -> Array:
         """Cut a table to the chunk's columns, (..., D, width)."""
         columns = table.columns
-        return lax.dynamic_slice_in_dim(columns, self.column(table), self.segment.width, axis=columns.ndim - 1)
+        return lax.dynamic_slice_in_dim(columns, self.column(table), self.loop.width, axis=columns.ndim - 1)
 
-    def column(self, table: Columns) -> Array:
+    def column(self, table: Columns) -> Array | int:
         """Return the chunk's first column of a table."""
-        offset = self.call.options.visibility.offset
-        return self.place.first - self.place.start - (offset + self.segment.spare + table.low)
+        visibility = self.call.options.visibility
+        if visibility.by_value:
+            return 0
+        return self.place.first - self.place.start - (visibility.offset + self.loop.spare + table.low)
 
     def mask_starts(self, mask: Array) -> tuple[Array | int, Array | int]:
         """Return the chunk's first row and column of a mask, 0 along axes that broadcast."""
@@ -118,27 +126,32 @@ class TracedChunk:
 
     def of_mask(self, mask: Array) -> Array:
         """Cut a mask to the chunk's rows and columns, whole along axes that broadcast."""
-        sizes = (min(mask.shape[-2], self.segment.n), min(mask.shape[-1], self.segment.m))
+        sizes = (min(mask.shape[-2], self.loop.n), min(mask.shape[-1], self.loop.m))
         for axis, start, size in zip((-2, -1), self.mask_starts(mask), sizes, strict=True):
             mask = lax.dynamic_slice_in_dim(mask, start, size, axis=mask.ndim + axis)
         return mask
 
     def absolute(self, x: Array) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
-        return skew_from(x, n_keys=self.segment.m, first=self.segment.spare, xp=jnp)
+        return self.layout.absolute(x, xp=jnp)
 
     def relative(self, s: Array) -> Array:
         """Absolute layout (..., n, m) to relative layout (..., n, width)."""
-        # In full width first: narrower rows overlap, and a query's NaN would become its neighbour's.
-        width = self.segment.spare + self.segment.m
-        return unskew_from(s, width=width, first=self.segment.spare, xp=jnp)[..., : self.segment.width]
+        return self.layout.relative(s, xp=jnp)
 
-    def visible(self) -> Array | None:
-        """Return which keys the queries may see, shape (n, m), ``None`` if all of them."""
-        visibility = self.call.options.visibility
-        queries = (self.place.start + visibility.offset + jnp.arange(self.segment.n))[:, None]
-        keys = (self.place.first + jnp.arange(self.segment.m))[None, :]
-        return visibility.sees(queries, keys, xp=jnp)
+    def _visible(self) -> Array | None:
+        """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
+        pattern, labels = in_small_numbers(self.call.options.visibility), self._labels
+        if labels.q_positions is None:
+            queries = (self.place.start + jnp.arange(self.loop.n) + pattern.offset)[:, None]
+            keys = (self.place.first + jnp.arange(self.loop.m))[None, :]
+        else:
+            queries, keys = of_queries(labels.q_positions, self.layout), of_keys(labels.k_positions, self.layout)
+        visible = pattern.sees(queries, keys, xp=jnp)
+        if labels.q_segments is None:
+            return visible
+        same = of_queries(labels.q_segments, self.layout) == of_keys(labels.k_segments, self.layout)
+        return same if visible is None else visible & same
 
     def scaled_queries(self) -> tuple[Array, Array]:
         """Return the queries that meet the keys and those that meet ``rel_k``, scaled."""
@@ -156,13 +169,30 @@ class TracedChunk:
             product = jnp.matmul(rel_q, self.columns(call.rel_k))
             relative = product if relative is None else product + relative
         if relative is not None:
-            wide = jnp.broadcast_to(relative, (*relative.shape[:-2], self.segment.n, self.segment.width))
+            wide = jnp.broadcast_to(relative, (*relative.shape[:-2], self.loop.n, self.loop.width))
             logits = logits + self.absolute(wide)
+        if call.key_table is not None:
+            logits = logits + self.key_side_logits(k, self.key_side_columns(call.key_table))
+        if isinstance(self.layout, LookUpChunk):
+            logits = self.layout.poisoned(logits, xp=jnp)
         return capped(logits, call.options, xp=jnp)
+
+    def key_side_start(self, table: Columns) -> Array | int:
+        """Return the first column of the table that the chunk's keys meet."""
+        return key_side.start(self.loop, self.place, self.call.options, table)
+
+    def key_side_columns(self, table: Columns) -> Array:
+        """Cut the table that keys meet to the chunk's columns."""
+        columns, size = table.columns, key_side.width(self.loop, self.call.options)
+        return lax.dynamic_slice_in_dim(columns, self.key_side_start(table), size, axis=columns.ndim - 1)
+
+    def key_side_logits(self, k: Array, columns: Array) -> Array:
+        """Return what the table's columns add to the logits."""
+        return key_side.logits(k * self.call.options.rel_scale, columns, self.layout, self.call.operands.q.shape[-3])
 
     def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
         """Return the softmax over what may be seen and, if asked for, the log-sum-exp."""
-        mask, visible = self.call.operands.mask, self.visible()
+        mask, visible = self.call.operands.mask, self.visible
         if mask is not None:
             allowed = self.of_mask(mask)
             if allowed.dtype != bool:
@@ -170,5 +200,14 @@ class TracedChunk:
             visible = allowed if visible is None else visible & allowed
         if visible is not None:
             logits = jnp.where(visible, logits, -math.inf)
-        dead_rows = mask is not None or self.call.options.visibility.some_query_sees_nothing()
-        return softmax(logits, dead_rows=dead_rows, lse=lse, xp=jnp)
+        return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), lse=lse, xp=jnp)
+
+    def kept(self, weights: Array) -> Array:
+        """Put zeros for the weights that dropout does not keep, and the others over the share that is kept."""
+        if self.call.drawn is None:
+            return weights
+        rows, columns = self.call.drawn
+        columns = lax.dynamic_slice_in_dim(columns, self.place.first, self.loop.m)
+        share = self.call.options.dropout
+        drawn = dropout.stirred(jnp.bitwise_xor(self.queries(rows), columns), xp=jnp)
+        return weights * jnp.where(drawn < dropout.threshold(share), 0.0, jnp.asarray(1 / (1 - share), weights.dtype))

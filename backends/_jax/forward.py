@@ -1,4 +1,4 @@
-"""JAX: the forward pass, a loop over chunks of one shape for each segment."""
+"""JAX: the forward pass, loops over chunks of one shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
-from relskew_core.backends._jax.loops import ChunkPlace, Segment
+from relskew_core.backends._jax.loops import ChunkPlace, Loop
 
 
 @partial(jax.jit, static_argnames="options")
@@ -26,20 +26,21 @@ def attention(operands: Operands, options: Options) -> tuple[Array, Array | None
         jnp.full((*shape, 1), -math.inf, dtype=dtype) if options.return_lse else None,
     )
     with jax.named_scope("relative_attention"):
-        for segment in call.plan.segments:
-            results, _ = lax.scan(partial(_step, call, segment), results, segment.places)
+        for loop in call.plan.loops:
+            results, _ = lax.scan(partial(_step, call, loop), results, loop.places)
     out, lse = results
     return out, None if lse is None else lse[..., 0]
 
 
 def _step(
-    call: ScannedCall, segment: Segment, results: tuple[Array, Array | None], place: ChunkPlace
+    call: ScannedCall, loop: Loop, results: tuple[Array, Array | None], place: ChunkPlace
 ) -> tuple[tuple[Array, Array | None], None]:
     """Attend from one chunk, and put its rows where they belong."""
-    chunk = TracedChunk(call, segment, place)
+    chunk = TracedChunk(call, loop, place)
     logits = chunk.logits(*chunk.scaled_queries(), chunk.keys(call.operands.k))
     weights, sums = chunk.weights(logits, lse=results[1] is not None)
-    rows = grouped_matmul(weights, chunk.keys(call.operands.v), xp=jnp)
+    weights = chunk.kept(weights)
+    rows = grouped_matmul(weights, chunk.values(), xp=jnp)
     if call.rel_v is not None:
         rows = rows + jnp.matmul(chunk.relative(weights), jnp.matrix_transpose(chunk.columns(call.rel_v)))
     out, lse = results

@@ -6,21 +6,18 @@ Everything that a chunk writes stays in the cache of one core; NumPy releases th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
 
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
-from relskew_core._kernel.forward import Tables
-from relskew_core._positions.table import Table
+from relskew_core._kernel.chunk import Chunk, visible_columns
 from relskew_core.backends import _blas, _parallel
-from relskew_core.backends._in_place import by_batch, chunk_size, fill, hidden_columns, regions
-
-Array: TypeAlias = np.ndarray[Any, Any]
+from relskew_core.backends._in_place import fill, regions
+from relskew_core.backends._numpy.call import Array, HeadwiseCall
+from relskew_core.backends._numpy.scratch import Hidden, Scratch, Views
 
 SHORT = 2**13
 """Logits of a head up to which Python's work for each head costs more than the caches and threads save."""
@@ -35,7 +32,7 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
     heads = [(batch, head) for batch in range(shape[0]) for head in range(shape[1])]
     workers = _parallel.numpy_threads()
     parts = 1 if len(heads) >= workers else workers  # few heads: their chunks are dealt to the workers
-    idle = [_Scratch(call) for _ in range(workers)]  # memory that was written before costs no page faults
+    idle = [Scratch(call) for _ in range(workers)]
 
     def work(task: tuple[int, int, int]) -> None:
         batch, head, part = task
@@ -55,93 +52,7 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class HeadwiseCall:
-    """The operands with their leading axes flattened to one batch axis, and what all chunks share."""
-
-    q: Array
-    k: Array
-    v: Array
-    rel_q: Array | None
-    mask: Array | None
-    tables: Tables
-    options: Options
-    chunks: list[Chunk]
-    hidden: list[list[tuple[slice, Array]]]  # for each chunk, columns and which of their entries are hidden
-    dead_rows: bool
-
-    @classmethod
-    def of(cls, operands: Operands, options: Options) -> HeadwiseCall:
-        if options.chunk_size is None:
-            options = replace(options, chunk_size=chunk_size(options, operands.q.itemsize))
-        laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
-        return cls(
-            q=by_batch(operands.q, xp=xp),
-            k=by_batch(operands.k, xp=xp),
-            v=by_batch(operands.v, xp=xp),
-            rel_q=None if operands.rel_q is None else by_batch(operands.rel_q, xp=xp),
-            mask=None
-            if operands.mask is None
-            else by_batch(np.broadcast_to(operands.mask, (*operands.q.shape[:-1], operands.k.shape[-2])), xp=xp),
-            tables=Tables.of(operands, options, laid, xp=xp),
-            options=options,
-            chunks=laid,
-            hidden=[hidden_columns(options, chunk, xp=xp, device="cpu") for chunk in laid],
-            dead_rows=operands.mask is not None or options.visibility.some_query_sees_nothing(),
-        )
-
-
-class _Scratch:
-    """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
-
-    def __init__(self, call: HeadwiseCall) -> None:
-        size = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
-        self._call = call
-        self._relative = np.empty(size, call.q.dtype)
-        self._absolute = np.empty(size, call.q.dtype)
-        self._negligible = np.empty(size, bool)
-        self._ones = np.ones(max((chunk.end - chunk.first for chunk in call.chunks), default=0), call.q.dtype)
-        self._views: dict[int, _Views] = {}
-
-    def views(self, index: int) -> _Views:
-        """Return a chunk's views, made once for all heads."""
-        if index not in self._views:
-            chunk = self._call.chunks[index]
-            n, m = chunk.stop - chunk.start, chunk.end - chunk.first
-            relative = self._relative[: n * chunk.width].reshape(n, chunk.width)
-            self._views[index] = _Views(
-                chunk=chunk,
-                relative=relative,
-                moved=chunk.absolute(relative, xp=xp),
-                logits=self._absolute[: n * m].reshape(n, m),
-                negligible=self._negligible[: n * m].reshape(n, m),
-                ones=self._ones[:m],
-                hidden=self._call.hidden[index],
-                n_hidden=sum(int(hidden.sum()) for _, hidden in self._call.hidden[index]),
-            )
-        return self._views[index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """Where a chunk works."""
-
-    chunk: Chunk
-    relative: Array  # relative layout, (n, width)
-    moved: Array  # the same memory in absolute layout, (n, m)
-    logits: Array  # (n, m)
-    negligible: Array  # booleans, (n, m)
-    ones: Array  # (m,)
-    hidden: list[tuple[slice, Array]]
-    n_hidden: int  # how many logits the pattern hides
-
-    def hide(self, value: float) -> None:
-        """Put ``value`` into the logits where the pattern hides a key from a query."""
-        for columns, hidden in self.hidden:
-            np.copyto(self.logits[:, columns], value, where=hidden)
-
-
-def _attend(call: HeadwiseCall, views: _Views, batch: int, head: int, out: Array, lse: Array | None) -> None:
+def _attend(call: HeadwiseCall, views: Views, batch: int, head: int, out: Array, lse: Array | None) -> None:
     chunk, relative, logits = views.chunk, views.relative, views.logits
     group = head * call.k.shape[1] // call.q.shape[1]
     queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
@@ -154,32 +65,34 @@ def _attend(call: HeadwiseCall, views: _Views, batch: int, head: int, out: Array
         logits *= 1 / call.options.softcap
         np.tanh(logits, out=logits)
         logits *= call.options.softcap
-    _hide(call, batch, head, views)
+    hidden = views.hidden(call, batch)
+    _hide(call, batch, head, views, hidden)
 
     largest = logits.max(axis=-1, keepdims=True)
     if call.dead_rows:
         largest[largest == -math.inf] = 0.0
-    total = _write_exponentials(views, largest)
+    total = _write_exponentials(views, largest, hidden.count)
     dead = total == 0.0
     if call.dead_rows:
         total[dead] = 1.0
-    here = out[batch, head, queries]
-    np.matmul(logits, call.v[batch, group, keys], out=here)
+    views.drop(call, batch, head)
+    here, v = out[batch, head, queries], call.v[batch, group, keys]
+    np.matmul(logits, v if hidden.unseen is None else np.where(hidden.unseen[:, None], 0, v), out=here)
     if call.tables.rel_v is not None:
-        views.hide(0.0)  # in relative layout a query's NaN would reach its neighbour's row
+        hidden.put(0.0, logits)  # in relative layout a query's NaN would reach its neighbour's row
         relative[...] = 0.0
         views.moved[...] = logits
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             extension = call.tables.rel_v.plan(low, high)
-            rows = _of_table(call.tables.rel_v, head)[:, extension.start : extension.stop].T
+            rows = call.of_table(call.tables.rel_v, head)[:, extension.start : extension.stop].T
             here += extension.fold(seen, xp=xp) @ rows
-    here /= total
+    here /= total if call.drawn is None else total * (1 - call.options.dropout)
     if lse is not None:
         lse[batch, head, queries] = np.where(dead, -math.inf, largest + np.log(total))[:, 0]
 
 
-def _write_exponentials(views: _Views, largest: Array) -> Array:
+def _write_exponentials(views: Views, largest: Array, n_hidden: int) -> Array:
     """Write ``exp(logits - largest)`` over the logits, zeros for what is negligible, and return the rows' sums.
 
     No subnormal numbers are made on the way, which exp and products crawl through.
@@ -189,7 +102,7 @@ def _write_exponentials(views: _Views, largest: Array) -> Array:
     np.less(logits, NEGLIGIBLE, out=negligible)
     count = np.count_nonzero(negligible)
     if 8 * count < negligible.size:
-        if count != views.n_hidden:  # what the pattern hides is -inf already
+        if count != n_hidden:  # what is hidden is -inf already
             np.copyto(logits, -math.inf, where=negligible)
         np.exp(logits, out=logits)
     else:  # scattered all over peaky logits, where a masked copy takes longer than a product
@@ -215,20 +128,15 @@ def _write_relative(call: HeadwiseCall, batch: int, head: int, chunk: Chunk, sca
         q = rel_q[batch, head, chunk.start : chunk.stop] * call.options.rel_scale
     extension = call.tables.rel_k.plan(chunk.low, chunk.high)
     core, edges, zeros = regions(extension, x)
-    np.matmul(q, _of_table(call.tables.rel_k, head)[:, extension.start : extension.stop], out=core)
+    np.matmul(q, call.of_table(call.tables.rel_k, head)[:, extension.start : extension.stop], out=core)
     fill(edges, zeros)
     if bias is not None:
         x += bias
 
 
-def _of_table(table: Table, head: int) -> Array:
-    columns: Array = table.columns
-    return columns if columns.ndim == 2 else columns[head if columns.shape[0] > 1 else 0]
-
-
-def _hide(call: HeadwiseCall, batch: int, head: int, views: _Views) -> None:
+def _hide(call: HeadwiseCall, batch: int, head: int, views: Views, hidden: Hidden) -> None:
     """Add an additive mask, and put ``-inf`` where a query may not see."""
-    views.hide(-math.inf)
+    hidden.put(-math.inf, views.logits)
     if call.mask is not None:
         chunk, logits = views.chunk, views.logits
         mask = call.mask[batch, head, chunk.start : chunk.stop, chunk.first : chunk.end]

@@ -21,13 +21,14 @@ from relskew_core._positions.visibility import Visibility
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 plans = pytest.importorskip("relskew_core.backends._jax.loops")
+forward = pytest.importorskip("relskew_core.backends._jax.forward")
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compile in a third of the time what runs once, on a few numbers."""
 
 
 def on_jax(arrays: dict[str, Any]) -> dict[str, Any]:
-    return {name: jnp.asarray(x) for name, x in arrays.items()}
+    return {name: dense.each(jnp.asarray, x) for name, x in arrays.items()}
 
 
 def run(function: Any, *arguments: Any) -> Any:
@@ -72,6 +73,130 @@ def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(call: 
         close(gradients[name], gradient.numpy(), 1e-10, name)
 
 
+EVERY_OPTION = (
+    "packed documents, for all items",
+    "documents in any order",
+    "documents, the table meets keys",
+    "positions, zero beyond, in a window",
+    "positions in blocks, the table meets keys",
+    "positions without tables",
+    "consecutive positions",
+    "dropout of documents with sinks",
+)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("case", [case for case in dense.CASES if case.name in EVERY_OPTION], ids=str)
+def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
+    options: dict[str, Any] = {**case.call(), "chunk_size": chunk_size}
+
+    def both(arrays: dict[str, Any], d_out: Any) -> Any:
+        results = relative_attention(**arrays, **options, return_lse=True, impl="native")
+        return results, relative_attention_vjp(d_out, **arrays, **options, impl="native")
+
+    results, gradients = run(both, on_jax(case.arrays()), jnp.asarray(case.d_out()))
+    expected = relative_attention(**case.arrays(), **options, return_lse=True, impl="portable")
+    for name, x, y in zip(("out", "lse"), results, expected, strict=True):
+        close(x, y, 1e-12, name)
+    pulled = relative_attention_vjp(case.d_out(), **case.arrays(), **options, impl="portable")
+    for name in dense.floating(case.arrays()):
+        close(getattr(gradients, name), getattr(pulled, name), 1e-10, name)
+
+
+def test_every_option_has_a_case() -> None:
+    assert set(EVERY_OPTION) <= {case.name for case in dense.CASES}
+
+
+@pytest.mark.parametrize("tables", ["", "rel_k rel_v rel_bias key_table"], ids=["no tables", "tables"])
+def test_offsets_by_item_may_be_traced(tables: str) -> None:
+    """With gradients of the tables, whose rows are taken by values that nobody knows."""
+    case = dense.Case("ragged", n=5, m=9, span=Span(4, 1, "clip"), tables=tables,
+                      options={"causal": True, "dropout": 0.3, "seed": 2, "chunk_size": 2})  # fmt: skip
+
+    def total(arrays: Any, offset: Any, d_out: Any) -> Any:
+        return jnp.sum(relative_attention(**arrays, **case.call(), offset=offset, impl="native") * d_out)
+
+    def pull(arrays: Any, offset: Any, d_out: Any) -> Any:
+        return jax.value_and_grad(total)(arrays, offset, d_out)
+
+    value, gradients = run(pull, on_jax(case.arrays()), jnp.asarray([4, -1]), jnp.asarray(case.d_out()))
+    options: dict[str, Any] = {**case.call(), "offset": [4, -1], "impl": "portable"}
+    out: Any = relative_attention(**case.arrays(), **options)
+    close(value, np.sum(out * case.d_out()), 1e-10, "value")
+    expected = relative_attention_vjp(case.d_out(), **case.arrays(), **options)
+    for name in case.arrays():
+        close(gradients[name], getattr(expected, name), 1e-10, name)
+
+
+def test_positions_that_are_not_known_give_nan_where_a_table_should_have_reached() -> None:
+    case = dense.Case("unreached", span=Span(3, 3), tables="rel_k rel_v", options={"window": (5, None)})
+    stands = jnp.asarray([0, 1, 2, 3, 4, 5, 20]), jnp.arange(7)
+
+    def attend(arrays: Any, stands: Any) -> Any:
+        return relative_attention(**arrays, **case.call(), positions=stands, chunk_size=2, impl="native")
+
+    with pytest.raises(ValueError, match="`rel_k` reaches the relative positions -3 … 3, but queries see"):
+        attend(on_jax(case.arrays()), stands)
+    out = np.asarray(run(attend, on_jax(case.arrays()), stands))
+    # The third query sees four keys ahead, the last one none at all: what is hidden needs no row.
+    assert np.isnan(out).all(axis=-1)[0, 0].tolist() == [True, True, True, False, True, True, False]
+    assert not out[..., 6, :].any()
+
+
+def test_values_of_other_documents_may_be_anything() -> None:
+    case = dense.Case("strangers", n=9, m=9, span=Span.clipped(2), tables="rel_k rel_v")
+    segments = jnp.asarray([0, 0, 0, 1, 1, 1, 0, 0, 0])
+    arrays = case.arrays()
+    for name in ("k", "v"):
+        arrays[name][..., 3:6, :] = np.nan
+
+    def attend(arrays: Any, segments: Any) -> Any:
+        return relative_attention(**arrays, **case.call(), segments=segments, chunk_size=3, impl="native")
+
+    out = run(attend, on_jax(arrays), segments)
+    expected: Any = relative_attention(**case.arrays(), **case.call(), segments=np.asarray(segments))
+    for rows in (slice(0, 3), slice(6, 9)):
+        close(out[..., rows, :], expected[..., rows, :], 1e-12, "out")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "old"])
+def test_a_key_of_jax_drops_the_same_in_both_passes(new: bool) -> None:
+    key = jax.random.key(7) if new else jax.random.PRNGKey(7)
+    case = dense.Case("drawn", options={"dropout": 0.4, "chunk_size": 3})
+
+    def pull(arrays: Any, key: Any, impl: str) -> Any:
+        def total(arrays: Any) -> Any:
+            return jnp.sum(jnp.sin(relative_attention(**arrays, **case.call(), seed=key, impl=impl)))
+
+        return jax.value_and_grad(total)(arrays)
+
+    native, portable = (run(lambda *x, impl=impl: pull(*x, impl), on_jax(case.arrays()), key)
+                        for impl in ("native", "portable"))  # fmt: skip
+    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, "gradients"), native, portable)
+
+
+def test_segments_and_seeds_may_be_mapped() -> None:
+    case = dense.Case("mapped", lead=(3,), tables="rel_k rel_v", options={"dropout": 0.4, "chunk_size": 3})
+    arrays, d_out = case.arrays(), case.d_out()
+    segments, seeds = [[0, 0, 1, 1, 1, 2, 2], [0] * 7, [0, 1, 2, 3, 4, 4, 4]], [0, 1, 2]
+    tables = {"rel_k": arrays["rel_k"], "rel_v": arrays["rel_v"]}
+
+    def pull(q: Any, k: Any, v: Any, segments: Any, seed: Any, d_out: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            given = {**on_jax(tables), **case.call(), "segments": segments, "seed": seed}
+            return relative_attention(q, k, v, **given, impl="native")
+
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    args = [*(arrays[name] for name in "qkv"), np.asarray(segments), np.asarray(seeds), d_out]
+    found = run(jax.vmap(pull), *map(jnp.asarray, args))
+    for item in range(3):
+        given = {**{name: arrays[name][item] for name in "qkv"}, **tables, **case.call(), "seed": seeds[item]}
+        expected = relative_attention_vjp(d_out[item], **given, segments=np.asarray(segments[item]))
+        for name, x in zip("qkv", found, strict=True):
+            close(x[item], getattr(expected, name), 1e-10, name)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(0, 40),
@@ -93,36 +218,36 @@ def test_plans_have_everything_that_is_seen_once_and_at_one_place(
     left, right = pattern["window"] or (None, None)
     visibility = Visibility(n, m, pattern["offset"], left, 0 if causal else right, pattern["block_size"])
     plan = plans.LoopPlan.of(Options(Span(0, 0, "zero"), visibility, 1.0, 1.0), size)
-    assert len(plan.segments) <= plans.SEGMENTS
+    assert len(plan.loops) <= plans.LOOPS
     found = []
-    for segment in plan.segments:
-        assert segment.n <= size
-        assert len(segment.places.start) >= plans.TURNS or len(plan.segments) == 1
-        for start, fresh, first, seen_first, seen_end in zip(*segment.places, strict=True):
-            assert 0 <= start <= n - segment.n
-            assert 0 <= first <= m - segment.m
-            assert segment.overlap or start == fresh
-            assert segment.unseen or (seen_first, seen_end) == (first, first + segment.m)
-            low = first - start - visibility.offset - segment.spare
-            assert plan.low <= low <= low + segment.width - 1 <= plan.high
-            for i in range(fresh, start + segment.n):
+    for loop in plan.loops:
+        assert loop.n <= size
+        assert len(loop.places.start) >= plans.TURNS or len(plan.loops) == 1
+        for start, fresh, first, seen_first, seen_end in zip(*loop.places, strict=True):
+            assert 0 <= start <= n - loop.n
+            assert 0 <= first <= m - loop.m
+            assert loop.overlap or start == fresh
+            assert loop.unseen or (seen_first, seen_end) == (first, first + loop.m)
+            low = first - start - visibility.offset - loop.spare
+            assert plan.low <= low <= low + loop.width - 1 <= plan.high
+            for i in range(fresh, start + loop.n):
                 for j in range(m):
                     if oracles.sees(i, j, **pattern):
                         found.append((i, j))
-                        assert first <= seen_first <= j < seen_end <= first + segment.m
-                        assert low <= j - i - visibility.offset < low + segment.width
+                        assert first <= seen_first <= j < seen_end <= first + loop.m
+                        assert low <= j - i - visibility.offset < low + loop.width
     seen = [(i, j) for i in range(n) for j in range(m) if oracles.sees(i, j, **pattern)]
     assert sorted(found) == seen
 
 
 def test_a_triangle_is_cut_into_a_few_loops_and_a_band_is_not() -> None:
-    def segments(**pattern: Any) -> list[Any]:
+    def loops(**pattern: Any) -> list[Any]:
         options = Options(Span(0, 0, "zero"), Visibility(256, 256, **pattern), 1.0, 1.0)
-        return list(plans.LoopPlan.of(options, 8).segments)
+        return list(plans.LoopPlan.of(options, 8).loops)
 
-    assert [segment.m for segment in segments()] == [256]
-    assert [segment.m for segment in segments(left=15, right=0)] == [8 + 15]
-    assert [segment.m for segment in segments(right=0)] == [40, 80, 128, 168, 208, 256]
+    assert [loop.m for loop in loops()] == [256]
+    assert [loop.m for loop in loops(left=15, right=0)] == [8 + 15]
+    assert [loop.m for loop in loops(right=0)] == [40, 80, 128, 168, 208, 256]
 
 
 def shapes(length: int, heads: int = 2, width: int = 16) -> list[Any]:
@@ -137,9 +262,23 @@ def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
     return jax.grad(total, argnums=(0, 1, 2, 3))(q, k, v, rel_k)
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
+    """The gradients of calls with all options beside, one after the other in one program."""
+    table = rel_k[:, :65]
+    given: dict[str, Any] = {"span": Span.clipped(32), "rel_k": table, "key_table": table, "dropout": 0.1, "seed": 1}
+    calls: list[dict[str, Any]] = [{"segments": labels}, {"positions": (labels, labels)}, {"offset": labels[:1]}]
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        return sum(jnp.sum(relative_attention(q, k, v, **call, **given, chunk_size=64)) for call in calls)
+
+    return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+
+@pytest.mark.parametrize("function", [gradient, other_gradients])
+def test_memory_grows_with_the_length_and_not_with_its_square(function: Any) -> None:
     def scratch(length: int) -> int:
-        compiled = jax.jit(gradient).lower(*shapes(length)).compile()
+        labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
+        compiled = jax.jit(function).lower(*shapes(length), *labels).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     shorter, longer = scratch(512), scratch(1024)
@@ -147,13 +286,28 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     assert longer < 4 * 2 * 1024 * 1024  # one array of 1024 × 1024 for each of the two heads
 
 
-def test_the_program_does_not_grow_with_the_length() -> None:
+@pytest.mark.parametrize("function", [gradient, other_gradients])
+def test_the_program_does_not_grow_with_the_length(function: Any) -> None:
     def equations(jaxpr: Any) -> int:
         inner = (getattr(value, "jaxpr", None) for equation in jaxpr.eqns for value in equation.params.values())
         return len(jaxpr.eqns) + sum(equations(x) for x in inner if hasattr(x, "eqns"))
 
-    sizes = [equations(jax.make_jaxpr(gradient)(*shapes(length)).jaxpr) for length in (2048, 8192)]
-    assert sizes[0] == sizes[1] > 100
+    def size(length: int) -> int:
+        labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
+        return equations(jax.make_jaxpr(function)(*shapes(length), *labels).jaxpr)
+
+    assert size(2048) == size(8192) > 100
+
+
+def test_other_labels_and_offsets_are_compiled_once() -> None:
+    q, table = decoding()
+    for case in ("segments", "offset", "seed"):
+        before = forward.attention._cache_size()
+        for values in ([0, 0, 1, 1, 1], [0, 1, 1, 2, 2], [3, 3, 3, 3, 3]):
+            known = {"segments": jnp.asarray(values), "offset": jnp.asarray(values[1:3]), "seed": values[0]}
+            options: dict[str, Any] = {"dropout": 0.1, "seed": 0, case: known[case], "causal": True}
+            relative_attention(q, q, q, table, **options)
+        assert forward.attention._cache_size() == before + 1, case
 
 
 @pytest.mark.parametrize(
@@ -313,3 +467,22 @@ def test_a_window_may_be_as_wide_as_an_int_can_say(impl: str) -> None:
     q, table = decoding()
     wide = relative_attention(q, q, q, table, causal=True, window=(sys.maxsize, None), impl=impl)
     close(wide, relative_attention(q, q, q, table, causal=True), 1e-12, impl)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("wider", [-1, 0, 2])
+def test_queries_may_stand_further_away_than_32_bits_count(causal: bool, wider: int) -> None:
+    case = dense.Case("far", span=Span(1, 1, "clip"), options={"chunk_size": 2, "causal": causal})
+    far = 2**31 + 5
+    expected = relative_attention(**case.arrays(), **case.call(), offset=far, window=(far + wider, None))
+    with jax.enable_x64(False):
+        arrays = on_jax(case.arrays("float32"))
+        found = relative_attention(**arrays, **case.call(), offset=far, window=(far + wider, None), impl="native")
+    close(found, np.asarray(expected), 1e-5, "out")
+
+
+def test_blocks_that_32_bits_do_not_count_are_refused() -> None:
+    case = dense.Case("far", span=Span(1, 1, "clip"), options={"block_size": 4, "blocks_before": 2**29})
+    with jax.enable_x64(False), pytest.raises(ValueError, match=r"`offset` must leave positions in 32 bits"):
+        relative_attention(**on_jax(case.arrays("float32")), **case.call(), offset=2**31, impl="native")
+    relative_attention(**on_jax(case.arrays()), **case.call(), offset=2**31, impl="native")

@@ -15,11 +15,13 @@ import pytest
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
+import dense
 from relskew_core import Span, backends, relative_attention
-from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _blas, _parallel
-from relskew_core.backends._numpy import headwise
+from relskew_core.backends._numpy import KNOWN, headwise
+from relskew_core.backends._numpy.call import HeadwiseCall
 from relskew_core.backends._path import PORTABLE
 
 
@@ -73,6 +75,57 @@ def test_negligible_weights_are_zeros(every: int) -> None:
     q, k, v = np.ones((2000, 1), np.float32), np.zeros((2000, 1), np.float32), np.zeros((2000, 1), np.float32)
     k[1::every], v[1::every] = -80.0, 1e38
     assert not np.any(attend(q, k, v, scale=1.0))
+
+
+def is_known(case: dense.Case) -> bool:
+    call = problem(Arguments(**case.arrays(), **case.call()))
+    return not unknown(call.given, call.options, KNOWN)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("case", [case for case in dense.CASES if is_known(case)], ids=str)
+def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
+    options = {**case.call(), "chunk_size": chunk_size, "return_lse": True}
+    found = relative_attention(**case.arrays(), **options, impl="native")
+    expected = relative_attention(**case.arrays(), **options, impl="portable")
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+def test_documents_and_dropout_are_known() -> None:
+    names = {case.name for case in dense.CASES if is_known(case)}
+    assert {"packed documents", "documents in any order", "dropout of documents with sinks"} <= names
+
+
+def test_keys_of_other_documents_cost_nothing() -> None:
+    q, k, v, _ = arrays(1024)
+    call = problem(Arguments(q, k, v, segments=np.repeat(np.arange(32), 32)))
+    chunks = HeadwiseCall.of(call.operands(), call.options).chunks
+    assert {(chunk.first, chunk.end) for chunk in chunks} == {(start, start + 128) for start in range(0, 1024, 128)}
+
+
+@pytest.mark.parametrize("offset", [0, 2**31 - 40, -(2**33)], ids=str)
+def test_a_seed_drops_the_same_weights_to_the_bit(offset: int) -> None:
+    q, k, _, _ = arrays(150)
+    every = np.broadcast_to(np.eye(150), (3, 150, 150))  # the output is the weights
+    options: dict[str, Any] = {"offset": offset, "dropout": 0.4, "seed": 5}
+    native: Any = relative_attention(q, k, every, **options, impl="native")
+    portable: Any = relative_attention(q, k, every, **options, impl="portable")
+    assert 0.59 < np.mean(native > 0) < 0.61
+    np.testing.assert_array_equal(native > 0, portable > 0)
+    np.testing.assert_allclose(native, portable, rtol=0, atol=1e-15)
+
+
+def test_values_that_no_query_of_the_chunk_sees_may_be_anything() -> None:
+    q, k, v, _ = arrays(12)
+    segments = np.asarray([0, 0, 0, 1, 1, 1, 0, 0, 0, 2, 2, 2])  # the second document lies in the range of the first
+    keys = np.where(segments == 1, 7, segments)
+    options: dict[str, Any] = {"segments": (segments, keys), "window": (4, None), "chunk_size": 3}
+    expected: Any = relative_attention(q, k, v, **options, impl="portable")
+    k[:, 3:6], v[:, 3:6] = np.nan, np.inf
+    v[:, :2] = np.nan  # of the first document, but too far back for those of its queries that share a chunk
+    found: Any = relative_attention(q, k, v, **options, impl="native")
+    np.testing.assert_allclose(found[:, 6:], expected[:, 6:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [1, 3], ids=["chunks are dealt", "heads are dealt"])

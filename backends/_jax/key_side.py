@@ -1,0 +1,90 @@
+"""JAX: keys that meet a table of their own, the mirror image of queries that meet one (see ``_kernel.key_side``).
+
+A chunk's keys are cut into blocks of as many as it has queries. All blocks are one product: each has its own window of
+``2n`` columns, made of two neighbours of the table's columns in runs of ``n``.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from relskew_core._array.gather import gather
+from relskew_core._array.typing import Array
+from relskew_core._kernel.by_value import LookUpChunk
+from relskew_core._kernel.call import Options
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.key_side import by_query_head
+from relskew_core._positions.skew import skew_from
+from relskew_core.backends._jax.columns import Columns
+from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
+
+
+def width(loop: Loop, options: Options) -> int:
+    """Return how many columns of the table a chunk's keys meet."""
+    return loop.width if options.visibility.by_value else (_blocks(loop.n, loop.m) + 1) * loop.n
+
+
+def reach(plan: LoopPlan, options: Options) -> tuple[int, int]:
+    """Return the lowest and the highest query position − key position that the chunks' windows touch."""
+    if options.visibility.by_value:
+        return -plan.high, -plan.low
+    lows = [-loop.low[1] - loop.spare - _blocks(loop.n, loop.m) * loop.n for loop in plan.loops]
+    highs = [-loop.low[0] - loop.spare + loop.n - 1 for loop in plan.loops]
+    return min(lows, default=0), max(highs, default=0)
+
+
+def start(loop: Loop, place: ChunkPlace, options: Options, table: Columns) -> Array | int:
+    """Return the chunk's first column of the table."""
+    if options.visibility.by_value:
+        return 0
+    return place.start - place.first + (options.visibility.offset - _blocks(loop.n, loop.m) * loop.n - table.low)
+
+
+def logits(k: Array, columns: Array, chunk: Chunk, heads: int) -> Array:
+    """Return ``k_j · e_r``, (..., H, n, m), for a chunk's keys (..., Hkv, m, D) and columns (..., D, width)."""
+    n, m = chunk.stop, chunk.end
+    by_head = columns.ndim > 2
+    k = by_query_head(k, heads, xp=jnp) if by_head else k
+    look_up = chunk.mirrored(0, m, xp=jnp) if isinstance(chunk, LookUpChunk) else None
+    found = _skewed(k, columns, n) if look_up is None else _looked_up(k, columns, n, look_up)
+    found = jnp.matrix_transpose(found[..., :m, :])
+    return found if by_head else by_query_head(found, heads, xp=jnp)
+
+
+def _blocks(n: int, m: int) -> int:
+    return -(-m // n)
+
+
+def _cut(x: Array, n: int) -> Array:
+    """Cut (..., m, a) into blocks of ``n`` rows, the last one filled up with zeros: (..., blocks, n, a)."""
+    count = _blocks(n, x.shape[-2])
+    full = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * n - x.shape[-2]), (0, 0)])
+    return jnp.reshape(full, (*x.shape[:-2], count, n, x.shape[-1]))
+
+
+def _joined(x: Array) -> Array:
+    """Return the adjoint of :func:`_cut`, the filling left in: (..., blocks, n, a) to (..., blocks · n, a)."""
+    return jnp.reshape(x, (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]))
+
+
+def _skewed(k: Array, columns: Array, n: int) -> Array:
+    runs = jnp.reshape(columns, (*columns.shape[:-1], -1, n))
+    windows = jnp.concat([runs[..., :-1, :], runs[..., 1:, :]], axis=-1)  # (..., D, blocks, 2n)
+    windows = jnp.flip(jnp.moveaxis(windows, -2, -3), axis=-3)  # the first block's keys have the last window
+    return _joined(skew_from(jnp.matmul(_cut(k, n), windows), n_keys=n, first=n, xp=jnp))
+
+
+def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk) -> Array:
+    """Look up block by block: the whole product would have all columns of the table for every key."""
+
+    def blocks(x: Array) -> Array:
+        return jnp.moveaxis(_cut(x, n), -3, 0)
+
+    def one(block: tuple[Array, Array, Array | None]) -> Array:
+        keys, index, there = block
+        found = gather(jnp.matmul(keys, columns), index, xp=jnp)
+        return found if there is None else jnp.where(there, found, 0.0)
+
+    there = None if chunk.there is None else blocks(chunk.there)
+    return _joined(jnp.moveaxis(lax.map(one, (blocks(k), blocks(chunk.index), there)), 0, -3))
