@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from relskew_core._kernel.call import Operands
+from relskew_core._kernel.call import Kind, Operands, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
 
-KNOWN_ON_CPUS = COMMON | {"blocks_before", "q_segments", "k_segments", "dropout", "seed"}
+KNOWN_ON_CPUS = COMMON | {"blocks_before", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know."""
 
 

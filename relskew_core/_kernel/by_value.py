@@ -35,10 +35,6 @@ class LookUpChunk(Chunk):
     there: Array | None  # which pairs have a column, None if all: where tables count for nothing beyond their ends
     unreached: Array | None  # which pairs a table should have reached
 
-    def seen(self, options: Options) -> tuple[int, int]:
-        """Return the first and the last column: all may be looked up."""
-        return self.low, self.high
-
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
         found = gather(x, self.index, xp=xp)

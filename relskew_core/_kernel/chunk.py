@@ -53,6 +53,8 @@ class Chunk:
 
     def seen(self, options: Options) -> tuple[int, int]:
         """Return the first and the last relative position among the table's columns that some query sees."""
+        if options.visibility.by_value:  # all may be looked up
+            return self.low, self.high
         lowest, highest = options.positions()
         return max(self.low + (self.spare > 0), lowest), min(self.high, highest)
 

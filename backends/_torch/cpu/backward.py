@@ -36,7 +36,6 @@ from relskew_core.backends._torch.cpu.scratch import (
     log_sum_exp,
     write_kept,
     write_logits,
-    write_relative_weights,
     write_softmax,
 )
 
@@ -203,13 +202,22 @@ def _write_d_logits(views: Views, d_weights: Tensor, delta: Tensor | None) -> No
     """Write the gradient of the logits over them, zero wherever no key stands in relative layout."""
     relative, logits, weights = views.relative, views.logits, views.weights
     if delta is not None:
-        write_relative_weights(views.chunk, d_weights.sub_(delta).mul_(weights), relative)
+        _write_logits(views, d_weights.sub_(delta).mul_(weights))
     elif logits.is_contiguous():
-        relative.view(-1)[: relative.numel() - logits.numel()].zero_()
+        if views.look_up is None:
+            relative.view(-1)[: relative.numel() - logits.numel()].zero_()
         torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=logits)
     else:
         d_logits = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-        write_relative_weights(views.chunk, d_logits, relative)
+        _write_logits(views, d_logits)
+
+
+def _write_logits(views: Views, x: Tensor) -> None:
+    """Write absolute layout, (stack, n, m), over the logits."""
+    if views.look_up is None:
+        views.fold(x, views.relative)
+    else:
+        views.logits.copy_(x)
 
 
 def _add_product(place: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
@@ -227,8 +235,7 @@ def _write_d_weights(
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.values(stack.v)
     if rel_v is None:
         return torch.bmm(d_out, v.mT, out=scratch.absolute("d_weights", chunk))
-    relative = scratch.relative("relative", chunk)
-    write_relative_weights(chunk, weights, relative)
+    relative = views.fold(weights, scratch.relative("relative", chunk))
     seen, low, high = visible_columns(relative, chunk, call.options)
     if low <= high:
         extension = rel_v.plan(low, high)
@@ -239,13 +246,20 @@ def _write_d_weights(
     if low <= high:
         place = relative[..., low - chunk.low : high - chunk.low + 1]
         Product.of(rel_v, low, high, place).write(d_out, call.of_table(rel_v, stack.place), 1.0)
-    d_weights: Tensor = chunk.absolute(relative, xp=xp)
+    d_weights: Tensor
+    if views.look_up is None:
+        d_weights = chunk.absolute(relative, xp=xp)
+    else:
+        d_weights = views.look_up.gather(relative, scratch.absolute("looked_up", chunk))
     return d_weights.baddbmm_(d_out, v.mT)
 
 
 def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own, sums: _WorkerSums) -> None:
     """Add the gradients of ``rel_bias``, ``rel_k`` and the queries that meet it."""
-    seen, low, high = visible_columns(views.relative, views.chunk, call.options)
+    relative = views.relative
+    if views.look_up is not None:
+        relative = views.fold(views.logits, views.whole)
+    seen, low, high = visible_columns(relative, views.chunk, call.options)
     if low > high:
         return
     if call.tables.rel_bias is not None:

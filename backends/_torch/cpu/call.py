@@ -49,6 +49,7 @@ class StackedCall:
     hidden: list[list[tuple[slice, Tensor]]]  # for each chunk, columns and which of their entries are hidden
     dead_rows: bool
     segments: tuple[Tensor, Tensor] | None  # of queries and of keys, (rows, L): batch entries in turn
+    positions: tuple[Tensor, Tensor] | None  # likewise, where the pattern goes by value
     drawn: list[tuple[Tensor, Tensor]]  # with dropout, for each chunk hashes of queries (B, H, n, 1) and of keys (m,)
 
     @classmethod
@@ -68,11 +69,17 @@ class StackedCall:
             options=options,
             chunks=laid,
             stack=_stack_size(q, k, laid),
-            hidden=[hidden_columns(options, chunk, xp=xp, device=operands.q.device) for chunk in laid],
+            hidden=[_hidden(options, chunk, operands.q.device) for chunk in laid],
             dead_rows=has_dead_rows(operands, options),
-            segments=_segments(operands),
+            segments=_labels(operands.q_segments, operands.k_segments),
+            positions=_labels(operands.q_positions, operands.k_positions),
             drawn=[_drawn(operands, options, chunk) for chunk in laid] if options.dropout else [],
         )
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether what a query sees differs from batch entry to batch entry."""
+        return self.segments is not None or self.positions is not None
 
     @property
     def share_kept(self) -> float:
@@ -160,11 +167,14 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _segments(operands: Operands) -> tuple[Tensor, Tensor] | None:
-    if operands.q_segments is None or operands.k_segments is None:
-        return None
-    queries, keys = (x.reshape(-1, x.shape[-1]) for x in (operands.q_segments, operands.k_segments))
-    return queries, keys
+def _hidden(options: Options, chunk: Chunk, device: torch.device) -> list[tuple[slice, Tensor]]:
+    """Return what the pattern hides from the queries of every batch entry."""
+    return [] if options.visibility.by_value else hidden_columns(options, chunk, xp=xp, device=device)
+
+
+def _labels(*labels: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    queries, keys = (None if x is None else x.reshape(-1, x.shape[-1]) for x in labels)
+    return None if queries is None or keys is None else (queries, keys)
 
 
 def _drawn(operands: Operands, options: Options, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -177,7 +187,8 @@ def _stack_size(q: Tensor, k: Tensor, laid: list[Chunk]) -> int:
     batches, heads = q.shape[:2]
     group = _group(q, k)
     together = heads if group == 1 else group
-    most = max([(chunk.stop - chunk.start) * chunk.width for chunk in laid] or [1]) * q.element_size()
+    sizes = [(chunk.stop - chunk.start) * max(chunk.width, chunk.end - chunk.first) for chunk in laid]
+    most = max(sizes or [1]) * q.element_size()
     limit = max(1, min(STACK_BYTES // most, batches * heads // torch.get_num_threads()))
     return max(size for size in range(1, max(1, min(limit, together)) + 1) if together % size == 0)
 

@@ -18,7 +18,6 @@ from relskew_core.backends._torch.cpu.scratch import (
     log_sum_exp,
     write_kept,
     write_logits,
-    write_relative_weights,
     write_softmax,
 )
 
@@ -70,8 +69,7 @@ def _attend(call: StackedCall, scratch: Scratch, stack: Stack, index: int, out: 
         weights = torch.mul(weights, kept, out=kept)
     torch.bmm(weights, views.values(stack.v), out=out)
     if call.tables.rel_v is not None:
-        relative = scratch.relative("relative", chunk)
-        write_relative_weights(chunk, weights, relative)
+        relative = views.fold(weights, scratch.relative("relative", chunk))
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             extension = call.tables.rel_v.plan(low, high)

@@ -19,20 +19,22 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import fill, regions
 from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall
+from relskew_core.backends._torch.cpu.look_up import LookUp
 
 
 class Scratch:
     """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
 
     def __init__(self, call: StackedCall) -> None:
-        longest = max((chunk.width * (chunk.stop - chunk.start) for chunk in call.chunks), default=0)
+        longest = max((logits_of(chunk) for chunk in call.chunks), default=0)
         self._flat: dict[str, Tensor] = {}
         self._size, self._call = call.stack * longest, call
         self._views: dict[int, Views] = {}
 
     def relative(self, name: str, chunk: Chunk) -> Tensor:
-        """Return a buffer in relative layout, (stack, n, width)."""
-        return self._buffer(name, chunk.stop - chunk.start, chunk.width)
+        """Return a buffer in relative layout, (stack, n, width), of one column more where columns are looked up."""
+        spare = self._call.options.visibility.by_value
+        return self._buffer(name, chunk.stop - chunk.start, chunk.width + spare)
 
     def absolute(self, name: str, chunk: Chunk) -> Tensor:
         """Return a buffer in absolute layout, (stack, n, m)."""
@@ -45,6 +47,10 @@ class Scratch:
     def pairs(self, name: str, chunk: Chunk) -> Tensor:
         """Return a buffer of booleans, (n, m)."""
         return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.bool)[0]
+
+    def columns(self, chunk: Chunk) -> Tensor:
+        """Return a buffer of integers of 64 bits, (n, m)."""
+        return self._buffer("columns", chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.int64)[0]
 
     def views(self, index: int) -> Views:
         """Return a chunk's views."""
@@ -68,30 +74,42 @@ class Views:
 
     chunk: Chunk
     number: int  # of the chunk among all that the queries are cut into
+    whole: Tensor  # buffer in relative layout, with the spare column where columns are looked up
     relative: Tensor  # buffer of the logits in relative layout, (stack, n, width)
     logits: Tensor  # the same memory in absolute layout, (stack, n, m)
     weights: Tensor  # (stack, n, m)
     hidden: list[tuple[slice, Tensor]]  # columns in which the pattern hides something, and what it hides there
     hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
     product: Product | None  # the product with `rel_k`
-    strange: Tensor | None  # which keys are of another segment than a query, (n, m), written for each batch entry
+    strange: Tensor | None  # which keys the labels hide from a query, (n, m), written for each batch entry
+    look_up: LookUp | None  # where positions come in any order; logits have memory of their own then
 
     @classmethod
     def of(cls, call: StackedCall, scratch: Scratch, index: int) -> Views:
         chunk = call.chunks[index]
-        relative, weights = scratch.relative("logits", chunk), scratch.absolute("weights", chunk)
-        logits = chunk.absolute(relative, xp=xp)
+        whole, weights = scratch.relative("logits", chunk), scratch.absolute("weights", chunk)
+        relative, look_up = whole, None
+        if call.positions is None:
+            logits = chunk.absolute(relative, xp=xp)
+        else:
+            logits, look_up = (
+                scratch.absolute("absolute", chunk),
+                LookUp.of(chunk, call.options, scratch.columns(chunk)),
+            )
+            relative = whole[..., :-1]
         table = call.tables.rel_k
         return cls(
             chunk=chunk,
             number=chunk.start // (call.options.chunk_size or 1),
+            whole=whole,
             relative=relative,
             logits=logits,
             weights=weights,
             hidden=call.hidden[index],
             hidden_logits=[(logits[..., columns], hidden) for columns, hidden in call.hidden[index]],
             product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
-            strange=None if call.segments is None else scratch.pairs("strange", chunk),
+            strange=scratch.pairs("strange", chunk) if call.has_labels else None,
+            look_up=look_up,
         )
 
     def keys(self, x: Tensor, *, axis: int = -2) -> Tensor:
@@ -115,8 +133,16 @@ class Views:
         if self.strange is not None:
             x.masked_fill_(self.strange, 0.0)
 
+    def fold(self, absolute: Tensor, relative: Tensor) -> Tensor:
+        """Write absolute layout, (stack, n, m), into a buffer in relative layout: the adjoint of the skew."""
+        if self.look_up is not None:
+            return self.look_up.scatter(absolute, relative)
+        relative.zero_()
+        self.chunk.absolute(relative, xp=xp).copy_(absolute)
+        return relative
+
     def values(self, v: Tensor) -> Tensor:
-        """Cut values to those that the chunk sees, zeros for those of segments that none of its queries is of."""
+        """Cut values to those that the chunk sees, zeros for those that labels hide from all of its queries."""
         v = self.keys(v)
         if self.strange is None or not bool((unseen := self.strange.all(0)).any()):
             return v
@@ -156,10 +182,9 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
         views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
     elif views.product is None:
         beta = 0
-    if call.segments is not None and views.strange is not None:
-        queries, keys = (x[stack.place.batch % x.shape[0]] for x in call.segments)
-        chunk = views.chunk
-        torch.ne(queries[chunk.start : chunk.stop, None], keys[chunk.first : chunk.end], out=views.strange)
+    write_labels(call, views, stack.place)
+    if views.look_up is not None and (call.tables.rel_k is not None or call.tables.rel_bias is not None):
+        views.look_up.gather(views.whole, logits)
     columns = views.keys(stack.k_columns, axis=-1)
     torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale, out=logits)
     views.hide(-math.inf)
@@ -170,6 +195,30 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
             logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
         else:
             logits.masked_fill_(~mask, -math.inf)
+
+
+def logits_of(chunk: Chunk) -> int:
+    """Return how many numbers a chunk's logits are, in the wider of both layouts."""
+    return max(chunk.width + 1, chunk.end - chunk.first) * (chunk.stop - chunk.start)
+
+
+def write_labels(call: StackedCall, views: Views, place: HeadPlace) -> None:
+    """Write what the labels of a batch entry hide, and which columns its positions read."""
+    chunk, strange, pattern = views.chunk, views.strange, call.options.visibility
+    if strange is None:
+        return
+    rows, columns = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
+    if call.segments is not None:
+        queries, keys = (x[place.batch % x.shape[0]] for x in call.segments)
+        torch.ne(queries[rows, None], keys[columns], out=strange)
+    else:
+        strange.zero_()
+    if call.positions is not None and views.look_up is not None:
+        queries, keys = (x[place.batch % x.shape[0]] for x in call.positions)
+        views.look_up.write(queries[rows], keys[columns])
+        seen = pattern.sees(queries[rows, None], keys[columns], xp=xp)
+        if seen is not None:
+            strange.logical_or_(~seen)
 
 
 def write_kept(call: StackedCall, scratch: Scratch, place: HeadPlace, index: int) -> Tensor:
@@ -195,9 +244,3 @@ def write_softmax(call: StackedCall, views: Views) -> None:
 def log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:
     """Return the log-sum-exp of rows: the largest weight is 1 / sum, or 0 where all logits are -inf."""
     return logits.amax(-1) - weights.amax(-1).clamp_(min=torch.finfo(weights.dtype).tiny).log_()
-
-
-def write_relative_weights(chunk: Chunk, weights: Tensor, relative: Tensor) -> None:
-    """Write a chunk's weights, (stack, n, m), into relative layout, (stack, n, width): the adjoint of the skew."""
-    relative.zero_()
-    chunk.absolute(relative, xp=xp).copy_(weights)
