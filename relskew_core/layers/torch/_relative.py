@@ -1,43 +1,36 @@
-"""torch: relative attention as a module, for models made of modules.
-
-``from relskew_core.layers.torch import RelativeMultiheadAttention``; nothing else here imports torch on its own.
-"""
+"""``RelativeMultiheadAttention``: the attention block as a module that calls its projections."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
-from relskew_core._array.extras import needs_extra
-
-try:
-    import array_api_compat.torch as xp
-    import torch
-    from torch import Tensor, nn
-except ModuleNotFoundError as error:
-    raise needs_extra("relskew_core.layers.torch", "torch", error) from error
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor, nn
 
 from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import check_real, describe
-from relskew_core._block.block import apply_block
+from relskew_core._array.checks import check_int, describe
+from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.cache import PAST, Growing
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import uniform_bound
-from relskew_core._functions.attention import relative_attention
-from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span
-from relskew_core.backends._torch.dropout import relative_attention_with_dropout
+from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+from relskew_core.layers.torch._nested import by_item
 
-__all__ = ["RelativeMultiheadAttention"]
+Cache = Growing | FixedCache | SlidingCache
 
 
-class RelativeMultiheadAttention(nn.Module):
+class RelativeMultiheadAttention(TableAttention):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
 
     Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
     ``attention_block(x, module.state_dict(), spec)`` computes the same. Trains in memory that grows with the length
-    and not with its square, dropout included.
+    and not with its square, dropout included. The projections are called as modules, so that what replaces or wraps
+    them takes part: adapters, quantization, hooks, shards.
 
     Parameters
     ----------
@@ -45,6 +38,10 @@ class RelativeMultiheadAttention(nn.Module):
         The block.
     dropout : float, default 0.0
         Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+    impl : {"auto", "portable", "native"}, default "auto"
+        As in :func:`relskew_core.relative_attention`.
+    chunk_size : int, optional
+        As in :func:`relskew_core.relative_attention`.
     device, dtype : optional
         Of the parameters, as in torch's own modules.
 
@@ -76,33 +73,26 @@ class RelativeMultiheadAttention(nn.Module):
     )
     """
 
-    rel_k: nn.Parameter
-    rel_v: nn.Parameter | None
-    rel_bias: nn.Parameter | None
+    processes = 1
+    """How many processes share the heads: what ``TableParallel`` sets."""
 
     def __init__(
         self,
         spec: BlockSpec,
         *,
         dropout: float = 0.0,
+        impl: str = "auto",
+        chunk_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(spec, BlockSpec):
             raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
-        dropout = check_real("dropout", dropout)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
-        self.spec = spec
-        self.dropout = dropout
+        super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
         shapes = spec.weight_shapes()
         for name in PROJECTIONS:
             width, source = shapes[f"{name}.weight"]
             self.add_module(name, nn.Linear(source, width, bias=spec.bias, device=device, dtype=dtype))
-        for name in ("rel_k", "rel_v", "rel_bias"):
-            empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
-            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
     @classmethod
@@ -154,9 +144,8 @@ class RelativeMultiheadAttention(nn.Module):
             if bias is not None:
                 for name, part in zip(PROJECTIONS, (*bias.chunk(3), attention.out_proj.bias), strict=True):
                     module.get_parameter(f"{name}.bias").copy_(part)
-            for table in (module.rel_k, module.rel_v, module.rel_bias):
-                if table is not None:
-                    table.zero_()
+            for table in module.table_parameters():
+                table.zero_()
         return module
 
     def reset_parameters(self) -> None:
@@ -168,36 +157,114 @@ class RelativeMultiheadAttention(nn.Module):
                 bound = uniform_bound(self.spec, key)
                 nn.init.uniform_(parameter, -bound, bound)
 
+    def empty_cache(
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Growing | FixedCache | SlidingCache:
+        """Return the ``past`` of a first call: no keys and no values.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length : int, optional
+            Make room for this many positions at once, and write into it: every step has the same shapes, and
+            ``torch.compile`` makes one graph for the prompt and one for all steps.
+        keep : int, optional
+            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
+            constant memory. No more are kept than ``spec.window`` lets a query see.
+        dtype : torch.dtype, optional
+            Of the keys and values; by default that of the projection's weight, or of the autocast region.
+
+        Returns
+        -------
+        Growing, FixedCache or SlidingCache
+            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import BlockSpec, Span
+        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
+        >>> x = torch.randn(1, 16, 8)
+        >>> with torch.no_grad():
+        ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))
+        ...     for position in range(10, 16):
+        ...         step, past = attention(x[:, position : position + 1], past=past)
+        ...     torch.allclose(step, attention(x)[:, -1:], atol=1e-6)
+        True
+        """
+        spec = self.spec
+        if spec.cross or not spec.causal:
+            raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
+        if length is not None and keep is not None:
+            raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
+        if keep is not None and spec.block_size is not None:
+            raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
+        lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+        weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
+        like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else self.table_parameters()[0]
+        new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
+        new = autocast({"new": new})["new"]
+
+        def room(n: int) -> tuple[Tensor, Tensor]:
+            shape = (*lead, spec.num_kv_heads // self.processes, n, spec.head_dim)
+            return new.new_zeros(shape), new.new_zeros(shape)
+
+        none = torch.zeros((), dtype=torch.int64, device=new.device)
+        if length is not None:
+            return FixedCache(*room(check_int("length", length, minimum=1)), none)
+        if keep is not None:
+            left = None if spec.window is None else spec.window[0]
+            keep = check_int("keep", keep, minimum=0)
+            return SlidingCache(*room(keep if left is None else min(keep, left)), none)
+        return Growing(*room(0))
+
     def forward(
         self,
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        past: tuple[Tensor, Tensor] | None = None,
+        past: tuple[Tensor, Tensor] | Cache | None = None,
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+        offset: int | Sequence[int] | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
         """Project, attend with relative positions, project back.
 
         Parameters
         ----------
         x : Tensor, shape (..., Lq, E)
-            Input of the queries, and of the keys and values unless ``spec.cross``.
+            Input of the queries, and of the keys and values unless ``spec.cross``. A nested tensor is attended to
+            item by item.
         memory : Tensor, shape (..., Lk, E), optional
             Input of the keys and values; required if ``spec.cross``, refused otherwise.
-        past : (Tensor, Tensor), optional
-            Cached keys and values ``(..., Hkv, P, D)``; the queries then stand at positions ``P … P + Lq - 1``.
+        past : cache, optional
+            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
+            the queries then stand at positions ``P … P + Lq - 1``.
         mask : Tensor, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``.
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``; with ``past`` the keys
+            are all of its places, and the new ones where they do not fill such.
         key_padding_mask : Tensor, shape (..., Lk), optional
-            Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``; with
-            ``past`` the keys are the cached ones and the new ones.
+            Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
+        offset : int, or ints of the leading axes, optional
+            Position of query 0 where key 0 stands at 0, for all items or for each; 0 by default. A cache knows its
+            own.
 
         Returns
         -------
         y : Tensor, shape (..., Lq, E)
-        present : (Tensor, Tensor)
-            Only with ``past``: all keys and values so far, ``(..., Hkv, P + Lq, D)``, the next call's ``past``.
+        present : cache
+            Only with ``past``, and of its kind: the next call's ``past``.
 
         Raises
         ------
@@ -210,22 +277,35 @@ class RelativeMultiheadAttention(nn.Module):
         >>> from relskew_core import BlockSpec, Span
         >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
         >>> x = torch.randn(1, 3, 8)
-        >>> past = torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 0, 4)
-        >>> steps = []
+        >>> past, steps = attention.empty_cache(1), []
         >>> for position in range(3):  # one token at a time
         ...     y, past = attention(x[:, position : position + 1], past=past)
         ...     steps.append(y)
         >>> torch.allclose(torch.cat(steps, dim=1), attention(x), atol=1e-6)
         True
         """
-        # By attribute, so that what torch puts there (parametrizations, pruning) takes part.
-        weights = {key: attrgetter(key)(self) for key in self.spec.weight_shapes()}
-        attend: Any = relative_attention
-        if self.training and self.dropout:
-            attend = partial(relative_attention_with_dropout, dropout=self.dropout)
-        if key_padding_mask is not None:
-            attend = partial(_attend_without_padding, attend, key_padding_mask)
-        return apply_block(x, weights, self.spec, memory=memory, past=past, mask=mask, attend=attend)
+        if isinstance(x, Tensor) and x.is_nested:
+            inputs = {"x": x} if memory is None else {"x": x, "memory": memory}
+            refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
+            return by_item(self.forward, inputs, refused)
+        check_inputs(x, memory, self.spec)
+        options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask}
+        options["dropout"] = self.dropout if self.training else 0.0
+        if past is None:
+            options["offset"] = 0 if offset is None else offset
+        elif offset is not None:
+            raise ValueError(f"`offset` must be None with `past`, which knows its positions, got {describe(offset)}")
+        elif not isinstance(past, FixedCache | SlidingCache):
+            past = Growing.of(past, self.spec)
+            past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
+        attend = partial(self.attend, **options)
+        y, present = apply_block(
+            x, self.spec, self._project, self.tables(), memory=memory, cache=past, attend=attend, xp=xp
+        )
+        return y if present is None else (y, present)
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        return getattr(self, name)(x)
 
     def extra_repr(self) -> str:
         """Return what the spec says other than by default."""
@@ -238,23 +318,8 @@ class RelativeMultiheadAttention(nn.Module):
         for name in ("num_kv_heads", "cross", "window", "block_size", *tables, "bias"):
             if getattr(spec, name) != getattr(usual, name):
                 shown.append(f"{name}={getattr(spec, name)}")
+        if self.impl != "auto":
+            shown.append(f"impl={self.impl!r}")
+        if self.chunk_size is not None:
+            shown.append(f"chunk_size={self.chunk_size}")
         return ", ".join((*shown, f"dropout={self.dropout}"))
-
-
-def _attend_without_padding(
-    attend: Any, padding: Tensor, q: Tensor, k: Tensor, *arrays: Any, mask: Tensor | None, **options: Any
-) -> Any:
-    """Attend with the keys that are padding hidden from all heads and queries, (..., 1, 1, Lk)."""
-    shape = (*k.shape[:-3], k.shape[-2])
-    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != shape:
-        raise ValueError(
-            f"`key_padding_mask` must be a boolean tensor of shape {tuple(shape)}, True where a key is padding, "
-            f"got {describe(padding)}"
-        )
-    hidden = padding[..., None, None, :]
-    if mask is None:
-        mask = ~hidden
-    else:
-        mask = check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
-        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
-    return attend(q, k, *arrays, mask=mask, **options)
