@@ -19,8 +19,8 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     if isinstance(value, bool):
         raise TypeError(f"`{name}` must be an int, got {describe(value)}")
     try:
-        # A length that torch.export traces knows how to be compared; an index would make a constant of it.
-        result = value if type(value).__name__ == "SymInt" else operator.index(value)
+        # A number that torch traces knows how to be compared; an index would make a constant of it.
+        result = value if type(value) is int or type(value).__name__ == "SymInt" else operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {describe(value)}") from None
     if minimum is not None and result < minimum:
@@ -59,7 +59,7 @@ def check_real(name: str, value: Any, *, positive: bool = False) -> float:
         number = float(value)
     except OverflowError:  # an int beyond every float
         number = math.inf
-    if not math.isfinite(number) or (positive and number <= 0):
+    if not -math.inf < number < math.inf or (positive and number <= 0):  # torch.compile traces no isfinite
         raise ValueError(f"`{name}` must be a finite number{' > 0' if positive else ''}, got {describe(value)}")
     return number
 

@@ -150,7 +150,8 @@ def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list
         for name, default in _DEFAULTS[type(part)].items():
             if name not in known:
                 value = getattr(part, name)
-                if value is not default and (hasattr(value, "shape") or value != default):
+                number = isinstance(value, (int, float))  # first, for torch.compile
+                if value is not default and ((not number and hasattr(value, "shape")) or value != default):
                     found.append(name)
     return found
 

@@ -144,7 +144,7 @@ class RaggedTables:
 
 def is_ragged(offset: Any) -> bool:
     """Whether an offset is one for each item, a sequence or an array with axes, or one that nobody knows yet."""
-    if isinstance(offset, (list, tuple)) or not hasattr(offset, "ndim"):
+    if isinstance(offset, (int, list, tuple)) or not hasattr(offset, "ndim"):  # an int first, for torch.compile
         return isinstance(offset, (list, tuple))
     if offset.ndim:
         return True

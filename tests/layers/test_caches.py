@@ -137,7 +137,7 @@ def test_unbatched_sequences_and_several_batch_axes() -> None:
 # Compiled
 
 
-@pytest.mark.parametrize("room", [{"length": 512}, {"keep": 511}], ids=str)
+@pytest.mark.parametrize("room", [{}, {"length": 512}, {"keep": 511}], ids=str)
 def test_compiled_decoding_makes_two_graphs(room: dict[str, int]) -> None:
     """One for the prompt, one for all of 500 tokens."""
     torch.compiler.reset()
