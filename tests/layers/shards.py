@@ -7,7 +7,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import distributed, nn
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,8 +37,9 @@ def split(model: Any, way: str, mesh: Any) -> None:
 
 
 def main(store: str, processes: int, rank: int) -> None:
+    distributed: Any = torch.distributed
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    mesh, ways = distributed.init_device_mesh("cpu", (processes,)), 0
+    mesh, ways = init_device_mesh("cpu", (processes,)), 0
     for shared in (False, True):
         torch.manual_seed(0)
         options = {"num_kv_heads": 2, "rel_values": True, "rel_bias": True, "shared_table": shared}
@@ -48,9 +51,9 @@ def main(store: str, processes: int, rank: int) -> None:
         for way in ("tensor", "sequence", "fsdp", "fsdp of projections"):
             model = copy.deepcopy(whole)
             split(model, way, mesh)
-            mine = (lambda z: z.chunk(processes, 1)[rank]) if way == "sequence" else (lambda z: z)
-            actual = model(mine(x))
-            torch.testing.assert_close(actual, mine(y), rtol=0, atol=1e-12)
+            given, expected = (z.chunk(processes, 1)[rank] if way == "sequence" else z for z in (x, y))
+            actual = model(given)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
             actual.sin().sum().backward()
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 shard: Any = parameter.grad
@@ -58,8 +61,8 @@ def main(store: str, processes: int, rank: int) -> None:
                 torch.testing.assert_close(shard, gradient, rtol=0, atol=1e-12)
             attention: Any = model[0]
             with torch.no_grad():
-                cached, _ = attention(mine(x), past=attention.empty_cache(2, length=16))
-            torch.testing.assert_close(cached, mine(y), rtol=0, atol=1e-12)
+                cached, _ = attention(given, past=attention.empty_cache(2, length=16))
+            torch.testing.assert_close(cached, expected, rtol=0, atol=1e-12)
             ways += 1
     distributed.barrier()
     distributed.destroy_process_group()

@@ -22,6 +22,8 @@ DECODERS = {
     "window": BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, 0), rel_values=True),
     "clipped": BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True),
 }
+ROOMS: list[dict[str, Any]] = [{}, {"length": 9}, {"keep": 9}]
+
 CUTS = [(9,), (4, 1, 1, 3), (1,) * 9, (1, 8)]
 
 every_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -100,7 +102,7 @@ def test_prompts_of_different_lengths_in_one_cache() -> None:
 
 
 @pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 11}], ids=str)
-def test_padding_on_the_left_of_prompts(room: dict[str, int]) -> None:
+def test_padding_on_the_left_of_prompts(room: dict[str, Any]) -> None:
     module = made(DECODERS["causal"])
     (x,) = inputs(module.spec)
     cache, steps = module.empty_cache(2, **room), []
@@ -129,7 +131,7 @@ def test_unbatched_sequences_and_several_batch_axes() -> None:
     (x,) = inputs(module.spec)
     for axes in ((), (1, 2)):
         given = x[0] if not axes else x[None]
-        for room in ({}, {"length": 9}, {"keep": 9}):
+        for room in ROOMS:
             y, _ = module(given, past=module.empty_cache(axes, **room))
             torch.testing.assert_close(y, module(given), rtol=0, atol=1e-12)
 
@@ -138,7 +140,7 @@ def test_unbatched_sequences_and_several_batch_axes() -> None:
 
 
 @pytest.mark.parametrize("room", [{}, {"length": 512}, {"keep": 511}], ids=str)
-def test_compiled_decoding_makes_two_graphs(room: dict[str, int]) -> None:
+def test_compiled_decoding_makes_two_graphs(room: dict[str, Any]) -> None:
     """One for the prompt, one for all of 500 tokens."""
     torch.compiler.reset()
     module = made(BlockSpec(8, 2, Span.causal(512), causal=True))
@@ -151,7 +153,7 @@ def test_compiled_decoding_makes_two_graphs(room: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("room", [{"length": 12}, {"keep": 11}], ids=str)
-def test_caches_pass_through_the_whole_compiler(room: dict[str, int]) -> None:
+def test_caches_pass_through_the_whole_compiler(room: dict[str, Any]) -> None:
     torch.compiler.reset()
     module = made(DECODERS["causal"])
     (x,) = inputs(module.spec)
@@ -167,7 +169,7 @@ def test_the_dtype_of_a_cache() -> None:
     module = RelativeMultiheadAttention(DECODERS["causal"])
     (x,) = inputs(module.spec, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        for room in ({}, {"length": 9}, {"keep": 9}):
+        for room in ROOMS:
             y, cache = module(x, past=module.empty_cache(2, **room))
             assert (y.dtype, cache.keys.dtype) == (torch.bfloat16,) * 2
     assert module.empty_cache(2, dtype=torch.float64).keys.dtype == torch.float64
@@ -184,7 +186,7 @@ def test_a_full_cache_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 12}], ids=str)
-def test_caches_that_do_not_fit_are_refused(room: dict[str, int]) -> None:
+def test_caches_that_do_not_fit_are_refused(room: dict[str, Any]) -> None:
     module = made(DECODERS["causal"])
     (x,) = inputs(module.spec)
     with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):

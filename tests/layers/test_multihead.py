@@ -103,7 +103,8 @@ def test_inputs_of_other_widths_and_no_bias(options: dict[str, Any]) -> None:
 def test_unbatched_inputs(mask: Tensor | None) -> None:
     theirs, ours = pair()
     given = drawn(7, 16), drawn(5, 16), drawn(5, 16)
-    for options in (*WEIGHTS, {"key_padding_mask": PADDING[1]}):
+    calls: list[dict[str, Any]] = [*WEIGHTS, {"key_padding_mask": PADDING[1]}]
+    for options in calls:
         same(ours(*given, attn_mask=mask, **options), theirs(*given, attn_mask=mask, **options))
 
 
@@ -164,11 +165,12 @@ def test_a_query_that_sees_nothing_gives_no_nan() -> None:
 
 
 def test_a_seed_gives_torchs_weights_and_tables_of_zeros() -> None:
-    for options in ({}, {"bias": False}, {"kdim": 6}):
+    choices: list[dict[str, Any]] = [{}, {"bias": False}, {"kdim": 6}]
+    for options in choices:
         torch.manual_seed(3)
-        theirs = nn.MultiheadAttention(16, 4, **options)  # type: ignore[arg-type]
+        theirs = nn.MultiheadAttention(16, 4, **options)
         torch.manual_seed(3)
-        ours = MultiheadAttention(16, 4, SPAN, rel_bias=True, **options)  # type: ignore[arg-type]
+        ours = MultiheadAttention(16, 4, SPAN, rel_bias=True, **options)
         state = ours.state_dict()
         assert set(state) - set(theirs.state_dict()) == {"rel_k", "rel_bias"}
         assert not state["rel_k"].any()
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_an_encoder_loads() -> None:
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_what_has_no_position_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"no keys without a position, got one made with {option}"):
-        MultiheadAttention.from_multihead(nn.MultiheadAttention(16, 4, **{option: True}), SPAN)  # type: ignore[arg-type]
+        MultiheadAttention.from_multihead(nn.MultiheadAttention(16, 4, **{option: True}), SPAN)
     with pytest.raises(TypeError, match=r"`attention` must be a torch\.nn\.MultiheadAttention, got Linear"):
         MultiheadAttention.from_multihead(nn.Linear(1, 1), SPAN)  # type: ignore[arg-type]
 
@@ -335,4 +337,4 @@ def test_inputs_that_do_not_fit() -> None:
         ours(x, x, x, is_causal=1)
     for name, error in {"kdim": TypeError, "batch_first": TypeError, "impl": ValueError}.items():
         with pytest.raises(error, match=f"`{name}` must be"):
-            MultiheadAttention(16, 4, SPAN, **{name: "x"})
+            MultiheadAttention(16, 4, SPAN, **{name: "x"})  # type: ignore[arg-type]

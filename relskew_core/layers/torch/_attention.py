@@ -18,7 +18,7 @@ from relskew_core.layers.torch._masks import check_padding, without_keys
 class TableAttention(nn.Module):
     """A module with the tables of a spec, and attention that meets them."""
 
-    rel_k: nn.Parameter | None
+    rel_k: nn.Parameter  # None without `spec.rel_keys`
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
 

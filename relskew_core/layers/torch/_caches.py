@@ -97,6 +97,6 @@ class SlidingCache(NamedTuple):
         k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
         unfilled = torch.arange(keep + n, device=k.device) < keep - self.length
         # In memory of their own: a view would hold the whole prompt, and its strides are others at the next step.
-        last = (x[..., n:, :].contiguous() for x in (k, v))
-        present = SlidingCache(*last, (self.length + n).clamp(max=keep))
+        keys, values = (x[..., n:, :].contiguous() for x in (k, v))
+        present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))
         return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}

@@ -81,8 +81,17 @@ class MultiheadAttention(TableAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        tables = {"rel_keys": rel_keys, "rel_values": rel_values, "rel_bias": rel_bias, "shared_table": shared_table}
-        spec = BlockSpec(embed_dim, num_heads, span, bias=bias, window=window, **tables)  # type: ignore[arg-type]
+        spec = BlockSpec(
+            embed_dim,
+            num_heads,
+            span,
+            window=window,
+            shared_table=shared_table,
+            rel_values=rel_values,
+            rel_keys=rel_keys,
+            rel_bias=rel_bias,
+            bias=bias,
+        )
         super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, spec.head_dim
         self.kdim = embed_dim if kdim is None else check_int("kdim", kdim, minimum=1)
@@ -212,8 +221,8 @@ class MultiheadAttention(TableAttention):
             if need_weights:
                 raise ValueError("`need_weights` must be False for nested tensors, got True")
 
-            def attend(*item: Tensor) -> Tensor:
-                return self.forward(*item, need_weights=False, is_causal=is_causal)[0]
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return self.forward(query, key, value, need_weights=False, is_causal=is_causal)[0]
 
             refused = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             return by_item(attend, {"query": query, "key": key, "value": value}, refused), None
@@ -221,7 +230,7 @@ class MultiheadAttention(TableAttention):
         turned = query.ndim == 3 and not self.batch_first
         inputs = [x.transpose(0, 1) for x in (query, key, value)] if turned else [query, key, value]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in self._project(inputs))
-        options = {
+        options: dict[str, Any] = {
             "span": self.spec.span,
             "causal": check_bool("is_causal", is_causal),
             "window": self.spec.window,

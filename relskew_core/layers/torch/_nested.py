@@ -11,7 +11,7 @@ from torch import Tensor
 from relskew_core._array.checks import describe
 
 
-def by_item(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], refused: Mapping[str, Any]) -> Tensor:
+def by_item(function: Callable[..., Any], inputs: Mapping[str, Tensor], refused: Mapping[str, Any]) -> Tensor:
     """Apply a function to every sequence of nested tensors, and nest what it returns in the same way."""
     for name, value in refused.items():
         if value is not None:
@@ -19,7 +19,7 @@ def by_item(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], refus
     for name, x in inputs.items():
         if not x.is_nested:
             raise TypeError(f"`{name}` must be a nested tensor because another input is one, got {describe(x)}")
-    first, *_ = inputs.values()
+    first: Any = next(iter(inputs.values()))
     items = [function(*item) for item in zip(*(x.unbind() for x in inputs.values()), strict=True)]
     if first.layout == torch.jagged:  # the very offsets: torch adds nested tensors that have them in common
         return torch.nested.nested_tensor_from_jagged(torch.cat(items), first.offsets())
