@@ -196,8 +196,8 @@ class MultiheadAttention(TableAttention):
         key_padding_mask : Tensor, shape (N, S) or (S,), optional
             Boolean, ``True`` for keys that are not attended to, or additive.
         need_weights : bool, default True
-            Also return the attention weights, without dropout: as long as the lengths' product. Say False where they
-            are not needed.
+            Also return the attention weights, without dropout. They are as large as the product of the lengths: say
+            False where they are not needed.
         attn_mask : Tensor, shape (L, S) or (N · H, L, S), optional
             Boolean, ``True`` where a query may **not** attend, or additive.
         average_attn_weights : bool, default True
@@ -209,8 +209,8 @@ class MultiheadAttention(TableAttention):
         -------
         y : Tensor, shaped as ``query``
             A query that may see no key gets the bias of the output projection, where torch gives NaN.
-        weights : Tensor or None, shape (N, L, S), (N, H, L, S) unless averaged, without N where the inputs are
-            ``None`` unless they are needed.
+        weights : Tensor or None, shape (N, L, S), or (N, H, L, S) unless averaged
+            ``None`` unless they are needed. Inputs without N have weights without N.
 
         Raises
         ------
@@ -228,8 +228,8 @@ class MultiheadAttention(TableAttention):
             return by_item(attend, {"query": query, "key": key, "value": value}, refused), None
         self._check_inputs(query, key, value)
         turned = query.ndim == 3 and not self.batch_first
-        inputs = [x.transpose(0, 1) for x in (query, key, value)] if turned else [query, key, value]
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in self._project(inputs))
+        projected = (x.transpose(0, 1) if turned else x for x in self._project(query, key, value))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in projected)
         options: dict[str, Any] = {
             "span": self.spec.span,
             "causal": check_bool("is_causal", is_causal),
@@ -255,9 +255,8 @@ class MultiheadAttention(TableAttention):
                 axes = "2 axes or 3" if name == "query" else f"the {query.ndim} axes of `query`"
                 raise ValueError(f"`{name}` must have {axes}, the last one {width} long, got {describe(x)}")
 
-    def _project(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Apply the projections of queries, keys and values; all at once where they are of one input."""
-        query, key, value = inputs
         if self.in_proj_weight is not None and query is key is value:
             return functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if self.in_proj_weight is not None:
@@ -265,7 +264,7 @@ class MultiheadAttention(TableAttention):
         else:
             weights = [getattr(self, name) for name in SEPARATE]
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return [functional.linear(*given) for given in zip(inputs, weights, biases, strict=True)]
+        return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
 
     def _weights(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the attention weights (..., H, L, S): what comes out where the values are those of the identity."""

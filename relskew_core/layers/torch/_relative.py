@@ -252,8 +252,8 @@ class RelativeMultiheadAttention(TableAttention):
             What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
             the queries then stand at positions ``P … P + Lq - 1``.
         mask : Tensor, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``; with ``past`` the keys
-            are all of its places, and the new ones where they do not fill such.
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
         key_padding_mask : Tensor, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
         offset : int, or ints of the leading axes, optional
