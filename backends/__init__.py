@@ -54,7 +54,15 @@ def path(function: str, call: Problem, impl: str) -> Path:
         return found if found.faster or impl == "native" else PORTABLE
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {found}")
-    return PORTABLE
+    return _instead(call)
+
+
+def _instead(call: Problem) -> Path:
+    """Return the portable kernels, in the form that a library wants them in."""
+    library = library_name(call.xp)
+    choose = getattr(_module(library), "instead", None) if library in NATIVE else None
+    path: Path = PORTABLE if choose is None else choose(call)
+    return path
 
 
 def _native(function: str, call: Problem) -> Path | str:

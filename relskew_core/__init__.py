@@ -12,6 +12,7 @@ from relskew_core._functions.grid import relative_logits_2d, toeplitz_2d
 from relskew_core._functions.grid_attention import relative_attention_2d
 from relskew_core._functions.logits import relative_logits, relative_values
 from relskew_core._functions.tables import resize_table, sinusoidal_table
+from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.skew import skew, unskew
 from relskew_core._positions.span import Span
 
@@ -22,6 +23,7 @@ __all__ = [
     "Span",
     "alibi_bias",
     "attention_block",
+    "attention_weights",
     "deberta_buckets",
     "init_weights",
     "merge_attention",

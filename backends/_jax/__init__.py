@@ -14,7 +14,7 @@ import jax
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size
 from relskew_core._kernel.problem import Problem
 from relskew_core.backends._jax import backward as jax_backward
@@ -24,7 +24,7 @@ from relskew_core.backends._path import COMMON, Path
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    return Path(attention, attention_vjp, knows=COMMON | {"softcap"})
+    return Path(attention, attention_vjp, knows=COMMON | {"softcap", "blocks_before"})
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
@@ -39,11 +39,11 @@ def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any
 
 
 def _sized(operands: Operands, options: Options) -> Options:
-    visibility, size = options.visibility.bounded(), options.chunk_size  # XLA counts in 32 bits
-    if size is None:
-        cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
-        size = chunk_size(operands, visibility, cpu=cpu)
-    return replace(options, visibility=visibility, chunk_size=size)
+    options = replace(options, visibility=options.visibility.bounded())  # XLA counts in 32 bits
+    if options.chunk_size is not None:
+        return options
+    cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+    return replace(options, chunk_size=chunk_size(operands, options, cpu=cpu))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -62,7 +62,7 @@ def _backward(
     operands, out = kept
     d_out, d_lse = cotangents
     gradients = jax_backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, options)
-    return (Operands(*gradients),)
+    return (Operands(**{name: getattr(gradients, name) for name in DIFFERENTIABLE}),)
 
 
 _attention.defvjp(_forward, _backward)

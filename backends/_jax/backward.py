@@ -24,13 +24,15 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options) 
     """Return the gradients of every operand, ``None`` for a boolean mask."""
     call = ScannedCall.of(operands, options)
     tables = {name: table for name in TABLES if (table := getattr(call, name, None)) is not None}
-    like = operands._replace(
-        k=jnp.matrix_transpose(operands.k),  # to transpose weights would be a copy
-        v=jnp.matrix_transpose(operands.v),
-        mask=operands.mask if operands.mask is not None and operands.mask.dtype != bool else None,
+    like = {
+        "q": operands.q,
+        "k": jnp.matrix_transpose(operands.k),  # to transpose weights would be a copy
+        "v": jnp.matrix_transpose(operands.v),
+        "rel_q": operands.rel_q,
+        "mask": operands.mask if operands.mask is not None and operands.mask.dtype != bool else None,
         **{name: table.columns for name, table in tables.items()},
-    )
-    sums = Gradients(*jax.tree.map(jnp.zeros_like, like))
+    }
+    sums = Gradients(**jax.tree.map(jnp.zeros_like, like))
     with jax.named_scope("relative_attention_vjp"):
         for segment in call.plan.segments:
             sums, _ = lax.scan(partial(_step, call, segment, cotangents), sums, segment.places)

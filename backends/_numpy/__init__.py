@@ -13,4 +13,4 @@ def serve(function: str, call: Problem) -> Path | str:
         return f"NumPy's serves the forward pass, not {function}"
     q, k = call.given.q, call.given.k
     long = q.shape[-2] * k.shape[-2] > SHORT
-    return Path(attention, PORTABLE.attention_vjp, knows=COMMON | {"softcap"}, faster=long)
+    return Path(attention, PORTABLE.attention_vjp, knows=COMMON | {"softcap", "blocks_before"}, faster=long)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from relskew_core._kernel.call import Operands
 from relskew_core._kernel.problem import Problem
-from relskew_core.backends._path import COMMON, Path
+from relskew_core.backends._path import COMMON, PORTABLE, Path
+from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
+
+KNOWN_ON_CPUS = COMMON | {"blocks_before", "q_segments", "k_segments", "dropout", "seed"}
+"""The arrays and options that the kernels for CPUs know."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -15,13 +20,32 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cpu":
-        return Path(cpu.attention, cpu.attention_vjp)
+        return Path(cpu.attention, cpu.attention_vjp, knows=KNOWN_ON_CPUS)
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 
         reason = choice.refusal(call.given, call.options)
         return reason or _fused()
     return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
+
+
+KEPT = 2**20
+"""Logits up to which autograd may keep what the portable kernels make: less than to compute it anew costs time."""
+
+
+def instead(call: Problem) -> Path:
+    """Return the portable kernels, as one operator where autograd would keep too much of them."""
+    operands = call.given
+    if differentiates_by_function() or torch.compiler.is_exporting() or call.ragged is not None:
+        return PORTABLE  # offsets by item are no numbers that an operator takes
+    logits = operands.q[..., 0].numel() * operands.k.shape[-2]
+    if logits <= KEPT or not _asks_for_gradients(operands):
+        return PORTABLE
+    return Path(recomputed.attention, recomputed.attention_vjp)
+
+
+def _asks_for_gradients(operands: Operands) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def _fused() -> Path:  # pragma: gpu only

@@ -6,7 +6,7 @@ as torch wants it, and taken apart and put together here alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import partial
 from types import NoneType
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
-from relskew_core._kernel.call import Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Kind, Operands, Options, names_of
 
 TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 """The types of an operator's arguments that are not tensors."""
@@ -102,16 +102,12 @@ class Operator:
     name : str
         Of the operator.
     attend : callable
-        ``attend(operands, options, **extra) -> (out, lse or None)``.
+        ``attend(operands, options) -> (out, lse or None)``.
     pull_back : callable
-        ``pull_back(d_out, operands, options, *, out, lse, d_lse, wanted, **extra) -> Gradients``; ``wanted`` names the
-        operands whose gradients are asked for.
+        ``pull_back(d_out, operands, options, *, out, lse, d_lse, wanted) -> Gradients``; ``wanted`` names the operands
+        whose gradients are asked for.
     keeps : bool
         Whether the output and the log-sum-exp, then always made, are kept for the backward pass.
-    extra : mapping of str to str
-        More arguments and their types in the schema, tensors that are no operands or numbers that are no options.
-    portable : callable, optional
-        The same gradients by operations that autograd knows, for second derivatives.
     devices : str, optional
         The type of device that the operator runs on.
     """
@@ -123,14 +119,11 @@ class Operator:
         pull_back: Callable[..., Gradients],
         *,
         keeps: bool = False,
-        extra: Mapping[str, str] | None = None,
-        portable: Callable[..., Gradients] | None = PORTABLE,
         devices: str | None = None,
     ) -> None:
-        self._attend, self._pull_back, self._keeps, self._portable = attend, pull_back, keeps, portable
-        self._extra = extra or {}
-        given = ", ".join([_ARRAYS, _NUMBERS, *(f"{kind} {name}" for name, kind in self._extra.items())])
-        results = ", ".join(["Tensor"] * COUNT)
+        self._attend, self._pull_back, self._keeps = attend, pull_back, keeps
+        given = f"{_ARRAYS}, {_NUMBERS}"
+        results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
         cotangents = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? lse, str wanted"
         library: Any = torch.library
         self.op = library.custom_op(
@@ -154,24 +147,24 @@ class Operator:
         self.op.register_vmap(self._vmap)
         self.vjp.register_vmap(self._vmap_vjp)
 
-    def __call__(self, operands: Operands, options: Options, **extra: Any) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
         """Attend; the log-sum-exp is ``None`` unless asked for."""
-        out, lse = self.op(*operands, *flat(options), *(extra[name] for name in self._extra))
+        out, lse = self.op(*operands, *flat(options))
         return out, lse if options.return_lse else None
 
-    def parts(self, args: Sequence[Any]) -> tuple[Operands, Options, dict[str, Any]]:
+    @staticmethod
+    def parts(args: Sequence[Any]) -> tuple[Operands, Options]:
         """Put together what an operator was given."""
-        end = COUNT + len(NAMES)
-        operands, extra = Operands(*args[:COUNT]), dict(zip(self._extra, args[end:], strict=True))
-        return operands, options_of(operands, args[COUNT:end]), extra
+        operands = Operands(*args[:COUNT])
+        return operands, options_of(operands, args[COUNT:])
 
     def _forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        operands, options, extra = self.parts(args)
-        out, lse = self._attend(operands, options, **extra)
+        operands, options = self.parts(args)
+        out, lse = self._attend(operands, options)
         return _standing_alone(out), operands.q.new_empty(0) if lse is None else _standing_alone(lse)
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
-        operands, options, _ = self.parts(args)
+        operands, options = self.parts(args)
         q, v = operands.q, operands.v
         dtype = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=dtype)
@@ -180,26 +173,29 @@ class Operator:
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
-        operands, options, extra = self.parts(args)
+        operands, options = self.parts(args)
         names = wanted.split()
-        gradients = self._pull_back(
-            d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=frozenset(names), **extra
-        )
-        return tuple(
-            _standing_alone(gradient.to(x.dtype)) if gradient is not None and name in names else d_out.new_empty(0)
-            for name, gradient, x in zip(Operands._fields, gradients, operands, strict=True)
-        )
+        gradients = self._pull_back(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=frozenset(names))
+
+        def own(name: str) -> Tensor:
+            gradient = getattr(gradients, name) if name in names else None
+            if gradient is None:
+                return d_out.new_empty(0)
+            return _standing_alone(gradient.to(getattr(operands, name).dtype))
+
+        return tuple(map(own, DIFFERENTIABLE))
 
     def _fake_vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any
     ) -> tuple[Tensor, ...]:
-        operands, _, _ = self.parts(args)
+        operands, _ = self.parts(args)
         names = wanted.split()
+        arrays = {name: getattr(operands, name) for name in DIFFERENTIABLE}
         return tuple(
             x.new_empty(x.shape)
             if x is not None and name in names and x.dtype.is_floating_point
             else d_out.new_empty(0)
-            for name, x in zip(Operands._fields, operands, strict=True)
+            for name, x in arrays.items()
         )
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -207,11 +203,11 @@ class Operator:
 
     def _backward(self, ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         args, out, lse = _kept(ctx)
-        _, options, _ = self.parts(args)
+        _, options = self.parts(args)
         names = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad, strict=False) if needs]
         gradients = self.vjp(d_out, d_lse if options.return_lse else None, out, lse, " ".join(names), *args)
-        wanted = (x if name in names else None for name, x in zip(Operands._fields, gradients, strict=True))
-        return (*wanted, *(None for _ in args[COUNT:]))
+        found = {name: x for name, x in zip(DIFFERENTIABLE, gradients, strict=True) if name in names}
+        return (*(found.get(name) for name in Operands._fields), *(None for _ in args[COUNT:]))
 
     def _setup_vjp(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         d_out, d_lse, _, _, ctx.wanted, *args = inputs
@@ -219,20 +215,18 @@ class Operator:
 
     def _second_backward(self, ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Differentiate the portable gradient, in which the output is a function of the operands once more."""
-        if self._portable is None:
-            raise RuntimeError(f"{self.op} is differentiable once: dropout draws its weights anew, set it to 0")
         args, d_out, d_lse = _kept(ctx)
-        operands, options, _ = self.parts(args)
+        operands, options = self.parts(args)
         names = ctx.wanted.split()
         with torch.enable_grad():
             # Views: what is given twice, as k and as v, has two gradients.
             operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
             d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
-            gradients = self._portable(d_out, operands, options, d_lse=d_lse)
+            gradients = PORTABLE(d_out, operands, options, d_lse=d_lse)
         pairs = [
             (gradient, cotangent)
-            for name, gradient, cotangent in zip(Operands._fields, gradients, cotangents, strict=True)
-            if name in names and gradient is not None and gradient.requires_grad
+            for name, cotangent in zip(DIFFERENTIABLE, cotangents, strict=True)
+            if name in names and (gradient := getattr(gradients, name)) is not None and gradient.requires_grad
         ]
         given = {"d_out": d_out, "d_lse": d_lse, **operands._asdict()}
         wanted = {name: x for name, x in given.items() if x is not None and x.requires_grad}
@@ -252,7 +246,8 @@ class Operator:
         operands, dims = Operands(*args[:COUNT]), Operands(*in_dims[:COUNT])
         rows = names_of(Kind.SEQUENCE)
         apart = [name for name in Operands._fields if name not in rows and name != "mask"]
-        if self._extra or any(getattr(dims, name) is not None for name in apart):  # not one for all: item by item
+        # Not one for all, or drawn by item: item by item.
+        if operands.seed is not None or any(getattr(dims, name) is not None for name in apart):
             items = [self.op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
             outs, lses = zip(*items, strict=True)
             return (torch.stack(outs), torch.stack(lses)), (0, 0)
@@ -276,7 +271,7 @@ class Operator:
         self, info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         items = [self.vjp(*_item(args, in_dims, index)) for index in range(info.batch_size)]
-        return tuple(torch.stack(parts) for parts in zip(*items, strict=True)), (0,) * COUNT
+        return tuple(torch.stack(parts) for parts in zip(*items, strict=True)), (0,) * len(DIFFERENTIABLE)
 
 
 def _keep(ctx: Any, args: Sequence[Any], *more: Tensor | None) -> None:

@@ -61,26 +61,21 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
         raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {opset}")
     import onnxscript
 
-    from relskew_core.backends._torch import dropout
     from relskew_core.backends._torch.cpu.operator import OPERATOR
 
     op = onnxscript.values.Opset("", opset)
 
     def attention(*args: Any) -> tuple[Any, Any]:
         g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()))
-        operands, options, _ = OPERATOR.parts(args)
+        operands, options = OPERATOR.parts(args)
+        if options.dropout:
+            raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
         names = unknown(operands, options, KNOWS)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
         return _attention(g, opset, operands, options)
 
-    def attention_with_dropout(*args: Any) -> Any:
-        raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
-
-    return {
-        OPERATOR.op._opoverload: attention,
-        dropout.OPERATOR.op._opoverload: attention_with_dropout,
-    }
+    return {OPERATOR.op._opoverload: attention}
 
 
 def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Options) -> tuple[Any, Any]:

@@ -20,7 +20,8 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
         raise TypeError(f"`{name}` must be an int, got {describe(value)}")
     try:
         # A number that torch traces knows how to be compared; an index would make a constant of it.
-        result = value if type(value) is int or type(value).__name__ == "SymInt" else operator.index(value)
+        symbolic = type(value) is int or type(value).__name__ == "SymInt"
+        result = value if symbolic else operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {describe(value)}") from None
     if minimum is not None and result < minimum:
@@ -31,7 +32,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
 def check_offset(name: str, value: Any) -> int:
     """Return ``value`` as an ``int`` that still can be counted from in 64 bits."""
     offset = check_int(name, value)
-    if type(offset) is int and abs(offset) > 2**61:  # not of a length that torch.export traces
+    if not -(2**61) <= offset <= 2**61:
         raise ValueError(f"`{name}` must be an int of at most 2**61 either way, got {offset}")
     return offset
 
@@ -56,12 +57,17 @@ def check_real(name: str, value: Any, *, positive: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a Python int or float, got {describe(value)}")
     try:
-        number = float(value)
+        number = value if type(value) is float else float(value)
     except OverflowError:  # an int beyond every float
         number = math.inf
-    if not -math.inf < number < math.inf or (positive and number <= 0):  # torch.compile traces no isfinite
+    if not -math.inf < number < math.inf or (positive and number <= 0):  # as torch.compile can ask of unknown numbers
         raise ValueError(f"`{name}` must be a finite number{' > 0' if positive else ''}, got {describe(value)}")
     return number
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of some library and not a number, in a way that torch.compile traces."""
+    return not isinstance(value, (int, float, str, list, tuple, NoneType)) and hasattr(value, "dtype")
 
 
 def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:

@@ -16,15 +16,29 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
 
     With ``dead_rows`` a row may be all ``-inf``: its weights are zeros and its log-sum-exp ``-inf``.
     """
+    largest = xp.max(logits, axis=-1, keepdims=True)
     dead = None
     if dead_rows:
-        dead = xp.max(logits, axis=-1, keepdims=True) == -math.inf
-        logits = xp.where(dead, 0.0, logits)  # finite, so that gradients stay finite as well
-    weights, sums = _exponentials(logits, lse=lse, xp=xp)
-    if dead is not None:
-        weights = xp.where(dead, 0.0, weights)
-        sums = None if sums is None else xp.where(dead[..., 0], -math.inf, sums)
-    return weights, sums
+        dead = largest == -math.inf
+        largest = xp.where(dead, 0.0, largest)
+    shifted = logits - largest
+    negligible, native = shifted < NEGLIGIBLE, getattr(xp, "softmax", None)
+    if native is not None:
+        # torch: its exp can be wrong by 1e-4 once per process on several threads (pytorch#188792), its softmax is not.
+        # Rows that see nothing are finite on the way, so that gradients stay finite as well.
+        nothing = -math.inf if dead is None else xp.where(dead, 0.0, -math.inf)
+        weights = native(xp.where(negligible, nothing, shifted), -1)
+        # The largest weight is 1 / sum, which gives the sum without a second pass.
+        sums = largest - xp.log(xp.max(weights, axis=-1, keepdims=True)) if lse else None
+        weights = weights if dead is None else xp.where(dead, 0.0, weights)
+    else:
+        weights = xp.exp(xp.where(negligible, -math.inf, shifted))
+        total = xp.sum(weights, axis=-1, keepdims=True)
+        total = total if dead is None else xp.where(dead, 1.0, total)
+        weights, sums = weights / total, largest + xp.log(total) if lse else None
+    if sums is None:
+        return weights, None
+    return weights, (sums if dead is None else xp.where(dead, -math.inf, sums))[..., 0]
 
 
 def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
@@ -35,18 +49,3 @@ def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
         return xp.exp(difference)
     pair = native(xp.stack([difference, xp.zeros_like(difference)], axis=-1), -1)  # torch's exp may be wrong, see below
     return pair[..., 0] / pair[..., 1]
-
-
-def _exponentials(logits: Array, *, lse: bool, xp: Namespace) -> tuple[Array, Array | None]:
-    largest = xp.max(logits, axis=-1, keepdims=True)
-    shifted = logits - largest
-    shifted = xp.where(shifted < NEGLIGIBLE, -math.inf, shifted)
-    native = getattr(xp, "softmax", None)
-    if native is not None:
-        # torch: its exp can be wrong by 1e-4 once per process on several threads (pytorch#188792), its softmax is not.
-        # The largest weight is 1 / sum, which gives the sum without a second pass.
-        weights = native(shifted, -1)
-        return weights, largest[..., 0] - xp.log(xp.max(weights, axis=-1)) if lse else None
-    weights = xp.exp(shifted)
-    total = xp.sum(weights, axis=-1, keepdims=True)
-    return weights / total, (largest + xp.log(total))[..., 0] if lse else None

@@ -13,6 +13,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
+from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, takes
 from relskew_core._kernel.problem import Problem, problem
 
@@ -32,6 +33,8 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
         logits[i, j] = scale · q_i · k_j + rel_scale · (rel_q_i · rel_k[r] + k_j · key_table[r])
                        + rel_bias[r] + mask[i, j]
         out[i]       = Σ_j softmax_j(logits)[i, j] · (v_j + rel_v[r])
+
+    All options go together, but for those that an error names; memory is the same with every one of them.
 
     Parameters
     ----------
@@ -63,16 +66,35 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     block_size : int, optional
         Music Transformer's local attention, causal by definition: a query sees its own block of this many positions
         up to itself, and the whole previous block.
+    blocks_before : int, optional
+        With ``block_size``, the chunks of streaming Conformers instead: a query sees its own block whole and so many
+        whole blocks before it; with ``causal`` its own block up to itself.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
+    segments : integer array, shape (..., L) or (L,), or a pair of them, optional
+        Packed documents: a query sees the keys of its own segment, and costs nothing for those of others where the
+        numbers can be read (in host memory, not traced) and segments stand together. A pair is of queries and keys.
+        Whether a table reaches far enough is judged as if there were none.
+    sinks : array, shape (H,), optional
+        Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
     offset : int, or ints of the leading axes before the heads, default 0
         Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative. One for
         each item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
         under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN. Takes the portable code.
-    scale, rel_scale : float, optional
-        Factors of the two products; ``D ** -0.5`` and ``scale``.
+    positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
+        Where queries and keys stand, in any order and instead of ``offset``: time stamps, pitches, left padding, the
+        branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by
+        positions. Tables are looked up pair by pair unless positions are known to follow one another.
+    scale, rel_scale : float or array of shape (H,), optional
+        Factors of the two products; ``D ** -0.5`` and ``scale``. By head, as in Swin v2's cosine attention.
     softcap : float, optional
         Replace the sum by ``softcap · tanh(sum / softcap)`` before masks.
+    dropout : float, default 0.0
+        Share of the weights that is dropped in training, ``0 <= dropout < 1``; the others are scaled up.
+    seed : int, integer array without axes, or key of jax.random, optional
+        What is dropped, modulo ``2**31``; needed where ``dropout`` is above 0. Drawn weight by weight from the seed
+        and from where a weight stands, never stored: the same in every library, for every ``impl`` and
+        ``chunk_size``.
     chunk_size : int, optional
         Queries worked on together; by default what a scratch budget allows. Changes results by rounding only.
     return_lse : bool, default False
@@ -99,7 +121,8 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     -----
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", equations 3 and 4; Huang et al. 2018,
     "Music Transformer", equation 3 and sections 3.4 and 3.5. Values behind a mask must be finite unless no query of
-    the chunk can see them; keys, tables and masked products need not be.
+    the chunk can see them; keys, tables and masked products need not be. Sinks: OpenAI 2025, "gpt-oss-120b and
+    gpt-oss-20b model card". Dropout: Srivastava et al. 2014, drawn by counters as in Salmon et al. 2011.
 
     Examples
     --------
@@ -119,6 +142,8 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     call = problem(given.autocast(), return_lse=given.return_lse)
     path = backends.path("attention", call, given.impl)
     out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
+    if call.sinks is not None:
+        out, lse = with_sinks(out, lse, call.sinks, xp=call.xp)
     if not given.return_lse:
         return call.result(out)
     return call.result(out), call.result(lse, dtype=call.wide)
@@ -152,7 +177,7 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
         The output of the forward call, which saves a pass over the weights.
     lse : array, shape (..., H, Lq), optional
         The log-sum-exp of the forward call. Where the keys here are a part of more, as in ring attention, give ``out``
-        and ``lse`` of the whole: the gradients are then this part's share.
+        and ``lse`` of the whole: the gradients are then this part's share. With ``sinks`` both count them.
     d_lse : array, shape (..., H, Lq), optional
         Gradient of the log-sum-exp.
     **arguments
@@ -161,8 +186,8 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
     Returns
     -------
     Gradients
-        A named tuple with a field for every array argument, of its shape and dtype; ``None`` for absent arguments and
-        boolean masks.
+        A named tuple with a field for every floating array argument, of its shape and dtype; ``None`` for absent
+        arguments, numbers and boolean masks.
 
     Raises
     ------
@@ -195,7 +220,13 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
     for name, x in cotangents.items():
         if x is not None:  # log-sum-exps come in the dtype of the accumulation
             cotangents[name] = call.operand(x, None if name.endswith("lse") else operands.q.dtype)
-    gradients = path.attention_vjp(cotangents.pop("d_out"), operands, call.options, **cotangents, xp=call.xp)
+    if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # those that count sinks
+        forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
+        out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
+        cotangents["out"], cotangents["lse"] = with_sinks(out, lse, call.sinks, xp=call.xp)
+    gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
+    if call.sinks is not None:
+        gradients = gradients._replace(sinks=sinks_gradient(call.sinks, **cotangents, xp=call.xp))
     return call.gradients(gradients, given)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.problem import check_tables, visibility_of
+from relskew_core._kernel.problem import Pattern, check_tables
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
@@ -93,7 +93,7 @@ def relative_logits(
     length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
     if side == "query":
         return _logits(q, table, span, length, offset, window, xp=xp)
-    own = visibility_of(q, length, offset, right=0 if causal else None, xp=xp)
+    own = Pattern(right=0 if causal else None).of(q, length, offset, xp=xp)
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
@@ -116,7 +116,7 @@ def _logits(
 ) -> Array:
     """Return ``q_i · e_r``, zeros where the window hides a key from a query."""
     n, m = q.shape[-2], n_keys
-    visibility = visibility_of(q, m, offset, *window or (None, None), xp=xp)
+    visibility = Pattern(*window or ()).of(q, m, offset, xp=xp)
     visibility.check_reach("table", span)
     dtype = q.dtype
     if is_half(dtype, xp=xp):
@@ -193,7 +193,7 @@ def relative_values(
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
     span = _check_table(weights, table, span, causal=causal)
     n, m = weights.shape[-2:]
-    visibility = visibility_of(weights, m, offset, right=0 if causal else None, xp=xp)
+    visibility = Pattern(right=0 if causal else None).of(weights, m, offset, xp=xp)
     visibility.check_reach("table", span)
     dtype = weights.dtype
     if is_half(dtype, xp=xp):

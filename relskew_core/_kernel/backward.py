@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.by_value import placed
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel.dropout import kept
 from relskew_core._kernel.forward import (
-    Factors,
     Tables,
     capped_gradient,
     chunk_logits,
     chunk_values,
+    chunk_visible,
     chunk_weights,
     grouped_matmul,
     relative_queries,
@@ -56,13 +58,11 @@ def attention_vjp(
     out: Array | None = None,
     lse: Array | None = None,
     d_lse: Array | None = None,
-    factors: Factors | None = None,
     xp: Namespace,
 ) -> Gradients:
     """Return the gradients of every operand.
 
-    ``out`` and ``lse`` are the forward's, or those of more keys; ``out`` saves a pass over the weights. ``factors`` are
-    the forward's: they must come out the same for every chunk.
+    ``out`` and ``lse`` are the forward's, or those of more keys; ``out`` saves a pass over the weights.
     """
     cotangents = Cotangents(d_out, out, lse, d_lse)
     laid = list(chunks(operands, options))
@@ -72,7 +72,8 @@ def attention_vjp(
         if chunk.first == chunk.end:
             sums.add_nothing(chunk)
         else:
-            _backward(cotangents, operands, options, tables, chunk, sums, factors, xp=xp)
+            chunk = placed(chunk, operands, options, xp=xp)
+            _backward(cotangents, operands, options, tables, chunk, sums, xp=xp)
     return sums.gradients()
 
 
@@ -83,21 +84,21 @@ def _backward(
     tables: Tables,
     chunk: Chunk,
     sums: GradientSums,
-    factors: Factors | None,
     *,
     xp: Namespace,
 ) -> None:
     queries = slice(chunk.start, chunk.stop)
     d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
-    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, xp=xp)
+    visible = chunk_visible(operands, options, chunk, xp=xp)
+    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, visible, xp=xp)
 
     logits = chunk_logits(operands, options, tables, chunk, xp=xp)
-    weights, lse = chunk_weights(logits, operands, options, chunk, lse=cotangents.lse is not None, xp=xp)
+    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=cotangents.lse is not None, xp=xp)
     if cotangents.lse is not None:
         weights = weights * share_of(lse, cotangents.lse[..., queries], xp=xp)[..., None]
-    kept = None if factors is None else factors(chunk, weights)
-    of_values = weights if kept is None else weights * kept
+    factors = kept(operands, options, chunk, xp=xp) if options.dropout else None
+    of_values = weights if factors is None else weights * factors
 
     sums.v.add(chunk.first, grouped_outer(of_values, d_out, v.shape[-3], xp=xp))
     d_weights = grouped_matmul(d_out, xp.matrix_transpose(v), xp=xp)
@@ -108,8 +109,8 @@ def _backward(
             product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
             d_weights = d_weights + chunk.absolute(product, xp=xp)
             sums.add_table("rel_v", low, high, relative, d_out)
-    if kept is not None:
-        d_weights = d_weights * kept
+    if factors is not None:
+        d_weights = d_weights * factors
 
     d_logits = weights * (d_weights - cotangents.delta(weights, d_weights, queries, xp=xp))
     sums.add_mask(chunk, d_logits)
@@ -148,11 +149,12 @@ def _key_side_gradient(
     table, pieces = sums.tables.key_table, []
     assert table is not None
     lowest, highest = options.positions()
-    for block in blocks(chunk, options.visibility.offset):
+    for block in blocks(chunk, options, xp=xp):
         rows = slice(block.start - chunk.first, block.stop - chunk.first)
         relative = block.relative(xp.matrix_transpose(d_logits[..., rows]), xp=xp)
-        # Columns that no query sees are never multiplied, as in `visible_columns`.
-        low, high = max(block.low + (block.spare > 0), -highest), min(block.high, -lowest)
+        low, high = block.low, block.high
+        if not options.visibility.by_value:  # columns that no query sees are never multiplied, as in `visible_columns`
+            low, high = max(low + (block.spare > 0), -highest), min(high, -lowest)
         own = keys[..., rows, :]
         if low > high:
             pieces.append(xp.zeros_like(own))

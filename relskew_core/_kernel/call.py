@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, TypeVar, get_type_hints
 
 from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import check_int, check_real
+from relskew_core._array.checks import check_int, check_real, is_array
 from relskew_core._array.typing import Array
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
@@ -43,21 +43,28 @@ class Arguments:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     block_size: int | None = None
+    blocks_before: int | None = None
     mask: Array | None = None
+    segments: Array | tuple[Array, Array] | None = None
+    sinks: Array | None = None
     offset: int | Sequence[int] | Array = 0
-    scale: float | None = None
-    rel_scale: float | None = None
+    positions: tuple[Array, Array] | None = None
+    scale: float | Array | None = None
+    rel_scale: float | Array | None = None
     softcap: float | None = None
+    dropout: float = 0.0
+    seed: int | Array | None = None
     chunk_size: int | None = None
     impl: str = "auto"
 
     def arrays(self) -> dict[str, Array | None]:
-        """Return what becomes :class:`Operands`, by name."""
-        return {name: getattr(self, name) for name in Operands._fields}
+        """Return the arrays that become :class:`Operands` as they are, by name."""
+        return {name: getattr(self, name) for name in DIFFERENTIABLE}
 
     def autocast(self) -> Self:
         """Return the arguments as the autocast region wants them that the call stands in."""
-        arrays = self.arrays()
+        by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
+        arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
         return self if cast is arrays else replace(self, **cast)
 
@@ -69,6 +76,8 @@ class Kind(Enum):
     TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
     BIAS = "numbers of consecutive relative positions"  # (R,) or (H, R)
     MASK = "boolean or additive"  # broadcasts to (..., H, Lq, Lk)
+    LABEL = "integers of queries or keys"  # (..., L) without heads, or (L,)
+    SEED = "an integer"  # (1,)
 
 
 class Operands(NamedTuple):
@@ -83,16 +92,11 @@ class Operands(NamedTuple):
     rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None where it is q
     mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
     key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, what keys meet; ragged as rel_k
-
-
-if TYPE_CHECKING:
-
-    class Gradients(Operands):
-        """Gradients by argument."""
-
-else:
-    Gradients = namedtuple("Gradients", Operands._fields, defaults=[None] * len(Operands._fields))
-    Gradients.__doc__ = "Gradients of relative attention, by argument; ``None`` for absent and boolean ones."
+    q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its own segment
+    k_segments: Annotated[Array | None, Kind.LABEL] = None
+    q_positions: Annotated[Array | None, Kind.LABEL] = None  # where the pattern goes `by_value`
+    k_positions: Annotated[Array | None, Kind.LABEL] = None
+    seed: Annotated[Array | None, Kind.SEED] = None  # of what `dropout` drops
 
 
 KINDS: dict[str, Kind] = {
@@ -107,6 +111,27 @@ def names_of(*kinds: Kind) -> list[str]:
 
 TABLES = names_of(Kind.TABLE, Kind.BIAS)
 """The arrays that have a row for each relative position, and so a span."""
+
+DIFFERENTIABLE = names_of(Kind.SEQUENCE, Kind.TABLE, Kind.BIAS, Kind.MASK)
+"""The arrays that have gradients: arguments under the same names."""
+
+BY_HEAD = ("sinks", "scale", "rel_scale")
+"""Arguments of a number for each head, which no kernel gets: what is before it or after it takes them in."""
+
+
+if TYPE_CHECKING:
+
+    class Gradients(Operands):
+        """Gradients by argument."""
+
+        sinks: Array | None = None
+        scale: Array | None = None
+        rel_scale: Array | None = None
+
+else:
+    _names = (*DIFFERENTIABLE, *BY_HEAD)
+    Gradients = namedtuple("Gradients", _names, defaults=[None] * len(_names))
+    Gradients.__doc__ = "Gradients of relative attention, by argument; ``None`` for absent and boolean ones."
 
 
 def checked(check: Callable[..., Any], **limits: Any) -> Any:
@@ -124,6 +149,7 @@ class Options:
     rel_scale: float
     softcap: float | None = checked(check_real, positive=True)
     chunk_size: int | None = checked(check_int, minimum=1)
+    dropout: float = 0.0  # share of the weights that is dropped
     return_lse: bool = False
 
     def positions(self) -> tuple[int, int]:
@@ -144,14 +170,14 @@ _DEFAULTS = {
 
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
     """Name the arrays that are there and the options that say something, but that a native path does not know."""
-    found = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
+    given = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
+    found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     tables = any(getattr(operands, name) is not None for name in TABLES)
     for part in (options, options.visibility, *((options.span,) if tables else ())):
         for name, default in _DEFAULTS[type(part)].items():
             if name not in known:
                 value = getattr(part, name)
-                number = isinstance(value, (int, float))  # first, for torch.compile
-                if value is not default and ((not number and hasattr(value, "shape")) or value != default):
+                if value is not default and (is_array(value) or value != default):
                     found.append(name)
     return found
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
+from relskew_core._positions.labels import Documents
 from relskew_core._positions.skew import skew_from, unskew_from
-from relskew_core._positions.visibility import Visibility
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
 """Budget of one logits buffer: near the caches on a CPU, large enough to fill an accelerator elsewhere."""
@@ -33,14 +33,28 @@ class Chunk:
     spare: int  # columns before that of row 0's first key: the skew reads each row one column earlier
 
     @classmethod
-    def of(cls, visibility: Visibility, start: int, stop: int, highest: int) -> Chunk:
-        """Lay out a chunk whose queries see no relative position above ``highest``."""
+    def of(cls, options: Options, start: int, stop: int, documents: Documents | None = None) -> Chunk:
+        """Lay out a chunk."""
+        visibility, span = options.visibility, options.span
         first, end = visibility.keys(start, stop)
+        if documents is not None:
+            first_of, end_of = documents.keys(start, stop)
+            first = max(first, first_of)
+            end = max(first, min(end, end_of))
+        lowest, highest = options.positions()
+        if visibility.by_value:  # the table's own columns, which positions are looked up in
+            low, high = (max(-span.left, min(position, span.right)) for position in (lowest, highest))
+            return cls(start, stop, first, end, low, high - low + 1, 0)
         n, m = stop - start, end - first
         offset = visibility.offset + start - first
         spare = n if n > 1 else 0  # rows after the first need one column more than the positions that occur
         width = min(max(highest + spare + offset + 1, m + (n > 1)), spare + m)
         return cls(start, stop, first, end, -(spare + offset), width, spare)
+
+    def seen(self, options: Options) -> tuple[int, int]:
+        """Return the first and the last relative position among the table's columns that some query sees."""
+        lowest, highest = options.positions()
+        return max(self.low + (self.spare > 0), lowest), min(self.high, highest)
 
     @property
     def high(self) -> int:
@@ -64,21 +78,37 @@ class Chunk:
 
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
-    visibility = options.visibility
-    size = options.chunk_size or (SMALLEST if visibility.n_queries <= SMALLEST else chunk_size(operands, visibility))
-    _, highest = options.positions()
-    edges = [*range(0, visibility.n_queries, size), visibility.n_queries]
+    n_queries, documents = options.visibility.n_queries, documents_of(operands)
+    size = options.chunk_size
+    if size is None:
+        size = SMALLEST if n_queries <= SMALLEST else chunk_size(operands, options, documents)
+    edges = [*range(0, n_queries, size), n_queries]
     for start, stop in pairwise(edges):
-        yield Chunk.of(visibility, start, stop, highest)
+        yield Chunk.of(options, start, stop, documents)
 
 
-def chunk_size(operands: Operands, visibility: Visibility, *, cpu: bool | None = None) -> int:
+def documents_of(operands: Operands) -> Documents | None:
+    """Return which keys the segments let queries see, where there are any and somebody may know."""
+    if operands.q_segments is None or operands.k_segments is None:
+        return None
+    return Documents.of((operands.q_segments, operands.k_segments))
+
+
+def keys_seen(options: Options, documents: Documents | None = None) -> int:
+    """Return how many keys a query sees at most, and one at least."""
+    low, high = options.positions()
+    keys = min(options.visibility.n_keys, high - low + 1)
+    return max(1, keys if documents is None else min(keys, documents.longest))
+
+
+def chunk_size(
+    operands: Operands, options: Options, documents: Documents | None = None, *, cpu: bool | None = None
+) -> int:
     """Return how many queries the scratch budget allows; ``cpu`` says where, where the arrays do not."""
     q = operands.q
     lead, bits = math.prod(q.shape[:-2]), 64 if "64" in str(q.dtype) else 32
-    positions = visibility.positions() or (0, 0)
-    keys = max(1, min(visibility.n_keys, positions[1] - positions[0] + 1))
     cpu = "cpu" in str(device(q)).lower() if cpu is None else cpu
+    keys = keys_seen(options, documents)
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)
     return max(SMALLEST, min(512, 1 << max(size, 1).bit_length() - 1))
 
@@ -88,8 +118,7 @@ def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Ar
 
     Rows of a table that nobody may see are never multiplied, not even by zero.
     """
-    lowest, highest = options.positions()
-    low, high = max(chunk.low + (chunk.spare > 0), lowest), min(chunk.high, highest)
+    low, high = chunk.seen(options)
     if low > high:
         return relative[..., :0], low, high
     return relative[..., low - chunk.low : high - chunk.low + 1], low, high

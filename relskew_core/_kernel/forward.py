@@ -7,31 +7,27 @@ table columns that belong to them. Scratch is ``chunk × (chunk + keys)`` and ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
+from relskew_core._kernel.dropout import kept
 from relskew_core._kernel.key_side import blocks, key_side_logits, mirrored
 from relskew_core._positions.table import Table
-from relskew_core._positions.visibility import Visibility
-
-Factors = Callable[[Chunk, Array], Array]
-"""For a chunk and its weights, what to multiply them by before they meet the values: dropout."""
 
 
-def attention(
-    operands: Operands, options: Options, *, factors: Factors | None = None, xp: Namespace
-) -> tuple[Array, Array | None]:
+def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
     outs, sums = [], []
     for chunk in laid:
-        out, lse = _attend(operands, options, tables, chunk, factors, xp=xp)
+        out, lse = _attend(operands, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
         outs.append(out)
         sums.append(lse)
     if not outs:
@@ -66,7 +62,7 @@ class Tables:
 
         bias, of_keys = operands.rel_bias, None
         if operands.key_table is not None:
-            met = [block for chunk in laid for block in blocks(chunk, options.visibility.offset)]
+            met = [block for chunk in laid for block in blocks(chunk, options, xp=xp)]
             reach = min([block.low for block in met] or [0]), max([block.high for block in met] or [0])
             of_keys = mirrored(operands.key_table, options.span, xp=xp).covering(*reach, xp=xp)
         return cls(
@@ -75,17 +71,19 @@ class Tables:
 
 
 def _attend(
-    operands: Operands, options: Options, tables: Tables, chunk: Chunk, factors: Factors | None, *, xp: Namespace
+    operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace
 ) -> tuple[Array, Array | None]:
-    v = chunk_values(operands, options, chunk, xp=xp)
+    v = operands.v
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
         out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
         return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
+    visible = chunk_visible(operands, options, chunk, xp=xp)
     logits = chunk_logits(operands, options, tables, chunk, xp=xp)
-    weights, lse = chunk_weights(logits, operands, options, chunk, lse=options.return_lse, xp=xp)
-    if factors is not None:
-        weights = weights * factors(chunk, weights)
+    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=options.return_lse, xp=xp)
+    if options.dropout:
+        weights = weights * kept(operands, options, chunk, xp=xp)
+    v = chunk_values(operands, options, chunk, visible, xp=xp)
     out = grouped_matmul(weights, v, xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
@@ -104,7 +102,9 @@ def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Ch
         logits = logits + chunk.absolute(relative, xp=xp)
     if tables.key_table is not None:
         keys = k * options.rel_scale
-        logits = logits + key_side_logits(keys, tables.key_table, chunk, options.visibility.offset, q.shape[-3], xp=xp)
+        logits = logits + key_side_logits(keys, tables.key_table, chunk, options, q.shape[-3], xp=xp)
+    if isinstance(chunk, LookUpChunk):
+        logits = chunk.poisoned(logits, xp=xp)
     return capped(logits, options, xp=xp)
 
 
@@ -121,20 +121,47 @@ def capped_gradient(d_logits: Array, capped: Array, options: Options) -> Array:
     return d_logits * (1 - ratio * ratio)
 
 
-def chunk_values(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
+def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array | None:
+    """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
+    pattern, place = options.visibility, device(operands.q)
+    if pattern.by_value:
+        queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
+        visible = pattern.sees(queries, keys, xp=xp)
+    else:
+        visible = pattern.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=place)
+    if operands.q_segments is None:
+        return visible
+    same = of_queries(operands.q_segments, chunk) == of_keys(operands.k_segments, chunk)
+    return same if visible is None else xp.logical_and(visible, same)
+
+
+def chunk_values(operands: Operands, options: Options, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
     """Return the values of a chunk's keys, zeros for those that none of its queries may see."""
     v = operands.v[..., chunk.first : chunk.end, :]
-    seen = options.visibility.seen_keys(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(v))
-    return v if seen is None else xp.where(seen[..., None], v, 0.0)
+    if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is seen
+        return v
+    return xp.where(xp.any(visible, axis=-2)[..., None], v, 0.0)
 
 
 def chunk_weights(
-    logits: Array, operands: Operands, options: Options, chunk: Chunk, *, lse: bool, xp: Namespace
+    logits: Array,
+    operands: Operands,
+    options: Options,
+    chunk: Chunk,
+    visible: Array | None,
+    *,
+    lse: bool,
+    xp: Namespace,
 ) -> tuple[Array, Array | None]:
     """Return the softmax over the keys that may be seen and, if asked for, the log-sum-exp."""
-    logits = hide(logits, operands.mask, options.visibility, chunk, xp=xp)
-    dead_rows = operands.mask is not None or options.visibility.some_query_sees_nothing()
-    return softmax(logits, dead_rows=dead_rows, lse=lse, xp=xp)
+    logits = hide(logits, operands.mask, visible, chunk, xp=xp)
+    return softmax(logits, dead_rows=has_dead_rows(operands, options), lse=lse, xp=xp)
+
+
+def has_dead_rows(operands: Operands, options: Options) -> bool:
+    """Whether some query may see no key at all."""
+    by_others = operands.mask is not None or operands.q_segments is not None
+    return by_others or options.visibility.some_query_sees_nothing()
 
 
 def _relative_terms(
@@ -159,9 +186,8 @@ def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_
     return rel_q[..., chunk.start : chunk.stop, :] * options.rel_scale
 
 
-def hide(logits: Array, mask: Array | None, visibility: Visibility, chunk: Chunk, *, xp: Namespace) -> Array:
+def hide(logits: Array, mask: Array | None, visible: Array | None, chunk: Chunk, *, xp: Namespace) -> Array:
     """Add an additive mask, and put ``-inf`` where a query may not see."""
-    visible = visibility.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=device(logits))
     if mask is not None:
         mask = mask[(..., *chunk.of_mask(mask))]
         if xp.isdtype(mask.dtype, "bool"):

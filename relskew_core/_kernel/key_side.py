@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.by_value import LookUpChunk
+from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
@@ -23,21 +25,26 @@ def mirrored(table: Array, span: Span, *, xp: Namespace) -> Table:
     return Table(xp.flip(xp.matrix_transpose(table), axis=-1), span.right, span.beyond)
 
 
-def blocks(chunk: Chunk, offset: int) -> Iterator[Chunk]:
+def blocks(chunk: Chunk, options: Options, *, xp: Namespace) -> Iterator[Chunk]:
     """Cut a chunk's keys into blocks, each a chunk whose queries are the keys, and whose keys the chunk's queries."""
-    n = chunk.stop - chunk.start
+    n, offset = chunk.stop - chunk.start, options.visibility.offset
     size = max(SMALLEST, n // 2)
     for start in range(chunk.first, chunk.end, size):
         stop = min(start + size, chunk.end)
-        spare = stop - start if stop - start > 1 else 0
-        low = chunk.start + offset - start - spare
-        yield Chunk(start, stop, chunk.start, chunk.stop, low, spare + n, spare)
+        if isinstance(chunk, LookUpChunk):
+            yield chunk.mirrored(start, stop, xp=xp)
+        elif options.visibility.by_value:
+            yield Chunk(start, stop, chunk.start, chunk.stop, -chunk.high, chunk.width, 0)
+        else:
+            spare = stop - start if stop - start > 1 else 0
+            low = chunk.start + offset - start - spare
+            yield Chunk(start, stop, chunk.start, chunk.stop, low, spare + n, spare)
 
 
-def key_side_logits(k: Array, table: Table, chunk: Chunk, offset: int, heads: int, *, xp: Namespace) -> Array:
+def key_side_logits(k: Array, table: Table, chunk: Chunk, options: Options, heads: int, *, xp: Namespace) -> Array:
     """Return ``k_j · e_r`` for the keys of a chunk, (..., H, n, m)."""
     pieces = []
-    for block in blocks(chunk, offset):
+    for block in blocks(chunk, options, xp=xp):
         keys = k[..., block.start - chunk.first : block.stop - chunk.first, :]
         by_head = table.columns.ndim > 2
         product = table.product(by_query_head(keys, heads, xp=xp) if by_head else keys, block.low, block.high, xp=xp)

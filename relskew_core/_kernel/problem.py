@@ -7,11 +7,14 @@ from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_offset, check_real, check_window, describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options
+from relskew_core._kernel.by_head import HeadScales, check_by_head
+from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options, names_of
+from relskew_core._positions.labels import Pair, check_labels, check_reach_of, consecutive_offsets
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span
-from relskew_core._positions.visibility import Visibility
+from relskew_core._positions.visibility import FURTHEST, Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Problem:
     dtype: Any  # of the caller's arrays, which the results are returned in
     heads: bool  # whether the caller's arrays have a heads axis
     ragged: RaggedTables | None  # of a batch whose items have offsets of their own
+    sinks: Array | None  # (H,)
+    scales: HeadScales | None
 
     def result(self, x: Array, *, dtype: Any = None) -> Array:
         """Bring an array of a kernel into the caller's form."""
@@ -52,19 +57,21 @@ class Problem:
 
     def gradients(self, gradients: Gradients, arguments: Arguments) -> Gradients:
         """Bring the kernels' gradients into the shapes and dtypes of the caller's arrays."""
+        given = arguments if self.scales is None else self.scales.applied(arguments)
 
         def own(name: str, x: Array | None) -> Array | None:
             if x is None:
                 return None
-            argument = getattr(arguments, name)
-            if KINDS[name] is Kind.SEQUENCE:
+            argument = getattr(given, name)
+            if KINDS.get(name) is Kind.SEQUENCE:
                 return self.result(x, dtype=argument.dtype)
             if self.ragged is not None and name in TABLES:
                 x = self.ragged.gradient(x[..., None] if KINDS[name] is Kind.BIAS else x, argument)
             x = self.xp.reshape(x, argument.shape)
             return x if x.dtype == argument.dtype else self.xp.astype(x, argument.dtype)
 
-        return Gradients(*(own(name, x) for name, x in zip(gradients._fields, gradients, strict=True)))
+        found = Gradients(*(own(name, x) for name, x in zip(gradients._fields, gradients, strict=True)))
+        return found if self.scales is None else self.scales.gradients(found, arguments)
 
 
 def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
@@ -73,25 +80,30 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
     tables = {name: getattr(given, name) for name in TABLES}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": given.rel_q})
     _check_shapes(q, k, v)
-    causal = check_bool("causal", given.causal)
-    block_size = given.block_size
-    if block_size is not None:
-        block_size, causal = check_int("block_size", block_size, minimum=1), True
-    span = check_tables(tables, given.span, q, causal=causal)
+    pattern = check_pattern(given)
+    span = check_tables(tables, given.span, q, causal=pattern.right == 0)
     _check_widths(given)
-    left, right = check_window("window", given.window) or (None, None)
-    visibility = visibility_of(q, k.shape[-2], given.offset, left, 0 if causal else right, block_size, xp=xp)
+    positions, offset = _check_positions(given, xp=xp)
+    visibility = pattern.of(q, k.shape[-2], offset, by_value=positions is not None, xp=xp)
     for name, table in tables.items():
-        if table is not None:
+        if table is not None and positions is not None:
+            check_reach_of(name, span, visibility, positions)
+        elif table is not None:
             visibility.check_reach(name, span)
     ragged = RaggedTables(visibility, span, xp) if isinstance(visibility, RaggedVisibility) else None
+    dropout, seed = _check_dropout(given, xp=xp)
+    sinks = None if given.sinks is None else check_by_head("sinks", given.sinks, q, xp=xp)
+    scales = HeadScales.of(given, xp=xp)
+    if scales is not None:
+        given = scales.applied(given)
     scale: float = q.shape[-1] ** -0.5 if given.scale is None else check_real("scale", given.scale)
     options = Options(
         span=span if ragged is None else ragged.window_span,
         visibility=visibility,
         scale=scale,
         rel_scale=scale if given.rel_scale is None else check_real("rel_scale", given.rel_scale),
-        return_lse=check_bool("return_lse", return_lse),
+        dropout=dropout,
+        return_lse=check_bool("return_lse", return_lse) or sinks is not None,
         **{name: None if (x := getattr(given, name)) is None else check(name, x) for name, check in CHECKS.items()},
     )
     heads = q.ndim > 2
@@ -108,27 +120,83 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
             return x if ragged is None else ragged.of(x[..., None])[..., 0]
         return x if ragged is None else ragged.of(x)
 
-    operands = Operands(*(form(name, x) for name, x in given.arrays().items()))
-    return Problem(operands, options, xp, q.dtype, heads, ragged)
+    segments: tuple[Array | None, Array | None] = (None, None)
+    if given.segments is not None:
+        segments = check_labels("segments", given.segments, q, k, paired=False, xp=xp)
+    labels = dict(zip(names_of(Kind.LABEL), (*segments, *(positions or (None, None))), strict=True))
+    arrays = {name: form(name, x) for name, x in given.arrays().items()}
+    operands = Operands(**arrays, **labels, seed=seed)
+    return Problem(operands, options, xp, q.dtype, heads, ragged, sinks, scales)
 
 
-def visibility_of(
-    q: Array,
-    n_keys: int,
-    offset: Any,
-    left: int | None = None,
-    right: int | None = None,
-    block_size: int | None = None,
-    *,
-    xp: Namespace,
-) -> Visibility:
-    """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
-    # Further than any offset is from any key, and than integers of 64 bits can be counted from.
-    left, right, block_size = (None if x is not None and x > 2**62 else x for x in (left, right, block_size))
-    if not is_ragged(offset):
-        return Visibility(q.shape[-2], n_keys, check_offset("offset", offset), left, right, block_size)
-    offsets, known = ragged_offsets(offset, q, xp=xp)
-    return RaggedVisibility(q.shape[-2], n_keys, 0, left, right, block_size, offsets, known)
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a query may see of the keys, checked, wherever it stands."""
+
+    left: int | None = None
+    right: int | None = None
+    block_size: int | None = None
+    blocks_before: int | None = None
+
+    def of(self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, xp: Namespace) -> Visibility:
+        """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
+        sides = (self.left, self.right, self.block_size, self.blocks_before)
+        # Further than any offset is from any key, and than integers can be counted from.
+        furthest = 2**30 if by_value and xp.asarray(0).dtype == xp.int32 else FURTHEST
+        left, right, block_size, before = (None if x is not None and x > furthest else x for x in sides)
+        if block_size is None or before is None:
+            before = None
+        elif (before + 1) * block_size > furthest:
+            before = furthest // block_size
+        if not is_ragged(offset):
+            offset = check_offset("offset", offset)
+            return Visibility(q.shape[-2], n_keys, offset, left, right, block_size, before, by_value)
+        offsets, known = ragged_offsets(offset, q, xp=xp)
+        bounds = {"left": left, "right": right, "block_size": block_size, "blocks_before": before}
+        return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
+
+
+def check_pattern(given: Arguments) -> Pattern:
+    """Return what ``causal``, ``window``, ``block_size`` and ``blocks_before`` say together."""
+    causal = check_bool("causal", given.causal)
+    left, right = check_window("window", given.window) or (None, None)
+    block_size, before = given.block_size, given.blocks_before
+    if block_size is not None:
+        block_size = check_int("block_size", block_size, minimum=1)
+    if before is not None:
+        before = check_int("blocks_before", before, minimum=0)
+        if block_size is None:
+            raise ValueError(f"`blocks_before` needs `block_size`, got blocks_before={before} and block_size=None")
+    elif block_size is not None:
+        causal = True
+    if causal and before == 1:
+        before = None  # the same as local attention
+    return Pattern(left, 0 if causal else right, block_size, before)
+
+
+def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, Any]:
+    """Return positions and the offset; where positions are known to be consecutive, the offset that says the same."""
+    if given.positions is None:
+        return None, given.offset
+    if is_ragged(given.offset) or check_offset("offset", given.offset) != 0:
+        raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
+    positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
+    offsets = consecutive_offsets(positions)
+    if offsets is None:
+        return positions, 0
+    if len(set(offsets)) <= 1:
+        return None, offsets[0] if offsets else 0
+    return (None, offsets) if max(x.ndim for x in positions) == 2 else (positions, 0)
+
+
+def _check_dropout(given: Arguments, *, xp: Namespace) -> tuple[float, Array | None]:
+    dropout = check_real("dropout", given.dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
+    if dropout and given.seed is None:
+        raise ValueError(f"`seed` must be given where `dropout` is above 0, got seed=None and dropout={dropout}")
+    seed = None if given.seed is None else check_seed(given.seed, given.q, xp=xp)
+    return dropout, seed if dropout else None
 
 
 def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span") -> Span:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from relskew_core._array.checks import check_offset, describe
-from relskew_core._array.namespace import check_companion, device, is_torch
+from relskew_core._array.checks import check_offset, describe, is_array
+from relskew_core._array.known import known_values
+from relskew_core._array.namespace import check_companion, device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
 from relskew_core._positions.table import Extension
@@ -32,8 +32,7 @@ class RaggedVisibility(Visibility):
     def each(self) -> list[Visibility]:
         """Return the patterns that occur, one for each different offset that is known."""
         return [
-            Visibility(self.n_queries, self.n_keys, offset, self.left, self.right, self.block_size)
-            for offset in sorted(set(self.known or ()))
+            Visibility(self.n_queries, self.n_keys, offset, *self.sides) for offset in sorted(set(self.known or ()))
         ]
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
@@ -59,11 +58,6 @@ class RaggedVisibility(Visibility):
         queries = xp.arange(start, stop, device=device)[:, None] + self.offset_by_item[..., None, None, None]
         return self.sees(queries, xp.arange(first, end, device=device), xp=xp)
 
-    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
-        """Return which of the keys some query of an item may see, shape (..., 1, m), ``None`` if all of them."""
-        seen = self.mask(start, stop, first, end, xp=xp, device=device)
-        return None if seen is None else xp.any(seen, axis=-2)
-
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys may be empty."""
         return True
@@ -78,10 +72,12 @@ class RaggedVisibility(Visibility):
             seen = xp.logical_and(seen, positions <= self.right)
         if self.left is not None:
             seen = xp.logical_and(seen, positions >= -self.left)
-        if self.block_size is not None:  # a block's last query looks back furthest
+        if self.block_size is not None:  # a block's last query looks back furthest, and its first one ahead
             size = self.block_size
-            furthest = xp.where(high // size > low // size, size - 1, high % size)
-            seen = xp.logical_and(seen, -positions <= furthest + size)
+            back = xp.where(high // size > low // size, size - 1, high % size)
+            ahead = xp.where(high // size > (low - 1) // size, size - 1, size - 1 - low % size)
+            seen = xp.logical_and(seen, -positions <= back + self.whole_blocks_before * size)
+            seen = xp.logical_and(seen, positions <= ahead)
         return seen
 
 
@@ -144,7 +140,7 @@ class RaggedTables:
 
 def is_ragged(offset: Any) -> bool:
     """Whether an offset is one for each item, a sequence or an array with axes, or one that nobody knows yet."""
-    if isinstance(offset, (int, list, tuple)) or not hasattr(offset, "ndim"):  # an int first, for torch.compile
+    if not is_array(offset):
         return isinstance(offset, (list, tuple))
     if offset.ndim:
         return True
@@ -177,17 +173,10 @@ def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tupl
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
-    """Return an array's values where they can be read at no cost: on a CPU, and not while somebody traces."""
-    if is_torch(offset):
-        torch = sys.modules["torch"]
-        if torch.compiler.is_compiling() or type(offset) is not torch.Tensor:  # else a fake tensor
-            return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(offset):
-            return None
-    if "cpu" not in str(device(offset)).lower():  # JAX's tracers are on no device
-        return None
-    if hasattr(offset, "tolist"):  # under jit JAX would trace any operation on a known array
-        return tuple(_numbers(offset.tolist()))
+    """Return an array's values where they can be read at no cost."""
+    if hasattr(offset, "tolist") or "cpu" not in str(device(offset)).lower():
+        values = known_values(offset)
+        return None if values is None else tuple(_numbers(values if offset.ndim else [values]))
     return tuple(int(value) for value in xp.reshape(offset, (-1,)))
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 
+FURTHEST = 2**62
+"""Further than any offset is from any key, and than integers of 64 bits can be counted from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
@@ -22,23 +25,48 @@ class Visibility:
     offset: int = 0
     left: int | None = None  # how far back a query sees, None for all of the past
     right: int | None = None  # how far ahead, None for all of the future; 0 is causal
-    block_size: int | None = None  # a query sees no further back than the block before its own
+    block_size: int | None = None  # a query sees no further ahead than its own block …
+    blocks_before: int | None = None  # … and no further back than so many before it; None is one, and causal
+    by_value: bool = False  # positions are integers of the call, in any order: nothing is known of them here
 
     def first_key(self, position: int) -> int:
         """Return the first key that a query at ``position`` may see."""
-        first = 0
-        if self.left is not None:
-            first = max(first, position - self.left)
-        if self.block_size is not None:
-            first = max(first, first_of_blocks(position, self.block_size))
-        return first
+        first, _ = self.bounds(position)
+        return 0 if first is None else max(0, first)
 
     def last_key(self, position: int) -> int:
         """Return the last key that a query at ``position`` may see; less than the first if there is none."""
-        last = self.n_keys - 1
-        if self.right is not None:
-            last = min(last, position + self.right)
-        return last
+        _, last = self.bounds(position)
+        return self.n_keys - 1 if last is None else min(self.n_keys - 1, last)
+
+    def bounds(self, position: int) -> tuple[int | None, int | None]:
+        """Return the first and the last position that a query may see, ``None`` where nothing bounds them."""
+        first = None if self.left is None else position - self.left
+        last = None if self.right is None else position + self.right
+        if self.block_size is None:
+            return first, last
+        of_blocks, of_block = self.first_of_blocks(position), self.last_of_block(position)
+        return of_blocks if first is None else max(first, of_blocks), of_block if last is None else min(last, of_block)
+
+    @property
+    def sides(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """What bounds a query's keys, whatever its position."""
+        return self.left, self.right, self.block_size, self.blocks_before
+
+    @property
+    def whole_blocks_before(self) -> int:
+        """How many blocks before its own a query sees."""
+        return 1 if self.blocks_before is None else self.blocks_before
+
+    def first_of_blocks(self, position: Any) -> Any:
+        """Return the first position of the furthest block that a query at ``position`` sees, a number or an array."""
+        assert self.block_size is not None
+        return (position // self.block_size - self.whole_blocks_before) * self.block_size
+
+    def last_of_block(self, position: Any) -> Any:
+        """Return the last position of the block of ``position``, a number or an array."""
+        assert self.block_size is not None
+        return (position // self.block_size + 1) * self.block_size - 1
 
     def sees(self, queries: Array, keys: Array, *, xp: Namespace) -> Array | None:
         """Compare positions that broadcast: which keys the queries may see, ``None`` if all of them."""
@@ -48,21 +76,23 @@ class Visibility:
         if self.left is not None:
             conditions.append(keys >= queries - self.left)
         if self.block_size is not None:
-            conditions.append(keys >= first_of_blocks(queries, self.block_size))
+            conditions.append(keys >= self.first_of_blocks(queries))
+            if self.right != 0:
+                conditions.append(keys <= self.last_of_block(queries))
         return reduce(xp.logical_and, conditions) if conditions else None
 
     def within(self, start: int, stop: int, first: int, end: int) -> Visibility:
         """Return the pattern without what hides none of the keys ``first … end - 1`` from the queries."""
+        if self.by_value:
+            return self
         low, high = start + self.offset, stop - 1 + self.offset
-        left, right, block_size = self.left, self.right, self.block_size
-        return Visibility(
-            self.n_queries,
-            self.n_keys,
-            self.offset,
-            left=None if left is None or first >= high - left else left,
-            right=None if right is None or end - 1 <= low + right else right,
-            block_size=None if block_size is None or first >= first_of_blocks(high, block_size) else block_size,
+        left = None if self.left is None or first >= high - self.left else self.left
+        right = None if self.right is None or end - 1 <= low + self.right else self.right
+        of_blocks = self.block_size is not None and not (
+            first >= self.first_of_blocks(high) and (self.right == 0 or end - 1 <= self.last_of_block(low))
         )
+        blocks = (self.block_size, self.blocks_before) if of_blocks else (None, None)
+        return Visibility(self.n_queries, self.n_keys, self.offset, left, right, *blocks)
 
     def bounded(self) -> Visibility:
         """Return the pattern without what hides nothing: no number is larger than the positions are."""
@@ -70,31 +100,49 @@ class Visibility:
 
     def keys(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of keys that some query of ``start … stop - 1`` may see."""
+        if self.by_value:
+            return 0, self.n_keys
         first = min(self.first_key(start + self.offset), self.n_keys)
         return first, max(first, self.last_key(stop - 1 + self.offset) + 1)
 
     def positions(self) -> tuple[int, int] | None:
         """Return the lowest and highest relative position that some query may see, ``None`` if none sees a key."""
+        if self.by_value:
+            return self._positions_by_value()
         low, high = self.offset, self.offset + self.n_queries - 1  # positions of the queries that see a key
         if self.right is not None:
             low = max(low, -self.right)
         if self.left is not None:
             high = min(high, self.n_keys - 1 + self.left)
         if self.block_size is not None:
-            high = min(high, ((self.n_keys - 1) // self.block_size + 2) * self.block_size - 1)
+            low = max(low, 0)
+            blocks = (self.n_keys - 1) // self.block_size + 1 + self.whole_blocks_before
+            high = min(high, blocks * self.block_size - 1)
         if low > high or self.n_keys == 0 or self.first_key(low) > self.last_key(low):
             return None
-        furthest = [high]
-        if self.block_size is not None:  # a block's last query looks back furthest
-            furthest.append(max(low, (high + 1) // self.block_size * self.block_size - 1))
-        return min(self.first_key(p) - p for p in furthest), self.last_key(low) - low
+        back, ahead = [high], [low]
+        if self.block_size is not None:  # a block's last query looks back furthest, and its first one ahead
+            back.append(max(low, (high + 1) // self.block_size * self.block_size - 1))
+            ahead.append(min(high, -(-low // self.block_size) * self.block_size))
+        return min(self.first_key(p) - p for p in back), max(self.last_key(p) - p for p in ahead)
+
+    def _positions_by_value(self) -> tuple[int, int]:
+        """Return what the pattern leaves of all relative positions that integers have."""
+        low = -FURTHEST if self.left is None else -self.left
+        high = FURTHEST if self.right is None else self.right
+        if self.block_size is not None:
+            low = max(low, 1 - (self.whole_blocks_before + 1) * self.block_size)
+            high = min(high, self.block_size - 1)
+        return low, high
 
     def check_reach(self, name: str, span: Span) -> None:
         """Refuse a table too short for the visible relative positions when ``span.beyond`` is ``"error"``."""
-        positions = self.positions()
-        if span.beyond != "error" or positions is None:
-            return
-        low, high = positions
+        positions = None if self.by_value else self.positions()
+        if span.beyond == "error" and positions is not None:
+            self.refuse_unreached(name, span, *positions)
+
+    def refuse_unreached(self, name: str, span: Span, low: int, high: int) -> None:
+        """Refuse a table too short for the relative positions ``low … high``."""
         if low < -span.left or high > span.right:
             raise ValueError(
                 f"`{name}` reaches the relative positions {-span.left} … {span.right}, but queries see "
@@ -108,12 +156,10 @@ class Visibility:
         keys = xp.arange(first, end, device=device)[None, :]
         return self.within(start, stop, first, end).sees(queries, keys, xp=xp)
 
-    def seen_keys(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
-        """Return which of the keys that :meth:`keys` names some query may see, ``None`` if all of them."""
-        return None
-
     def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""
+        if self.by_value:
+            return [(first, end)]
         low, high = start + self.offset, stop - 1 + self.offset
         after, before = end, first
         if self.right is not None:
@@ -121,7 +167,9 @@ class Visibility:
         if self.left is not None:
             before = max(before, high - self.left)
         if self.block_size is not None:
-            before = max(before, first_of_blocks(high, self.block_size))
+            before = max(before, self.first_of_blocks(high))
+            if self.right != 0:
+                after = max(first, min(after, self.last_of_block(low) + 1))
         before = min(before, end)
         if after <= before:
             return [(first, end)]
@@ -129,12 +177,7 @@ class Visibility:
 
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys is empty."""
-        if self.n_queries == 0:
-            return False
+        if self.n_queries == 0 or self.by_value:
+            return self.by_value
         ends = (self.offset, self.offset + self.n_queries - 1)
         return any(self.first_key(p) > self.last_key(p) for p in ends)
-
-
-def first_of_blocks(position: Any, block_size: int) -> Any:
-    """Return the first position of the block before that of ``position``, a number or an array."""
-    return (position // block_size - 1) * block_size

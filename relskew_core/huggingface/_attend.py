@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
-from relskew_core.backends._torch.dropout import relative_attention_with_dropout
 from relskew_core.huggingface._traced import traced
 
 
@@ -32,10 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **options: Any) -
     if torch.compiler.is_exporting():
         return traced(q, k, v, dropout=dropout, **options)
     if dropout:
-        rel_k, span, scale = options.pop("rel_k", None), options.pop("span"), options.pop("scale", None)
-        if scale is not None:  # it scales by the root of the width, always
-            q = q * (scale * q.shape[-1] ** 0.5)
-        return relative_attention_with_dropout(q, k, v, rel_k, span, dropout=dropout, **options)
+        options |= {"dropout": dropout, "seed": torch.randint(2**31, (), device=q.device)}
     out: Any = relative_attention(q, k, v, **options)
     return out
 

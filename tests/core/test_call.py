@@ -13,7 +13,20 @@ import torch
 
 import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Operands, Options, takes, unknown
+from relskew_core._kernel.call import (
+    BY_HEAD,
+    CHECKS,
+    DIFFERENTIABLE,
+    KINDS,
+    TABLES,
+    Arguments,
+    Gradients,
+    Kind,
+    Operands,
+    Options,
+    takes,
+    unknown,
+)
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._path import COMMON, PORTABLE
@@ -21,7 +34,7 @@ from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import NAMES, flat, options_of
 
 X = np.ones((2, 4, 3))
-OPTIONS = Options(Span(2, 1, "zero"), Visibility(4, 5, 3, 2, 1, 2), 0.5, 0.25, 1.5, 7, return_lse=True)
+OPTIONS = Options(Span(2, 1, "zero"), Visibility(4, 5, 3, 2, 1, 2, 3, True), 0.5, 0.25, 1.5, 7, 0.1, return_lse=True)
 
 
 def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:
@@ -32,8 +45,10 @@ def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:
 
 def test_arrays_are_arguments_operands_and_gradients_alike() -> None:
     arguments = {field.name for field in fields(Arguments)}
-    assert set(Operands._fields) <= arguments
-    assert Operands._fields == Gradients._fields == tuple(KINDS)
+    assert set(Operands._fields) == set(KINDS)
+    assert set(DIFFERENTIABLE) == set(Operands._fields) & arguments - {"seed"}
+    assert Gradients._fields == (*DIFFERENTIABLE, *BY_HEAD)
+    assert set(Gradients._fields) <= arguments
     assert set(TABLES) == {name for name in arguments if name in ("rel_k", "rel_v", "rel_bias", "key_table")}
     assert set(CHECKS) <= arguments & {field.name for field in fields(Options)}
 
@@ -71,7 +86,7 @@ def test_a_function_takes_what_is_declared_and_what_it_adds() -> None:
 def test_operators_take_every_array_and_option_by_name() -> None:
     schema = OPERATOR.op._opoverload._schema
     assert [argument.name for argument in schema.arguments] == [*Operands._fields, *NAMES]
-    assert len(OPERATOR.vjp._opoverload._schema.returns) == len(Operands._fields)
+    assert len(OPERATOR.vjp._opoverload._schema.returns) == len(DIFFERENTIABLE)
     assert all("Tensor" in str(result.type) for result in OPERATOR.vjp._opoverload._schema.returns)
 
 
@@ -81,13 +96,16 @@ def test_options_are_taken_apart_and_put_together() -> None:
     assert len(flat(OPTIONS)) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", sorted(COMMON - {"q", "k", "v"} | {"key_table", "softcap"}))
+EVERYTHING = COMMON | {"blocks_before", "by_value", "dropout", "softcap", *KINDS}
+
+
+@pytest.mark.parametrize("name", sorted(EVERYTHING - {"q", "k", "v"}))
 def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array and every option that says something; one that does not is no reason."""
     operands = Operands(X, X, X, *([X] * (len(Operands._fields) - 3)))
-    everything = frozenset((*COMMON, "key_table", "softcap"))
+    everything, said = EVERYTHING, name.partition("_")[2] if KINDS.get(name) is Kind.LABEL else name
     assert unknown(operands, OPTIONS, everything) == []
-    assert unknown(operands, OPTIONS, everything - {name}) == [name]
+    assert unknown(operands, OPTIONS, everything - {name}) == [said]
     plain = Operands(X, X, X)
     assert unknown(plain, Options(Span(0, 0, "zero"), Visibility(4, 4), 0.5, 0.5), frozenset("qkv")) == []
     arguments: dict[str, dict[str, Any]] = {
@@ -96,13 +114,15 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
         "left": {"window": (1, None)},
     }
     arguments |= {"right": {"causal": True}, "block_size": {"block_size": 2}, "softcap": {"softcap": 1.0}}
-    arguments |= {"chunk_size": {"chunk_size": 2}}
+    arguments |= {"chunk_size": {"chunk_size": 2}, "blocks_before": {"block_size": 2, "blocks_before": 3}}
+    arguments |= {"dropout": {"dropout": 0.1, "seed": 0}, "seed": {"dropout": 0.1, "seed": 0}}
+    arguments |= {"q_segments": {"segments": np.arange(4)}, "by_value": {"positions": (np.zeros(4, int),) * 2}}
     if name in arguments:
         call = problem(Arguments(X, X, X, **arguments[name]))
         path = replace(PORTABLE, knows=everything - {name})
         monkeypatch.setattr(backends, "_module", lambda library: _Module(path))
         assert backends.path("attention", call, "auto") is PORTABLE
-        with pytest.raises(ValueError, match=rf"no native path for this call: numpy's does not take .*`{name}`"):
+        with pytest.raises(ValueError, match=rf"no native path for this call: numpy's does not take .*`{said}`"):
             backends.path("attention", call, "native")
         assert backends.path("attention", problem(Arguments(X, X, X)), "native") is path
 

@@ -38,6 +38,8 @@ class Case:
         drawn: dict[str, NDArray[Any]] = {}
         for name, shape in self.shapes.items():
             drawn[name] = rng.standard_normal(shape)
+            if name in LABELS:
+                drawn[name] = rng.integers(*LABELS[name], shape)
             if name == "mask":
                 hidden = rng.random(shape) < 0.4
                 drawn[name] = ~hidden if "boolean" in self.name else np.where(hidden, -np.inf, drawn[name])
@@ -52,6 +54,9 @@ def qkv(n: int, m: int, *, heads: int = HEADS, kv_heads: int = HEADS) -> dict[st
         "v": (BATCH, kv_heads, m, VALUE_DIM),
     }
 
+
+LABELS = {"segments": (0, 3), "query_positions": (-5, 9), "key_positions": (-5, 9)}
+"""Arrays of integers, and the range that they are drawn from."""
 
 ATTENTION = [
     Case("no tables", qkv(5, 7)),
@@ -95,6 +100,16 @@ ATTENTION = [
     Case("additive mask", {**qkv(7, 9), "mask": (HEADS, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4}),
     Case("queries that see nothing", {**qkv(6, 4), "rel_k": (4, DIM)}, {"causal": True, "offset": -3}),
     Case("softcap", {**qkv(6, 6), "rel_k": (6, DIM), "mask": (6, 6)}, {"causal": True, "softcap": 1.5}),
+    Case(
+        "blocks of a stream",
+        {**qkv(9, 9), "rel_k": (9, DIM)},
+        {"block_size": 3, "blocks_before": 1, "span": Span(6, 2), "chunk_size": 4},
+    ),
+    Case("sinks", {**qkv(6, 6), "rel_k": (6, DIM), "sinks": (HEADS,)}, {"causal": True, "chunk_size": 4}),
+    Case("segments", {**qkv(7, 7), "rel_k": (13, DIM), "segments": (BATCH, 7)}, {"chunk_size": 3}),
+    Case("segments of all items", {**qkv(7, 7), "rel_v": (HEADS, 13, VALUE_DIM), "segments": (7,)}),
+    Case("scales by head", {**qkv(5, 5), "rel_k": (9, DIM), "scale": (HEADS,), "rel_scale": (HEADS,)}),
+    Case("dropout", {**qkv(7, 7), "rel_k": (13, DIM)}, {"dropout": 0.25, "seed": 12, "chunk_size": 3}),
     Case("no heads axis", {"q": (6, DIM), "k": (7, DIM), "v": (7, VALUE_DIM), "rel_k": (13, DIM)}),
     Case("no batch axis", {"q": (2, 6, DIM), "k": (2, 6, DIM), "v": (2, 6, VALUE_DIM), "rel_k": (2, 11, DIM)}),
     Case("two batch axes", {name: (2, *shape) for name, shape in qkv(4, 4).items()} | {"rel_k": (7, DIM)}),
@@ -155,7 +170,7 @@ def cases(given: list[Case]) -> pytest.MarkDecorator:
 def draw(library: Library, case: Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make the arrays of a case, and the same rounded numbers for the oracle."""
     arrays = {
-        name: library.asarray(data, None if data.dtype == np.bool_ else dtype) for name, data in case.data().items()
+        name: library.asarray(data, dtype if data.dtype.kind == "f" else None) for name, data in case.data().items()
     }
     return arrays, {name: library.to_numpy(array) for name, array in arrays.items()}
 
@@ -182,6 +197,32 @@ def test_relative_attention(library: Library, dtype: str, case: Case) -> None:
     expected = oracles.relative_attention(**numbers, **options)
     check(library, out, expected.out, dtype=dtype)
     check(library, lse, expected.lse, dtype=accumulated_in(dtype), gate=dtype)
+
+
+POSITIONS = {"query_positions": (BATCH, 6), "key_positions": (7,)}
+
+
+@every_dtype
+@cases(
+    [
+        Case("clipped", {**qkv(6, 7), **POSITIONS, "rel_k": (HEADS, 5, DIM), "rel_v": (5, VALUE_DIM)},
+             {"span": Span.clipped(2), "chunk_size": 4}),
+        Case("causal, zero beyond", {**qkv(6, 7), **POSITIONS, "rel_k": (4, DIM), "rel_bias": (HEADS, 4)},
+             {"span": Span(3, 0, "zero"), "causal": True}),
+        Case("whole, in a window", {**qkv(6, 7), **POSITIONS, "rel_k": (27, DIM), "key_table": (27, DIM)},
+             {"span": Span.full(14), "window": (4, 3), "chunk_size": 2}),
+    ]
+)  # fmt: skip
+def test_positions_in_any_order(library: Library, dtype: str, case: Case) -> None:
+    arrays, numbers = draw(library, case, dtype)
+
+    def attend(query_positions: Any, key_positions: Any, **given: Any) -> Any:
+        return relskew.relative_attention(**given, positions=(query_positions, key_positions), **case.options)
+
+    out = library.call(attend, arrays)
+    positions = numbers.pop("query_positions"), numbers.pop("key_positions")
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
+    check(library, out, oracles.relative_attention(**numbers, positions=positions, **options).out, dtype=dtype)
 
 
 @every_dtype

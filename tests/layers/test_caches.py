@@ -126,6 +126,20 @@ def test_masks_speak_of_all_places() -> None:
     torch.testing.assert_close(y, dense_module(module, x, mask=mask)[:, 5:], rtol=0, atol=1e-12)
 
 
+def test_packed_documents_in_a_cache() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    documents = torch.tensor([0] * 4 + [1] * 5)
+    for room in ROOMS:
+        cache = module.empty_cache(2, **room)
+        for start, stop in ((0, 6), (6, 9)):
+            keys = documents[: room.get("length", stop)]
+            if "keep" in room:
+                keys = torch.cat([torch.full((9 - start,), -1), documents[:stop]])
+            y, cache = fed(module, x[:, start:stop], (stop - start,), cache, segments=(documents[start:stop], keys))
+        torch.testing.assert_close(y, dense_module(module, x[:, 4:])[:, 2:], rtol=0, atol=1e-12)
+
+
 def test_unbatched_sequences_and_several_batch_axes() -> None:
     module = made(DECODERS["causal"])
     (x,) = inputs(module.spec)

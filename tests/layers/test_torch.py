@@ -19,10 +19,7 @@ from torch import Tensor, nn
 import relskew_core
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.visibility import Visibility
-from relskew_core.backends._torch import dropout
-from relskew_core.backends._torch.cpu.call import Dropout
 from relskew_core.backends._torch.operator import flat
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -180,7 +177,9 @@ def kept_of(module: RelativeMultiheadAttention, given: tuple[Tensor, ...], seed:
     torch.manual_seed(seed)
     options = {"causal": spec.causal, "window": spec.window, "block_size": spec.block_size, **more}
     arguments = (q[..., :n, :], k[..., :m, :], v, None, None)
-    dropped = dropout.relative_attention_with_dropout(*arguments, **options, dropout=module.dropout)
+    seed_drawn = torch.randint(2**31, ())
+    dropped = relskew_core.relative_attention(*arguments, **options, dropout=module.dropout, seed=seed_drawn)
+    assert isinstance(dropped, Tensor)
     whole = relskew_core.relative_attention(*arguments, **options)
     assert isinstance(whole, Tensor)
     return torch.where(whole > 0, dropped / whole, 0.0)
@@ -280,24 +279,29 @@ def test_gradcheck_of_dropout() -> None:
 
 
 @pytest.mark.usefixtures("both_ways_of_torch")
-def test_dropout_is_an_operator() -> None:
+def test_dropout_is_part_of_the_operator() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
     table = torch.randn(2, 3, 4, dtype=torch.float64)
-    options = flat(Options(Span.clipped(1), Visibility(5, 5), 0.5, 0.5))
-    extra = (torch.tensor(123), 0.25)
+    options = flat(Options(Span.clipped(1), Visibility(5, 5), 0.5, 0.5, dropout=0.25))
     given = Operands(q, k, v, rel_k=table, rel_v=table.clone(), mask=torch.randn(5, 5, dtype=torch.float64))
     grad = [None if x is None else x.clone().requires_grad_() for x in given]
-    torch.library.opcheck(torch.ops.relskew.dropout_attention.default, (*grad, *options, *extra))
+    seed = torch.tensor([123], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.relskew.attention.default, (*grad[:-1], seed, *options))
     cotangents = (torch.ones_like(v), None, None, None, " ".join(Operands._fields))
-    torch.library.opcheck(torch.ops.relskew.dropout_attention_vjp.default, (*cotangents, *given, *options, *extra))
+    torch.library.opcheck(torch.ops.relskew.attention_vjp.default, (*cotangents, *given[:-1], seed, *options))
 
 
-def test_the_second_derivative_of_dropout_is_refused() -> None:
+@pytest.mark.usefixtures("both_ways_of_torch")
+def test_the_second_derivative_goes_through_dropout() -> None:
     module = made(SPECS["causal"], dropout=0.5)
-    (x,) = inputs(module.spec)
-    (gradient,) = torch.autograd.grad(module(x.requires_grad_()).sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        gradient.sum().backward()
+    (x,) = inputs(module.spec, n=4)
+
+    def attend(x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        y: Tensor = module(x)
+        return y
+
+    assert torch.autograd.gradgradcheck(attend, (x.requires_grad_(),), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["causal", "bidirectional"])
@@ -334,15 +338,6 @@ def test_every_sample_has_a_gradient_and_drops_of_its_own() -> None:
     by_sample = torch.vmap(torch.func.grad(loss), (None, 0), randomness="different")
     gradients = by_sample(dict(module.named_parameters()), x)["rel_k"]
     assert not torch.allclose(gradients[0], gradients[1])
-
-
-def test_what_a_seed_keeps_is_the_same_again() -> None:
-    """The portable kernels ask for it forward and backward."""
-    weights, chunks = torch.rand(2, 40, 40), [Chunk(start, start + 40, 0, 40, 0, 40, 0) for start in (0, 40)]
-    first, again = (Dropout(7, 0.75) for _ in range(2))
-    assert torch.equal(first(chunks[0], weights), again(chunks[0], weights))
-    assert not torch.equal(first(chunks[0], weights), first(chunks[1], weights))
-    assert first(chunks[0], weights).mean().item() == pytest.approx(0.75, abs=0.03)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

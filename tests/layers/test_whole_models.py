@@ -137,8 +137,8 @@ def test_options_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("relskew_core.layers.torch._attention.relative_attention", attend)
-        module(x)
-    assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 0)
+        module(x, offset=3)
+    assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 3)
     assert "impl='portable', chunk_size=2" in repr(module)
     with pytest.raises(ValueError, match="`impl` must be one of"):
         RelativeMultiheadAttention(module.spec, impl="fast")
@@ -155,10 +155,25 @@ def test_every_item_may_have_an_offset(offset: Any) -> None:
     assert not torch.allclose(module(x, memory), module(x, memory, offset=2))
 
 
-def test_a_cache_knows_its_offset() -> None:
+def test_a_cache_knows_where_queries_stand() -> None:
     module = made(SPECS["causal"])
-    with pytest.raises(ValueError, match=r"`offset` must be None with `past`.*got int 3"):
+    (x,) = inputs(module.spec)
+    with pytest.raises(ValueError, match=r"`positions` must be None with `past`, which knows, got tuple of 2"):
+        module(x, past=module.empty_cache(2), positions=(torch.arange(9), torch.arange(9)))
+    with pytest.raises(ValueError, match=r"`offset` must be None with `past`, which knows, got int 3"):
         module(*inputs(module.spec), past=module.empty_cache(2), offset=3)
+
+
+def test_packed_documents_and_positions_are_whole_documents_in_any_order() -> None:
+    module = made(SPECS["grouped, wide heads"])
+    (x,) = inputs(module.spec)
+    packed = module(x, segments=torch.tensor([0] * 4 + [1] * 5))
+    for part in (slice(0, 4), slice(4, 9)):
+        torch.testing.assert_close(packed[:, part], dense_module(module, x[:, part]), rtol=0, atol=1e-12)
+    order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
+    torch.testing.assert_close(
+        module(x[:, order], positions=(order, order)), dense_module(module, x)[:, order], rtol=0, atol=1e-12
+    )
 
 
 # Nested tensors

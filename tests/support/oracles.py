@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Window = tuple[int | None, int | None]
+Labels = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 class SpanLike(Protocol):
@@ -71,6 +72,7 @@ def sees(
     causal: bool = False,
     window: Window | None = None,
     block_size: int | None = None,
+    blocks_before: int | None = None,
 ) -> bool:
     """Whether query ``i`` may see key ``j``, masks aside."""
     position = i + offset
@@ -82,9 +84,24 @@ def sees(
             return False
         if right is not None and j > position + right:
             return False
-    if block_size is not None:
+    if block_size is None:
+        return True
+    if blocks_before is None:
         return j <= position and j // block_size in (position // block_size, position // block_size - 1)
-    return True
+    return position // block_size - blocks_before <= j // block_size <= position // block_size
+
+
+def is_kept(seed: int, place: int, position: int, key: int, dropout: float) -> bool:
+    """Whether dropout keeps the weight of a key for a query of an item's head, all heads counted as one axis."""
+
+    def mixed(x: int, *, whole: bool = True) -> int:
+        x = ((x ^ x >> 16) * 0x85EBCA6B) % 2**32
+        x = ((x ^ x >> 13) * 0xC2B2AE35) % 2**32
+        return x ^ x >> 16 if whole else x
+
+    query = mixed((mixed((position * 0x9E3779B1 + seed) % 2**32) + place * 0xC2B2AE3D) % 2**32)
+    drawn = mixed(query ^ mixed((key * 0x85EBCA77 - seed) % 2**32), whole=False)
+    return (drawn + 2**31) % 2**32 >= round(dropout * 2**32)
 
 
 def skew(x: ArrayLike) -> Floats:
@@ -164,11 +181,17 @@ def relative_attention(
     causal: bool = False,
     window: Window | None = None,
     block_size: int | None = None,
+    blocks_before: int | None = None,
     mask: ArrayLike | None = None,
+    segments: Labels | None = None,
+    sinks: ArrayLike | None = None,
     offset: int = 0,
-    scale: float | None = None,
-    rel_scale: float | None = None,
+    positions: Labels | None = None,
+    scale: ArrayLike | None = None,
+    rel_scale: ArrayLike | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> Attention:
     """Attend one query at a time: logits, softcap, mask, softmax, values with their relative part."""
     q, k, v = (np.asarray(array, dtype=np.float64) for array in (q, k, v))
@@ -180,49 +203,61 @@ def relative_attention(
     if given and span is None:
         table, ndim = next(iter(given.values()))
         span = default_span(table.shape[-ndim], causal=causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rel_scale = scale if rel_scale is None else rel_scale
+    scale = np.asarray(q.shape[-1] ** -0.5 if scale is None else scale)
+    rel_scale = scale if rel_scale is None else np.asarray(rel_scale)
     n, m = q.shape[-2], k.shape[-2]
+    pattern = {"causal": causal, "window": window, "block_size": block_size, "blocks_before": blocks_before}
     group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     mask = None if mask is None else np.broadcast_to(np.asarray(mask), (*q.shape[:-1], m))
 
     out, lse = np.zeros((*q.shape[:-1], v.shape[-1])), np.full(q.shape[:-1], -np.inf)
-    for lead in _leads(q):
+    for place, lead in enumerate(_leads(q)):
         shared = (*lead[:-1], lead[-1] // group) if lead else ()
+        query_labels, key_labels = of_item(segments, lead, n, m)
+        stands, key_stands = of_item(positions, lead, n, m)
+        factor, rel_factor = (float(x if x.ndim == 0 else x[lead[-1] if lead else 0]) for x in (scale, rel_scale))
+        sink = None if sinks is None else float(np.asarray(sinks)[lead[-1] if lead else 0])
         head_tables = {name: _of_head(table, ndim, lead) for name, (table, ndim) in given.items()}
         for i in range(n):
             logits: dict[int, float] = {}
             values: dict[int, Floats] = {}
             for j in range(m):
-                if not sees(i, j, offset=offset, causal=causal, window=window, block_size=block_size):
+                position, key = (i + offset, j) if positions is None else (stands[i], key_stands[j])
+                if not sees(position, key, **pattern) or (segments is not None and query_labels[i] != key_labels[j]):
                     continue
-                row = row_of(j - i - offset, span) if span is not None and given else None
-                allowed = None if mask is None else mask[(*lead, i, j)]
-                if allowed is not None and (not allowed if allowed.dtype == np.bool_ else allowed == -np.inf):
+                row = row_of(key - position, span) if span is not None and given else None
+                added = 0.0 if mask is None else _added(mask[(*lead, i, j)])
+                if added == -np.inf:
                     continue
-                logit = scale * _dot(q[(*lead, i)], k[(*shared, j)])
+                logit = factor * _dot(q[(*lead, i)], k[(*shared, j)])
                 if row is not None and "rel_k" in head_tables:
-                    logit += rel_scale * _dot(rel_q[(*lead, i)], head_tables["rel_k"][row])
+                    logit += rel_factor * _dot(rel_q[(*lead, i)], head_tables["rel_k"][row])
                 if row is not None and "key_table" in head_tables:
-                    logit += rel_scale * _dot(k[(*shared, j)], head_tables["key_table"][row])
+                    logit += rel_factor * _dot(k[(*shared, j)], head_tables["key_table"][row])
                 if row is not None and "rel_bias" in head_tables:
                     logit += float(head_tables["rel_bias"][row])
                 if softcap is not None:
                     logit = softcap * math.tanh(logit / softcap)
-                if allowed is not None and allowed.dtype != np.bool_:
-                    logit += float(allowed)
-                logits[j] = logit
+                logits[j] = logit + added
                 values[j] = v[(*shared, j)]
                 if row is not None and "rel_v" in head_tables:
                     values[j] = values[j] + head_tables["rel_v"][row]
-            if not logits:
-                continue
-            top = max(logits.values())
-            total = math.fsum(math.exp(logit - top) for logit in logits.values())
-            lse[(*lead, i)] = top + math.log(total)
+            every = [*logits.values(), *([] if sink is None else [sink])]
+            if every:
+                top = max(every)
+                lse[(*lead, i)] = top + math.log(math.fsum(math.exp(logit - top) for logit in every))
             for j, logit in logits.items():
-                out[(*lead, i)] += math.exp(logit - top) / total * values[j]
+                if not dropout or is_kept(seed or 0, place, i + offset, j, dropout):
+                    out[(*lead, i)] += math.exp(logit - lse[(*lead, i)]) / (1 - dropout) * values[j]
     return Attention(out, lse)
+
+
+def of_item(labels: Labels | None, lead: tuple[int, ...], n: int, m: int) -> tuple[list[int], list[int]]:
+    """Integers of one item's queries and keys; zeros where there are none."""
+    pair = (np.zeros(n, int), np.zeros(m, int)) if labels is None else labels
+    both = pair if isinstance(pair, (tuple, list)) else (pair, pair)
+    own = [x if x.ndim == 1 else x[lead[:-1]] for x in map(np.asarray, both)]
+    return [int(x) for x in own[0]], [int(x) for x in own[1]]
 
 
 def merge_attention(outs: list[Floats], lses: list[Floats]) -> Attention:
@@ -297,6 +332,13 @@ def _leads(x: Floats) -> Iterator[tuple[int, ...]]:
 def _of_head(table: Floats, ndim: int, lead: tuple[int, ...]) -> Floats:
     """The table of one head: the whole of a shared one (``ndim`` axes), else one entry of its first axis."""
     return table if table.ndim == ndim else table[lead[-1] if lead else 0]
+
+
+def _added(entry: Any) -> float:
+    """What an entry of a mask adds to a logit."""
+    if entry.dtype == np.bool_:
+        return 0.0 if entry else -np.inf
+    return float(entry)
 
 
 def _dot(a: Floats, b: Floats) -> float:

@@ -20,6 +20,11 @@ TOLERANCE = 1e-11
 """The float64 gate, with room for the largest of thousands of random logits."""
 
 
+def each(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to an array, or to both of a pair."""
+    return tuple(map(function, x)) if isinstance(x, tuple) else function(x)
+
+
 @dataclass(frozen=True)
 class Way:
     """A library and an implementation that a property is tried on."""
@@ -33,7 +38,7 @@ class Way:
     def attend(self, arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
         """Call ``relative_attention`` on NumPy arrays in this way."""
         library = next(library for library in LIBRARIES if library.name == self.row)
-        given = {name: library.asarray(array) for name, array in arrays.items()}
+        given = {name: each(library.asarray, array) for name, array in arrays.items()}
         out, lse = relative_attention(**given, **options, return_lse=True, impl=self.impl)
         return oracles.Attention(library.to_numpy(out), library.to_numpy(lse))
 
@@ -177,6 +182,44 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, al
     options["softcap"] = draw(st.sampled_from([None, 1.0, 20.0]))
     options["chunk_size"] = draw(st.none() | st.integers(1, 10))
     return call
+
+
+@st.composite
+def rich_calls(draw: st.DrawFn) -> Call:
+    """A random valid call that may have all the options that :func:`calls` leaves out."""
+    call = draw(calls())
+    rng = np.random.default_rng(draw(seeds))
+    arrays, options = dict(call.arrays), dict(call.options)
+    q = arrays["q"]
+    heads, leads = q.shape[-3:-2] or (1,), q.shape[:-3]
+    for name in draw(st.sets(st.sampled_from(["sinks", "scale", "rel_scale"]))):
+        arrays[name] = rng.standard_normal(heads)
+        options.pop(name, None)
+
+    def labels(low: int, high: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        kind = draw(st.sampled_from(["int64", "int32", "int8"]))
+        shapes = [(*(leads if draw(st.booleans()) else ()), length) for length in (call.n, call.m)]
+        one, two = (rng.integers(low, high, shape).astype(kind) for shape in shapes)
+        return one, two
+
+    if draw(st.booleans()):
+        arrays["segments"] = labels(0, draw(st.integers(1, 4)))
+        if draw(st.booleans()):  # as documents are packed
+            arrays["segments"] = tuple(np.sort(x, axis=-1) for x in arrays["segments"])
+    if options["block_size"] is not None:
+        options["blocks_before"] = draw(st.none() | st.integers(0, 3))
+    if draw(st.booleans()):
+        arrays["positions"], options["offset"] = labels(-9, 9), 0
+    if draw(st.booleans()):
+        options |= {"dropout": draw(st.sampled_from([0.1, 0.5, 0.9])), "seed": draw(st.integers(0, 2**31 - 1))}
+    if options["span"].beyond == "error":  # which reaches as far as it can be needed
+        options["span"] = Span.full(60)
+        for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1)):
+            if name in arrays:
+                shape = list(arrays[name].shape)
+                shape[axis] = options["span"].rows
+                arrays[name] = rng.standard_normal(shape)
+    return Call(arrays, options)
 
 
 def close(actual: oracles.Attention, expected: oracles.Attention, tolerance: float = TOLERANCE) -> bool:

@@ -21,7 +21,6 @@ from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import by_batch
 from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu.call import (
-    Dropout,
     HeadPlace,
     Stack,
     StackedCall,
@@ -35,6 +34,7 @@ from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
     Views,
     log_sum_exp,
+    write_kept,
     write_logits,
     write_relative_weights,
     write_softmax,
@@ -50,7 +50,6 @@ def attention_vjp(
     lse: Tensor | None = None,
     d_lse: Tensor | None = None,
     wanted: frozenset[str] = frozenset(Operands._fields),
-    dropout: Dropout | None = None,
 ) -> Gradients:
     """Return the gradients of every operand; repeatable to the bit for a given number of threads.
 
@@ -58,8 +57,8 @@ def attention_vjp(
     """
     if is_short(operands):
         with undisturbed():
-            return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, factors=dropout, xp=xp)
-    call = StackedCall.of(operands, options, dropout=dropout)
+            return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
+    call = StackedCall.of(operands, options)
     shares = call.shares()
     workers = max(1, min(torch.get_num_threads(), len(shares)))
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
@@ -101,7 +100,7 @@ class _Whole:
             return None if x is None else x.reshape(call.q.shape[:-1])
 
         return cls(
-            d_out=by_batch(d_out, xp=xp),
+            d_out=by_batch(d_out / call.share_kept if call.drawn else d_out, xp=xp),
             delta=rows(None if out is None else (d_out * out).sum(-1)),
             lse=rows(lse),
             d_lse=rows(d_lse),
@@ -179,9 +178,7 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
         sums_here = log_sum_exp(logits, weights).unsqueeze(-1)
         weights.mul_(share_of(sums_here, own.lse[views.number], xp=xp))
     views.clear_hidden(weights)
-    kept = None
-    if call.dropout is not None:
-        kept = call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
+    kept = write_kept(call, scratch, stack.place, index) if call.drawn else None
     of_values = weights if kept is None else torch.mul(weights, kept, out=scratch.absolute("of_values", chunk))
     _add_product(views.keys(own.v), of_values.mT, d_out)
     d_weights = _write_d_weights(call, scratch, stack, views, d_out, of_values, sums)
@@ -227,7 +224,7 @@ def _write_d_weights(
     call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _WorkerSums
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
-    rel_v, chunk, v = call.tables.rel_v, views.chunk, views.keys(stack.v)
+    rel_v, chunk, v = call.tables.rel_v, views.chunk, views.values(stack.v)
     if rel_v is None:
         return torch.bmm(d_out, v.mT, out=scratch.absolute("d_weights", chunk))
     relative = scratch.relative("relative", chunk)

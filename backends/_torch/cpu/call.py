@@ -17,7 +17,8 @@ from torch import Tensor
 
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks
-from relskew_core._kernel.forward import Tables
+from relskew_core._kernel.dropout import hashes
+from relskew_core._kernel.forward import Tables, has_dead_rows
 from relskew_core._positions.table import Table
 from relskew_core.backends import _parallel
 from relskew_core.backends._in_place import by_batch, chunk_size, hidden_columns, mask_by_batch
@@ -47,14 +48,14 @@ class StackedCall:
     stack: int  # how many heads are worked on at once
     hidden: list[list[tuple[slice, Tensor]]]  # for each chunk, columns and which of their entries are hidden
     dead_rows: bool
-    dropout: Dropout | None
+    segments: tuple[Tensor, Tensor] | None  # of queries and of keys, (rows, L): batch entries in turn
+    drawn: list[tuple[Tensor, Tensor]]  # with dropout, for each chunk hashes of queries (B, H, n, 1) and of keys (m,)
 
     @classmethod
-    def of(cls, operands: Operands, options: Options, *, dropout: Dropout | None = None) -> StackedCall:
+    def of(cls, operands: Operands, options: Options) -> StackedCall:
         """Flatten a call and cut its queries into chunks."""
         if options.chunk_size is None:
             options = replace(options, chunk_size=chunk_size(options, operands.q.element_size()))
-        visibility = options.visibility
         laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
         q, k = by_batch(operands.q, xp=xp), by_batch(operands.k, xp=xp)
         return cls(
@@ -68,9 +69,15 @@ class StackedCall:
             chunks=laid,
             stack=_stack_size(q, k, laid),
             hidden=[hidden_columns(options, chunk, xp=xp, device=operands.q.device) for chunk in laid],
-            dead_rows=operands.mask is not None or visibility.some_query_sees_nothing(),
-            dropout=dropout,
+            dead_rows=has_dead_rows(operands, options),
+            segments=_segments(operands),
+            drawn=[_drawn(operands, options, chunk) for chunk in laid] if options.dropout else [],
         )
+
+    @property
+    def share_kept(self) -> float:
+        """Which share of the weights is kept."""
+        return 1 - self.options.dropout
 
     @property
     def group(self) -> int:
@@ -153,6 +160,18 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+def _segments(operands: Operands) -> tuple[Tensor, Tensor] | None:
+    if operands.q_segments is None or operands.k_segments is None:
+        return None
+    queries, keys = (x.reshape(-1, x.shape[-1]) for x in (operands.q_segments, operands.k_segments))
+    return queries, keys
+
+
+def _drawn(operands: Operands, options: Options, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    rows, columns = hashes(operands, options, chunk, xp=xp)
+    return by_batch(rows, xp=xp), columns
+
+
 def _stack_size(q: Tensor, k: Tensor, laid: list[Chunk]) -> int:
     """Return how many heads to work on at once: few enough for the caches, and a stack for every thread."""
     batches, heads = q.shape[:2]
@@ -171,28 +190,6 @@ def of_mask(mask: Tensor, place: HeadPlace) -> Tensor:
     """Return the mask of some heads, (stack or 1, Lq or 1, Lk or 1)."""
     of_batch = mask[place.batch if mask.shape[0] > 1 else 0]
     return of_batch[place.heads] if of_batch.shape[0] > 1 else of_batch
-
-
-@dataclass(frozen=True, slots=True)
-class Dropout:
-    """Which weights are kept, drawn from a seed whenever they are asked for; factors for the portable kernels too."""
-
-    seed: int
-    share: float
-
-    def __call__(self, chunk: Chunk, weights: Tensor) -> Tensor:
-        generator = torch.Generator(weights.device).manual_seed(self.seed + chunk.start)
-        return torch.empty_like(weights).bernoulli_(self.share, generator=generator)
-
-    def write(self, call: StackedCall, place: HeadPlace, index: int, kept: Tensor) -> Tensor:
-        """Write 1 for the weights of a chunk that are kept and 0 for the others, shape (stack, n, m).
-
-        Each head of a chunk has a seed of its own, so that stacks of any size drop the same.
-        """
-        for head, own in enumerate(kept, place.batch * call.q.shape[1] + place.heads.start):
-            generator = torch.Generator().manual_seed(self.seed + head * len(call.chunks) + index)
-            own.bernoulli_(self.share, generator=generator)
-        return kept
 
 
 def run(work: Callable[[T], Any], tasks: Sequence[T], workers: int) -> None:

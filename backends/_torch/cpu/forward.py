@@ -12,22 +12,23 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._kernel.forward import attention as portable
 from relskew_core.backends._parallel import leave_if_dropped
-from relskew_core.backends._torch.cpu.call import Dropout, HeadPlace, Stack, StackedCall, is_short, run, undisturbed
+from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall, is_short, run, undisturbed
 from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
     log_sum_exp,
+    write_kept,
     write_logits,
     write_relative_weights,
     write_softmax,
 )
 
 
-def attention(operands: Operands, options: Options, *, dropout: Dropout | None = None) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     if is_short(operands):
         with undisturbed():
-            return portable(operands, options, factors=dropout, xp=xp)
-    call = StackedCall.of(operands, options, dropout=dropout)
+            return portable(operands, options, xp=xp)
+    call = StackedCall.of(operands, options)
     shape = call.q.shape[:-1]
     out = call.q.new_zeros((*shape, call.v.shape[-1]))
     lse = call.q.new_full(shape, -math.inf) if options.return_lse else None
@@ -51,6 +52,8 @@ def attention(operands: Operands, options: Options, *, dropout: Dropout | None =
         idle.append(scratch)
 
     run(work, [(place, part) for place in places for part in range(parts)], workers)
+    if options.dropout:
+        out.div_(call.share_kept)
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
 
@@ -62,10 +65,10 @@ def _attend(call: StackedCall, scratch: Scratch, stack: Stack, index: int, out: 
     write_softmax(call, views)
     if call.tables.rel_v is not None:
         views.clear_hidden(views.weights)
-    if call.dropout is not None:
-        kept = call.dropout.write(call, stack.place, index, scratch.absolute("kept", chunk))
+    if call.drawn:
+        kept = write_kept(call, scratch, stack.place, index)
         weights = torch.mul(weights, kept, out=kept)
-    torch.bmm(weights, views.keys(stack.v), out=out)
+    torch.bmm(weights, views.values(stack.v), out=out)
     if call.tables.rel_v is not None:
         relative = scratch.relative("relative", chunk)
         write_relative_weights(chunk, weights, relative)

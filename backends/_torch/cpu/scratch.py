@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.softmax import NEGLIGIBLE
+from relskew_core._kernel import dropout
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import fill, regions
-from relskew_core.backends._torch.cpu.call import Stack, StackedCall
+from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall
 
 
 class Scratch:
@@ -37,15 +38,23 @@ class Scratch:
         """Return a buffer in absolute layout, (stack, n, m)."""
         return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first)
 
+    def integers(self, name: str, chunk: Chunk) -> Tensor:
+        """Return a buffer of integers of 32 bits, (stack, n, m)."""
+        return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.int32)
+
+    def pairs(self, name: str, chunk: Chunk) -> Tensor:
+        """Return a buffer of booleans, (n, m)."""
+        return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.bool)[0]
+
     def views(self, index: int) -> Views:
         """Return a chunk's views."""
         if index not in self._views:
             self._views[index] = Views.of(self._call, self, index)
         return self._views[index]
 
-    def _buffer(self, name: str, *shape: int) -> Tensor:
+    def _buffer(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self._flat:
-            self._flat[name] = self._call.q.new_empty(self._size)
+            self._flat[name] = self._call.q.new_empty(self._size, dtype=dtype)
         stack = self._call.stack
         return self._flat[name][: stack * math.prod(shape)].view(stack, *shape)
 
@@ -65,6 +74,7 @@ class Views:
     hidden: list[tuple[slice, Tensor]]  # columns in which the pattern hides something, and what it hides there
     hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
     product: Product | None  # the product with `rel_k`
+    strange: Tensor | None  # which keys are of another segment than a query, (n, m), written for each batch entry
 
     @classmethod
     def of(cls, call: StackedCall, scratch: Scratch, index: int) -> Views:
@@ -81,6 +91,7 @@ class Views:
             hidden=call.hidden[index],
             hidden_logits=[(logits[..., columns], hidden) for columns, hidden in call.hidden[index]],
             product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
+            strange=None if call.segments is None else scratch.pairs("strange", chunk),
         )
 
     def keys(self, x: Tensor, *, axis: int = -2) -> Tensor:
@@ -91,6 +102,8 @@ class Views:
         """Put ``value`` into the logits where the pattern hides a key from a query."""
         for place, hidden in self.hidden_logits:
             place.masked_fill_(hidden, value)
+        if self.strange is not None:
+            self.logits.masked_fill_(self.strange, value)
 
     def clear_hidden(self, x: Tensor) -> None:
         """Put zeros into ``x``, (stack, n, m), where the pattern hides a key from a query.
@@ -99,6 +112,15 @@ class Views:
         """
         for columns, hidden in self.hidden:
             x[..., columns].masked_fill_(hidden, 0.0)
+        if self.strange is not None:
+            x.masked_fill_(self.strange, 0.0)
+
+    def values(self, v: Tensor) -> Tensor:
+        """Cut values to those that the chunk sees, zeros for those of segments that none of its queries is of."""
+        v = self.keys(v)
+        if self.strange is None or not bool((unseen := self.strange.all(0)).any()):
+            return v
+        return v.masked_fill(unseen[:, None], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,10 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
         views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
     elif views.product is None:
         beta = 0
+    if call.segments is not None and views.strange is not None:
+        queries, keys = (x[stack.place.batch % x.shape[0]] for x in call.segments)
+        chunk = views.chunk
+        torch.ne(queries[chunk.start : chunk.stop, None], keys[chunk.first : chunk.end], out=views.strange)
     columns = views.keys(stack.k_columns, axis=-1)
     torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale, out=logits)
     views.hide(-math.inf)
@@ -144,6 +170,17 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
             logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
         else:
             logits.masked_fill_(~mask, -math.inf)
+
+
+def write_kept(call: StackedCall, scratch: Scratch, place: HeadPlace, index: int) -> Tensor:
+    """Write 1 for the weights of a chunk that dropout keeps and 0 for the others, (stack, n, m)."""
+    chunk, (rows, columns) = call.chunks[index], call.drawn[index]
+    x, shifted = scratch.integers("drawn", chunk), scratch.integers("shifted", chunk)
+    torch.bitwise_xor(rows[place.batch, place.heads], columns, out=x)
+    for bits, factor in ((16, dropout.FIRST), (13, dropout.SECOND)):  # as `_kernel.dropout.stirred`
+        torch.bitwise_right_shift(x, bits, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_(2 ** (32 - bits) - 1)).mul_(dropout.signed(factor))
+    return torch.ge(x, dropout.threshold(call.options.dropout), out=scratch.absolute("kept", chunk))
 
 
 def write_softmax(call: StackedCall, views: Views) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from relskew_core._array.checks import check_choice, check_int, check_real
 from relskew_core._block.spec import TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
-from relskew_core.backends._torch.dropout import relative_attention_with_dropout
 from relskew_core.layers.torch._local import local_table
 from relskew_core.layers.torch._masks import check_padding, without_keys
 
@@ -70,25 +69,25 @@ class TableAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        dropout: float = 0.0,
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         unfilled: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Attend with the module's options; keys that are padding or that a cache has yet to fill are hidden."""
-        for name in TABLES:
-            if options.get(name) is not None:
-                options[name] = local_table(name, options[name], q, self.spec)
+        """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden."""
         if key_padding_mask is not None:
             mask = without_keys(check_padding(key_padding_mask, k), mask, q, k)
         if unfilled is not None:
             mask = without_keys(unfilled, mask, q, k)
-        options = {"impl": self.impl, "chunk_size": self.chunk_size, **options}
-        if dropout:
-            return relative_attention_with_dropout(q, k, v, mask=mask, dropout=dropout, **options)
+        if self.training and self.dropout:
+            options.update(dropout=self.dropout, seed=torch.randint(2**31, (), device=q.device))
+        options.update(self.tables_of(q), impl=self.impl, chunk_size=self.chunk_size)
         return relative_attention(q, k, v, mask=mask, **options)
 
     def tables(self) -> dict[str, Tensor | None]:
         """Return the tables by name: by attribute, so that what torch puts there takes part."""
         return {name: getattr(self, name) for name in TABLES}
+
+    def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
+        """Return the tables that the heads of some queries meet, in their dtype."""
+        return {name: x if x is None else local_table(name, x, q, self.spec) for name, x in self.tables().items()}

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._block.spec import BlockSpec
+from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention
 from relskew_core.layers.torch._masks import attention_mask, combined, padding_mask
@@ -238,14 +239,15 @@ class MultiheadAttention(TableAttention):
                 None if is_causal or attn_mask is None else attention_mask(attn_mask, q, k),
                 None if key_padding_mask is None else padding_mask(key_padding_mask, q, k),
             ),
-            **self.tables(),
         }
-        heads = self.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+        heads = self.attend(q, k, v, **options)
         y = self.out_proj(heads.transpose(-3, -2).flatten(-2))
         y = y.transpose(0, 1) if turned else y
         if not need_weights:
             return y, None
-        weights = self._weights(q, k, options)
+        tables = self.tables_of(q)
+        tables.pop("rel_v")
+        weights = attention_weights(q, k, **tables, **options)
         return y, weights.mean(dim=-3) if average_attn_weights else weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -265,13 +267,6 @@ class MultiheadAttention(TableAttention):
             weights = [getattr(self, name) for name in SEPARATE]
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
-
-    def _weights(self, q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the attention weights (..., H, L, S): what comes out where the values are those of the identity."""
-        n = k.shape[-2]
-        one_hot = torch.eye(n, dtype=k.dtype, device=k.device).expand(*k.shape[:-1], n)
-        weights: Tensor = self.attend(q, k, one_hot, **{**options, "rel_v": None})
-        return weights
 
     def extra_repr(self) -> str:
         """Return the sizes and the span."""

@@ -238,6 +238,8 @@ class RelativeMultiheadAttention(TableAttention):
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         offset: int | Sequence[int] | Tensor | None = None,
+        segments: Tensor | tuple[Tensor, Tensor] | None = None,
+        positions: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
         """Project, attend with relative positions, project back.
 
@@ -259,6 +261,11 @@ class RelativeMultiheadAttention(TableAttention):
         offset : int, or ints of the leading axes, optional
             Position of query 0 where key 0 stands at 0, for all items or for each; 0 by default. A cache knows its
             own.
+        segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
+            Packed documents: a query sees the keys of its own. A pair is of queries and keys: with ``past``, of all
+            the keys that a mask speaks of.
+        positions : pair of Tensor of integers, shapes (..., Lq) and (..., Lk), optional
+            Where queries and keys stand, in any order. Refused with ``past``, which knows.
 
         Returns
         -------
@@ -287,21 +294,19 @@ class RelativeMultiheadAttention(TableAttention):
         if isinstance(x, Tensor) and x.is_nested:
             inputs = {"x": x} if memory is None else {"x": x, "memory": memory}
             refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
-            return by_item(self.forward, inputs, refused)
+            return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
         check_inputs(x, memory, self.spec)
-        options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask}
-        options["dropout"] = self.dropout if self.training else 0.0
-        if past is None:
-            options["offset"] = 0 if offset is None else offset
-        elif offset is not None:
-            raise ValueError(f"`offset` must be None with `past`, which knows its positions, got {describe(offset)}")
-        elif not isinstance(past, FixedCache | SlidingCache):
+        options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments}
+        for name, value in (("offset", offset), ("positions", positions)):
+            if value is not None:
+                if past is not None:
+                    raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(value)}")
+                options[name] = value
+        if past is not None and not isinstance(past, FixedCache | SlidingCache):
             past = Growing.of(past, self.spec)
             past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
         attend = partial(self.attend, **options)
-        y, present = apply_block(
-            x, self.spec, self._project, self.tables(), memory=memory, cache=past, attend=attend, xp=xp
-        )
+        y, present = apply_block(x, self.spec, self._project, {}, memory=memory, cache=past, attend=attend, xp=xp)
         return y if present is None else (y, present)
 
     def _project(self, name: str, x: Tensor) -> Tensor:

@@ -1,0 +1,35 @@
+"""Seeds as arrays of one integer of 31 bits: ints, integer arrays, and keys of JAX."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from relskew_core._array.checks import check_int, describe, is_array
+from relskew_core._array.namespace import check_companion, device
+from relskew_core._array.typing import Array, Namespace
+
+BITS = 2**31 - 1
+
+
+def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
+    """Return a seed as an array of shape (1,) of the call's library."""
+    if not is_array(seed):
+        return xp.full((1,), check_int("seed", seed, minimum=0) & BITS, dtype=xp.int32, device=device(q))
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(seed, jax.Array) and _is_key(seed, jax):
+        seed = jax.random.bits(seed, dtype="uint32")
+    check_companion("seed", seed, "q", q, xp=xp)
+    if not xp.isdtype(seed.dtype, "integral") or seed.ndim:
+        raise TypeError(
+            f"`seed` must be an int, an integer array without axes or a key of jax.random, got {describe(seed)}"
+        )
+    wide = xp.astype(seed, xp.asarray(0).dtype)
+    return xp.reshape(xp.astype(xp.bitwise_and(wide, BITS), xp.int32), (1,))
+
+
+def _is_key(seed: Any, jax: Any) -> bool:
+    """Whether an array is a key of JAX, of the new kind or of the old one."""
+    if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return bool(seed.ndim == 0)
+    return bool(seed.dtype == "uint32" and seed.shape == (2,))

@@ -1,0 +1,86 @@
+"""The weights of attention themselves, for pictures and inspection."""
+
+from __future__ import annotations
+
+from dataclasses import fields, make_dataclass
+from typing import Any
+
+from relskew_core._array.namespace import device
+from relskew_core._array.typing import Array
+from relskew_core._kernel.by_head import with_sinks
+from relskew_core._kernel.by_value import placed
+from relskew_core._kernel.call import Arguments, takes
+from relskew_core._kernel.chunk import Chunk, chunks
+from relskew_core._kernel.forward import Tables, chunk_logits, chunk_visible, chunk_weights
+from relskew_core._kernel.problem import Problem, problem
+from relskew_core._positions.skew import pad_last
+
+UNUSED = ("v", "rel_v", "dropout", "seed", "impl")
+"""Arguments of attention that its weights do not depend on, or that change them at random."""
+
+_Looked = make_dataclass(
+    "_Looked", [(field.name, field.type, field) for field in fields(Arguments) if field.name not in UNUSED], eq=False
+)
+
+
+@takes(_Looked)
+def attention_weights(given: Any) -> Array:
+    """Return the weights of :func:`relative_attention`, all of them: for pictures and inspection.
+
+    What attention itself never holds: memory grows with the square of the length.
+
+    Parameters
+    ----------
+    q : array, shape (..., H, Lq, D)
+        Queries.
+    k : array, shape (..., Hkv, Lk, D)
+        Keys.
+    **arguments
+        All others are those of :func:`relative_attention`, but for values, dropout and ``impl``.
+
+    Returns
+    -------
+    array, shape (..., H, Lq, Lk)
+        In the arrays' dtype. A row sums to 1, to less where ``sinks`` have their share, and to 0 where a query may
+        see no key.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.zeros((3, 1))
+    >>> attention_weights(q, k, causal=True)
+    array([[1.        , 0.        , 0.        ],
+           [0.5       , 0.5       , 0.        ],
+           [0.33333333, 0.33333333, 0.33333333]])
+    """
+    arguments = {field.name: getattr(given, field.name) for field in fields(given)}
+    call = problem(Arguments(**arguments, v=given.k).autocast())
+    xp, operands, options = call.xp, call.operands(), call.options
+    laid = list(chunks(operands, options))
+    tables = Tables.of(operands, options, laid, xp=xp)
+    rows = [_rows(call, operands, tables, chunk) for chunk in laid]
+    if not rows:
+        shape = (*operands.q.shape[:-1], operands.k.shape[-2])
+        rows = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
+    return call.result(xp.concat(rows, axis=-2) if len(rows) > 1 else rows[0])
+
+
+def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
+    """Return the weights of a chunk's queries, zeros for keys that it does not see."""
+    xp, options, n_keys = call.xp, call.options, call.options.visibility.n_keys
+    if chunk.first == chunk.end:
+        shape = (*operands.q.shape[:-2], chunk.stop - chunk.start, n_keys)
+        return xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))
+    chunk = placed(chunk, operands, options, xp=xp)
+    visible = chunk_visible(operands, options, chunk, xp=xp)
+    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    with_lse = call.sinks is not None
+    weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=with_lse, xp=xp)
+    if call.sinks is not None and lse is not None:
+        weights, _ = with_sinks(weights, lse, call.sinks, xp=xp)
+    return pad_last(weights, chunk.first, n_keys - chunk.end, xp=xp)

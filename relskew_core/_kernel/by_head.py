@@ -1,0 +1,121 @@
+"""Arguments of one number for each head: factors, taken in before a kernel, and sinks, taken in after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from relskew_core._array.checks import describe, is_array
+from relskew_core._array.namespace import check_companion
+from relskew_core._array.softmax import share_of, softmax
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import Arguments, Gradients
+
+
+def check_by_head(name: str, x: Any, q: Array, *, xp: Namespace) -> Array:
+    """Return an array of a number for each head."""
+    check_companion(name, x, "q", q, xp=xp)
+    n_heads = q.shape[-3] if q.ndim > 2 else 1
+    if tuple(x.shape) != (n_heads,):
+        raise ValueError(f"`{name}` must have shape (H,), a number for each of the {n_heads} heads, got {describe(x)}")
+    if x.dtype != q.dtype:
+        raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {describe(x)}")
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScales:
+    """Factors of the two products by head, with which queries and ``key_table`` are multiplied before the call."""
+
+    scale: Array | None  # what multiplies q
+    rel_scale: Array | None  # what multiplies the queries that meet rel_k, and key_table
+    xp: Namespace
+
+    @classmethod
+    def of(cls, given: Arguments, *, xp: Namespace) -> HeadScales | None:
+        """Return the factors of a call that are arrays, ``None`` if both are numbers."""
+        scale, rel_scale = (
+            check_by_head(name, x, given.q, xp=xp) if is_array(x := getattr(given, name)) else None
+            for name in ("scale", "rel_scale")
+        )
+        if given.rel_scale is None:
+            rel_scale = scale
+        return None if scale is None and rel_scale is None else cls(scale, rel_scale, xp)
+
+    def applied(self, given: Arguments) -> Arguments:
+        """Return a call whose factors are numbers."""
+        changed: dict[str, Any] = {"q": self._times(given.q, self.scale)}
+        if given.rel_k is not None and self._has_own_queries(given):
+            changed["rel_q"] = self._times(given.q if given.rel_q is None else given.rel_q, self.rel_scale)
+        if given.key_table is not None and self.rel_scale is not None:
+            changed["key_table"] = given.key_table * self.rel_scale[:, None, None]
+        if self.scale is not None:
+            changed["scale"] = 1.0
+        if self.rel_scale is not None:
+            changed["rel_scale"] = 1.0
+        elif given.rel_scale is None:
+            changed["rel_scale"] = given.q.shape[-1] ** -0.5 if given.scale is None else given.scale
+        return replace(given, **changed)
+
+    def _has_own_queries(self, given: Arguments) -> bool:
+        """Whether the queries that meet ``rel_k`` have to be an array of their own."""
+        return given.rel_q is not None or self.rel_scale is not self.scale
+
+    def _times(self, x: Array, factor: Array | None) -> Array:
+        if factor is None:
+            return x
+        return x * (factor[:, None, None] if x.ndim > 2 else factor[:, None])
+
+    def gradients(self, found: Gradients, given: Arguments) -> Gradients:
+        """Return the gradients of a call from those of the call that it was made into."""
+        changed: dict[str, Array | None] = {"q": self._times(found.q, self.scale)}
+        of_scale = [found.q * given.q] if self.scale is not None else []
+        of_rel_scale: list[Array] = []
+        if found.rel_q is not None:
+            own = self._times(found.rel_q, self.rel_scale)
+            changed["rel_q"] = own if given.rel_q is not None else None
+            changed["q"] = changed["q"] if given.rel_q is not None else changed["q"] + own
+            of_rel_scale.append(found.rel_q * (given.q if given.rel_q is None else given.rel_q))
+        if found.key_table is not None and self.rel_scale is not None:
+            table = found.key_table * self.rel_scale[:, None, None]
+            changed["key_table"] = table if given.key_table.ndim == 3 else self.xp.sum(table, axis=0)
+            of_rel_scale.append(found.key_table * given.key_table)
+        if self.rel_scale is self.scale:
+            of_scale, of_rel_scale = of_scale + of_rel_scale, []
+        changed["scale"] = self._summed(of_scale, self.scale)
+        changed["rel_scale"] = self._summed(of_rel_scale, self.rel_scale if self.rel_scale is not self.scale else None)
+        return found._replace(**changed)
+
+    def _summed(self, products: list[Array], like: Array | None) -> Array | None:
+        """Sum (..., H, L, D) over all but the heads."""
+        if like is None:
+            return None
+        total = self.xp.zeros_like(like)
+        for product in products:
+            axes = tuple(axis for axis in range(product.ndim) if axis != product.ndim - 3)
+            total = total + self.xp.reshape(self.xp.sum(product, axis=axes), like.shape)
+        return total
+
+
+def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:
+    """Add to every row's softmax one more logit that has no value: (..., H, L, Dv) and (..., H, L), sinks (H,).
+
+    A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
+    """
+    wide = xp.broadcast_to(xp.astype(sinks, lse.dtype)[:, None], lse.shape)
+    shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
+    assert total is not None
+    share = shares[..., :1]
+    return out * (share if share.dtype == out.dtype else xp.astype(share, out.dtype)), total
+
+
+def sinks_gradient(sinks: Array, d_out: Array, out: Array, lse: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
+    """Return the gradient of the sinks (H,), from the results that count them."""
+    dtype = lse.dtype
+    products = d_out * out if out.dtype == dtype else xp.astype(d_out, dtype) * xp.astype(out, dtype)
+    delta = xp.sum(products, axis=-1)
+    delta = delta if d_lse is None else delta - d_lse
+    wide = xp.broadcast_to(xp.astype(sinks, dtype)[:, None], lse.shape)
+    weights = share_of(wide, lse, xp=xp)
+    axes = tuple(axis for axis in range(lse.ndim) if axis != lse.ndim - 2)
+    return -xp.sum(weights * delta, axis=axes)

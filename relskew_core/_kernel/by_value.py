@@ -1,0 +1,86 @@
+"""Queries and keys that stand anywhere: relative positions are looked up, pair by pair, where others are skewed.
+
+``r = p_k - p_q`` says which column of ``q · table`` a pair reads. No row of a table is copied for a pair, and a chunk's
+look-ups are as large as its logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from relskew_core._array.gather import gather, scatter_add
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import TABLES, Operands, Options
+from relskew_core._kernel.chunk import Chunk
+
+
+def of_queries(labels: Array, chunk: Chunk) -> Array:
+    """Return the chunk's part of integers of queries, with axes for heads, queries and keys."""
+    return labels[..., None, chunk.start : chunk.stop, None]
+
+
+def of_keys(labels: Array, chunk: Chunk) -> Array:
+    """Return the chunk's part of integers of keys, with axes for heads, queries and keys."""
+    return labels[..., None, None, chunk.first : chunk.end]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookUpChunk(Chunk):
+    """A chunk that knows which column of the tables each of its pairs reads."""
+
+    index: Array  # (..., 1, n, m)
+    there: Array | None  # which pairs have a column, None if all: where tables count for nothing beyond their ends
+    unreached: Array | None  # which pairs a table should have reached
+
+    def seen(self, options: Options) -> tuple[int, int]:
+        """Return the first and the last column: all may be looked up."""
+        return self.low, self.high
+
+    def absolute(self, x: Array, *, xp: Namespace) -> Array:
+        """Relative layout (..., n, width) to absolute layout (..., n, m)."""
+        found = gather(x, self.index, xp=xp)
+        return found if self.there is None else xp.where(self.there, found, 0.0)
+
+    def relative(self, s: Array, *, xp: Namespace) -> Array:
+        """Absolute layout (..., n, m) to relative layout (..., n, width)."""
+        s = s if self.there is None else xp.where(self.there, s, 0.0)
+        return scatter_add(s, self.index, self.width, xp=xp)
+
+    def poisoned(self, logits: Array, *, xp: Namespace) -> Array:
+        """Put NaN where a table should have reached, which only positions that are not known lead to."""
+        return logits if self.unreached is None else xp.where(self.unreached, math.nan, logits)
+
+    def mirrored(self, start: int, stop: int, *, xp: Namespace) -> LookUpChunk:
+        """Return the keys ``start … stop - 1`` as queries of the chunk's queries, for a table by ``-r``."""
+        rows = slice(start - self.first, stop - self.first)
+
+        def turned(x: Array | None) -> Array | None:
+            return None if x is None else xp.matrix_transpose(x)[..., rows, :]
+
+        index = self.width - 1 - xp.matrix_transpose(self.index)[..., rows, :]
+        there = turned(self.there)
+        return LookUpChunk(start, stop, self.start, self.stop, -self.high, self.width, 0, index, there, None)
+
+
+def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace) -> Chunk:
+    """Return a chunk that knows all that it needs: as it is, or with its look-ups."""
+    visibility, span = options.visibility, options.span
+    if not visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
+        return chunk
+    queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
+    r = keys - queries
+    index = xp.clip(r - chunk.low, 0, chunk.width - 1)
+    if span.beyond == "clip":
+        return LookUpChunk(*_numbers(chunk), index, None, None)
+    there = xp.logical_and(r >= -span.left, r <= span.right)
+    unreached = None
+    if span.beyond == "error":
+        unreached = xp.logical_not(there)
+        seen = visibility.sees(queries, keys, xp=xp)
+        unreached = unreached if seen is None else xp.logical_and(unreached, seen)
+    return LookUpChunk(*_numbers(chunk), index, there, unreached)
+
+
+def _numbers(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare

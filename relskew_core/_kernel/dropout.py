@@ -1,0 +1,92 @@
+"""Which weights dropout keeps: a hash of the seed and of where a weight stands, never stored and nowhere in order.
+
+Every weight is drawn on its own, by item, head, query position and key, so that neither chunks nor threads nor a fused
+kernel change what a seed drops. A query's and a key's hashes are joined and mixed once more by the finalizer of
+MurmurHash3 (A. Appleby, public domain), in integers of 32 bits that wrap.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from relskew_core._array.namespace import device
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._positions.ragged import RaggedVisibility
+
+QUERY, KEY, HEAD = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+"""Odd factors that tell the places apart before they are mixed (the primes of xxHash)."""
+
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
+"""The factors of MurmurHash3's finalizer."""
+
+
+def kept(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return what to multiply a chunk's weights by, (..., H, n, m): 0, or 1 over the share that is kept."""
+    q = operands.q
+    rows, columns = hashes(operands, options, chunk, xp=xp)
+    zero = xp.zeros((), dtype=q.dtype, device=device(q))
+    share = xp.full((), 1 / (1 - options.dropout), dtype=q.dtype, device=device(q))
+    drawn = stirred(xp.bitwise_xor(rows, columns), xp=xp)
+    return xp.where(drawn < threshold(options.dropout), zero, share)
+
+
+def threshold(dropout: float) -> int:
+    """Return below which of the evenly spread integers of 32 bits a weight is dropped."""
+    return min(round(dropout * 2**32), 2**32 - 1) - 2**31
+
+
+def hashes(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> tuple[Array, Array]:
+    """Return the hashes of a chunk's queries, (..., H, n, 1), and of its keys, (m,)."""
+    q, seed = operands.q, operands.seed
+    assert seed is not None
+    heads = xp.reshape(_places(0, math.prod(q.shape[:-2]), q, xp=xp), (*q.shape[:-2], 1, 1))
+    queries = _query_places(operands, options, chunk, xp=xp)
+    rows = mixed(mixed(queries * signed(QUERY) + seed, xp=xp) + heads * signed(HEAD), xp=xp)
+    keys = _places(chunk.first, chunk.end - chunk.first, q, xp=xp)
+    return rows, mixed(keys * signed(KEY) - seed, xp=xp)
+
+
+def _query_places(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
+    """Return the positions of a chunk's queries, (n, 1) or with leading axes and (1, n, 1)."""
+    pattern, n = options.visibility, chunk.stop - chunk.start
+    if not isinstance(pattern, RaggedVisibility):
+        return _places(chunk.start + pattern.offset, n, operands.q, xp=xp)[:, None]
+    rows = _places(chunk.start, n, operands.q, xp=xp)[:, None]
+    return rows + narrowed(pattern.offset_by_item, xp=xp)[..., None, None, None]
+
+
+def _places(first: int, count: int, like: Array, *, xp: Namespace) -> Array:
+    return xp.arange(count, dtype=xp.int32, device=device(like)) + signed(first)
+
+
+def narrowed(x: Array, *, xp: Namespace) -> Array:
+    """Return integers in 32 bits, the higher ones left out."""
+    if x.dtype == xp.int32:
+        return x
+    low = xp.bitwise_and(x, 2**32 - 1)
+    return xp.astype(xp.where(low >= 2**31, low - 2**32, low), xp.int32)
+
+
+def signed(number: Any) -> Any:
+    """Return an int modulo 2**32, as the signed integer of these bits."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def mixed(x: Array, *, xp: Namespace) -> Array:
+    """Mix the bits of integers of 32 bits: every bit that goes in changes half of those that come out."""
+    x = stirred(x, xp=xp)
+    return xp.bitwise_xor(x, _shifted(x, 16, xp=xp))
+
+
+def stirred(x: Array, *, xp: Namespace) -> Array:
+    """Mix the bits but for the last step, which the higher half, all that a threshold looks at, does without."""
+    x = xp.bitwise_xor(x, _shifted(x, 16, xp=xp)) * signed(FIRST)
+    return xp.bitwise_xor(x, _shifted(x, 13, xp=xp)) * signed(SECOND)
+
+
+def _shifted(x: Array, bits: int, *, xp: Namespace) -> Array:
+    """Shift to the right, with zeros from the left."""
+    return xp.bitwise_and(xp.bitwise_right_shift(x, bits), 2 ** (32 - bits) - 1)

@@ -1,0 +1,145 @@
+"""Integers of queries and keys: segments of packed documents, and positions in any order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from typing import Any
+
+from relskew_core._array.checks import describe
+from relskew_core._array.known import known_values
+from relskew_core._array.namespace import check_companion
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._positions.span import Span
+from relskew_core._positions.visibility import Visibility
+
+Pair = tuple[Array, Array]
+
+
+def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp: Namespace) -> Pair:
+    """Return integers of the queries and of the keys, in a dtype in which differences do not wrap.
+
+    Unless they have to come as a pair, one array may serve both.
+    """
+    expected = f"a pair of integer arrays, of the {q.shape[-2]} queries and the {k.shape[-2]} keys"
+    if isinstance(given, (tuple, list)):
+        if len(given) != 2:
+            raise ValueError(f"`{name}` must be {expected}, got {describe(given)}")
+        names: Sequence[str] = (f"{name}[0]", f"{name}[1]")
+    elif paired:
+        raise TypeError(f"`{name}` must be {expected}, got {describe(given)}")
+    elif q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"`{name}` must be {expected}, where their lengths differ, got {describe(given)}")
+    else:
+        given, names = (given, given), (name, name)
+    of_queries, of_keys = (_checked(*each, q, xp=xp) for each in zip(names, given, (q, k), strict=True))
+    return of_queries, of_keys
+
+
+def _checked(name: str, x: Any, rows: Array, q: Array, *, xp: Namespace) -> Array:
+    check_companion(name, x, "q", q, xp=xp)
+    if not xp.isdtype(x.dtype, "integral"):
+        raise TypeError(f"`{name}` must be of integers, got {describe(x)}")
+    length, lead = rows.shape[-2], tuple(q.shape[:-3])
+    if tuple(x.shape) not in ((length,), (*lead, length)):
+        raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
+    wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
+    return x if x.dtype == wide else xp.astype(x, wide)
+
+
+def known_items(x: Array) -> list[list[int]] | None:
+    """Return the integers of every item, ``None`` where they cannot be read at no cost."""
+    values = known_values(x)
+    if values is None or x.ndim == 1:
+        return None if values is None else [values]
+    for _ in range(x.ndim - 2):
+        values = list(chain.from_iterable(values))
+    items: list[list[int]] = values
+    return items
+
+
+def consecutive_offsets(positions: Pair) -> list[int] | None:
+    """Return each item's offset if queries and keys all stand one after the other, ``None`` if not or not known."""
+    queries, keys = (known_items(x) for x in positions)
+    if queries is None or keys is None or not all(map(_consecutive, chain(queries, keys))):
+        return None
+    count = max(len(queries), len(keys))
+    firsts = ([row[0] if row else 0 for row in rows] * (count if len(rows) == 1 else 1) for rows in (queries, keys))
+    return [query - key for query, key in zip(*firsts, strict=True)]
+
+
+def _consecutive(row: list[int]) -> bool:
+    return not row or row == list(range(row[0], row[0] + len(row)))
+
+
+def check_reach_of(name: str, span: Span, visibility: Visibility, positions: Pair) -> None:
+    """Refuse a table with ``beyond="error"`` that is too short for what some query sees, where that is known."""
+    queries, keys = (known_items(x) for x in positions)
+    if span.beyond != "error" or queries is None or keys is None:
+        return
+    count = max(len(queries), len(keys))
+    pairs = zip(*(rows * (count if len(rows) == 1 else 1) for rows in (queries, keys)), strict=True)
+    seen = [bounds for pair in pairs if (bounds := _seen_positions(visibility, *pair)) is not None]
+    if seen:
+        low, high = min(low for low, _ in seen), max(high for _, high in seen)
+        visibility.refuse_unreached(name, span, low, high)
+
+
+def _seen_positions(visibility: Visibility, queries: Iterable[int], keys: Iterable[int]) -> tuple[int, int] | None:
+    """Return the lowest and the highest relative position that some query of an item sees, ``None`` if none does."""
+    ordered = sorted(set(keys))
+    lows, highs = [], []
+    for position in set(queries):
+        first, last = visibility.bounds(position)
+        start = 0 if first is None else bisect_left(ordered, first)
+        end = len(ordered) if last is None else bisect_right(ordered, last)
+        if start < end:
+            lows.append(ordered[start] - position)
+            highs.append(ordered[end - 1] - position)
+    return (min(lows), max(highs)) if lows else None
+
+
+class Documents:
+    """The range of keys that each query's segment reaches over, in some item of the batch."""
+
+    def __init__(self, firsts: list[int], ends: list[int]) -> None:
+        self._firsts, self._ends = firsts, ends
+
+    @classmethod
+    def of(cls, segments: Pair) -> Documents | None:
+        """Read the ranges off the segments of queries and of keys, ``None`` where they are not known."""
+        queries, keys = (known_items(x) for x in segments)
+        if queries is None or keys is None or not queries or not queries[0]:
+            return None
+        count = max(len(queries), len(keys))
+        rows = [
+            _ranges(*pair)
+            for pair in zip(*(rows * (count if len(rows) == 1 else 1) for rows in (queries, keys)), strict=True)
+        ]
+        firsts, ends = ([*map(least, *(row[side] for row in rows))] if len(rows) > 1 else rows[0][side]
+                        for side, least in enumerate((min, max)))  # fmt: skip
+        for index in range(len(firsts) - 2, -1, -1):  # later queries may reach further back: starts never decrease
+            firsts[index] = min(firsts[index], firsts[index + 1])
+        return cls(firsts, ends)
+
+    def keys(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of keys that the queries ``start … stop - 1`` may see."""
+        return self._firsts[start], max(self._ends[start:stop])
+
+    @property
+    def longest(self) -> int:
+        """How many keys a query sees at most."""
+        return max(end - first for first, end in zip(self._firsts, self._ends, strict=True))
+
+
+def _ranges(queries: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
+    """Return for every query the first key of its segment and one past the last; past all keys if there is none."""
+    first: dict[int, int] = {}
+    end: dict[int, int] = {}
+    place = 0
+    for label, run in groupby(keys):
+        first.setdefault(label, place)
+        place += sum(1 for _ in run)
+        end[label] = place
+    return [first.get(label, place) for label in queries], [end.get(label, 0) for label in queries]

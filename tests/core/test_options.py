@@ -1,0 +1,318 @@
+"""What sinks, segments, positions, blocks of a stream, scales by head and dropout mean, and what they cost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import dense
+import relskew_core as relskew
+import strategies
+from relskew_core import Span, attention_weights, relative_attention, relative_attention_vjp
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.chunk import chunks
+from relskew_core._kernel.problem import problem
+from strategies import Call, Way
+
+RNG = np.random.default_rng(7)
+Q, K, V = RNG.standard_normal((3, 2, 4, 40, 8))
+TABLE = RNG.standard_normal((4, 79, 8))
+STEPS = np.arange(40)
+
+
+@settings(deadline=None)
+@given(call=strategies.rich_calls())
+@pytest.mark.parametrize("way", strategies.WAYS[::2], ids=str)
+def test_all_options_together_equal_the_loops(way: Way, call: Call) -> None:
+    assert strategies.close(call.on(way), call.oracle())
+
+
+@pytest.mark.parametrize("case", [case for case in dense.CASES if "dropout" not in case.options], ids=str)
+def test_weights_are_those_of_attention(case: dense.Case) -> None:
+    """Attention to values that are one-hot."""
+    arrays = case.arrays()
+    given = {name: x for name, x in arrays.items() if name not in ("v", "rel_v")}
+    keys = np.broadcast_to(np.eye(case.m), (*arrays["k"].shape[:-1], case.m))
+    expected = relative_attention(v=keys, **given, **case.call())
+    weights = attention_weights(**given, **case.call(), chunk_size=3)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-14)
+
+
+# Segments
+
+
+def test_packed_documents_are_separate_calls() -> None:
+    lengths = [7, 1, 20, 12]
+    edges = np.cumsum([0, *lengths])
+    segments = np.repeat([4, 1, 9, 4 + 2**20], lengths)
+    for options in ({}, {"causal": True}, {"window": (3, 2)}):
+        whole = relative_attention(Q, K, V, TABLE, Span.full(40), segments=segments, **options)
+        for start, stop in pairwise(edges):
+            own = (x[:, :, start:stop] for x in (Q, K, V))
+            alone = relative_attention(*own, TABLE, Span.full(40), **options)
+            np.testing.assert_allclose(whole[:, :, start:stop], alone, rtol=0, atol=1e-13)
+
+
+def keys_worked_on(segments: Any, *, n: int, make: Any = np.asarray, **options: Any) -> int:
+    """How many pairs of queries and keys the chunks of a call hold."""
+    x = make(np.zeros((2, 1, n, 4), np.float32))
+    call = problem(Arguments(x, x, x, segments=None if segments is None else make(segments), **options))
+    laid = chunks(call.operands(), call.options)
+    return sum((chunk.stop - chunk.start) * (chunk.end - chunk.first) for chunk in laid)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+def test_documents_cost_what_a_window_of_their_length_costs(make: Any) -> None:
+    packed = np.repeat(np.arange(64), 64)
+    documents = keys_worked_on(packed, n=4096, make=make)
+    assert documents <= keys_worked_on(None, n=4096, window=(64, 64))
+    assert keys_worked_on(packed, n=4096, make=make, causal=True) <= documents
+    by_item = keys_worked_on(np.stack([packed, np.repeat(np.arange(32), 128)]), n=4096, make=make)
+    assert by_item <= keys_worked_on(None, n=4096, window=(128, 128))
+
+
+def test_documents_that_come_back_are_seen_from_everywhere() -> None:
+    """Ranges of keys never go back, whatever order documents come in."""
+    segments = np.asarray([5, 5, 0, 0, 1, 1, 0, 5] * 5)
+    visible = segments[:, None] == segments[None, :]
+    for size in (1, 3, 40):
+        masked = relative_attention(Q, K, V, TABLE, mask=visible, chunk_size=size)
+        np.testing.assert_allclose(
+            relative_attention(Q, K, V, TABLE, segments=segments, chunk_size=size), masked, rtol=0, atol=1e-13
+        )
+
+
+def test_values_of_strangers_may_be_anything() -> None:
+    segments = np.repeat([0, 1], 20)
+    v = V.copy()
+    v[:, :, 20:] = np.nan
+    expected = relative_attention(Q, K, V, TABLE, segments=segments)
+    for impl in ("portable", "auto"):
+        found = relative_attention(Q, K, v, TABLE, segments=segments, chunk_size=20, impl=impl)
+        np.testing.assert_allclose(found[:, :, :20], expected[:, :, :20], rtol=0, atol=1e-13)
+
+
+# Sinks
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    sinks = RNG.standard_normal(4)
+    out, lse = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
+    plain, without = relative_attention(Q, K, V, TABLE, return_lse=True)
+    share = 1 / (1 + np.exp(sinks[:, None] - without))
+    np.testing.assert_allclose(out, plain * share[..., None], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(lse, np.logaddexp(without, sinks[:, None]), rtol=0, atol=1e-14)
+    nothing = relative_attention(Q, K, V, TABLE, sinks=np.full(4, -np.inf))
+    np.testing.assert_array_equal(nothing, plain)
+
+
+def test_parts_of_keys_merge_with_one_sink_among_them() -> None:
+    sinks = RNG.standard_normal(4)
+    whole = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
+    parts = [
+        relative_attention(Q, K[:, :, :15], V[:, :, :15], TABLE, Span.full(40), sinks=sinks, return_lse=True),
+        relative_attention(Q, K[:, :, 15:], V[:, :, 15:], TABLE, Span.full(40), offset=-15, return_lse=True),
+    ]
+    merged = relskew.merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    for found, expected in zip(merged, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_gradients_of_sinks_take_the_forwards_results() -> None:
+    sinks, d_out = RNG.standard_normal(4), RNG.standard_normal(V.shape)
+    out, lse = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
+    alone = relative_attention_vjp(d_out, Q, K, V, TABLE, sinks=sinks)
+    helped = relative_attention_vjp(d_out, Q, K, V, TABLE, sinks=sinks, out=out, lse=lse)
+    for name in ("q", "k", "v", "rel_k", "sinks"):
+        np.testing.assert_allclose(getattr(alone, name), getattr(helped, name), rtol=0, atol=1e-12)
+    assert alone.sinks.shape == (4,)
+
+
+# Blocks of a stream
+
+
+@pytest.mark.parametrize("blocks_before", [0, 1, 3])
+def test_a_stream_step_by_step_is_the_whole(blocks_before: int) -> None:
+    options: dict[str, Any] = {"block_size": 5, "blocks_before": blocks_before}
+    whole = relative_attention(Q, K, V, TABLE, Span.full(40), **options)
+    for start in range(0, 40, 5):
+        first = max(0, start - 5 * blocks_before)  # no more is ever kept
+        keys = slice(first, start + 5)
+        step = relative_attention(
+            Q[:, :, start : start + 5],
+            K[:, :, keys],
+            V[:, :, keys],
+            TABLE,
+            Span.full(40),
+            **options,
+            offset=start - first,
+        )
+        np.testing.assert_allclose(step, whole[:, :, start : start + 5], rtol=0, atol=1e-13)
+
+
+def test_the_cost_of_blocks_grows_with_the_length() -> None:
+    sizes = [keys_worked_on(None, n=n, block_size=16, blocks_before=2) for n in (2048, 4096, 8192)]
+    assert sizes[1] <= 2.1 * sizes[0]
+    assert sizes[2] <= 2.1 * sizes[1]
+
+
+def test_one_causal_block_before_is_local_attention() -> None:
+    local = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6)
+    same = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6, blocks_before=1, causal=True, impl="native")
+    np.testing.assert_allclose(local, same, rtol=0, atol=1e-14)
+
+
+# Positions
+
+
+def test_consecutive_positions_take_the_fast_path() -> None:
+    def pattern(queries: Any, keys: Any) -> Any:
+        positions = np.asarray(queries), np.asarray(keys)
+        return problem(Arguments(Q, K, V, TABLE, positions=positions, window=(20, 20))).options.visibility
+
+    assert pattern(STEPS, STEPS) == problem(Arguments(Q, K, V, TABLE, window=(20, 20))).options.visibility
+    assert pattern(STEPS - 100, STEPS - 100).offset == 0
+    assert pattern(STEPS + 3, STEPS + 5).offset == -2
+    assert pattern(STEPS + np.asarray([[0], [2]]), STEPS).known == (0, 2)
+    assert pattern(STEPS[::-1], STEPS).by_value
+    assert pattern(STEPS * 2, STEPS).by_value
+
+
+def test_the_order_of_keys_means_nothing_where_positions_are_given() -> None:
+    order = RNG.permutation(40)
+    positions = np.cumsum(RNG.integers(0, 3, 40))
+    span = Span.full(90)
+    table = RNG.standard_normal((span.rows, 8))
+    for options in ({}, {"causal": True}, {"window": (5, 3)}):
+        one = relative_attention(Q, K, V, table, span, positions=(positions, positions), **options)
+        two = relative_attention(
+            Q, K[:, :, order], V[:, :, order], table, span, positions=(positions, positions[order]), **options
+        )
+        np.testing.assert_allclose(one, two, rtol=0, atol=1e-13)
+
+
+def test_left_padding_by_positions_is_an_offset_by_item() -> None:
+    pads = np.asarray([0, 6])
+    positions = np.arange(40) - pads[:, None]
+    seen = (positions >= 0)[:, None, None, :]
+    found = relative_attention(
+        Q, K, V, TABLE, positions=(positions, positions), mask=seen, causal=True, span=Span.full(40)
+    )
+    for item, pad in enumerate(pads):
+        own = (x[item, :, pad:] for x in (Q, K, V))
+        alone = relative_attention(*own, TABLE, Span.full(40), causal=True)
+        np.testing.assert_allclose(found[item, :, pad:], alone, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
+def test_small_integers_never_wrap(kind: str) -> None:
+    top = min(np.iinfo(kind).max, 2**20)
+    values = np.asarray([top, 0, 1, top - 1] * 10)
+    expected = relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), positions=(values, values), segments=values)
+    narrow = values.astype(kind)
+    found = relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), positions=(narrow, narrow), segments=narrow)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
+    stamps = np.asarray([0, 100, 3, 50] * 10)
+    with pytest.raises(
+        ValueError, match=r"`rel_k` reaches the relative positions -39 … 39, but queries see -100 … 100"
+    ):
+        relative_attention(Q, K, V, TABLE, positions=(stamps, stamps))
+    with pytest.raises(ValueError, match=r"queries see -50 … 50"):
+        relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(50, 50))
+    relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(46, 39))  # 47 is the next
+    jax = pytest.importorskip("jax")
+
+    found = np.asarray(
+        jax.jit(
+            lambda *given: relative_attention(
+                *given[:4], positions=(given[4], given[4]), causal=True, span=Span.full(40)
+            )
+        )(Q, K, V, TABLE, stamps)
+    )
+    np.testing.assert_array_equal(np.isnan(found).all(-1)[0, 0], np.isin(stamps, [50, 100]))
+
+
+# Dropout
+
+
+def dropped(impl: str = "auto", dropout: float = 0.3, seed: int = 3, n: int = 300, **options: Any) -> Any:
+    """Which weights are kept, by values that are one-hot."""
+    x = torch.zeros(2, 2, n, 4, dtype=torch.float64)
+    v = torch.eye(n, dtype=torch.float64).expand(2, 2, n, n)
+    out = relative_attention(x, x, v, dropout=dropout, seed=seed, impl=impl, **options)
+    assert isinstance(out, torch.Tensor)
+    return out * n * (1 - dropout)
+
+
+def test_a_seed_drops_the_same_in_every_way() -> None:
+    expected = dropped()
+    assert torch.all((expected - expected.round()).abs() < 1e-9)
+    for options in ({"impl": "portable"}, {"chunk_size": 7}, {"impl": "native", "chunk_size": 300}):
+        torch.testing.assert_close(dropped(**options), expected, rtol=0, atol=1e-9)
+    x, v = np.zeros((2, 2, 300, 4)), np.broadcast_to(np.eye(300), (2, 2, 300, 300))
+    found = relative_attention(x, x, v, dropout=0.3, seed=3) * 300 * 0.7
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-9)
+    assert not torch.equal(dropped(seed=4), expected)
+    assert torch.equal(dropped(seed=3 + 2**31), expected)
+
+
+def test_it_goes_by_positions_not_by_steps() -> None:
+    whole = relative_attention(Q, K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1)
+    step = relative_attention(Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=30)
+    np.testing.assert_allclose(whole[:, :, 30:], step, rtol=0, atol=1e-13)
+    by_item = relative_attention(
+        Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=[30, 30]
+    )
+    np.testing.assert_allclose(whole[:, :, 30:], by_item, rtol=0, atol=1e-13)
+
+
+def test_what_is_dropped_is_as_good_as_independent() -> None:
+    """Rates of everything that could be related: rows, columns, heads, items, seeds, neighbours."""
+    kept = dropped(dropout=0.25).round()
+    rate, spread = 0.75, (0.75 * 0.25) ** 0.5
+    assert kept.mean().item() == pytest.approx(rate, abs=5 * spread / kept.numel() ** 0.5)
+    for axis in (-1, -2):  # rows and columns: means as scattered as those of independent draws
+        means = kept.mean(axis).flatten()
+        assert means.std().item() == pytest.approx(spread / 300**0.5, rel=0.1)
+    other = dropped(dropout=0.25, seed=4).round()
+    pairs = [
+        (kept[0], kept[1]), (kept[:, 0], kept[:, 1]), (kept, other), (kept[..., 1:], kept[..., :-1]),
+        (kept[..., 1:, :], kept[..., :-1, :]), (kept[..., 1:, 1:], kept[..., :-1, :-1]), (kept, kept.mT),
+    ]  # fmt: skip
+    for a, b in pairs:
+        correlation = ((a - rate) * (b - rate)).mean().item() / spread**2
+        assert abs(correlation) < 5 / a.numel() ** 0.5
+    # Four corners of a rectangle, which are related where hashes of rows and columns are joined too simply.
+    a = (kept - rate) / spread
+    corners = a[..., ::2, ::2] * a[..., 1::2, ::2] * a[..., ::2, 1::2] * a[..., 1::2, 1::2]
+    assert abs(corners.mean().item()) < 5 / corners.numel() ** 0.5
+
+
+@pytest.mark.parametrize("dropout", [1e-9, 0.999])
+def test_rates_at_the_ends(dropout: float) -> None:
+    kept = (dropped(dropout=dropout) > 0).double()
+    assert kept.mean().item() == pytest.approx(1 - dropout, abs=2e-3)
+
+
+def test_seeds_come_in_every_form() -> None:
+    expected = relative_attention(Q, K, V, dropout=0.5, seed=12)
+    for seed in (np.asarray(12), np.int8(12), np.uint64(12), np.asarray(12, np.uint8)):
+        np.testing.assert_array_equal(relative_attention(Q, K, V, dropout=0.5, seed=seed), expected)
+    jax = pytest.importorskip("jax")
+    q, k, v = (jax.numpy.asarray(x) for x in (Q, K, V))
+    one, same, other = (
+        np.asarray(jax.jit(lambda key: relative_attention(q, k, v, dropout=0.5, seed=key))(key))
+        for key in (jax.random.key(1), jax.random.PRNGKey(1), jax.random.key(2))
+    )
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+    traced = jax.jit(lambda seed: relative_attention(q, k, v, dropout=0.5, seed=seed))(jax.numpy.uint32(12))
+    np.testing.assert_allclose(np.asarray(traced), expected, rtol=0, atol=1e-12)
