@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._array.typing import Array
-from relskew_core._block.cache import PAST, check_past
-from relskew_core._block.spec import BlockSpec
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._block.cache import PAST, Cache, Growing
+from relskew_core._block.spec import TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
 
 
@@ -65,58 +66,60 @@ def attention_block(
     >>> k.shape
     (1, 2, 3, 2)
     """
-    return apply_block(x, weights, spec, memory=memory, past=past, mask=mask, attend=relative_attention)
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+    spec.check_weights(weights)
+    check_inputs(x, memory, spec)
+    cache = None if past is None else Growing.of(past, spec)
+    named = {f"weights[{key!r}]": weight for key, weight in weights.items()}
+    cached = dict(zip(PAST, cache or (None, None), strict=True))
+    given = autocast({"x": x, "memory": memory, **named, **cached})
+    xp = namespace_of_arrays({"x": given["x"]}, given)
+    weights = {key: given[name] for key, name in zip(weights, named, strict=True)}
+    y, present = apply_block(
+        given["x"],
+        spec,
+        partial(_linear, weights, xp=xp),
+        {name: weights.get(name) for name in TABLES},
+        memory=given["memory"],
+        cache=None if cache is None else Growing(*(given[name] for name in PAST)),
+        attend=partial(relative_attention, mask=mask),
+        xp=xp,
+    )
+    return y if present is None else (y, present)
 
 
 def apply_block(
     x: Array,
-    weights: Mapping[str, Array],
     spec: BlockSpec,
+    project: Callable[[str, Array], Array],
+    tables: Mapping[str, Array | None],
     *,
     memory: Array | None,
-    past: tuple[Array, Array] | None,
-    mask: Array | None,
-    attend: Callable[..., Any],
-) -> Array | tuple[Array, tuple[Array, Array]]:
-    """Return :func:`attention_block` with ``attend`` in the place of :func:`relative_attention`."""
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
-    spec.check_weights(weights)
-    _check_inputs(x, spec, memory)
-    if past is not None:
-        check_past(past, x, spec)
-    named = {f"weights[{key!r}]": weight for key, weight in weights.items()}
-    cached = dict(zip(PAST, past or (None, None), strict=True))
-    given = autocast({"x": x, "memory": memory, **named, **cached})
-    xp = namespace_of_arrays({"x": given["x"]}, given)
-    x, memory = given["x"], given["memory"]
-    weights = {key: given[name] for key, name in zip(weights, named, strict=True)}
+    cache: Cache | None,
+    attend: Callable[..., Array],
+    xp: Namespace,
+) -> tuple[Array, Cache | None]:
+    """Return what a block computes, and its cache afterwards.
 
+    ``project(name, x)`` applies a projection. How many heads there are is read off what it returns: a process that
+    holds a part of the heads has fewer than the spec.
+    """
     source = x if memory is None else memory
-    q = _project(x, "q_proj", weights, spec.num_heads, xp=xp)
-    k = _project(source, "k_proj", weights, spec.num_kv_heads, xp=xp)
-    v = _project(source, "v_proj", weights, spec.num_kv_heads, xp=xp)
-    if past is not None:
-        k, v = (xp.concat([given[name], new], axis=-2) for name, new in zip(PAST, (k, v), strict=True))
-    heads = attend(
-        q,
-        k,
-        v,
-        weights.get("rel_k"),
-        spec.span,
-        rel_v=weights.get("rel_v"),
-        rel_bias=weights.get("rel_bias"),
-        causal=spec.causal,
-        window=spec.window,
-        block_size=spec.block_size,
-        mask=mask,
-        offset=0 if past is None else past[0].shape[-2],
+    q, k, v = (
+        _split_heads(name, project(name, of), spec.head_dim, xp=xp)
+        for name, of in (("q_proj", x), ("k_proj", source), ("v_proj", source))
     )
-    y = _merge_heads(heads, weights, xp=xp)
-    return y if past is None else (y, (k, v))
+    seen: dict[str, Any] = {"window": spec.window}
+    if cache is not None:
+        k, v, cache, more = cache.extend(k, v, xp=xp)
+        seen.update(more)
+    heads = attend(q, k, v, span=spec.span, **tables, causal=spec.causal, block_size=spec.block_size, **seen)
+    return project("out_proj", _merge_heads(heads, xp=xp)), cache
 
 
-def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None) -> None:
+def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
+    """Refuse inputs that are not of a block's kind and width."""
     if spec.cross and memory is None:
         raise ValueError("`memory` must be given because `spec.cross` is True, got None")
     if not spec.cross and memory is not None:
@@ -129,27 +132,27 @@ def _check_inputs(x: Array, spec: BlockSpec, memory: Array | None) -> None:
         raise ValueError(f"`memory` must have the leading axes of `x`, {tuple(x.shape[:-2])}, got {describe(memory)}")
 
 
-def _project(x: Array, name: str, weights: Mapping[str, Array], heads: int, *, xp: Any) -> Array:
-    """Linear map into heads: (..., L, E) -> (..., heads, L, D)."""
-    projected = _linear(x, name, weights, xp=xp)
-    split = xp.reshape(projected, (*x.shape[:-1], heads, projected.shape[-1] // heads))
-    return _swap(split, xp=xp)
+def _split_heads(name: str, x: Array, head_dim: int, *, xp: Namespace) -> Array:
+    """Split into heads what a projection returned: (..., L, H · D) -> (..., H, L, D)."""
+    heads, rest = divmod(x.shape[-1], head_dim)
+    if rest:
+        raise ValueError(f"`{name}` must return heads of width {head_dim}, got {describe(x)}")
+    return _swap(xp.reshape(x, (*x.shape[:-1], heads, head_dim)), xp=xp)
 
 
-def _merge_heads(heads: Array, weights: Mapping[str, Array], *, xp: Any) -> Array:
-    """Inverse of the split into heads, then the output projection: (..., H, L, D) -> (..., L, E)."""
+def _merge_heads(heads: Array, *, xp: Namespace) -> Array:
+    """Inverse of the split into heads: (..., H, L, D) -> (..., L, H · D)."""
     merged = _swap(heads, xp=xp)
-    width = merged.shape[-2] * merged.shape[-1]
-    return _linear(xp.reshape(merged, (*merged.shape[:-2], width)), "out_proj", weights, xp=xp)
+    return xp.reshape(merged, (*merged.shape[:-2], merged.shape[-2] * merged.shape[-1]))
 
 
-def _swap(x: Array, *, xp: Any) -> Array:
+def _swap(x: Array, *, xp: Namespace) -> Array:
     """Exchange the axes of the heads and of the length."""
     lead = x.ndim - 3
     return xp.permute_dims(x, (*range(lead), lead + 1, lead, lead + 2))  # torch.vmap has no rule for moveaxis
 
 
-def _linear(x: Array, name: str, weights: Mapping[str, Array], *, xp: Any) -> Array:
+def _linear(weights: Mapping[str, Array], name: str, x: Array, *, xp: Namespace) -> Array:
     y = xp.matmul(x, xp.matrix_transpose(weights[f"{name}.weight"]))
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + bias

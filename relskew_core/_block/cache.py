@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from relskew_core._array.checks import describe
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 
 PAST = ("past[0]", "past[1]")
 """Keys and values, as errors name them."""
 
 
-def check_past(past: Any, x: Array, spec: BlockSpec) -> None:
-    """Refuse what is no pair of keys and values that the block's new ones can follow."""
-    if spec.cross:
-        raise ValueError("`past` must be None because `spec.cross` is True: a memory's keys are not appended to")
-    if not isinstance(past, (tuple, list)) or len(past) != 2:
-        raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
-    shapes = [tuple(getattr(value, "shape", ())) for value in past]
-    expected = (*x.shape[:-2], spec.num_kv_heads, *shapes[0][-2:-1], spec.head_dim)
-    for name, value, shape in zip(PAST, past, shapes, strict=True):
-        if shape != expected:
-            raise ValueError(
-                f"`{name}` must have shape (..., {spec.num_kv_heads}, past length, {spec.head_dim}) with the "
-                f"leading axes of `x`, {tuple(x.shape[:-2])}, and one past length, got {describe(value)}"
-            )
+class Cache(Protocol):
+    """Keys and values that new ones follow."""
+
+    def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
+        """Return all keys, all values, the cache of the next call, and what attention has to be told of positions."""
+        ...
+
+
+class Growing(NamedTuple):
+    """All keys and values so far, ``(..., Hkv, P, D)``; every call appends its own."""
+
+    keys: Array
+    values: Array
+
+    @classmethod
+    def of(cls, past: Any, spec: BlockSpec) -> Growing:
+        """Return a caller's pair of keys and values as a cache."""
+        if spec.cross:
+            raise ValueError("`past` must be None because `spec.cross` is True: a memory's keys are not appended to")
+        if not isinstance(past, (tuple, list)) or len(past) != 2:
+            raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
+        return cls(*past)
+
+    def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Growing, Mapping[str, Any]]:
+        """Append the new keys and values; the queries stand behind what was there."""
+        shape: tuple[int, ...] = tuple(getattr(self.keys, "shape", ()))
+        length = shape[-2] if len(shape) > 1 else 0
+        for name, value, new in zip(PAST, self, (k, v), strict=True):
+            check_cached(name, value, length, new)
+        k, v = (xp.concat([old, new], axis=-2) for old, new in zip(self, (k, v), strict=True))
+        return k, v, Growing(k, v), {"offset": length}
+
+
+def check_cached(name: str, value: Any, length: int, new: Array) -> None:
+    """Refuse cached keys or values of ``length`` positions that the new ones cannot follow."""
+    *lead, heads, _, width = new.shape
+    if tuple(getattr(value, "shape", ())) != (*lead, heads, length, width):
+        raise ValueError(
+            f"`{name}` must have shape (..., {heads}, past length, {width}) with the leading axes of `x`, "
+            f"{tuple(lead)}, and one past length, got {describe(value)}"
+        )
+    if value.dtype != new.dtype:
+        raise TypeError(f"`{name}` must have the dtype of the new keys and values, {new.dtype}, got {describe(value)}")

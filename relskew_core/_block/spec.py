@@ -10,6 +10,7 @@ from relskew_core._array.checks import check_bool, check_int, check_window, desc
 from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+TABLES = ("rel_k", "rel_v", "rel_bias")
 
 
 @dataclass(frozen=True, slots=True)

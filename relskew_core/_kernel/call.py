@@ -177,7 +177,7 @@ def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list
         for name, default in _DEFAULTS[type(part)].items():
             if name not in known:
                 value = getattr(part, name)
-                if value is not default and (hasattr(value, "shape") or value != default):
+                if value is not default and (is_array(value) or value != default):
                     found.append(name)
     return found
 

@@ -27,7 +27,8 @@ def public_modules(package: ModuleType) -> Iterator[str]:
 
 
 PUBLIC = list(public_modules(relskew_core))
-HELPFUL = ("relskew_core.backends", "relskew_core.layers.torch")  # they share helpers, or are no facade
+# They share helpers, or are no facade.
+HELPFUL = ("relskew_core.backends", "relskew_core.layers.torch", "relskew_core.layers.torch.parallel")
 FACADES = [name for name in PUBLIC if name not in HELPFUL]
 
 

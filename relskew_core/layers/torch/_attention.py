@@ -1,0 +1,93 @@
+"""What both modules are made of: the tables, the options, and the one call of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._array.checks import check_choice, check_int, check_real
+from relskew_core._block.spec import TABLES, BlockSpec
+from relskew_core._functions.attention import relative_attention
+from relskew_core.layers.torch._local import local_table
+from relskew_core.layers.torch._masks import check_padding, without_keys
+
+
+class TableAttention(nn.Module):
+    """A module with the tables of a spec, and attention that meets them."""
+
+    rel_k: nn.Parameter  # None without `spec.rel_keys`
+    rel_v: nn.Parameter | None
+    rel_bias: nn.Parameter | None
+
+    def __init__(
+        self, spec: BlockSpec, *, dropout: float, impl: str, chunk_size: int | None, device: Any, dtype: Any
+    ) -> None:
+        super().__init__()
+        dropout = check_real("dropout", dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
+        check_choice("impl", impl, ("auto", "portable", "native"))
+        self.spec = spec
+        self.dropout = dropout
+        self.impl = impl
+        self.chunk_size = None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1)
+        shapes = spec.weight_shapes(projections=False)
+        for name in TABLES:
+            empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Return the tables' parameters, which want about ten times the learning rate of the others.
+
+        Every token meets every weight of a projection, but a row of a table only the pairs at its distance: at the
+        common rate tables lag behind. ``docs/torch.md`` has the numbers.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import BlockSpec, Span
+        >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(3, 16),
+        ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8))),
+        ... )
+        >>> tables = [x for part in model.modules() if hasattr(part, "table_parameters")
+        ...           for x in part.table_parameters()]
+        >>> others = [x for x in model.parameters() if all(x is not table for table in tables)]
+        >>> optimizer = torch.optim.AdamW([{"params": others}, {"params": tables, "lr": 1e-2}], lr=1e-3)
+        >>> [len(group["params"]) for group in optimizer.param_groups]
+        [10, 1]
+        """
+        ours = tuple(f"{prefix}{name}" for name in TABLES for prefix in ("", "parametrizations."))
+        return [x for name, x in self.named_parameters() if name.startswith(ours)]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        unfilled: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden."""
+        if key_padding_mask is not None:
+            mask = without_keys(check_padding(key_padding_mask, k), mask, q, k)
+        if unfilled is not None:
+            mask = without_keys(unfilled, mask, q, k)
+        if self.training and self.dropout:
+            options.update(dropout=self.dropout, seed=torch.randint(2**31, (), device=q.device))
+        options.update(self.tables_of(q), impl=self.impl, chunk_size=self.chunk_size)
+        return relative_attention(q, k, v, mask=mask, **options)
+
+    def tables(self) -> dict[str, Tensor | None]:
+        """Return the tables by name: by attribute, so that what torch puts there takes part."""
+        return {name: getattr(self, name) for name in TABLES}
+
+    def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
+        """Return the tables that the heads of some queries meet, in their dtype."""
+        return {name: x if x is None else local_table(name, x, q, self.spec) for name, x in self.tables().items()}

@@ -1,0 +1,102 @@
+"""Caches that keep their shape, so that ``torch.compile`` sees every step of decoding as the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from relskew_core._block.cache import check_cached
+
+
+class FixedCache(NamedTuple):
+    """Room for the keys and values of a whole sequence, written in place.
+
+    Parameters
+    ----------
+    keys, values : Tensor, shape (..., Hkv, N, D)
+        What is there so far, and room.
+    length : Tensor of int64, shape () or (...)
+        How many positions are there, for all items or for each: the next keys are written from there on. Prompts of
+        different lengths, padded on the right, are followed by what comes next after
+        ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
+    >>> x = torch.randn(2, 6, 8)
+    >>> with torch.no_grad():
+    ...     _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))
+    ...     cache = cache._replace(length=torch.tensor([4, 3]))  # the second prompt is shorter
+    ...     y, cache = attention(x[:, 4:5], past=cache)
+    >>> cache.length
+    tensor([5, 4])
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+    def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, FixedCache, Mapping[str, Any]]:
+        """Write the new keys and values behind those that are there."""
+        room, n = self.keys.shape[-2], k.shape[-2]
+        if not torch.compiler.is_compiling() and self.length.device.type == "cpu":
+            there = int(self.length.max())
+            if there + n > room:
+                raise ValueError(f"`past` must have room for {n} more positions, got {there} of {room} filled")
+        places = (self.length[..., None] + torch.arange(n, device=self.length.device))[..., None, :, None]
+        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+            check_cached(name, old, room, new)
+            old.scatter_(-2, places.expand(new.shape), new)
+        present = FixedCache(self.keys, self.values, self.length + n)
+        return self.keys, self.values, present, {"offset": self.length}
+
+
+class SlidingCache(NamedTuple):
+    """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
+
+    A query meets the ``keep`` positions before it, and itself. Positions further away are forgotten.
+
+    Parameters
+    ----------
+    keys, values : Tensor, shape (..., Hkv, keep, D)
+        The last positions, in order; in the beginning, room in front of them.
+    length : Tensor of int64, shape ()
+        How many of them there are, at most ``keep``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))).eval()
+    >>> x, steps = torch.randn(2, 100, 8), []
+    >>> with torch.no_grad():
+    ...     cache = attention.empty_cache(2, keep=3)
+    ...     for token in x.split(1, dim=1):
+    ...         y, cache = attention(token, past=cache)
+    ...         steps.append(y)
+    ...     torch.allclose(torch.cat(steps, dim=1), attention(x), atol=1e-5)
+    True
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+    def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, SlidingCache, Mapping[str, Any]]:
+        """Append the new keys and values, and forget as many."""
+        keep, n = self.keys.shape[-2], k.shape[-2]
+        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+            check_cached(name, old, keep, new)
+        k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
+        unfilled = torch.arange(keep + n, device=k.device) < keep - self.length
+        # In memory of their own: a view would hold the whole prompt, and its strides are others at the next step.
+        keys, values = (x[..., n:, :].contiguous() for x in (k, v))
+        present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))
+        return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}

@@ -1,0 +1,26 @@
+"""The tables that the heads of this process meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from relskew_core._array.checks import describe
+from relskew_core._block.spec import BlockSpec
+
+
+def local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
+    """Return a table as the queries here need it: of their heads and their dtype; gradients find their way back."""
+    if hasattr(table, "placements"):  # a DTensor, whose import takes longer than everything else here
+        from torch.distributed.tensor import Partial
+
+        # What is the same everywhere meets other heads in every process: its gradient is a part of a sum.
+        placements = [Partial() if placement.is_replicate() else placement for placement in table.placements]
+        table = table.to_local(grad_placements=placements)
+    elif q.ndim > 2 and q.shape[-3] != spec.num_heads:
+        raise ValueError(
+            f"`{name}` must be distributed as the heads are, of which {q.shape[-3]} of {spec.num_heads} are here: give "
+            f"the module itself relskew_core.layers.torch.parallel.TableParallel() in its plan, got {describe(table)}"
+        )
+    return table if table.dtype == q.dtype else table.to(q.dtype)

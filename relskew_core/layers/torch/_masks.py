@@ -1,0 +1,71 @@
+"""Masks: what hides keys, in torch's convention and in ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._array.autocast import autocast
+from relskew_core._array.checks import describe
+from relskew_core._kernel.problem import check_mask
+
+
+def without_keys(hidden: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask that hides some keys (..., Lk) from all heads and queries, besides what ``mask`` hides."""
+    hidden = hidden[..., None, None, :]
+    if mask is None:
+        return ~hidden
+    mask = check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
+
+
+def check_padding(padding: Any, k: Tensor) -> Tensor:
+    """Return which keys are padding, if it is that."""
+    shape = (*k.shape[:-3], k.shape[-2])
+    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != shape:
+        raise ValueError(
+            f"`key_padding_mask` must be a boolean tensor of shape {tuple(shape)}, True where a key is padding, "
+            f"got {describe(padding)}"
+        )
+    return padding
+
+
+def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's ``attn_mask``, (L, S) or (N · H, L, S), as ours: True where a query may attend, or additive."""
+    *lead, n_queries, _ = q.shape
+    square = (n_queries, k.shape[-2])
+    mask = _turned("attn_mask", mask, q, (square, (math.prod(lead), *square)))
+    return mask.reshape(*lead, *square) if mask.ndim == 3 else mask
+
+
+def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
+    """Return torch's ``key_padding_mask``, (N, S), as ours."""
+    return _turned("key_padding_mask", mask, q, ((*k.shape[:-3], k.shape[-2]),))[..., None, None, :]
+
+
+def combined(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the mask that hides what one of two hides."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other if mask.dtype == other.dtype == torch.bool else _additive(mask, other) + _additive(other, mask)
+
+
+def _turned(name: str, mask: Any, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+    floating = isinstance(mask, Tensor) and mask.is_floating_point()
+    if (not floating and getattr(mask, "dtype", None) != torch.bool) or tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(
+            f"`{name}` must be a boolean tensor, True where nothing is attended to, or an additive one, of shape "
+            f"{expected}, got {describe(mask)}"
+        )
+    return mask.to(q.dtype) if floating else ~mask
+
+
+def _additive(mask: Tensor, other: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=other.dtype).masked_fill(~mask, -math.inf)

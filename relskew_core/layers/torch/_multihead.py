@@ -1,0 +1,273 @@
+"""``MultiheadAttention``: torch's own module of that name, with tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core._block.spec import BlockSpec
+from relskew_core._functions.weights import attention_weights
+from relskew_core._positions.span import Span
+from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._masks import attention_mask, combined, padding_mask
+from relskew_core.layers.torch._nested import by_item
+
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""torch's names for the weights of inputs that differ in width."""
+
+
+class MultiheadAttention(TableAttention):
+    """``torch.nn.MultiheadAttention`` with relative positions: its arguments, masks, returns and parameters' names.
+
+    Serves as ``self_attn`` and ``multihead_attn`` of torch's transformer layers. Tables start at zero: a checkpoint
+    of torch's module loads with ``strict=False``, and gives what it gave there, until the tables are trained.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+        As in torch.
+    span : Span
+        Relative positions of the tables.
+    dropout, bias, kdim, vdim, batch_first, device, dtype : optional
+        As in torch; ``batch_first`` is False by default.
+    rel_keys, rel_values, rel_bias, shared_table, window : optional
+        Which tables there are, and what a query sees: as in :class:`relskew_core.BlockSpec`.
+    impl, chunk_size : optional
+        As in :func:`relskew_core.relative_attention`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import Span
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+    >>> layer.self_attn = MultiheadAttention(16, 4, Span.clipped(8), dropout=0.1, batch_first=True)
+    >>> layer(torch.randn(2, 7, 16)).shape
+    torch.Size([2, 7, 16])
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    # torch's layers ask for it, and would compute without us, and without tables, what they then call a fast path.
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        span: Span,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        rel_keys: bool = True,
+        rel_values: bool = False,
+        rel_bias: bool = False,
+        shared_table: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        spec = BlockSpec(
+            embed_dim,
+            num_heads,
+            span,
+            window=window,
+            shared_table=shared_table,
+            rel_values=rel_values,
+            rel_keys=rel_keys,
+            rel_bias=rel_bias,
+            bias=bias,
+        )
+        super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, spec.head_dim
+        self.kdim = embed_dim if kdim is None else check_int("kdim", kdim, minimum=1)
+        self.vdim = embed_dim if vdim is None else check_int("vdim", vdim, minimum=1)
+        self.batch_first = check_bool("batch_first", batch_first)
+        shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys((*SEPARATE, "in_proj_weight", "in_proj_bias"))
+        if self.kdim == self.vdim == embed_dim:
+            shapes["in_proj_weight"] = (3 * embed_dim, embed_dim)
+        else:
+            shapes.update(
+                {name: (embed_dim, n) for name, n in zip(SEPARATE, (embed_dim, self.kdim, self.vdim), strict=True)}
+            )
+        if bias:
+            shapes["in_proj_bias"] = (3 * embed_dim,)
+        for name, shape in shapes.items():
+            empty = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, empty)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def from_multihead(cls, attention: nn.MultiheadAttention, span: Span, **options: Any) -> MultiheadAttention:
+        """Return the module that takes over from an ``nn.MultiheadAttention``: its weights, and tables of zeros.
+
+        Parameters
+        ----------
+        attention : torch.nn.MultiheadAttention
+            Its sizes, dropout, layout, device, dtype and training mode are taken over as well. Not modified.
+        span : Span
+            Of the tables.
+        **options
+            Others of this class: ``rel_values``, ``shared_table``, ``window`` …
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the module was made with ``add_bias_kv`` or ``add_zero_attn``: keys without a position.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import Span
+        >>> encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
+        >>> x = torch.randn(2, 7, 16)
+        >>> before = encoder(x)
+        >>> for layer in encoder.layers:
+        ...     layer.self_attn = MultiheadAttention.from_multihead(layer.self_attn, Span.clipped(8))
+        >>> torch.allclose(encoder(x), before, atol=1e-5)
+        True
+        """
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
+        extra = {"add_bias_kv": attention.bias_k is not None, "add_zero_attn": attention.add_zero_attn}
+        if any(extra.values()):
+            found = ", ".join(name for name, here in extra.items() if here)
+            raise ValueError(f"`attention` must have no keys without a position, got one made with {found}")
+        weight = attention.out_proj.weight
+        module = cls(
+            attention.embed_dim,
+            attention.num_heads,
+            span,
+            dropout=attention.dropout,
+            bias=attention.in_proj_bias is not None,
+            kdim=attention.kdim,
+            vdim=attention.vdim,
+            batch_first=attention.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        module.load_state_dict(attention.state_dict(), strict=False)
+        return module.train(attention.training)
+
+    def reset_parameters(self) -> None:
+        """Draw the same weights as ``torch.nn.MultiheadAttention`` from the same seed; set the tables to zero."""
+        for name in ("in_proj_weight", *SEPARATE):
+            if getattr(self, name) is not None:
+                nn.init.xavier_uniform_(getattr(self, name))
+        for x in (self.in_proj_bias, self.out_proj.bias, *self.table_parameters()):
+            if x is not None:
+                nn.init.zeros_(x)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as ``torch.nn.MultiheadAttention`` does, with relative positions.
+
+        Parameters
+        ----------
+        query : Tensor, shape (L, N, E), (N, L, E) if ``batch_first``, or (L, E)
+            Input of the queries. Nested tensors are attended to item by item.
+        key, value : Tensor, shape (S, N, kdim or vdim), (N, S, …) if ``batch_first``, or (S, …)
+            Inputs of the keys and values.
+        key_padding_mask : Tensor, shape (N, S) or (S,), optional
+            Boolean, ``True`` for keys that are not attended to, or additive.
+        need_weights : bool, default True
+            Also return the attention weights, without dropout. They are as large as the product of the lengths: say
+            False where they are not needed.
+        attn_mask : Tensor, shape (L, S) or (N · H, L, S), optional
+            Boolean, ``True`` where a query may **not** attend, or additive.
+        average_attn_weights : bool, default True
+            Return the mean of the heads' weights.
+        is_causal : bool, default False
+            Attend causally. ``attn_mask``, where given, is taken for the causal mask that it then must be.
+
+        Returns
+        -------
+        y : Tensor, shaped as ``query``
+            A query that may see no key gets the bias of the output projection, where torch gives NaN.
+        weights : Tensor or None, shape (N, L, S), or (N, H, L, S) unless averaged
+            ``None`` unless they are needed. Inputs without N have weights without N.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        if query.is_nested:
+            if need_weights:
+                raise ValueError("`need_weights` must be False for nested tensors, got True")
+
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return self.forward(query, key, value, need_weights=False, is_causal=is_causal)[0]
+
+            refused = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            return by_item(attend, {"query": query, "key": key, "value": value}, refused), None
+        self._check_inputs(query, key, value)
+        turned = query.ndim == 3 and not self.batch_first
+        projected = (x.transpose(0, 1) if turned else x for x in self._project(query, key, value))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in projected)
+        options: dict[str, Any] = {
+            "span": self.spec.span,
+            "causal": check_bool("is_causal", is_causal),
+            "window": self.spec.window,
+            "mask": combined(
+                None if is_causal or attn_mask is None else attention_mask(attn_mask, q, k),
+                None if key_padding_mask is None else padding_mask(key_padding_mask, q, k),
+            ),
+        }
+        heads = self.attend(q, k, v, **options)
+        y = self.out_proj(heads.transpose(-3, -2).flatten(-2))
+        y = y.transpose(0, 1) if turned else y
+        if not need_weights:
+            return y, None
+        tables = self.tables_of(q)
+        tables.pop("rel_v")
+        weights = attention_weights(q, k, **tables, **options)
+        return y, weights.mean(dim=-3) if average_attn_weights else weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != width:
+                axes = "2 axes or 3" if name == "query" else f"the {query.ndim} axes of `query`"
+                raise ValueError(f"`{name}` must have {axes}, the last one {width} long, got {describe(x)}")
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Apply the projections of queries, keys and values; all at once where they are of one input."""
+        if self.in_proj_weight is not None and query is key is value:
+            return functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        if self.in_proj_weight is not None:
+            weights: Sequence[Tensor] = self.in_proj_weight.chunk(3)
+        else:
+            weights = [getattr(self, name) for name in SEPARATE]
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the span."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, span={self.spec.span}, dropout={self.dropout}"

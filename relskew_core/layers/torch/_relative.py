@@ -1,0 +1,330 @@
+"""``RelativeMultiheadAttention``: the attention block as a module that calls its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor, nn
+
+from relskew_core._array.autocast import autocast
+from relskew_core._array.checks import check_int, describe
+from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.cache import PAST, Growing
+from relskew_core._block.spec import PROJECTIONS, BlockSpec
+from relskew_core._block.weights import uniform_bound
+from relskew_core._positions.span import Span
+from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+from relskew_core.layers.torch._nested import by_item
+
+Cache = Growing | FixedCache | SlidingCache
+
+
+class RelativeMultiheadAttention(TableAttention):
+    """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
+
+    Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
+    ``attention_block(x, module.state_dict(), spec)`` computes the same. Trains in memory that grows with the length
+    and not with its square, dropout included. The projections are called as modules, so that what replaces or wraps
+    them takes part: adapters, quantization, hooks, shards.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    dropout : float, default 0.0
+        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+    impl : {"auto", "portable", "native"}, default "auto"
+        As in :func:`relskew_core.relative_attention`.
+    chunk_size : int, optional
+        As in :func:`relskew_core.relative_attention`.
+    device, dtype : optional
+        Of the parameters, as in torch's own modules.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    Shaw et al. 2018, "Self-Attention with Relative Position Representations", and Huang et al. 2018, "Music
+    Transformer". :meth:`reset_parameters` draws projections as Glorot and Bengio 2010, equation 16, and tables with
+    rows of unit expected length.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> attention = RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1)
+    >>> attention(torch.randn(2, 7, 16)).shape
+    torch.Size([2, 7, 16])
+    >>> attention
+    RelativeMultiheadAttention(
+      embed_dim=16, num_heads=4, span=Span(left=31, right=0, beyond='error'), causal=True, dropout=0.1
+      (q_proj): Linear(in_features=16, out_features=16, bias=True)
+      (k_proj): Linear(in_features=16, out_features=16, bias=True)
+      (v_proj): Linear(in_features=16, out_features=16, bias=True)
+      (out_proj): Linear(in_features=16, out_features=16, bias=True)
+    )
+    """
+
+    processes = 1
+    """How many processes share the heads: what ``TableParallel`` sets."""
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        dropout: float = 0.0,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(spec, BlockSpec):
+            raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+        super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
+        shapes = spec.weight_shapes()
+        for name in PROJECTIONS:
+            width, source = shapes[f"{name}.weight"]
+            self.add_module(name, nn.Linear(source, width, bias=spec.bias, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @classmethod
+    def from_multihead(cls, attention: nn.MultiheadAttention, span: Span, **options: Any) -> RelativeMultiheadAttention:
+        """Return the module that takes over from an ``nn.MultiheadAttention``: its weights, and tables of zeros.
+
+        Parameters
+        ----------
+        attention : torch.nn.MultiheadAttention
+            Its dropout, device, dtype and training mode are taken over as well. Not modified.
+        span : Span
+            Of the tables. As they start at zero, the new module computes what the old one did until it is trained.
+        **options
+            Of :class:`relskew_core.BlockSpec`: ``causal``, ``cross``, ``window``, ``shared_table`` …
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the module has what a block has not: ``kdim``, ``vdim``, ``add_bias_kv`` or ``add_zero_attn``.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import Span
+        >>> old = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        >>> new = RelativeMultiheadAttention.from_multihead(old, Span.clipped(8))
+        >>> x = torch.randn(2, 7, 16)
+        >>> torch.allclose(new(x), old(x, x, x)[0], atol=1e-6)
+        True
+        """
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
+        unlike = {
+            "kdim": attention.kdim != attention.embed_dim,
+            "vdim": attention.vdim != attention.embed_dim,
+            "add_bias_kv": attention.bias_k is not None,
+            "add_zero_attn": attention.add_zero_attn,
+        }
+        if any(unlike.values()):
+            found = ", ".join(name for name, here in unlike.items() if here)
+            raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
+        weight, bias = attention.in_proj_weight, attention.in_proj_bias
+        spec = BlockSpec(attention.embed_dim, attention.num_heads, span, bias=bias is not None, **options)
+        module = cls(spec, dropout=attention.dropout, device=weight.device, dtype=weight.dtype)
+        module.train(attention.training)
+        with torch.no_grad():
+            for name, part in zip(PROJECTIONS, (*weight.chunk(3), attention.out_proj.weight), strict=True):
+                module.get_parameter(f"{name}.weight").copy_(part)
+            if bias is not None:
+                for name, part in zip(PROJECTIONS, (*bias.chunk(3), attention.out_proj.bias), strict=True):
+                    module.get_parameter(f"{name}.bias").copy_(part)
+            for table in module.table_parameters():
+                table.zero_()
+        return module
+
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
+        for key, parameter in self.named_parameters():
+            if key.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            else:
+                bound = uniform_bound(self.spec, key)
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def empty_cache(
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Growing | FixedCache | SlidingCache:
+        """Return the ``past`` of a first call: no keys and no values.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length : int, optional
+            Make room for this many positions at once, and write into it: every step has the same shapes, and
+            ``torch.compile`` makes one graph for the prompt and one for all steps.
+        keep : int, optional
+            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
+            constant memory. No more are kept than ``spec.window`` lets a query see.
+        dtype : torch.dtype, optional
+            Of the keys and values; by default that of the projection's weight, or of the autocast region.
+
+        Returns
+        -------
+        Growing, FixedCache or SlidingCache
+            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import BlockSpec, Span
+        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
+        >>> x = torch.randn(1, 16, 8)
+        >>> with torch.no_grad():
+        ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))
+        ...     for position in range(10, 16):
+        ...         step, past = attention(x[:, position : position + 1], past=past)
+        ...     torch.allclose(step, attention(x)[:, -1:], atol=1e-6)
+        True
+        """
+        spec = self.spec
+        if spec.cross or not spec.causal:
+            raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
+        if length is not None and keep is not None:
+            raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
+        if keep is not None and spec.block_size is not None:
+            raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
+        lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+        weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
+        like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else self.table_parameters()[0]
+        new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
+        new = autocast({"new": new})["new"]
+
+        def room(n: int) -> tuple[Tensor, Tensor]:
+            shape = (*lead, spec.num_kv_heads // self.processes, n, spec.head_dim)
+            return new.new_zeros(shape), new.new_zeros(shape)
+
+        none = torch.zeros((), dtype=torch.int64, device=new.device)
+        if length is not None:
+            return FixedCache(*room(check_int("length", length, minimum=1)), none)
+        if keep is not None:
+            left = None if spec.window is None else spec.window[0]
+            keep = check_int("keep", keep, minimum=0)
+            return SlidingCache(*room(keep if left is None else min(keep, left)), none)
+        return Growing(*room(0))
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        past: tuple[Tensor, Tensor] | Cache | None = None,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        offset: int | Sequence[int] | Tensor | None = None,
+        segments: Tensor | tuple[Tensor, Tensor] | None = None,
+        positions: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Project, attend with relative positions, project back.
+
+        Parameters
+        ----------
+        x : Tensor, shape (..., Lq, E)
+            Input of the queries, and of the keys and values unless ``spec.cross``. A nested tensor is attended to
+            item by item.
+        memory : Tensor, shape (..., Lk, E), optional
+            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+        past : cache, optional
+            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
+            the queries then stand at positions ``P … P + Lq - 1``.
+        mask : Tensor, optional
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+        key_padding_mask : Tensor, shape (..., Lk), optional
+            Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
+        offset : int, or ints of the leading axes, optional
+            Position of query 0 where key 0 stands at 0, for all items or for each; 0 by default. A cache knows its
+            own.
+        segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
+            Packed documents: a query sees the keys of its own. A pair is of queries and keys: with ``past``, of all
+            the keys that a mask speaks of.
+        positions : pair of Tensor of integers, shapes (..., Lq) and (..., Lk), optional
+            Where queries and keys stand, in any order. Refused with ``past``, which knows.
+
+        Returns
+        -------
+        y : Tensor, shape (..., Lq, E)
+        present : cache
+            Only with ``past``, and of its kind: the next call's ``past``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from relskew_core import BlockSpec, Span
+        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
+        >>> x = torch.randn(1, 3, 8)
+        >>> past, steps = attention.empty_cache(1), []
+        >>> for position in range(3):  # one token at a time
+        ...     y, past = attention(x[:, position : position + 1], past=past)
+        ...     steps.append(y)
+        >>> torch.allclose(torch.cat(steps, dim=1), attention(x), atol=1e-6)
+        True
+        """
+        if isinstance(x, Tensor) and x.is_nested:
+            inputs = {"x": x} if memory is None else {"x": x, "memory": memory}
+            refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
+            return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
+        check_inputs(x, memory, self.spec)
+        options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments}
+        for name, value in (("offset", offset), ("positions", positions)):
+            if value is not None:
+                if past is not None:
+                    raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(value)}")
+                options[name] = value
+        if past is not None and not isinstance(past, FixedCache | SlidingCache):
+            past = Growing.of(past, self.spec)
+            past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
+        attend = partial(self.attend, **options)
+        y, present = apply_block(x, self.spec, self._project, {}, memory=memory, cache=past, attend=attend, xp=xp)
+        return y if present is None else (y, present)
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        return getattr(self, name)(x)
+
+    def extra_repr(self) -> str:
+        """Return what the spec says other than by default."""
+        spec = self.spec
+        usual = BlockSpec(spec.embed_dim, spec.num_heads, spec.span, head_dim=spec.head_dim, causal=spec.causal)
+        shown = [f"embed_dim={spec.embed_dim}, num_heads={spec.num_heads}, span={spec.span}, causal={spec.causal}"]
+        if spec.head_dim * spec.num_heads != spec.embed_dim:
+            shown.append(f"head_dim={spec.head_dim}")
+        tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
+        for name in ("num_kv_heads", "cross", "window", "block_size", *tables, "bias"):
+            if getattr(spec, name) != getattr(usual, name):
+                shown.append(f"{name}={getattr(spec, name)}")
+        if self.impl != "auto":
+            shown.append(f"impl={self.impl!r}")
+        if self.chunk_size is not None:
+            shown.append(f"chunk_size={self.chunk_size}")
+        return ", ".join((*shown, f"dropout={self.dropout}"))

@@ -1,0 +1,50 @@
+"""torch's tensor parallelism: the tables' part of a plan for ``parallelize_module``. Imported by its own name."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from relskew_core._array.checks import describe
+from relskew_core.layers.torch._relative import RelativeMultiheadAttention
+
+__all__ = ["TableParallel"]
+
+
+class TableParallel(ParallelStyle):
+    """Gives every process the tables of its own heads, where ``ColwiseParallel`` splits the projections by heads.
+
+    Tables that all heads share stay whole, and their gradients are summed.
+
+    Examples
+    --------
+    One process here; the plan is the same for many:
+
+    >>> import torch
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    >>> from relskew_core import BlockSpec, Span
+    >>> model = torch.nn.Sequential(RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8))))
+    >>> plan = {
+    ...     "0": TableParallel(),
+    ...     "0.[qkv]_proj": ColwiseParallel(),
+    ...     "0.out_proj": RowwiseParallel(),
+    ... }
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    >>> parallelize_module(model, mesh, plan)(torch.randn(2, 7, 16)).shape
+    torch.Size([2, 7, 16])
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, RelativeMultiheadAttention):
+            raise TypeError(f"`TableParallel` is for a RelativeMultiheadAttention, got {describe(module)}")
+        for name, table in module.tables().items():
+            if table is not None:
+                placement = Replicate() if module.spec.shared_table else Shard(0)
+                own = distribute_tensor(table, device_mesh, [placement])
+                module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
+        module.processes = device_mesh.size()
+        return module

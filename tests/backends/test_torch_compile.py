@@ -1,0 +1,46 @@
+"""Numbers that vary under ``torch.compile``: one graph for the first, one for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from relskew_core import Span, relative_attention
+
+Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
+
+CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "offset": (
+        lambda offset: relative_attention(Q[:, :1], KEYS, KEYS, TABLE, Span(31, 32), offset=offset, causal=True),
+        list(range(3, 30)),
+    ),
+    "length of the keys": (
+        lambda keys: relative_attention(
+            Q[:, :1], keys, keys, TABLE, Span(63, 0), offset=keys.shape[-2] - 1, causal=True
+        ),
+        [KEYS[:, :n] for n in range(3, 30)],
+    ),
+    "softcap": (
+        lambda softcap: relative_attention(Q, Q, Q, TABLE, Span(31, 32), softcap=softcap),
+        [x / 7 for x in range(9, 30)],
+    ),
+    "scale of the portable code": (
+        lambda scale: relative_attention(Q, Q, Q, TABLE, Span(31, 32), scale=scale, impl="portable"),
+        [x / 7 for x in range(9, 30)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
+    torch.compiler.reset()
+    function, values = CALLS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for value in values:
+        torch.testing.assert_close(compiled(value), function(value))
+    assert counter.frame_count == 2

@@ -1,0 +1,218 @@
+"""Caches: growing, of one length, sliding; each equals attention without one, however the sequence is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from layers.modules import SPECS, dense_module, inputs, made
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import FixedCache, RelativeMultiheadAttention, SlidingCache
+
+DECODERS = {
+    "causal": SPECS["causal"],
+    "grouped": BlockSpec(8, 4, Span.causal(16), causal=True, num_kv_heads=2, rel_values=True, rel_bias=True),
+    "local": SPECS["local"],
+    "window": BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, 0), rel_values=True),
+    "clipped": BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True),
+}
+ROOMS: list[dict[str, Any]] = [{}, {"length": 9}, {"keep": 9}]
+
+CUTS = [(9,), (4, 1, 1, 3), (1,) * 9, (1, 8)]
+
+every_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
+
+
+def fed(module: Any, x: Tensor, cut: Sequence[int], cache: Any, **more: Any) -> tuple[Tensor, Any]:
+    """Give a sequence to a module piece by piece."""
+    pieces = []
+    with torch.no_grad():
+        for piece in x.split(list(cut), dim=1):
+            y, cache = module(piece, past=cache, **more)
+            pieces.append(y)
+    return torch.cat(pieces, dim=1), cache
+
+
+@every_cut
+@pytest.mark.parametrize("length", [None, 9, 12])
+@pytest.mark.parametrize("name", DECODERS)
+def test_whatever_was_cached_counts(name: str, length: int | None, cut: Sequence[int]) -> None:
+    module = made(DECODERS[name])
+    (x,) = inputs(module.spec)
+    empty = module.empty_cache(2, length=length)
+    y, cache = fed(module, x, cut, empty)
+    torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-12)
+    assert type(cache) is type(empty)
+    assert cache.keys.shape == (2, module.spec.num_kv_heads, length or 9, module.spec.head_dim)
+    if isinstance(cache, FixedCache):
+        assert cache.length == 9
+
+
+@every_cut
+@pytest.mark.parametrize("keep", [0, 1, 3, 5, 20])
+@pytest.mark.parametrize("name", ["causal", "grouped", "window", "clipped"])
+def test_a_sliding_cache_is_a_window(name: str, keep: int, cut: Sequence[int]) -> None:
+    """Of the ``keep`` positions before a query and itself, whatever is given at once."""
+    spec = replace(DECODERS[name], span=Span(20, 0, DECODERS[name].span.beyond))
+    module = made(spec)
+    (x,) = inputs(spec)
+    y, cache = fed(module, x, cut, module.empty_cache(2, keep=keep))
+    kept = keep if spec.window is None else min(keep, 3)
+    windowed = made(replace(spec, window=(kept, 0)))
+    torch.testing.assert_close(y, dense_module(windowed, x), rtol=0, atol=1e-12)
+    assert isinstance(cache, SlidingCache)
+    assert cache.keys.shape == (2, spec.num_kv_heads, kept, spec.head_dim)
+    assert cache.length == min(kept, 9)
+
+
+def test_a_sliding_cache_asks_for_a_table_that_reaches_its_window_only() -> None:
+    module = made(BlockSpec(8, 2, Span(3, 0), causal=True))
+    (x,) = inputs(module.spec)
+    assert fed(module, x, CUTS[1], module.empty_cache(2, keep=3))[0].isfinite().all()
+    with pytest.raises(ValueError, match=r"`rel_k` reaches the relative positions -3 … 0, but queries see -4 … 0"):
+        module(x[:, :1], past=module.empty_cache(2, keep=4))
+
+
+def test_what_a_cache_has_yet_to_fill_counts_for_nothing() -> None:
+    module = made(DECODERS["grouped"])
+    (x,) = inputs(module.spec)
+    for empty in (module.empty_cache(2, length=12), module.empty_cache(2, keep=12)):
+        for room in (empty.keys, empty.values):
+            room.fill_(1e6)
+        y, _ = fed(made(replace(module.spec, span=Span.causal(16))), x, CUTS[1], empty)
+        torch.testing.assert_close(y, dense_module(module, x), rtol=0, atol=1e-9)
+
+
+def test_prompts_of_different_lengths_in_one_cache() -> None:
+    module = made(DECODERS["grouped"])
+    (x,) = inputs(module.spec)
+    lengths = [5, 2]
+    _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=12))
+    y, cache = fed(module, x[:, 5:], (1, 3), cache._replace(length=torch.tensor(lengths)))
+    assert cache.length.tolist() == [9, 6]
+    for item, length in enumerate(lengths):
+        alone = torch.cat([x[item, :length], x[item, 5:]])[None]
+        torch.testing.assert_close(y[item], dense_module(module, alone)[0, length:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 11}], ids=str)
+def test_padding_on_the_left_of_prompts(room: dict[str, Any]) -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    cache, steps = module.empty_cache(2, **room), []
+    for start, stop in ((0, 5), (5, 6), (6, 7)):
+        keys = torch.arange(start - 11, stop) if "keep" in room else torch.arange(room.get("length", stop))
+        padding = (keys >= 0) & (keys < torch.tensor([[0], [2]]))
+        with torch.no_grad():
+            y, cache = module(x[:, start:stop], past=cache, key_padding_mask=padding)
+        steps.append(y)
+    actual = torch.cat(steps, dim=1)
+    torch.testing.assert_close(actual[:1], dense_module(module, x[:1, :7]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual[1:, 2:], dense_module(module, x[1:, 2:7]), rtol=0, atol=1e-12)
+
+
+def test_masks_speak_of_all_places() -> None:
+    module = made(DECODERS["clipped"])
+    (x,) = inputs(module.spec)
+    mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) > 0.3
+    _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=9), mask=mask[:5])
+    y, _ = fed(module, x[:, 5:], (4,), cache, mask=mask[5:])
+    torch.testing.assert_close(y, dense_module(module, x, mask=mask)[:, 5:], rtol=0, atol=1e-12)
+
+
+def test_packed_documents_in_a_cache() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    documents = torch.tensor([0] * 4 + [1] * 5)
+    for room in ROOMS:
+        cache = module.empty_cache(2, **room)
+        for start, stop in ((0, 6), (6, 9)):
+            keys = documents[: room.get("length", stop)]
+            if "keep" in room:
+                keys = torch.cat([torch.full((9 - start,), -1), documents[:stop]])
+            y, cache = fed(module, x[:, start:stop], (stop - start,), cache, segments=(documents[start:stop], keys))
+        torch.testing.assert_close(y, dense_module(module, x[:, 4:])[:, 2:], rtol=0, atol=1e-12)
+
+
+def test_unbatched_sequences_and_several_batch_axes() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    for axes in ((), (1, 2)):
+        given = x[0] if not axes else x[None]
+        for room in ROOMS:
+            y, _ = module(given, past=module.empty_cache(axes, **room))
+            torch.testing.assert_close(y, module(given), rtol=0, atol=1e-12)
+
+
+# Compiled
+
+
+@pytest.mark.parametrize("room", [{}, {"length": 512}, {"keep": 511}], ids=str)
+def test_compiled_decoding_makes_two_graphs(room: dict[str, Any]) -> None:
+    """One for the prompt, one for all of 500 tokens."""
+    torch.compiler.reset()
+    module = made(BlockSpec(8, 2, Span.causal(512), causal=True))
+    x = torch.randn(1, 510, 8, dtype=torch.float64)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    y, _ = fed(compiled, x, (10, *(1,) * 500), module.empty_cache(1, **room))
+    assert counter.frame_count == 2
+    torch.testing.assert_close(y, module(x), rtol=0, atol=1e-11)
+
+
+# Precision, and refusals
+
+
+def test_the_dtype_of_a_cache() -> None:
+    module = RelativeMultiheadAttention(DECODERS["causal"])
+    (x,) = inputs(module.spec, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        for room in ROOMS:
+            y, cache = module(x, past=module.empty_cache(2, **room))
+            assert (y.dtype, cache.keys.dtype) == (torch.bfloat16,) * 2
+    assert module.empty_cache(2, dtype=torch.float64).keys.dtype == torch.float64
+    assert module.bfloat16().empty_cache(2, length=4).values.dtype == torch.bfloat16
+    assert module.to("meta").empty_cache(2, keep=4).values.device.type == "meta"
+
+
+def test_a_full_cache_is_an_error() -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
+    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
+        module(x[:, 6:], past=cache)
+
+
+@pytest.mark.parametrize("room", [{}, {"length": 12}, {"keep": 12}], ids=str)
+def test_caches_that_do_not_fit_are_refused(room: dict[str, Any]) -> None:
+    module = made(DECODERS["causal"])
+    (x,) = inputs(module.spec)
+    with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):
+        module(x, past=module.empty_cache(3, **room))
+    with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, torch\.float64"):
+        module(x, past=module.empty_cache(2, dtype=torch.float32, **room))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("bidirectional", {}, ValueError, "needs `spec.causal`"),
+        ("cross", {}, ValueError, "no `spec.cross`"),
+        ("causal", {"length": 3, "keep": 3}, ValueError, "`keep` must be None with `length`, got 3 and 3"),
+        ("local", {"keep": 3}, ValueError, "`keep` must be None because `spec.block_size` is 4"),
+        ("causal", {"length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
+        ("causal", {"keep": -1}, ValueError, "`keep` must be an int >= 0, got -1"),
+        ("causal", {"keep": 1.5}, TypeError, "`keep` must be an int, got float 1.5"),
+        ("causal", {"batch": "2"}, TypeError, "`batch` must be an int, got str"),
+    ],
+    ids=str,
+)
+def test_refusals(name: str, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        made(SPECS[name]).empty_cache(**{"batch": 2, **arguments})

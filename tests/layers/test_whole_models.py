@@ -1,0 +1,239 @@
+"""The module inside models: what wraps, replaces, counts or splits its parts takes part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layers.modules import SPECS, dense_module, inputs, made
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import RelativeMultiheadAttention
+from relskew_core.layers.torch.parallel import TableParallel
+
+ROOT = Path(__file__).parents[2]
+
+
+class Adapter(nn.Module):
+    """A linear map with a second one beside it, as LoRA has it."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_what_replaces_a_projection_is_called(name: str) -> None:
+    module = made(SPECS["grouped, wide heads"])
+    (x,) = inputs(module.spec)
+    before = module(x)
+    setattr(module, name, Adapter(module.get_submodule(name)))
+    torch.testing.assert_close(module(x), dense_module(module, x), rtol=0, atol=1e-12)
+    assert not torch.allclose(module(x), before)
+    assert torch.autograd.grad(module(x).sin().sum(), module.get_parameter(f"{name}.up.weight"))[0].any()
+
+
+def test_hooks_fire_once_for_every_projection() -> None:
+    module = made(SPECS["cross"])
+    fired: list[str] = []
+    for name, projection in module.named_children():
+        projection.register_forward_hook(lambda *_, name=name: fired.append(name))
+    module(*inputs(module.spec))
+    assert sorted(fired) == ["k_proj", "out_proj", "q_proj", "v_proj"]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in a future PyTorch release:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+def test_dynamic_quantization() -> None:
+    module = RelativeMultiheadAttention(SPECS["causal"]).eval()
+    (x,) = inputs(module.spec, dtype=torch.float32)
+    quantized: Any = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantized.q_proj) is not nn.Linear
+    torch.testing.assert_close(quantized(x), dense_module(quantized, x))
+    assert 0 < (quantized(x) - module(x)).norm() < 0.1 * module(x).norm()
+    y, _ = quantized(x, past=quantized.empty_cache(2, length=16))
+    torch.testing.assert_close(y, quantized(x))
+
+
+def test_pruning_takes_part() -> None:
+    module = made(SPECS["causal"])
+    (x,) = inputs(module.spec)
+    prune.l1_unstructured(module.get_submodule("q_proj"), "weight", amount=0.5)
+    prune.l1_unstructured(module, "rel_k", amount=0.5)
+    pruned = module(x)
+    assert module.rel_k.count_nonzero() == module.rel_k.numel() // 2
+    torch.testing.assert_close(pruned, dense_module(module, x), rtol=0, atol=1e-12)
+    for owner, name in ((module.get_submodule("q_proj"), "weight"), (module, "rel_k")):
+        prune.remove(owner, name)
+    torch.testing.assert_close(module(x), pruned, rtol=0, atol=1e-12)
+
+
+def test_functional_call() -> None:
+    module, other = made(SPECS["bidirectional"]), made(SPECS["bidirectional"])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-0.5)
+    (x,) = inputs(module.spec)
+    y = torch.func.functional_call(module, dict(other.named_parameters()), (x,))
+    assert torch.equal(y, other(x))
+
+
+def test_a_projection_that_makes_no_whole_heads_is_named() -> None:
+    module = made(SPECS["causal"])
+    module.k_proj = nn.Linear(8, 6, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"`k_proj` must return heads of width 4, got Tensor of dtype .* \(2, 9, 6\)"):
+        module(*inputs(module.spec))
+
+
+# Tables
+
+
+def test_tables_are_parameters_of_their_own() -> None:
+    module = made(SPECS["bidirectional"])
+    assert [id(x) for x in module.table_parameters()] == [id(module.rel_k), id(module.rel_v)]
+    nn.utils.parametrize.register_parametrization(module, "rel_v", nn.Identity())
+    prune.identity(module, "rel_k")
+    assert [x.shape for x in module.table_parameters()] == [(2, 7, 4)] * 2
+    assert {id(x) for x in module.table_parameters()} <= {id(x) for x in module.parameters()}
+
+
+def test_tables_may_stay_in_single_precision() -> None:
+    module = RelativeMultiheadAttention(SPECS["bidirectional"]).bfloat16()
+    (x,) = inputs(module.spec, dtype=torch.bfloat16)
+    expected = module(x)
+    for name in ("rel_k", "rel_v"):
+        setattr(module, name, nn.Parameter(module.get_parameter(name).detach().float()))
+    y = module(x)
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(y.float().sin().sum(), module.table_parameters())
+    assert [x.dtype for x in gradients] == [torch.float32] * 2
+    assert all(x.any() for x in gradients)
+
+
+# The rest of the call
+
+
+def test_options_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = made(SPECS["causal"], impl="portable", chunk_size=2)
+    (x,) = inputs(module.spec)
+    seen: dict[str, Any] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen.update(options)
+        return v
+
+    with monkeypatch.context() as patch:
+        patch.setattr("relskew_core.layers.torch._attention.relative_attention", attend)
+        module(x, offset=3)
+    assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 3)
+    assert "impl='portable', chunk_size=2" in repr(module)
+    with pytest.raises(ValueError, match="`impl` must be one of"):
+        RelativeMultiheadAttention(module.spec, impl="fast")
+    with pytest.raises(ValueError, match="`chunk_size` must be an int >= 1"):
+        RelativeMultiheadAttention(module.spec, chunk_size=0)
+
+
+@pytest.mark.parametrize("offset", [[2, 0], torch.tensor([2, 0])], ids=["list", "tensor"])
+def test_every_item_may_have_an_offset(offset: Any) -> None:
+    module = made(BlockSpec(8, 2, Span.clipped(3), cross=True, causal=True, rel_values=True))
+    x, memory = inputs(module.spec, n=4)
+    expected = [dense_module(module, x[i : i + 1], memory[i : i + 1], offset=int(offset[i])) for i in range(2)]
+    torch.testing.assert_close(module(x, memory, offset=offset), torch.cat(expected), rtol=0, atol=1e-12)
+    assert not torch.allclose(module(x, memory), module(x, memory, offset=2))
+
+
+def test_a_cache_knows_where_queries_stand() -> None:
+    module = made(SPECS["causal"])
+    (x,) = inputs(module.spec)
+    with pytest.raises(ValueError, match=r"`positions` must be None with `past`, which knows, got tuple of 2"):
+        module(x, past=module.empty_cache(2), positions=(torch.arange(9), torch.arange(9)))
+    with pytest.raises(ValueError, match=r"`offset` must be None with `past`, which knows, got int 3"):
+        module(*inputs(module.spec), past=module.empty_cache(2), offset=3)
+
+
+def test_packed_documents_and_positions_are_whole_documents_in_any_order() -> None:
+    module = made(SPECS["grouped, wide heads"])
+    (x,) = inputs(module.spec)
+    packed = module(x, segments=torch.tensor([0] * 4 + [1] * 5))
+    for part in (slice(0, 4), slice(4, 9)):
+        torch.testing.assert_close(packed[:, part], dense_module(module, x[:, part]), rtol=0, atol=1e-12)
+    order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
+    torch.testing.assert_close(
+        module(x[:, order], positions=(order, order)), dense_module(module, x)[:, order], rtol=0, atol=1e-12
+    )
+
+
+# Nested tensors
+
+
+def nested(layout: torch.layout, *lengths: int) -> Tensor:
+    items = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in lengths]
+    return torch.nested.as_nested_tensor(items, layout=layout).requires_grad_()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+@pytest.mark.parametrize("name", ["causal", "cross"])
+def test_nested_tensors_are_attended_to_item_by_item(name: str, layout: torch.layout) -> None:
+    module = made(SPECS[name])
+    given = [nested(layout, 3, 5)] + [nested(layout, 4, 2)] * module.spec.cross
+    y = module(*given)
+    assert y.layout == layout
+    items = list(zip(*(x.unbind() for x in given), strict=True))
+    for actual, item in zip(y.unbind(), items, strict=True):
+        torch.testing.assert_close(actual, dense_module(module, *(x[None] for x in item))[0], rtol=0, atol=1e-12)
+    total = given[0] + y  # of one raggedness
+    (gradient,) = torch.autograd.grad(sum(x.sin().sum() for x in total.unbind()), given[0])
+    assert all(x.any() for x in gradient.unbind())
+
+
+def test_what_nested_tensors_exclude_is_named() -> None:
+    module = made(SPECS["causal"])
+    x = nested(torch.jagged, 3, 5)
+    for name, value in {"past": module.empty_cache(2), "mask": torch.ones(5, 5), "offset": 1}.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be None for nested tensors"):
+            module(x, **{name: value})
+    cross = made(SPECS["cross"])
+    with pytest.raises(TypeError, match="`memory` must be a nested tensor because another input is one"):
+        cross(x, torch.zeros(2, 5, 8, dtype=torch.float64))
+
+
+# Shards
+
+
+def test_tensor_parallelism_and_fsdp_in_two_processes(tmp_path: Path) -> None:
+    """Outputs, gradients and caches of torch's own plans equal those of one process, grouped queries too."""
+    script = Path(__file__).with_name("shards.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "store"), "2"]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    assert told == ["8 ways agree\n"] * 2
+
+
+def test_heads_without_their_tables_are_named() -> None:
+    module = made(SPECS["causal"])
+    for name in ("q_proj", "k_proj", "v_proj"):  # what a process is left with
+        setattr(module, name, nn.Linear(8, 4, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"`rel_k` must be distributed as the heads are, of which 1 of 2 are here.*Tab"
+    ):
+        module(*inputs(module.spec))
+    with pytest.raises(TypeError, match="`TableParallel` is for a RelativeMultiheadAttention, got Linear"):
+        TableParallel()._apply(nn.Linear(1, 1), None)  # type: ignore[arg-type]
