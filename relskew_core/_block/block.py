@@ -109,7 +109,9 @@ def apply_block(
         causal=spec.causal,
         window=spec.window,
         block_size=spec.block_size,
+        blocks_before=spec.blocks_before,
         mask=mask,
+        sinks=weights.get("sinks"),
         offset=0 if past is None else past[0].shape[-2],
     )
     y = _merge_heads(heads, weights, xp=xp)

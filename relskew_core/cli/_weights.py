@@ -92,7 +92,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ".safetensors": _safetensors,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch),
 }
-TABLES = ("rel_k", "rel_v", "rel_bias")
+TABLES = ("rel_k", "rel_v", "rel_bias", "sinks")
 
 
 def _prefixes(arrays: Mapping[str, Any]) -> str:

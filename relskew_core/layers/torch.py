@@ -23,7 +23,7 @@ from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_real, describe
 from relskew_core._block.block import apply_block
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core._block.weights import uniform_bound
+from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.problem import check_mask
 from relskew_core._positions.span import Span
@@ -78,6 +78,7 @@ class RelativeMultiheadAttention(nn.Module):
     rel_k: nn.Parameter
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class RelativeMultiheadAttention(nn.Module):
         for name in PROJECTIONS:
             width, source = shapes[f"{name}.weight"]
             self.add_module(name, nn.Linear(source, width, bias=spec.bias, device=device, dtype=dtype))
-        for name in ("rel_k", "rel_v", "rel_bias"):
+        for name in ("rel_k", "rel_v", "rel_bias", "sinks"):
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
@@ -161,7 +162,7 @@ class RelativeMultiheadAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
         for key, parameter in self.named_parameters():
-            if key.endswith(".bias"):
+            if starts_at_zero(key):
                 nn.init.zeros_(parameter)
             else:
                 bound = uniform_bound(self.spec, key)
@@ -235,7 +236,7 @@ class RelativeMultiheadAttention(nn.Module):
         if spec.head_dim * spec.num_heads != spec.embed_dim:
             shown.append(f"head_dim={spec.head_dim}")
         tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
-        for name in ("num_kv_heads", "cross", "window", "block_size", *tables, "bias"):
+        for name in ("num_kv_heads", "cross", "window", "block_size", "blocks_before", *tables, "sinks", "bias"):
             if getattr(spec, name) != getattr(usual, name):
                 shown.append(f"{name}={getattr(spec, name)}")
         return ", ".join((*shown, f"dropout={self.dropout}"))
