@@ -40,10 +40,12 @@ def reference_block(
     mask: Array | None = None,
     past: tuple[Array, Array] | None = None,
     *,
+    segments: Array | None = None,
     queries: Array | None = None,
 ) -> Reference:
     """Return the block's output ``(batch, length, E)``, for the query numbers ``queries`` only if given.
 
+    ``segments (batch, keys)`` are those of all keys, the past included; of self-attention, whose queries are the last.
     Raises ``ValueError`` where one of these queries sees past the table's reach.
     """
     source = x if memory is None else memory
@@ -58,7 +60,7 @@ def reference_block(
 
     q = project(x, "q_proj", spec.num_heads)
     k, v = project(source, "k_proj", spec.num_kv_heads), project(source, "v_proj", spec.num_kv_heads)
-    attended = reference_attention(spec, weights, q, k, v, mask, past, queries=queries)
+    attended = reference_attention(spec, weights, q, k, v, mask, past, segments=segments, queries=queries)
     side_by_side = attended.out.transpose(0, 2, 1, 3).reshape(len(x), attended.out.shape[2], -1)
     return attended._replace(out=linear(side_by_side, "out_proj"))
 
@@ -72,6 +74,7 @@ def reference_attention(
     mask: Array | None = None,
     past: tuple[Array, Array] | None = None,
     *,
+    segments: Array | None = None,
     queries: Array | None = None,
 ) -> Reference:
     """Return :func:`reference_block`'s results without projections: the heads' outputs ``(batch, H, queries, D)``."""
@@ -85,6 +88,8 @@ def reference_attention(
     chosen = np.arange(q.shape[2]) if queries is None else queries
     out = np.zeros((*q.shape[:2], len(chosen), q.shape[3]))
     allowed = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
+    # A sink is a logit without a value; e^-inf where there is none.
+    sinks = np.asarray(tables["sinks"], np.float64)[:, None] if spec.sinks else np.full((1, 1), -np.inf)
     largest = 0.0
     for place, i in enumerate(chosen):
         seen = np.flatnonzero(_visible(spec, int(i) + offset, np.arange(k.shape[2])))
@@ -92,10 +97,14 @@ def reference_attention(
         rel_k, rel_v, rel_bias = (_looked_up(tables, spec, name, rows, counts) for name in _TABLES)
         logits = np.einsum("bhd,bhkd->bhk", q[:, :, i], keys[:, :, seen] + rel_k) / np.sqrt(spec.head_dim) + rel_bias
         shown = np.ones(logits.shape, bool) if allowed is None else allowed[:, :, i, seen]
+        if segments is not None:
+            shown &= (segments[:, seen] == segments[:, [int(i) + offset]])[:, None, :]
         largest = max(largest, float(np.max(np.abs(logits), initial=0.0, where=shown)))
-        top = np.max(logits, axis=-1, keepdims=True, initial=-np.inf, where=shown)
-        share = np.exp(logits - np.where(np.isfinite(top), top, 0.0), where=shown, out=np.zeros_like(logits))
-        share /= np.maximum(share.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)  # zeros where nothing is seen
+        top = np.maximum(np.max(logits, axis=-1, keepdims=True, initial=-np.inf, where=shown), sinks)
+        top = np.where(np.isfinite(top), top, 0.0)
+        share = np.exp(logits - top, where=shown, out=np.zeros_like(logits))
+        total = share.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
+        share /= np.maximum(total, np.finfo(np.float64).tiny)  # zeros where nothing is seen
         out[:, :, place] = np.einsum("bhk,bhkd->bhd", share, values[:, :, seen] + rel_v)
     return Reference(out, k, v, largest)
 
@@ -110,7 +119,9 @@ def _visible(spec: BlockSpec, position: int, keys: NDArray[np.int_]) -> NDArray[
         visible &= (keys >= position - before) if before is not None else True
         visible &= (keys <= position + after) if after is not None else True
     if spec.block_size is not None:
-        visible &= keys // spec.block_size >= position // spec.block_size - 1
+        before = 1 if spec.blocks_before is None else spec.blocks_before
+        blocks_away = position // spec.block_size - keys // spec.block_size
+        visible &= (blocks_away >= 0) & (blocks_away <= before)
     return visible
 
 

@@ -6,6 +6,7 @@ import torch
 
 from relskew_core._kernel.call import Kind, Operands, names_of
 from relskew_core._kernel.problem import Problem
+from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
@@ -36,8 +37,10 @@ KEPT = 2**20
 def instead(call: Problem) -> Path:
     """Return the portable kernels, as one operator where autograd would keep too much of them."""
     operands = call.given
-    if differentiates_by_function() or torch.compiler.is_exporting() or call.ragged is not None:
-        return PORTABLE  # offsets by item are no numbers that an operator takes
+    if differentiates_by_function() or torch.compiler.is_exporting():
+        return PORTABLE
+    if isinstance(call.options.visibility, RaggedVisibility):  # no operator takes offsets by item
+        return PORTABLE
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not _asks_for_gradients(operands):
         return PORTABLE

@@ -11,7 +11,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import PAST, Cache, Growing
-from relskew_core._block.spec import TABLES, BlockSpec
+from relskew_core._block.spec import ATTENDED, BlockSpec
 from relskew_core._functions.attention import relative_attention
 
 
@@ -80,7 +80,7 @@ def attention_block(
         given["x"],
         spec,
         partial(_linear, weights, xp=xp),
-        {name: weights.get(name) for name in TABLES},
+        {name: weights.get(name) for name in ATTENDED},
         memory=given["memory"],
         cache=None if cache is None else Growing(*(given[name] for name in PAST)),
         attend=partial(relative_attention, mask=mask),
@@ -114,7 +114,9 @@ def apply_block(
     if cache is not None:
         k, v, cache, more = cache.extend(k, v, xp=xp)
         seen.update(more)
-    heads = attend(q, k, v, span=spec.span, **tables, causal=spec.causal, block_size=spec.block_size, **seen)
+    for name in ("span", "causal", "block_size", "blocks_before"):
+        seen[name] = getattr(spec, name)
+    heads = attend(q, k, v, **tables, **seen)
     return project("out_proj", _merge_heads(heads, xp=xp)), cache
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 TABLES = ("rel_k", "rel_v", "rel_bias")
+ATTENDED = (*TABLES, "sinks")
+"""The weights that attention itself meets, under the names of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class BlockSpec:
         A query sees the keys at ``-left <= r <= right`` only; ``None`` is unbounded.
     block_size : int, optional
         Music Transformer's local attention (Huang et al. 2018, section 3.5): a query sees its own block, causally,
-        and the whole previous block. Requires ``causal`` and excludes ``cross``.
+        and the whole previous block. Requires ``causal`` unless ``blocks_before`` is given, and excludes ``cross``.
+    blocks_before : int, optional
+        With ``block_size``: a query sees its own block whole and so many whole blocks before it, as in streaming
+        Conformers; with ``causal`` only up to itself.
     shared_table : bool, default False
         One table ``(R, D)`` for all heads instead of ``(H, R, D)``.
     rel_values : bool, default False
@@ -47,6 +52,9 @@ class BlockSpec:
     rel_bias : bool, default False
         A table ``rel_bias`` of one number for each head and relative position is added to the logits, as T5's and
         ALiBi's biases are.
+    sinks : bool, default False
+        One logit more in every row's softmax, with no value and learned for each head, ``sinks (H,)``: what a query
+        need not attend to anything (attention sinks).
     bias : bool, default True
         The projections have biases.
 
@@ -74,10 +82,12 @@ class BlockSpec:
     cross: bool = False
     window: tuple[int | None, int | None] | None = None
     block_size: int | None = None
+    blocks_before: int | None = None
     shared_table: bool = False
     rel_values: bool = False
     rel_keys: bool = True
     rel_bias: bool = False
+    sinks: bool = False
     bias: bool = True
 
     def __post_init__(self) -> None:
@@ -87,7 +97,7 @@ class BlockSpec:
         for name in ("embed_dim", "num_heads"):
             put(name, check_int(name, getattr(self, name), minimum=1))
         check_span_given(self.span)
-        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "bias"):
+        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "sinks", "bias"):
             check_bool(name, getattr(self, name))
         put("window", check_window("window", self.window))
         if self.num_kv_heads is None:
@@ -105,14 +115,26 @@ class BlockSpec:
                 )
             put("head_dim", self.embed_dim // self.num_heads)
         put("head_dim", check_int("head_dim", self.head_dim, minimum=1))
-        if self.block_size is not None:
-            put("block_size", check_int("block_size", self.block_size, minimum=1))
-            if not self.causal:
-                raise ValueError(f"`block_size` requires `causal=True`, got block_size={self.block_size}, causal=False")
-            if self.cross:
-                raise ValueError(f"`block_size` excludes `cross`, got block_size={self.block_size}, cross=True")
+        self._check_blocks(put)
         if not (self.rel_keys or self.rel_values or self.rel_bias):
             raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
+
+    def _check_blocks(self, put: Callable[[str, Any], None]) -> None:
+        size, before = self.block_size, self.blocks_before
+        if before is not None:
+            put("blocks_before", check_int("blocks_before", before, minimum=0))
+            if size is None:
+                raise ValueError(f"`blocks_before` needs `block_size`, got blocks_before={before} and block_size=None")
+        if size is None:
+            return
+        put("block_size", check_int("block_size", size, minimum=1))
+        if not self.causal and before is None:
+            raise ValueError(
+                "`block_size` requires `causal=True` unless `blocks_before` is given, "
+                f"got block_size={size}, causal=False"
+            )
+        if self.cross:
+            raise ValueError(f"`block_size` excludes `cross`, got block_size={size}, cross=True")
 
     @property
     def table_shape(self) -> tuple[int, ...]:
@@ -121,7 +143,7 @@ class BlockSpec:
         return rows if self.shared_table else (self.num_heads, *rows)
 
     def weight_shapes(self, *, projections: bool = True) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight by its key, in the naming of torch modules; of the tables alone if asked for."""
+        """Shape of every weight by its key, in the naming of torch modules; without the projections if asked for."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {
             "q_proj": (width, self.embed_dim),
@@ -140,6 +162,8 @@ class BlockSpec:
             shapes["rel_v"] = self.table_shape
         if self.rel_bias:
             shapes["rel_bias"] = self.table_shape[:-1]
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
         return shapes
 
     def check_weights(self, weights: Any, *, projections: bool = True) -> None:

@@ -22,7 +22,7 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     """Draw the weights of a block: the same float32 numbers in every array library.
 
     Projections are uniform in ``±sqrt(6 / (fan_in + fan_out))`` (Glorot and Bengio 2010, equation 16, as both papers'
-    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length, biases zero.
+    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length, biases and sinks zero.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     xp = namespace_of(backends.default_library() if xp is None else xp)
     weights = {}
     for key, shape in spec.weight_shapes().items():
-        if key.endswith(".bias"):
+        if starts_at_zero(key):
             weight = xp.zeros(shape, dtype=xp.float32)
         else:
             bits = xp.asarray(_random_words(prod(shape), f"relskew/{seed}/{key}"), dtype=xp.int32)
@@ -65,6 +65,11 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
             weight = xp.reshape(centred * (uniform_bound(spec, key) * 2**-22), shape)
         weights[key] = weight if dtype is None else xp.astype(weight, dtype)
     return weights
+
+
+def starts_at_zero(key: str) -> bool:
+    """Whether a weight is zero before training."""
+    return key.endswith(".bias") or key == "sinks"
 
 
 def uniform_bound(spec: BlockSpec, key: str) -> float:

@@ -136,12 +136,16 @@ def export(
     num_kv_heads: Annotated[int | None, typer.Option(help="Number of key heads, for grouped queries.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Width of a head; embed-dim / num-heads by default.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Local attention in blocks of this size.")] = None,
+    blocks_before: Annotated[
+        int | None, typer.Option(help="With --block-size: a query sees its whole block and so many before it.")
+    ] = None,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="A query sees no key of its future.")] = False,
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False,
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False,
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False,
     rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False,
     no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False,
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
     weights: Weights = None,
@@ -172,7 +176,7 @@ def export(
     limits = _export.parse_window(window)
     whole = not no_projections
     rows = _export.table_rows(load_weights(weights, prefix, projections=whole) if weights else None)
-    span = _export.choose_span(_export.SpanOptions(length, clip, causal, limits, block_size), rows)
+    span = _export.choose_span(_export.SpanOptions(length, clip, causal, limits, block_size, blocks_before), rows)
     spec = BlockSpec(
         embed_dim,
         num_heads,
@@ -183,10 +187,12 @@ def export(
         cross=cross,
         window=limits,
         block_size=block_size,
+        blocks_before=blocks_before,
         shared_table=shared_table,
         rel_values=rel_values,
         rel_keys=not no_rel_keys,
         rel_bias=rel_bias,
+        sinks=sinks,
         bias=not no_bias,
     )
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)

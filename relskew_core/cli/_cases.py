@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relskew_core import BlockSpec, Span, init_weights
+from relskew_core._block.weights import starts_at_zero
 from relskew_core._reference import reference_block
 
 BATCH, QUERIES, MEMORY = 2, 128, 160
@@ -36,6 +37,7 @@ def cases() -> list[Case]:
         Case("cross", BlockSpec(*size, Span.full(MEMORY), cross=True)),
         Case("window", BlockSpec(*size, Span(24, 8), window=(24, 8))),
         Case("local", BlockSpec(*size, Span.causal(64), causal=True, block_size=32)),
+        Case("stream", BlockSpec(*size, Span(63, 31), block_size=32, blocks_before=1, sinks=True)),
         Case("clip+values", BlockSpec(*size, Span.clipped(16), rel_values=True)),
         Case("grouped", BlockSpec(*size, Span.causal(QUERIES), causal=True, num_kv_heads=2, shared_table=True)),
         Case("cached", BlockSpec(*size, Span.causal(QUERIES), causal=True), steps=(QUERIES - 28, 1, 27)),
@@ -58,8 +60,8 @@ def inputs(case: Case, dtype: str) -> Inputs:
     spec = case.spec
     rng = np.random.default_rng(len(case.name))
     drawn = {key: np.asarray(weight, dtype=np.float64) for key, weight in init_weights(spec, seed=0).items()}
-    # Biases start at zero, and a forgotten zero cannot be seen.
-    drawn |= {key: 0.1 * rng.standard_normal(w.shape) for key, w in drawn.items() if key.endswith(".bias")}
+    # Biases and sinks start at zero, and a forgotten zero cannot be seen.
+    drawn |= {key: 0.1 * rng.standard_normal(w.shape) for key, w in drawn.items() if starts_at_zero(key)}
     weights = {key: rounded(weight, dtype) for key, weight in drawn.items()}
     x = rounded(rng.standard_normal((BATCH, QUERIES, spec.embed_dim)), dtype)
     memory = rounded(rng.standard_normal((BATCH, MEMORY, spec.embed_dim)), dtype) if spec.cross else None

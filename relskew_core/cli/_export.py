@@ -46,6 +46,7 @@ class SpanOptions:
     causal: bool
     window: tuple[int | None, int | None] | None
     block_size: int | None
+    blocks_before: int | None = None
 
 
 def choose_span(options: SpanOptions, table_rows: int | None) -> Span:
@@ -59,7 +60,8 @@ def choose_span(options: SpanOptions, table_rows: int | None) -> Span:
     if table_rows is not None:
         return _span_of_rows(table_rows, causal=options.causal)
     if options.block_size is not None:
-        return Span.causal(2 * options.block_size)
+        before = 1 if options.blocks_before is None else options.blocks_before
+        return Span((before + 1) * options.block_size - 1, 0 if options.causal else options.block_size - 1)
     if options.window is not None and options.window[0] is not None:
         left, right = options.window[0], 0 if options.causal else options.window[1]
         if right is not None:
@@ -123,7 +125,7 @@ def describe_block(spec: BlockSpec) -> str:
     words = [f"embed_dim {spec.embed_dim}", f"{count(spec.num_heads, 'head')} of {spec.head_dim}"]
     if spec.num_kv_heads != spec.num_heads:
         words.append(f"{count(spec.num_kv_heads, 'key head')}")
-    flags = ("causal", "cross", "shared_table", "rel_values", "rel_bias")
+    flags = ("causal", "cross", "shared_table", "rel_values", "rel_bias", "sinks")
     words += [name.replace("_", " ") for name in flags if getattr(spec, name)]
     if not spec.rel_keys:
         words.append("no rel keys")
@@ -131,6 +133,8 @@ def describe_block(spec: BlockSpec) -> str:
         words.append(f"window {spec.window}")
     if spec.block_size is not None:
         words.append(f"local blocks of {spec.block_size}")
+    if spec.blocks_before is not None:
+        words.append(f"{count(spec.blocks_before, 'block')} before")
     if not spec.bias:
         words.append("no bias")
     return ", ".join(words)

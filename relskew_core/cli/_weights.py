@@ -42,7 +42,7 @@ def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> d
     chosen = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
     if projections and "q_proj.weight" not in chosen:
         raise CliError(f"--weights {path}: has no {prefix}q_proj.weight; {_prefixes(arrays)}")
-    return chosen if projections else {name: array for name, array in chosen.items() if name in TABLES}
+    return chosen if projections else {name: array for name, array in chosen.items() if name in ATTENDED}
 
 
 def _inner(found: Any) -> Any:
@@ -92,7 +92,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ".safetensors": _safetensors,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch),
 }
-TABLES = ("rel_k", "rel_v", "rel_bias")
 
 
 def _prefixes(arrays: Mapping[str, Any]) -> str:

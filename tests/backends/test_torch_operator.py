@@ -558,3 +558,11 @@ def test_forked_processes_and_data_loaders_may_call_it() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.stdout == "done\n", done.stderr
+
+
+def test_offsets_by_item_of_a_long_call() -> None:
+    """Where autograd would keep too much, calls go through an operator; offsets by item no operator takes."""
+    q, k, v = (torch.randn(2, 4, 400, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    options: dict[str, Any] = {"causal": True, "offset": [0, -100]}
+    out = relative_attention(q, k, v, **options)
+    torch.testing.assert_close(out, relative_attention(q, k, v, impl="portable", **options), rtol=0, atol=1e-12)

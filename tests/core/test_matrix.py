@@ -144,6 +144,12 @@ BLOCKS = [
     pytest.param(BlockSpec(8, 2, Span.full(9), cross=True, head_dim=3), id="cross, own head width"),
     pytest.param(BlockSpec(8, 2, Span.causal(6), causal=True, block_size=3), id="local blocks"),
     pytest.param(BlockSpec(8, 2, Span(2, 1), window=(2, 1)), id="window"),
+    pytest.param(BlockSpec(8, 2, Span(8, 2), block_size=3, blocks_before=2), id="blocks of a stream"),
+    pytest.param(
+        BlockSpec(8, 2, Span.causal(3), causal=True, block_size=3, blocks_before=0, sinks=True),
+        id="blocks alone, sinks",
+    ),
+    pytest.param(BlockSpec(8, 4, Span.clipped(2), num_kv_heads=2, sinks=True), id="sinks, grouped"),
 ]
 
 every_dtype = pytest.mark.parametrize(
@@ -291,6 +297,24 @@ def test_attention_block_with_a_cache(library: Library, dtype: str) -> None:
         check(library, actual, expected, dtype=dtype)
 
 
+@pytest.mark.parametrize("library", on_the_default_device, indirect=True)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_stream_of_blocks_equals_the_whole(library: Library, causal: bool) -> None:
+    """Block by block, with a cache of the blocks that the next one sees; the last block is not full."""
+    spec = BlockSpec(8, 4, Span(8, 2), causal=causal, num_kv_heads=2, block_size=3, blocks_before=2, sinks=True)
+    arrays, _ = draw(library, Case("stream", {"x": (2, 14, 8), **spec.weight_shapes()}), "float32")
+    x = arrays.pop("x")
+    whole = library.to_numpy(library.call(relskew.attention_block, {"x": x, "weights": arrays}, spec=spec))
+    past = tuple(library.asarray(np.zeros((2, 2, 0, 2)), "float32") for _ in range(2))
+    pieces = []
+    for start in range(0, 14, 3):
+        given = {"x": x[:, start : min(start + 3, 14), :], "past": past, "weights": arrays}
+        y, present = library.call(relskew.attention_block, given, spec=spec)
+        pieces.append(library.to_numpy(y))
+        past = tuple(x[:, :, max(0, x.shape[2] - 6) :, :] for x in present)
+    assert oracles.relative_error(np.concatenate(pieces, axis=1), whole) <= GATES["float32"]
+
+
 def block_oracle(spec: BlockSpec, inputs: dict[str, Any], weights: dict[str, Floats]) -> tuple[Floats, Floats, Floats]:
     """Give the oracle what it needs of a spec."""
     return oracles.attention_block(
@@ -302,6 +326,7 @@ def block_oracle(spec: BlockSpec, inputs: dict[str, Any], weights: dict[str, Flo
         causal=spec.causal,
         window=spec.window,
         block_size=spec.block_size,
+        blocks_before=spec.blocks_before,
     )
 
 

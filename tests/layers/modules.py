@@ -19,6 +19,7 @@ SPECS = {
     "local": BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4, shared_table=True, bias=False),
     "window": BlockSpec(8, 2, Span(2, 1), window=(2, 1), rel_values=True, shared_table=True),
     "bias alone": BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True),
+    "stream": BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1, sinks=True),
     "bias, shared": BlockSpec(8, 2, Span.clipped(3), rel_bias=True, shared_table=True),
 }
 
@@ -59,6 +60,8 @@ def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor |
         causal=spec.causal,
         window=spec.window,
         block_size=spec.block_size,
+        blocks_before=spec.blocks_before,
+        sinks=module.sinks,
         **more,
     ).out
     projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]

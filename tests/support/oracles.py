@@ -296,7 +296,8 @@ def attention_block(
     if past is not None:
         offset = np.shape(past[0])[-2]
         k, v = np.concatenate([past[0], k], axis=-2), np.concatenate([past[1], v], axis=-2)
-    heads = relative_attention(q, k, v, named["rel_k"], span, rel_v=named.get("rel_v"), offset=offset, **options).out
+    heads = relative_attention(q, k, v, named["rel_k"], span, rel_v=named.get("rel_v"), sinks=named.get("sinks"),
+                               offset=offset, **options).out  # fmt: skip
     joined = np.concatenate([heads[..., head, :, :] for head in range(num_heads)], axis=-1)
     return _linear(joined, "out_proj", named), k, v
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.checks import check_choice, check_int, check_real
-from relskew_core._block.spec import TABLES, BlockSpec
+from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
 from relskew_core.layers.torch._local import local_table
 from relskew_core.layers.torch._masks import check_padding, without_keys
@@ -20,6 +20,7 @@ class TableAttention(nn.Module):
     rel_k: nn.Parameter  # None without `spec.rel_keys`
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(
         self, spec: BlockSpec, *, dropout: float, impl: str, chunk_size: int | None, device: Any, dtype: Any
@@ -34,7 +35,7 @@ class TableAttention(nn.Module):
         self.impl = impl
         self.chunk_size = None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1)
         shapes = spec.weight_shapes(projections=False)
-        for name in TABLES:
+        for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
 
@@ -85,8 +86,8 @@ class TableAttention(nn.Module):
         return relative_attention(q, k, v, mask=mask, **options)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return the tables by name: by attribute, so that what torch puts there takes part."""
-        return {name: getattr(self, name) for name in TABLES}
+        """Return the tables and sinks by name: by attribute, so that what torch puts there takes part."""
+        return {name: getattr(self, name) for name in ATTENDED}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables that the heads of some queries meet, in their dtype."""

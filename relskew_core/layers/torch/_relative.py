@@ -15,7 +15,7 @@ from relskew_core._array.checks import check_int, describe
 from relskew_core._block.block import apply_block, check_inputs
 from relskew_core._block.cache import PAST, Growing
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core._block.weights import uniform_bound
+from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
@@ -151,7 +151,7 @@ class RelativeMultiheadAttention(TableAttention):
     def reset_parameters(self) -> None:
         """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
         for key, parameter in self.named_parameters():
-            if key.endswith(".bias"):
+            if starts_at_zero(key):
                 nn.init.zeros_(parameter)
             else:
                 bound = uniform_bound(self.spec, key)
@@ -320,7 +320,7 @@ class RelativeMultiheadAttention(TableAttention):
         if spec.head_dim * spec.num_heads != spec.embed_dim:
             shown.append(f"head_dim={spec.head_dim}")
         tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
-        for name in ("num_kv_heads", "cross", "window", "block_size", *tables, "bias"):
+        for name in ("num_kv_heads", "cross", "window", "block_size", "blocks_before", *tables, "sinks", "bias"):
             if getattr(spec, name) != getattr(usual, name):
                 shown.append(f"{name}={getattr(spec, name)}")
         if self.impl != "auto":

@@ -43,7 +43,8 @@ class TableParallel(ParallelStyle):
             raise TypeError(f"`TableParallel` is for a RelativeMultiheadAttention, got {describe(module)}")
         for name, table in module.tables().items():
             if table is not None:
-                placement = Replicate() if module.spec.shared_table else Shard(0)
+                shared = module.spec.shared_table and name != "sinks"  # which are by head, always
+                placement = Replicate() if shared else Shard(0)
                 own = distribute_tensor(table, device_mesh, [placement])
                 module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
         module.processes = device_mesh.size()
