@@ -59,6 +59,25 @@ def test_toeplitz_of_any_shape(n: int, m: int, offset: int, beyond: Any, causal:
     np.testing.assert_array_equal(got, expected(bias, span, n, m, offset, causal=causal))
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_a_bias_must_reach_as_far_as_queries_see(causal: bool) -> None:
+    for n, m, offset in itertools.product((1, 2, 4), (1, 3), range(-4, 6)):
+        seen = [j - i - offset for i in range(n) for j in range(m) if not causal or j <= i + offset]
+        left, right = -min([0, *seen]), max([0, *seen])
+        matrix = partial(toeplitz, n_queries=n, n_keys=m, offset=offset, causal=causal)
+        assert matrix(np.ones(left + right + 1), Span(left, right)).shape == (n, m)
+        shorter = [(left - 1, right)] * (left > 0) + [(left, right - 1)] * (right > 0)
+        for short in (Span(*reach) for reach in shorter):
+            with pytest.raises(ValueError, match=rf"^`bias` reaches .*, but queries see {min(seen)} … {max(seen)}"):
+                matrix(np.ones(short.rows), short)
+
+
+def test_a_causal_bias_of_which_nothing_is_seen() -> None:
+    for lead in ((), (2,), (3, 2)):  # without a span, causal of its rows
+        seen_not = toeplitz(np.ones((*lead, 4)), n_queries=2, n_keys=3, offset=-5, causal=True)
+        np.testing.assert_array_equal(seen_not, np.zeros((*lead, 2, 3)))
+
+
 def test_toeplitz_of_numpy_is_a_read_only_view() -> None:
     bias = np.arange(7.0)
     matrix = toeplitz(bias, n_queries=4, n_keys=4)
@@ -138,7 +157,7 @@ def formula_of_t5(r: int, buckets: int, furthest: int, *, bidirectional: bool) -
 
 
 @pytest.mark.parametrize("bidirectional", [True, False], ids=["encoder", "decoder"])
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 16), (4, 2), (7, 10), (320, 800), (12, 97)])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 16), (4, 2), (5, 3), (7, 10), (320, 800), (12, 97)])
 def test_t5_buckets_are_the_formula(buckets: int, furthest: int, bidirectional: bool) -> None:
     if furthest <= (buckets // 2 if bidirectional else buckets) // 2:
         pytest.skip("no room for shared buckets")
@@ -153,6 +172,12 @@ def test_t5_buckets_are_the_formula(buckets: int, furthest: int, bidirectional: 
     assert set(got[-furthest:]) == {clipped[-1]}
 
 
+def test_the_fewest_buckets() -> None:
+    """Present and past; and of DeBERTa the present, which is the furthest past too, and the future."""
+    assert t5_buckets(Span(2, 1), num_buckets=2, max_distance=2, bidirectional=False) == (1, 1, 0, 0)
+    assert deberta_buckets(Span(2, 1), position_buckets=1, max_distance=None) == (1, 1, 1, 0)
+
+
 def test_t5_buckets_of_the_published_size() -> None:
     buckets = t5_buckets(Span(128, 128), num_buckets=32, max_distance=128, bidirectional=True)
     starts = [-r for r in range(-1, -129, -1) if buckets[128 + r] != buckets[128 + r + 1]]
@@ -161,7 +186,7 @@ def test_t5_buckets_of_the_published_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "furthest"), [(256, 512), (6, 10), (32, 128), (4, 4), (10, 50), (5, 9), (7, 20), (31, 40)]
+    ("size", "furthest"), [(256, 512), (6, 10), (32, 128), (4, 4), (10, 50), (5, 4), (5, 9), (7, 20), (31, 40)]
 )
 def test_deberta_buckets_are_the_formula(size: int, furthest: int) -> None:
     def bucket(distance: int) -> int:
@@ -208,16 +233,20 @@ def _module(library: Library) -> str:
 
 
 def test_proximal_bias() -> None:
-    np.testing.assert_allclose(
-        proximal_bias(Span(2, 1), xp=np, dtype=np.float64), [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15
-    )
+    bias = proximal_bias(Span(2, 1), xp=np)
+    np.testing.assert_allclose(bias, [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15)
+    assert proximal_bias(Span(2, 1), xp=np, dtype=np.float32).dtype == np.float32
 
 
 @pytest.mark.parametrize("function", [partial(alibi_bias, 2), proximal_bias], ids=["ALiBi", "proximal"])
-@pytest.mark.parametrize("span", [Span(7, 0, "clip"), Span(7, 0, "zero")], ids=str)
-def test_a_formula_goes_on_where_a_span_would_not(function: Any, span: Span) -> None:
-    with pytest.raises(ValueError, match=r"^`span.beyond` must be 'error', got '(clip|zero)': .*Span.causal\(n\)"):
-        function(span, xp=np)
+@pytest.mark.parametrize(
+    ("beyond", "further"), [("clip", "repeated where"), ("zero", "zero, as if nothing were nearer, where")]
+)
+def test_a_formula_goes_on_where_a_span_would_not(function: Any, beyond: Any, further: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^`span.beyond` must be 'error', got '{beyond}': .* {further} .*Span.causal\("
+    ):
+        function(Span(7, 0, beyond), xp=np)
 
 
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 import relskew_core
 from relskew_core import BlockSpec, Span, init_weights
+from relskew_core._array.checks import describe
 
 H, N, D = 2, 3, 4  # heads, length, width
 
@@ -360,8 +361,18 @@ def bad_calls() -> list[Any]:
 
 @pytest.mark.parametrize(("call", "arguments", "name"), bad_calls())
 def test_a_bad_argument_is_named(call: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=rf"`{re.escape(name)}(\[.*\])?`"):
+    with pytest.raises((ValueError, TypeError), match=rf"`{re.escape(name)}(\[.*\])?`") as caught:
         call(**arguments)
+    _, got, came = str(caught.value).rpartition(", got ")
+    several = re.fullmatch(r"\d+ and \d+|.*=.*", came)
+    assert not got or several or came in {told for value in arguments.values() for told in tellings(value)}
+
+
+def tellings(value: Any) -> Iterator[str]:
+    """Every way in which an error may tell an argument, or an item of it."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    for each in (value, *items):
+        yield from (describe(each), repr(each), str(getattr(each, "dtype", None)), str(getattr(each, "shape", None)))
 
 
 @pytest.mark.parametrize("function", list(CALLS))

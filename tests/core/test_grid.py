@@ -82,6 +82,22 @@ def test_logits_are_the_formula(library: Library, name: str) -> None:
         assert oracles.relative_error(library.to_numpy(got), want) < GATES[dtype]
 
 
+def test_each_axis_must_reach_as_far_as_its_queries_see() -> None:
+    grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (3, 2), "q_step": (2, 3), "k_step": (1, 4), "offset": (1, -2)}
+    q, reach = np.ones((6, 4)), {"h": (3, 1), "w": (4, 6)}  # 1·[0, 2] - 2·[0, 1] - 1 and 4·[0, 1] - 3·[0, 2] + 2
+
+    def call(**changed: tuple[int, int]) -> None:
+        spans = {axis: Span(*sides) for axis, sides in {**reach, **changed}.items()}
+        tables = {f"table_{axis}": np.ones((span.rows, 4)) for axis, span in spans.items()}
+        relative_logits_2d(q, **tables, **{f"span_{axis}": span for axis, span in spans.items()}, **grids)
+
+    call()
+    for axis, (left, right) in reach.items():
+        for short in ((left - 1, right), (left, right - 1)):
+            with pytest.raises(ValueError, match=f"^`table_{axis}` reaches"):
+                call(**{axis: short})
+
+
 @given(*[st.integers(1, 3)] * 4, st.integers(-3, 3), st.integers(-3, 3), st.booleans())
 def test_logits_of_any_grid(qh: int, qw: int, kh: int, kw: int, down: int, right: int, heads: bool) -> None:
     rng = np.random.default_rng(qh)

@@ -1,0 +1,54 @@
+"""Ten thousand calls leave no memory behind, in any way of calling."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SETUP = """
+import faulthandler
+import numpy as np
+import psutil
+from relskew_core import Span, relative_attention, relative_attention_vjp
+
+faulthandler.dump_traceback_later(100, exit=True)
+arrays = [np.ones(shape) for shape in ((2, 3, 4), (2, 5, 4), (2, 5, 4), (4, 4))]  # q, k, v, table
+options = {"span": Span.causal(4, beyond="clip"), "causal": True}
+"""
+CALLS = """
+for offset in range(1000):
+    call(offset)
+process = psutil.Process()
+before = process.memory_info().rss
+for offset in range(10_000):  # another one in every call: nothing may be remembered for each
+    call(offset)
+print(process.memory_info().rss - before)
+"""
+WAYS = {
+    "numpy, portable": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='portable', **options)",
+    "numpy, native": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='native', **options)",
+    "numpy, gradients": "call = lambda offset: relative_attention_vjp(arrays[0], *arrays, offset=offset, **options)",
+    "torch": """
+        import torch
+
+        tensors = [torch.from_numpy(x) for x in arrays]
+        call = lambda offset: relative_attention(*tensors, offset=offset, **options)
+        """,
+    "jax": """
+        import jax
+
+        call = jax.jit(lambda offset: relative_attention(*map(jax.numpy.asarray, arrays), offset=offset, **options))
+        """,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_thousand_calls_leave_no_memory_behind(way: str) -> None:
+    pytest.importorskip(way.partition(",")[0])
+    script = SETUP + textwrap.dedent(WAYS[way]) + CALLS
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2**19  # what an allocator keeps; 10,000 small things would be more
