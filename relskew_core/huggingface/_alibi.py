@@ -74,11 +74,11 @@ class BloomRelativeAttention(DropIn):
             k, v = layer_past.update(k, v, self.layer_idx)
         bias = alibi.unflatten(0, (-1, self.num_heads))  # (batch, heads, 1, keys)
         scale = self.inv_norm_factor
-        if is_short(q, k):
+        if short := torch.compiler.is_exporting() or is_short(q, k):
             mask = bias if attention_mask is None else bias + attention_mask
         else:
             mask = attention_mask
             q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
             k = torch.cat([k, bias.mT / scale], -1)
-        out = self.finish(self.attend(q, k, v, mask=mask, scale=scale))
+        out = self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=short))
         return dropout(out, self.hidden_dropout, self.training) + residual, None

@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from relskew_core._functions.grid_attention import relative_attention_2d
-from relskew_core.huggingface._attend import DropIn, is_short, refuse_weights
+from relskew_core.huggingface._attend import DropIn, refuse_weights
 from relskew_core.huggingface._windows import by_cell
+
+HELD = 2**24
+"""So many numbers by query and key are held. In parts the matrix is made again for each: slower, in less memory."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,12 @@ class BeitRelativeAttention(DropIn):
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
         bias = attention_mask
-        held = is_short(q, k) or (self.training and self.attention_dropout > 0)
+        held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.attention_dropout > 0)
         if isinstance(bias, GridBias) and not held:
             out: Any = relative_attention_2d(
                 q, k, v, rel_bias=bias.table.flip(1, 2), prefix_bias=bias.outside, prefix=(1, 1), q_grid=bias.grid,
                 k_grid=bias.grid, mask=bias.mask,
             )  # fmt: skip
         else:
-            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias)
+            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias, held=True)
         return self.finish(out), None

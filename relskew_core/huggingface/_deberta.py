@@ -50,10 +50,13 @@ class DebertaV2RelativeAttention(DropIn):
         q, k, v = self._heads(hidden_states, query_states)
         rows, span = self._rows(k.shape[-2])
         table = self.pos_dropout(rel_embeddings)[: 2 * self.size]
-        options: dict[str, Any] = {"rel_k": None, "key_table": None}
+        few = len(rows) < len(table)  # then these are projected, and else all, of which some serve many positions
+        table = table[rows] if few else table
+        options: dict[str, Any] = {}
         for name, which in (("rel_k", "c2p"), ("key_table", "p2c")):
             if which in self.pos_att_type:
-                options[name] = split(self._projection(which)(table), q.shape[-3]).index_select(-2, rows)
+                projected = split(self._projection(which)(table), q.shape[-3])
+                options[name] = projected if few else projected.index_select(-2, rows)
         terms = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
         out = self.attend(
             q, k, v, span=span, scale=(q.shape[-1] * terms) ** -0.5, mask=additive(attention_mask, q.dtype), **options

@@ -57,6 +57,8 @@ def dense(
         terms.append(mask)
     if rel_v is None and not exporting:
         bias = _sum(terms) if terms else None
+        if bias is not None and bias.ndim == 3:  # which torch's fused kernel does not take
+            bias = bias[None]
         return scaled_dot_product_attention(
             q, k, v, bias, dropout, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
         )  # fmt: skip

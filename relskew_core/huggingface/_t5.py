@@ -65,7 +65,7 @@ class T5RelativeAttention(DropIn):
         if position_bias is not None and position_bias.ndim == 2:
             options |= {"rel_bias": position_bias, "span": self.span}
         elif position_bias is not None:  # a matrix, in which the future is hidden already
-            options |= {"mask": _added(position_bias, mask), "causal": False}
+            options = {"mask": _added(position_bias, mask), "held": True}
         return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ class WavLMRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
-        short = is_short(q, k) and not torch.compiler.is_exporting()
+        short = is_short(q, k, products=True) and not torch.compiler.is_exporting()
         if position_bias is None:
             position_bias = self.rel_attn_embed.weight[self.buckets].mT
             if short:
@@ -51,7 +51,10 @@ class WavLMRelativeAttention(DropIn):
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
         if short:
             bias = gate * position_bias
-            options: dict[str, Any] = {"mask": bias if mask is None else torch.where(mask, bias, -torch.inf)}
+            options: dict[str, Any] = {
+                "mask": bias if mask is None else torch.where(mask, bias, -torch.inf),
+                "held": True,
+            }
         else:  # the gate is a query of width 1, and the bias its table
             options = {
                 "rel_k": position_bias[..., None],

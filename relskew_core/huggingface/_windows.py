@@ -28,7 +28,7 @@ class SwinRelativeAttention(DropIn):
         positions = self.relative_position_bias
         bias = by_cell(positions.relative_position_bias_table, positions.window_size)
         mask = _of_windows(bias, attention_mask, len(hidden_states))
-        return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
+        return self.finish(self.attend(*self.project(hidden_states), mask=mask, held=True)), None
 
 
 class Swinv2RelativeAttention(DropIn):
@@ -50,7 +50,7 @@ class Swinv2RelativeAttention(DropIn):
             attention_mask = 2 * attention_mask  # as the model does, which adds it twice
         mask = _of_windows(bias, attention_mask, len(hidden_states))
         q = normalize(q, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
-        out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0)
+        out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0, held=True)
         return (join(out),)
 
 
@@ -66,4 +66,5 @@ def _of_windows(bias: Tensor, mask: Tensor | None, count: int) -> Tensor:
     """Add the mask of each window to the bias of all, and repeat it for every image."""
     if mask is None:
         return bias
-    return (bias + mask[:, None]).repeat(count // len(mask), 1, 1, 1)
+    both = bias + mask[:, None]
+    return both if len(both) == count else both.repeat(count // len(mask), 1, 1, 1)

@@ -21,6 +21,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Take the way of short inputs, or for the same inputs that of long ones."""
     if request.param == "long":
         monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
+        monkeypatch.setattr("relskew_core.huggingface._beit.HELD", 0)
     return str(request.param)
 
 
