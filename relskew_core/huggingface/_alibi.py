@@ -1,5 +1,6 @@
 """The drop-ins for MPT and Bloom: ALiBi, with a cache.
 
+Their bias is a number for each key, which differs from one by distance by a number for each query: softmax is the same.
 Who sees whom their masks say alone: they may be bidirectional, or whatever a caller gives.
 """
 
@@ -11,12 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, is_short, refuse_weights, split
 
 
-class MptRelativeAttention(DropIn):
-    """``MptAttention``, whose ``position_bias`` holds the numbers of ``r = -(longest - 1) … 0``."""
+class _AlibiAttention(DropIn):
+    """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and a mask that is added."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        held = torch.compiler.is_exporting() or is_short(q, k)
+        if held:
+            mask = bias if mask is None else bias + mask
+        else:  # no matrix of all heads, but one feature more
+            q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
+            k = torch.cat([k, (bias.mT / scale).expand(len(k), -1, -1, -1)], -1)
+        return self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=held))
+
+
+class MptRelativeAttention(_AlibiAttention):
+    """``MptAttention``."""
 
     replaces = ("MptAttention",)
     projections = ("", "", "", "out_proj")
@@ -36,20 +49,15 @@ class MptRelativeAttention(DropIn):
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (split(x, self.n_heads) for x in qkv.chunk(3, dim=2))
-        offset = 0
         if past_key_values is not None:
-            offset = int(past_key_values.get_seq_length(self.layer_idx))
             k, v = past_key_values.update(k, v, self.layer_idx)
-        rel_bias = position_bias[:, 0, -k.shape[-2] :].to(q.dtype)
-        out = self.attend(
-            q, k, v, rel_bias=rel_bias, span=Span.causal(rel_bias.shape[-1], "clip"), offset=offset,
-            mask=None if attention_mask is None else additive(~attention_mask, q.dtype), scale=self.softmax_scale,
-        )  # fmt: skip
-        return self.finish(out), None
+        bias = position_bias[None, ..., -k.shape[-2] :].to(q.dtype)
+        mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
+        return self._attend(q, k, v, bias, mask, self.softmax_scale), None
 
 
-class BloomRelativeAttention(DropIn):
-    """``BloomAttention``. Its bias is a number for each key, whose positions skip padding: one feature more."""
+class BloomRelativeAttention(_AlibiAttention):
+    """``BloomAttention``, whose keys' numbers skip padding."""
 
     replaces = ("BloomAttention",)
     projections = ("", "", "", "dense")
@@ -72,13 +80,6 @@ class BloomRelativeAttention(DropIn):
         q, k, v = heads.unbind(-2)
         if layer_past is not None:
             k, v = layer_past.update(k, v, self.layer_idx)
-        bias = alibi.unflatten(0, (-1, self.num_heads))  # (batch, heads, 1, keys)
-        scale = self.inv_norm_factor
-        if short := torch.compiler.is_exporting() or is_short(q, k):
-            mask = bias if attention_mask is None else bias + attention_mask
-        else:
-            mask = attention_mask
-            q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
-            k = torch.cat([k, bias.mT / scale], -1)
-        out = self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=short))
+        bias = alibi.unflatten(0, (-1, self.num_heads))
+        out = self._attend(q, k, v, bias, attention_mask, self.inv_norm_factor)
         return dropout(out, self.hidden_dropout, self.training) + residual, None

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from relskew_core._functions.grid_attention import relative_attention_2d
 from relskew_core.huggingface._attend import DropIn, refuse_weights
@@ -37,10 +36,9 @@ class GridBias:
     def matrix(self) -> Tensor:
         """The bias by query and key, ``(heads, cells + 1, cells + 1)``, or with items before that where masks have."""
         cells = by_cell(self.table.flatten(1).mT, self.grid)
-        column = self.outside[:, :1, None].expand(-1, cells.shape[1], 1)
-        row = self.outside[:, 1:2, None].expand(-1, 1, cells.shape[2])
-        rows = torch.cat([self.outside[:, 2:, None], row], -1), torch.cat([column, cells], -1)
-        matrix = torch.cat(rows, -2)
+        matrix = pad(cells, (1, 0, 1, 0))
+        matrix[:, 1:, 0], matrix[:, 0, 1:] = self.outside[:, :1], self.outside[:, 1:2]
+        matrix[:, 0, 0] = self.outside[:, 2]
         return matrix if self.mask is None else matrix + self.mask
 
 

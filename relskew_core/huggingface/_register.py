@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import check_choice, describe
-from relskew_core._array.extras import needs_extra
 from relskew_core._functions.distance import alibi_bias
 from relskew_core._kernel.problem import default_span
 from relskew_core._positions.span import Span
@@ -68,7 +67,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
         transformers = importlib.import_module("transformers")
         masking = importlib.import_module("transformers.masking_utils")
     except ModuleNotFoundError as error:
-        raise needs_extra("register_attention", "transformers", error) from error
+        raise ModuleNotFoundError("register_attention needs transformers: pip install transformers") from error
     known = transformers.AttentionInterface()
     if name in known and not isinstance(known[name], _Attention):
         raise ValueError(f"`name` must not be one of transformers' own, got {name!r}")

@@ -83,10 +83,10 @@ def replace_attention(model: Model) -> Model:
     replaced = any(isinstance(part, DropIn) for part in root.modules())
     names = {type(part).__name__ for part in root.modules()}
     for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) not in made:
+        for name, child in list(parent._modules.items()):  # named_children tells of a module once
+            if child is not None and id(child) not in made:
                 made[id(child)] = _drop_in(child, names)
-            if (ours := made[id(child)]) is not None:
+            if (ours := made.get(id(child))) is not None:
                 setattr(parent, name, ours)
                 replaced = True
     if not replaced:
