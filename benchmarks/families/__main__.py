@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,6 @@ from relskew_core.huggingface import replace_attention
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- measured: python -m benchmarks.families --docs -->", "<!-- end of measured -->"
 GENERATED = 40
-SIDES = ("theirs", "replaced")
 
 
 def main(
@@ -35,17 +34,14 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
     docs: Annotated[bool, typer.Option(help="Rewrite the table of docs/huggingface.md, and store the record.")] = False,
     record: Annotated[Path | None, typer.Option(help="Measure nothing: show, or document, this record.")] = None,
-    peak: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time models of transformers beside themselves with their attention replaced, side by side, medians."""
-    if peak is not None:  # a process of its own, asked by `peaks`
-        print(json.dumps(_peak(*json.loads(peak))))
-        return
     if record is None:
         torch.set_num_threads(1)
-        where = machine.describe()
-        rows = [row for name in only or MODELS for row in measured(name, MODELS[name], longest, budget)]
-        result = {"machine": where, "rows": rows}
+        result: dict[str, Any] = {"machine": machine.describe(), "rows": []}
+        for name in only or MODELS:
+            result["rows"].extend(measured(name, MODELS[name], longest, budget))
+            print(result["rows"][-1], file=sys.stderr)
     else:
         result = json.loads(record.read_text())
     print(markdown(table(result)))
@@ -65,17 +61,18 @@ def measured(name: str, model: Model, longest: int, budget: float) -> Iterator[d
     with torch.inference_mode():
         for length in lengths:
             given = model.given(length)
-            seconds = alternate([_call(each, given) for each in pair], budget)
-            row = {"model": name, "length": length, "seconds": seconds}
-            if length == lengths[-1]:
-                row["bytes"] = [_peak_elsewhere(name, side, length) for side in SIDES]
-            yield row
+            calls = [_call(each, given) for each in pair]
+            if length < lengths[-1]:
+                yield {"model": name, "length": length, "seconds": alternate(calls, budget)}
+            else:
+                peaks, seconds = zip(*(_peak(call) for call in calls), strict=True)
+                yield {"model": name, "length": length, "seconds": seconds, "bytes": peaks}
         if model.generating is not None:
             theirs = model.generating()
             options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False}
             given = tokens(20)
             calls = [
-                lambda each=each: each.generate(**given, **options)
+                partial(each.generate, **given, **options)
                 for each in (theirs, replace_attention(copy.deepcopy(theirs)))
             ]
             yield {"model": name, "length": f"generate {GENERATED}", "seconds": alternate(calls, 2 * budget)}
@@ -105,20 +102,17 @@ def _call(model: Any, given: dict[str, Any]) -> Callable[[], Any]:
     return call
 
 
-def _peak_elsewhere(name: str, side: str, length: int) -> int:
-    command = [sys.executable, "-m", "benchmarks.families", "--peak", json.dumps([name, side, length])]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(answer.stdout.splitlines()[-1])
+def _peak(call: Callable[[], Any]) -> tuple[int | None, float]:
+    """Return the memory that one long call needs above its inputs and weights, and its time."""
+    seconds = 0.0
 
+    def timed() -> None:
+        nonlocal seconds
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
 
-def _peak(name: str, side: str, length: int) -> int | None:
-    """Return the peak memory of one call, in a fresh process and after a short call."""
-    torch.set_num_threads(1)
-    model = MODELS[name]
-    made = model.make() if side == "theirs" else replace_attention(model.make())
-    with torch.inference_mode():
-        _call(made, model.given(model.lengths[0]))()
-        return resident_peak(_call(made, model.given(length)))
+    return resident_peak(timed), seconds
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -131,7 +125,7 @@ def table(result: dict[str, Any]) -> Table:
         generated = [f"{row['seconds'][1] / row['seconds'][0]:.2f}" for row in rows if row not in lengths]
         last = lengths[-1]
         times = " → ".join(as_time(seconds) for seconds in last["seconds"])
-        memory = " → ".join(f"{peak / 2**20:.0f} MiB" for peak in last.get("bytes", []))
+        memory = " → ".join(f"{peak / 2**20:.0f} MiB" for peak in last["bytes"])
         shown = f"{name}: {', '.join(str(row['length']) for row in lengths)}" if "pixels" in name else name
         lines.append((shown, *cells, *[""] * (4 - len(cells)), generated[0] if generated else "", times, memory))
     header = ("", "64", "256", "1024", "4096", f"generate {GENERATED}", "time, longest", "memory, longest")

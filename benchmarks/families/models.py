@@ -10,8 +10,13 @@ from typing import Any
 import torch
 
 WIDTH, HEADS = 512, 8
-SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 1024}
-TEXT = {
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "intermediate_size": 1024,
+}
+TEXT: dict[str, Any] = {
     "d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
     "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0,
 }  # fmt: skip
@@ -122,13 +127,13 @@ def deberta(name: str, **options: Any) -> Model:
     )  # fmt: skip
 
 
-INKLING = {
+INKLING: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
     "head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
     "local_layer_ids": [0], "mlp_layer_types": ["dense", "dense"], "intermediate_size": 1024, "vocab_size": 100,
 }  # fmt: skip
 INKLING_CONFIG = "models.inkling.configuration_inkling.InklingTextConfig"
-SWIN = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
+SWIN: dict[str, Any] = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
 
 MODELS: dict[str, Model] = {
     "T5": text_to_text("T5"),
