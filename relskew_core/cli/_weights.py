@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relskew_core import BlockSpec, init_weights
+from relskew_core._block.spec import ATTENDED
 from relskew_core.cli._errors import CliError, need, reason
 
 

@@ -1,13 +1,15 @@
-"""Drop-ins for ``transformers``: the attention of VITS and of T5 replaced in one call, outputs unchanged.
+"""Drop-ins for ``transformers``: the attention of twenty families replaced in one call, outputs unchanged.
 
-Nothing here imports transformers: the modules to replace are known by name, and their parameters stay theirs.
+``replace_attention`` imports no transformers: the modules to replace are known by name, and their parameters stay
+theirs. ``register_attention`` gives a bias by position to models that ask transformers' interface for their attention.
 """
 
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
+    from relskew_core.huggingface._register import register_attention
     from relskew_core.huggingface._replace import replace_attention
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.huggingface", "torch", error) from error
 
-__all__ = ["replace_attention"]
+__all__ = ["register_attention", "replace_attention"]

@@ -1,39 +1,119 @@
-"""What all drop-ins share: parameters taken over, heads split and joined, and the one call of attention."""
+"""What all drop-ins share: all that the module has that they replace, heads split and joined, one call of attention."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
-from relskew_core.huggingface._traced import traced
+from relskew_core.huggingface._dense import dense
+
+SHORT = 2**22
+"""So many numbers by query and key are held. Measured on a CPU, that is what the originals do, and as fast: a loop over
+chunks costs a third of a millisecond a call and wins where matrices leave the cache, from 512 to 1024 tokens on."""
 
 
-def take_over(ours: Any, theirs: nn.Module) -> None:
-    """Share every parameter and layer under its name, in its order, so that state dicts do not change."""
-    for name, part in [*theirs.named_parameters(recurse=False), *theirs.named_children()]:
-        setattr(ours, name, part)
-    ours.train(theirs.training)
+class DropIn(nn.Module):
+    """A module with all that another one has, and a ``forward`` of its own.
+
+    Its names say where the original keeps what all have: the projections of queries, keys, values and outputs, the
+    number of heads, and the dropout of weights, a number or a module.
+    """
+
+    replaces: ClassVar[tuple[str, ...]]
+    needs: ClassVar[str | None] = None  # a class that the model must have too
+    projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    heads: ClassVar[str] = "num_heads"
+    drops: ClassVar[str] = "dropout"
+
+    def __init__(self, theirs: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(theirs).items():
+            vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
+
+    if TYPE_CHECKING:  # what is the original's own
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        """Whether a module of a class that is replaced has relative positions at all."""
+        return True
+
+    def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the heads of queries of ``x`` and of keys and values of ``source``, which is ``x`` by default."""
+        source = x if source is None else source
+        heads = getattr(self, self.heads)
+        q, k, v = (getattr(self, name) for name in self.projections[:3])
+        return split(q(x), heads), split(k(source), heads), split(v(source), heads)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Join the heads and project them."""
+        y: Tensor = getattr(self, self.projections[3])(join(out))
+        return y
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend with the dropout of the module, in training."""
+        share = getattr(self, self.drops)
+        return attend(q, k, v, dropout=getattr(share, "p", share) if self.training else 0.0, **options)
 
 
-def refuse_weights(output_attentions: bool) -> None:
+def is_short(q: Tensor, k: Tensor, *, products: bool = False) -> bool:
+    """Whether a call's matrices are held: one of all heads for a bias, or two of each item's heads for products."""
+    matrices = 2 * len(q) if products else 1
+    return bool(matrices * q.shape[-3] * q.shape[-2] * k.shape[-2] <= SHORT)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, held: bool | None = None, **options: Any
+) -> Tensor:
+    """Attend with a share ``dropout`` of the weights zeroed, each call drawing others.
+
+    ``held`` says that there is a matrix already.
+    """
+    if dropout >= 1:
+        raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
+    if held is None:
+        products = any(options.get(name) is not None for name in ("rel_k", "rel_v", "key_table"))
+        held = torch.compiler.is_exporting() or is_short(q, k, products=products)
+    if held:
+        return dense(q, k, v, dropout=dropout, **options)
+    if options.get("rel_k") is not None and options["rel_k"].ndim == 4:
+        return _by_item(q, k, v, dropout=dropout, **options)
+    if dropout:
+        options |= {"dropout": dropout, "seed": torch.randint(2**31, (), device=q.device)}
+    out: Any = relative_attention(q, k, v, **options)
+    return out
+
+
+def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) -> Tensor:
+    """Attend where each item has a table of its own, ``(batch, H, R, D)``: an item at a time."""
+
+    def item(x: Any, b: int) -> Any:
+        if not isinstance(x, Tensor) or x.ndim < 4:
+            return x
+        return x[b : b + 1] if x.shape[0] > 1 else x
+
+    outs = []
+    for b, table in enumerate(rel_k):
+        own = {name: item(x, b) for name, x in options.items()}
+        outs.append(attend(item(q, b), item(k, b), item(v, b), rel_k=table, **own))
+    return torch.cat(outs)
+
+
+def refuse_weights(output_attentions: bool | None) -> None:
     """Refuse to return what is never held."""
     if output_attentions:
         raise ValueError("`output_attentions` must be False: relative attention never holds the weights")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, **options: Any) -> Tensor:
-    """Attend with a share ``dropout`` of the weights zeroed, each call drawing others."""
-    if dropout >= 1:
-        raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
-    if torch.compiler.is_exporting():
-        return traced(q, k, v, dropout=dropout, **options)
-    if dropout:
-        options |= {"dropout": dropout, "seed": torch.randint(2**31, (), device=q.device)}
-    out: Any = relative_attention(q, k, v, **options)
-    return out
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a boolean mask as its model adds it: queries that see no key see all of them alike."""
+    if mask is None or mask.dtype == dtype:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
 
 
 def split(x: Tensor, heads: int) -> Tensor:

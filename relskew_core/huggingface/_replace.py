@@ -6,27 +6,58 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from relskew_core.huggingface._t5 import T5RelativeAttention
+from relskew_core.huggingface._alibi import BloomRelativeAttention, MptRelativeAttention
+from relskew_core.huggingface._attend import DropIn
+from relskew_core.huggingface._beit import BeitRelativeAttention, BeitRelativeBias
+from relskew_core.huggingface._conformer import (
+    FastSpeech2ConformerRelativeAttention,
+    ParakeetRelativeAttention,
+    Wav2Vec2RelativeAttention,
+)
+from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV2RelativeAttention
+from relskew_core.huggingface._inkling import InklingRelativeAttention
+from relskew_core.huggingface._t5 import T5RelativeAttention, UMT5RelativeAttention
 from relskew_core.huggingface._vits import VitsRelativeAttention
+from relskew_core.huggingface._wav2vec2_bert import Wav2Vec2BertRelativeKeyAttention
+from relskew_core.huggingface._wavlm import WavLMRelativeAttention
+from relskew_core.huggingface._windows import SwinRelativeAttention, Swinv2RelativeAttention
+from relskew_core.huggingface._xlnet import XLNetRelativeSkew
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_DROP_INS: dict[str, type[VitsRelativeAttention | T5RelativeAttention]] = {
-    "VitsAttention": VitsRelativeAttention,
-    "T5Attention": T5RelativeAttention,
-}
+DROP_INS: tuple[type[DropIn], ...] = (
+    T5RelativeAttention,
+    UMT5RelativeAttention,
+    VitsRelativeAttention,
+    Wav2Vec2RelativeAttention,
+    Wav2Vec2BertRelativeKeyAttention,
+    FastSpeech2ConformerRelativeAttention,
+    ParakeetRelativeAttention,
+    WavLMRelativeAttention,
+    DebertaV2RelativeAttention,
+    DebertaRelativeAttention,
+    SwinRelativeAttention,
+    Swinv2RelativeAttention,
+    MptRelativeAttention,
+    BloomRelativeAttention,
+    XLNetRelativeSkew,
+    InklingRelativeAttention,
+    BeitRelativeBias,
+    BeitRelativeAttention,
+)
 
 
 def replace_attention(model: Model) -> Model:
-    """Replace every attention of a ``transformers`` VITS or T5 by relative attention, in place.
+    """Replace every attention of a ``transformers`` model that has relative positions by relative attention, in place.
 
-    Weights, state dict, caches, masks and dropout stay what they are. A bias by bucket is no longer written as a matrix
-    for all queries and keys, and the model exports to ONNX with dynamic lengths. A second call changes nothing.
+    Weights, state dict, caches, masks and dropout stay what they are. A bias or a product by position is no longer
+    written as a matrix for all queries and keys, once that matrix is large. A second call changes nothing.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model, or any part of one, that contains ``VitsAttention`` or ``T5Attention``.
+        A model, or any part of one, of the families in ``docs/huggingface.md``: T5 and its heirs, VITS, Wav2Vec2-BERT
+        and others. Attention without relative positions in it stays as it is.
 
     Returns
     -------
@@ -36,26 +67,48 @@ def replace_attention(model: Model) -> Model:
     Raises
     ------
     ValueError
-        If there is none. Later, in the model's ``forward``: if attention weights are asked for, which are never held.
+        If there is nothing to replace; the message says what the model has, and what is known. Later, in the model's
+        ``forward``: if attention weights are asked for, which are never held.
 
     Examples
     --------
     >>> from torch import nn
-    >>> replace_attention(nn.Linear(2, 2))
+    >>> replace_attention(nn.Linear(2, 2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: `model` must contain VitsAttention or T5Attention, got Linear with none
+    ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention
     """
     root: Any = nn.ModuleDict({"model": model})
-    found = [
-        (parent, name, child)
-        for parent in root.modules()
-        for name, child in parent.named_children()
-        if type(child).__name__ in _DROP_INS
-    ]
-    if not found and not any(isinstance(part, tuple(_DROP_INS.values())) for part in model.modules()):
-        raise ValueError(f"`model` must contain {' or '.join(_DROP_INS)}, got {type(model).__name__} with none")
-    for parent, name, child in found:
-        setattr(parent, name, _DROP_INS[type(child).__name__](child))
-    replaced: Model = root["model"]
-    return replaced
+    made: dict[int, DropIn | None] = {}  # a module may stand in several places
+    replaced = any(isinstance(part, DropIn) for part in root.modules())
+    names = {type(part).__name__ for part in root.modules()}
+    for parent in list(root.modules()):
+        for name, child in list(parent._modules.items()):  # named_children tells of a module once
+            if child is not None and id(child) not in made:
+                made[id(child)] = _drop_in(child, names)
+            if (ours := made.get(id(child))) is not None:
+                setattr(parent, name, ours)
+                replaced = True
+    if not replaced:
+        raise ValueError(
+            f"`model` must have relative positions in one of {', '.join(_known())}, "
+            f"got {type(model).__name__} with {_attention_of(model)}"
+        )
+    result: Model = root["model"]
+    return result
+
+
+def _drop_in(theirs: nn.Module, names: set[str]) -> DropIn | None:
+    for ours in DROP_INS:
+        if type(theirs).__name__ in ours.replaces and ours.needs in (None, *names) and ours.serves(theirs):
+            return ours(theirs)
+    return None
+
+
+def _known() -> list[str]:
+    return sorted({name for ours in DROP_INS for name in ours.replaces})
+
+
+def _attention_of(model: nn.Module) -> str:
+    found = {type(part).__name__ for part in model.modules()}
+    return ", ".join(sorted(name for name in found if "Attention" in name)) or "no attention"

@@ -1,39 +1,44 @@
-"""The drop-in for ``T5Attention``."""
+"""The drop-ins for the attention of T5 and its heirs: a bias by bucket, one for all layers or one a layer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import attend, join, refuse_weights, split, take_over
+from relskew_core.huggingface._attend import DropIn, is_short, refuse_weights, split
+from relskew_core.huggingface._dense import dense_bias
 
 
-class T5RelativeAttention(nn.Module):
-    """``T5Attention`` with the same parameters; what it hands on as ``position_bias`` is the bias by position."""
+class T5RelativeAttention(DropIn):
+    """``T5Attention``. What it hands on as ``position_bias`` is by position, ``(heads, rows)``, where that is long."""
 
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
+    replaces: ClassVar[tuple[str, ...]] = (
+        "T5Attention", "MT5Attention", "Pop2PianoAttention", "SwitchTransformersAttention", "LongT5Attention",
+    )  # fmt: skip
+    projections = ("q", "k", "v", "o")
+    heads = "n_heads"
+
     relative_attention_bias: nn.Embedding
+    buckets: Tensor
 
     def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.n_heads, self.dropout, self.layer_idx = theirs.n_heads, theirs.dropout, theirs.layer_idx
-        self.is_decoder, self.is_causal = theirs.is_decoder, theirs.is_causal
-        self.num_buckets = theirs.relative_attention_num_buckets
-        self.max_distance = theirs.relative_attention_max_distance
-        self.has_relative_attention_bias = theirs.has_relative_attention_bias
-        take_over(self, theirs)
-
-    @property
-    def span(self) -> Span:
-        """From ``max_distance`` on all positions share a bucket, and in a decoder all of the future does."""
-        return Span(self.max_distance, 0 if self.is_decoder else self.max_distance, "clip")
+        super().__init__(theirs)
+        far = theirs.relative_attention_max_distance
+        # From there on all positions share a bucket, and in a decoder all of the future does.
+        self.span = Span(far, 0 if theirs.is_decoder else far, "clip")
+        if theirs.has_relative_attention_bias:
+            buckets = t5_buckets(
+                self.span,
+                num_buckets=theirs.relative_attention_num_buckets,
+                max_distance=far,
+                bidirectional=not theirs.is_decoder,
+            )
+            device = self.relative_attention_bias.weight.device
+            self.register_buffer("buckets", torch.tensor(buckets, device=device), persistent=False)
 
     def forward(
         self,
@@ -48,29 +53,20 @@ class T5RelativeAttention(nn.Module):
         """Attend from ``(batch, length, width)`` to itself or to ``key_value_states``, through a cache if given."""
         refuse_weights(output_attentions)
         cross = key_value_states is not None
-        offset = 0 if past_key_values is None or cross else _past_length(past_key_values, self.layer_idx)
+        offset = 0 if past_key_values is None or cross else int(past_key_values.get_seq_length(self.layer_idx))
         q = split(self.q(hidden_states), self.n_heads)
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
+        causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self._bias()
-        span = None if position_bias is None else self.span
-        out = attend(
-            q, k, v, rel_bias=position_bias, span=span, mask=mask, scale=1.0, causal=self.is_causal and not cross,
-            offset=offset, dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        return self.o(join(out)), position_bias, None
-
-    def _bias(self) -> Tensor:
-        """Return the bias of every head and relative position, ``(heads, rows)``: thousands of numbers, no matrix."""
-        buckets = t5_buckets(
-            self.span,
-            num_buckets=self.num_buckets,
-            max_distance=self.max_distance,
-            bidirectional=not self.is_decoder,
-        )
-        table = self.relative_attention_bias.weight
-        rows: Tensor = table[torch.tensor(buckets, device=table.device)]
-        return rows.mT
+            position_bias = self.relative_attention_bias.weight[self.buckets].mT
+            if is_short(q, k) and not torch.compiler.is_exporting():
+                position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
+        options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}
+        if position_bias is not None and position_bias.ndim == 2:
+            options |= {"rel_bias": position_bias, "span": self.span}
+        elif position_bias is not None:  # a matrix, in which the future is hidden already
+            options = {"mask": _added(position_bias, mask), "held": True}
+        return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
         """Project, or take from the cache what a first step projected, and append to the cache of the past."""
@@ -87,6 +83,27 @@ class T5RelativeAttention(nn.Module):
         return k, v
 
 
-def _past_length(past: Any, layer: int | None) -> int:
-    """Return how many keys a cache holds as an int, which a cache of fixed size may give as an array."""
-    return int(past.get_seq_length(layer))
+class UMT5RelativeAttention(T5RelativeAttention):
+    """``UMT5Attention``: a bias in every layer, and nothing handed on."""
+
+    replaces = ("UMT5Attention",)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself or to ``encoder_hidden_states``."""
+        out, *_ = super().forward(
+            hidden_states, attention_mask, encoder_hidden_states, past_key_values=past_key_values, **kwargs
+        )
+        return out, None
+
+
+def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask

@@ -18,10 +18,9 @@ Tensor = torch.Tensor
 
 
 class VitsAttention(torch.nn.Module):
-    num_heads, dropout, window_size = HEADS, 0.25, 2
-
     def __init__(self) -> None:
         super().__init__()
+        self.num_heads, self.dropout, self.window_size = HEADS, 0.25, 2
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, torch.nn.Linear(E, HEADS * D))
         self.out_proj = torch.nn.Linear(HEADS * D, E)
@@ -29,11 +28,11 @@ class VitsAttention(torch.nn.Module):
 
 
 class T5Attention(torch.nn.Module):
-    n_heads, dropout, layer_idx, is_decoder, is_causal = HEADS, 0.25, None, True, True
-    relative_attention_num_buckets, relative_attention_max_distance, has_relative_attention_bias = 4, 5, True
-
     def __init__(self) -> None:
         super().__init__()
+        self.n_heads, self.dropout, self.layer_idx, self.is_decoder, self.is_causal = HEADS, 0.25, None, True, True
+        self.relative_attention_num_buckets, self.relative_attention_max_distance = 4, 5
+        self.has_relative_attention_bias = True
         for name in "qkv":
             setattr(self, name, torch.nn.Linear(E, HEADS * D, bias=False))
         self.o = torch.nn.Linear(HEADS * D, E, bias=False)

@@ -25,7 +25,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dropout == 0
         return relative_attention(q, k, v, **options)
 
-    monkeypatch.setattr("relskew_core.huggingface._attend.traced", attend)
+    monkeypatch.setattr("relskew_core.huggingface._attend.dense", attend)
 
 
 def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:

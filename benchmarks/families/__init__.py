@@ -1,0 +1,1 @@
+"""Models of transformers beside themselves with their attention replaced."""

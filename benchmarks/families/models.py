@@ -1,0 +1,176 @@
+"""Two layers of every family, as wide as a published base model's, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+WIDTH, HEADS = 512, 8
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "intermediate_size": 1024,
+}
+TEXT: dict[str, Any] = {
+    "d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
+    "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0,
+}  # fmt: skip
+LONGEST = 4096
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is made, what it is given for a length, and the model that generates with it."""
+
+    make: Callable[[], Any]
+    given: Callable[[int], dict[str, Any]]
+    generating: Callable[[], Any] | None = None
+    lengths: tuple[int, ...] = (64, 256, 1024, LONGEST)
+
+
+def find(path: str) -> Any:
+    """Return a class of transformers."""
+    module, _, name = f"transformers.{path}".rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def built(path: str, configured: str, implementation: str | None = "sdpa", **options: Any) -> Callable[[], Any]:
+    """Return what makes a model; some know no other implementation than their own, ``None``."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = find(configured)(**options)
+        if implementation is not None:
+            config._attn_implementation = implementation
+        return find(path)(config).eval()
+
+    return make
+
+
+def tokens(length: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(0))}
+
+
+def sounds(length: int) -> dict[str, Any]:
+    return {"hidden_states": torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0))}
+
+
+def pictures(size: int) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))}
+
+
+def text_to_text(name: str, implementation: str = "sdpa", **options: Any) -> Model:
+    encoder, both = (
+        built(f"{name}{kind}", f"{name}Config", implementation, **TEXT, **options)
+        for kind in ("EncoderModel", "ForConditionalGeneration")
+    )
+    return Model(encoder, tokens, both)
+
+
+def decoder(name: str, configured: str, base: str, whole: str, implementation: str | None, **options: Any) -> Model:
+    return Model(
+        built(base.format(name), configured, implementation, **options), tokens,
+        built(whole.format(name), configured, implementation, **options),
+    )  # fmt: skip
+
+
+def vits() -> Model:
+    make = built(
+        "models.vits.modeling_vits.VitsTextEncoder", "VitsConfig", None, hidden_size=192, num_attention_heads=2,
+        num_hidden_layers=2, ffn_dim=768, vocab_size=100, flow_size=192,
+    )  # fmt: skip
+    return Model(
+        make,
+        lambda n: {**tokens(n), "padding_mask": torch.ones(1, n, 1), "attention_mask": torch.ones(1, n)},
+    )
+
+
+def conformer(name: str, module: str, kind: str) -> Model:
+    path = f"models.{module}.modeling_{module}.{name}Encoder"
+    return Model(built(path, f"{name}Config", position_embeddings_type=kind, **SIZES), sounds)
+
+
+def fastspeech2() -> Model:
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = find("FastSpeech2ConformerConfig")(
+            hidden_size=WIDTH, encoder_num_attention_heads=HEADS, encoder_layers=2, encoder_linear_units=1024,
+            vocab_size=100,
+        )  # fmt: skip
+        module = "models.fastspeech2_conformer.modeling_fastspeech2_conformer.FastSpeech2ConformerEncoder"
+        return find(module)(config, config.encoder_config, use_encoder_input_layer=True).eval()
+
+    return Model(make, lambda n: {"input_tensor": tokens(n)["input_ids"], "return_dict": True})
+
+
+def parakeet() -> Model:
+    make = built(
+        "ParakeetEncoder", "ParakeetEncoderConfig", num_mel_bins=16, subsampling_conv_channels=16,
+        subsampling_factor=2, **SIZES,
+    )  # fmt: skip
+    return Model(make, lambda n: {"input_features": sounds(2 * n)["hidden_states"][..., :16]})
+
+
+def deberta(name: str, **options: Any) -> Model:
+    return Model(
+        built(
+            f"{name}Model", f"{name}Config", None, relative_attention=True, pos_att_type=["c2p", "p2c"],
+            max_relative_positions=512, max_position_embeddings=LONGEST, position_biased_input=False,
+            type_vocab_size=0, vocab_size=100, **SIZES, **options,
+        ),
+        tokens,
+    )  # fmt: skip
+
+
+INKLING: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    "head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
+    "local_layer_ids": [0], "mlp_layer_types": ["dense", "dense"], "intermediate_size": 1024, "vocab_size": 100,
+}  # fmt: skip
+INKLING_CONFIG = "models.inkling.configuration_inkling.InklingTextConfig"
+SWIN: dict[str, Any] = {"embed_dim": 96, "depths": [2, 2], "num_heads": [3, 6]}
+
+MODELS: dict[str, Model] = {
+    "T5": text_to_text("T5"),
+    "T5, eager": text_to_text("T5", "eager"),
+    "UMT5": text_to_text("UMT5"),
+    "SwitchTransformers": text_to_text("SwitchTransformers", "eager", num_sparse_encoder_layers=0),
+    "VITS": vits(),
+    "Wav2Vec2-BERT, relative_key": conformer("Wav2Vec2Bert", "wav2vec2_bert", "relative_key"),
+    "Wav2Vec2-BERT, relative": conformer("Wav2Vec2Bert", "wav2vec2_bert", "relative"),
+    "Wav2Vec2-Conformer": conformer("Wav2Vec2Conformer", "wav2vec2_conformer", "relative"),
+    "WavLM": Model(built("models.wavlm.modeling_wavlm.WavLMEncoder", "WavLMConfig", None, **SIZES), sounds),
+    "DeBERTa-v2": deberta("DebertaV2", position_buckets=256, share_att_key=True, norm_rel_ebd="layer_norm"),
+    "DeBERTa": deberta("Deberta"),
+    "XLNet": Model(
+        built("XLNetModel", "XLNetConfig", None, d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100),
+        tokens,
+    ),
+    "FastSpeech2-Conformer": fastspeech2(),
+    "Parakeet": parakeet(),
+    "MPT": decoder(
+        "Mpt", "MptConfig", "{}Model", "{}ForCausalLM", None, d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
+        max_seq_len=LONGEST,
+    ),
+    "Bloom": decoder(
+        "Bloom", "BloomConfig", "{}Model", "{}ForCausalLM", None, hidden_size=WIDTH, n_head=HEADS, n_layer=2,
+        vocab_size=100,
+    ),
+    "Inkling": decoder(
+        "Inkling", INKLING_CONFIG, "models.inkling.modeling_inkling.{}TextModel", "{}ForCausalLM", "sdpa", **INKLING
+    ),
+    "Swin, pixels": Model(built("SwinModel", "SwinConfig", **SWIN), pictures, lengths=(112, 224, 448, 896)),
+    "Swinv2, pixels": Model(
+        built("Swinv2Model", "Swinv2Config", None, image_size=256, window_size=8, **SWIN), pictures,
+        lengths=(128, 256, 512, 1024),
+    ),
+    "BEiT, pixels": Model(
+        built("BeitModel", "BeitConfig", image_size=224, vocab_size=10, use_relative_position_bias=True, **SIZES),
+        pictures, lengths=(64, 224, 512, 1024),
+    ),
+}  # fmt: skip

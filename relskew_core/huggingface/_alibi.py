@@ -1,0 +1,85 @@
+"""The drop-ins for MPT and Bloom: ALiBi, with a cache.
+
+Their bias is a number for each key, which differs from one by distance by a number for each query: softmax is the same.
+Who sees whom their masks say alone: they may be bidirectional, or whatever a caller gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from relskew_core.huggingface._attend import DropIn, additive, is_short, refuse_weights, split
+
+
+class _AlibiAttention(DropIn):
+    """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and a mask that is added."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        held = torch.compiler.is_exporting() or is_short(q, k)
+        if held:
+            mask = bias if mask is None else bias + mask
+        else:  # no matrix of all heads, but one feature more
+            q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
+            k = torch.cat([k, (bias.mT / scale).expand(len(k), -1, -1, -1)], -1)
+        return self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=held))
+
+
+class MptRelativeAttention(_AlibiAttention):
+    """``MptAttention``."""
+
+    replaces = ("MptAttention",)
+    projections = ("", "", "", "out_proj")
+    drops = "attn_dropout_p"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself and to the cache; the mask is True where nothing is seen."""
+        refuse_weights(kwargs.get("output_attentions"))
+        qkv = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        q, k, v = (split(x, self.n_heads) for x in qkv.chunk(3, dim=2))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        bias = position_bias[None, ..., -k.shape[-2] :].to(q.dtype)
+        mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
+        return self._attend(q, k, v, bias, mask, self.softmax_scale), None
+
+
+class BloomRelativeAttention(_AlibiAttention):
+    """``BloomAttention``, whose keys' numbers skip padding."""
+
+    replaces = ("BloomAttention",)
+    projections = ("", "", "", "dense")
+    drops = "attention_dropout"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself and to the cache, and add ``residual``."""
+        refuse_weights(output_attentions)
+        heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2)
+        q, k, v = heads.unbind(-2)
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        bias = alibi.unflatten(0, (-1, self.num_heads))
+        out = self._attend(q, k, v, bias, attention_mask, self.inv_norm_factor)
+        return dropout(out, self.hidden_dropout, self.training) + residual, None

@@ -1,0 +1,88 @@
+"""The drop-ins for BEiT: a bias by relative cell handed to attention as it is, and no longer as a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from relskew_core._functions.grid_attention import relative_attention_2d
+from relskew_core.huggingface._attend import DropIn, refuse_weights
+from relskew_core.huggingface._windows import by_cell
+
+HELD = 2**24
+"""So many numbers by query and key are held. In parts the matrix is made again for each: slower, in less memory."""
+
+
+@dataclass(frozen=True)
+class GridBias:
+    """What stands in for the bias as a matrix, to which models add masks and other biases."""
+
+    table: Tensor  # (heads, 2 · height - 1, 2 · width - 1), by query - key
+    outside: Tensor  # (heads, 3): a cell at the class token, the class token at a cell, at itself
+    grid: tuple[int, int]
+    mask: Tensor | None = None
+
+    def __add__(self, other: GridBias | Tensor) -> GridBias:
+        if isinstance(other, GridBias):
+            both = replace(self, table=self.table + other.table, outside=self.outside + other.outside)
+            return both if other.mask is None else both + other.mask
+        return replace(self, mask=other if self.mask is None else self.mask + other)
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The bias by query and key, ``(heads, cells + 1, cells + 1)``, or with items before that where masks have."""
+        cells = by_cell(self.table.flatten(1).mT, self.grid)
+        matrix = pad(cells, (1, 0, 1, 0))
+        matrix[:, 1:, 0], matrix[:, 0, 1:] = self.outside[:, :1], self.outside[:, 1:2]
+        matrix[:, 0, 0] = self.outside[:, 2]
+        return matrix if self.mask is None else matrix + self.mask
+
+
+class BeitRelativeBias(DropIn):
+    """``BeitRelativePositionBias``."""
+
+    replaces = ("BeitRelativePositionBias",)
+    needs = "BeitAttention"
+
+    def forward(
+        self, window_size: tuple[int, int], interpolate_pos_encoding: bool = False, dim_size: int | None = None
+    ) -> GridBias:
+        """Return the bias of a grid of cells; the table is resized where it was trained on another one."""
+        h, w = (2 * size - 1 for size in self.window_size)
+        rows = self.relative_position_bias_table
+        # An oblong table is read as width by height when it is resized: so are those that models were trained with.
+        table = rows[:-3].mT.reshape(1, -1, w, h)
+        size = (2 * window_size[0] - 1, 2 * window_size[1] - 1)
+        table = interpolate(table, size=size, mode="bilinear")[0]
+        return GridBias(table, rows[-3:].mT[:, [1, 0, 2]], window_size)
+
+
+class BeitRelativeAttention(DropIn):
+    """``BeitAttention``, which takes a :class:`GridBias` for its mask too."""
+
+    replaces = ("BeitAttention",)
+    needs = "BeitRelativePositionBias"
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    heads = "num_attention_heads"
+    drops = "attention_dropout"
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: GridBias | Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(kwargs.get("output_attentions"))
+        q, k, v = self.project(hidden_states)
+        bias = attention_mask
+        held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.attention_dropout > 0)
+        if isinstance(bias, GridBias) and not held:
+            out: Any = relative_attention_2d(
+                q, k, v, rel_bias=bias.table.flip(1, 2), prefix_bias=bias.outside, prefix=(1, 1), q_grid=bias.grid,
+                k_grid=bias.grid, mask=bias.mask,
+            )  # fmt: skip
+        else:
+            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias, held=True)
+        return self.finish(out), None

@@ -1,0 +1,105 @@
+"""The drop-ins for Conformers: Transformer-XL's attention, with a bias for contents and one for positions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, additive, refuse_weights, split
+
+
+class _ConformerAttention(DropIn):
+    """Positions are rows of ``r = -(n - 1) … n - 1``, which every layer projects."""
+
+    projections = ("linear_q", "linear_k", "linear_v", "linear_out")
+    positions: ClassVar[str] = "linear_pos"
+    biases: ClassVar[tuple[str, str]] = ("pos_bias_u", "pos_bias_v")
+
+    def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+        if rows.shape[0] > 1 and rows.stride(0) == 0:  # the same for all items
+            rows = rows[:1]
+        q, k, v = self.project(hidden_states)
+        rel_k = split(getattr(self, self.positions)(rows), q.shape[-3])
+        u, w = (getattr(self, name)[:, None, :] for name in self.biases)
+        length = q.shape[-2]
+        out = self.attend(
+            q + u, k, v, rel_k=rel_k[0] if len(rel_k) == 1 else rel_k, rel_q=q + w,
+            span=Span(length - 1, length - 1), mask=mask,
+        )  # fmt: skip
+        return self.finish(out)
+
+
+class Wav2Vec2RelativeAttention(_ConformerAttention):
+    """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
+
+    replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention")
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.position_embeddings_type == "relative")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        relative_position_embeddings: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(kwargs.get("output_attentions"))
+        if relative_position_embeddings is None:
+            raise ValueError("`relative_position_embeddings` must be given for relative positions, got None")
+        return self._attend(hidden_states, relative_position_embeddings, attention_mask), None
+
+
+class FastSpeech2ConformerRelativeAttention(_ConformerAttention):
+    """``FastSpeech2ConformerAttention``, whose mask is 0 at padding, ``(batch, 1, length)``."""
+
+    replaces = ("FastSpeech2ConformerAttention",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        pos_emb: Tensor | None = None,
+        output_attentions: bool | None = False,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(output_attentions)
+        if pos_emb is None:
+            raise ValueError("`pos_emb` must be given for relative positions, got None")
+        mask = None if attention_mask is None else attention_mask.ne(0).unsqueeze(1)
+        return self._attend(hidden_states, pos_emb, mask), None
+
+
+class ParakeetRelativeAttention(_ConformerAttention):
+    """``ParakeetEncoderAttention``."""
+
+    replaces = ("ParakeetEncoderAttention",)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    positions = "relative_k_proj"
+    biases = ("bias_u", "bias_v")
+    drops = "attention_dropout"
+
+    def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return heads of one width; of keys and values there may be fewer."""
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in (linear(x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        )
+        return q, k, v
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(kwargs.get("output_attentions"))
+        if position_embeddings is None:
+            raise ValueError("`position_embeddings` must be given for relative positions, got None")
+        return self._attend(hidden_states, position_embeddings, additive(attention_mask, hidden_states.dtype)), None

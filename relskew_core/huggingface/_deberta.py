@@ -1,0 +1,113 @@
+"""The drop-ins for DeBERTa's disentangled attention: queries meet positions, and so do keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._functions.buckets import deberta_buckets
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights, split
+
+
+class DebertaV2RelativeAttention(DropIn):
+    """``DisentangledSelfAttention`` of versions 2 and 3, whose rows far away are shared."""
+
+    replaces = ("DisentangledSelfAttention",)
+    projections = ("query_proj", "key_proj", "value_proj", "")
+    heads = "num_attention_heads"
+
+    rows: Tensor
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.relative_attention and theirs.pos_att_type and hasattr(theirs, "query_proj"))
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        self.size, furthest = self._reach(theirs)
+        self.span = Span(self.size - 1, self.size, "clip") if furthest is None else Span(furthest, furthest, "clip")
+        rows = deberta_buckets(self.span, position_buckets=self.size, max_distance=furthest)
+        device = next(self.parameters()).device
+        self.register_buffer("rows", torch.tensor(rows, device=device), persistent=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        output_attentions: bool = False,
+        query_states: Tensor | None = None,
+        relative_pos: Tensor | None = None,
+        rel_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)``, or from ``query_states`` at the same places, to it.
+
+        ``relative_pos`` is not read: places follow each other.
+        """
+        refuse_weights(output_attentions)
+        q, k, v = self._heads(hidden_states, query_states)
+        rows, span = self._rows(k.shape[-2])
+        table = self.pos_dropout(rel_embeddings)[: 2 * self.size]
+        few = len(rows) < len(table)  # then these are projected, and else all, of which some serve many positions
+        table = table[rows] if few else table
+        options: dict[str, Any] = {}
+        for name, which in (("rel_k", "c2p"), ("key_table", "p2c")):
+            if which in self.pos_att_type:
+                projected = split(self._projection(which)(table), q.shape[-3])
+                options[name] = projected if few else projected.index_select(-2, rows)
+        terms = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
+        out = self.attend(
+            q, k, v, span=span, scale=(q.shape[-1] * terms) ** -0.5, mask=additive(attention_mask, q.dtype), **options
+        )
+        return join(out), None
+
+    @staticmethod
+    def _reach(theirs: Any) -> tuple[int, int | None]:
+        """Return half the number of rows, and from where on positions share the last one, if any do."""
+        return (
+            (theirs.position_buckets, theirs.max_relative_positions)
+            if theirs.position_buckets > 0
+            else (theirs.max_relative_positions, None)
+        )
+
+    def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.project(x if query_states is None else query_states, x)
+        return q, k, v
+
+    def _projection(self, which: str) -> nn.Module:
+        if self.share_att_key:
+            return self.key_proj if which == "c2p" else self.query_proj
+        return self.pos_key_proj if which == "c2p" else self.pos_query_proj
+
+    def _rows(self, length: int) -> tuple[Tensor, Span]:
+        """Return which rows serve the positions that occur: taken once, as few as there are."""
+        left, right = self.span.left, self.span.right
+        if torch.compiler.is_exporting() or length > min(left, right):
+            return self.rows, self.span
+        return self.rows[left - length + 1 : left + length], Span(length - 1, length - 1)
+
+
+class DebertaRelativeAttention(DebertaV2RelativeAttention):
+    """``DisentangledSelfAttention`` of version 1: every row is one distance."""
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        known = theirs.relative_attention and theirs.pos_att_type and hasattr(theirs, "in_proj")
+        return bool(known and not theirs.talking_head)
+
+    @staticmethod
+    def _reach(theirs: Any) -> tuple[int, int | None]:
+        return theirs.max_relative_positions, None
+
+    def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if query_states is not None:
+            raise ValueError("`query_states` must be None: DeBERTa's first version attends from where it attends to")
+        q, k, v = split(self.in_proj(x), self.num_attention_heads).chunk(3, dim=-1)
+        q, v = (y + bias.unflatten(0, (-1, 1, y.shape[-1])) for y, bias in ((q, self.q_bias), (v, self.v_bias)))
+        return q, k, v
+
+    def _projection(self, which: str) -> nn.Module:
+        projection: nn.Module = self.pos_proj if which == "c2p" else self.pos_q_proj
+        return projection

@@ -1,0 +1,176 @@
+"""Relative attention that holds its logits: faster for short inputs, and exported with symbolic lengths."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from relskew_core._positions.span import Span
+from relskew_core._positions.table import Extension
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    rel_k: Tensor | None = None,
+    rel_v: Tensor | None = None,
+    rel_bias: Tensor | None = None,
+    rel_q: Tensor | None = None,
+    key_table: Tensor | None = None,
+    span: Span | None = None,
+    scale: float | None = None,
+    rel_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    offset: int = 0,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend as ``relative_attention``, in products of whole matrices; of any length while torch exports."""
+    exporting = torch.compiler.is_exporting()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rel_scale = scale if rel_scale is None else rel_scale
+    n, m = q.shape[-2], k.shape[-2]
+    places = (_Symbolic if exporting else _Known)(Span(0, 0, "zero") if span is None else span, n, m, offset)
+    terms = []
+    if rel_k is not None:
+        terms.append(places.logits((q if rel_q is None else rel_q) * rel_scale, rel_k))
+    if key_table is not None:
+        terms.append(places.from_keys().logits(k * rel_scale, key_table.flip(-2)).mT)
+    if rel_bias is not None:
+        terms.append(places.bias(rel_bias))
+    left, right = (None, None) if window is None else window
+    if causal and (exporting or m > offset + 1):  # a step of one query has no future
+        right = 0
+    if left is not None or right is not None:
+        terms.append(_seen(n, m, offset, left, right, q.device))
+    if mask is not None:
+        terms.append(mask)
+    if rel_v is None and not exporting:
+        bias = _sum(terms) if terms else None
+        if bias is not None and bias.ndim == 3:  # which torch's fused kernel does not take
+            bias = bias[None]
+        return scaled_dot_product_attention(
+            q, k, v, bias, dropout, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
+        )  # fmt: skip
+    weights = torch.softmax(_sum([q @ k.mT * scale, *terms]), -1)
+    weights = torch.dropout(weights, dropout, train=dropout > 0)
+    out = weights @ v
+    return out if rel_v is None else out + places.values(weights, rel_v)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    """Add what is a number; what a boolean mask hides is minus infinity."""
+    return functools.reduce(_plus, terms)
+
+
+def _plus(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype == y.dtype == torch.bool:
+        return x & y
+    if torch.bool not in (x.dtype, y.dtype):
+        return x + y
+    mask, numbers = (x, y) if x.dtype == torch.bool else (y, x)
+    return torch.where(mask, numbers, -math.inf)
+
+
+def dense_bias(row: Tensor, span: Span, n: int, m: int, offset: int = 0, *, causal: bool = False) -> Tensor:
+    """Return a bias by position, ``(heads, rows)``, by query and key, ``(heads, n, m)``."""
+    matrix: Tensor = _Known(span, n, m, offset).bias(row)
+    return _sum([matrix, _seen(n, m, offset, None, 0, row.device)]) if causal and m > offset + 1 else matrix
+
+
+def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
+    """Return which keys a query sees, ``(n, m)``."""
+    own = torch.arange(n, device=device)[:, None] + offset
+    keys = torch.arange(m, device=device)
+    if left is None or right is None:
+        return keys >= own - left if left is not None else keys <= own + (right or 0)
+    return (keys >= own - left) & (keys <= own + right)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Which columns of the relative layout, ``r = -(n + offset) … m - 1``, a table has: plain numbers."""
+
+    span: Span
+    n: int
+    m: int
+    offset: int
+
+    def from_keys(self) -> Any:
+        """Return the same seen from the keys, to which queries are what keys are to queries."""
+        mirrored = Span(self.span.right, self.span.left, self.span.beyond)
+        return type(self)(mirrored, self.m, self.n, -self.offset)
+
+    def logits(self, x: Tensor, table: Tensor) -> Tensor:
+        """Return ``x_i · e_r`` in absolute layout."""
+        return self._absolute(self._product(x, table))
+
+    def bias(self, row: Tensor) -> Tensor:
+        """Return the number of every pair's relative position, ``(heads, n, m)``: a copy and no index."""
+        plan = self._plan
+        wide = plan.widen(row[..., plan.start : plan.stop], xp=xp)
+        return wide[..., 1:].unfold(-1, self.m, 1).flip(-2)
+
+    def values(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Return ``Σ_j w_ij · e_r``."""
+        plan = self._plan
+        return plan.fold(self._relative(weights), xp=xp) @ table[..., plan.start : plan.stop, :]
+
+    @property
+    def _plan(self) -> Extension:
+        low = -(self.n + self.offset)
+        return Extension.of(self.span.left, self.span.rows, self.span.beyond, low, low + self.n + self.m - 1)
+
+    def _product(self, x: Tensor, table: Tensor) -> Tensor:
+        plan = self._plan
+        wide: Tensor = plan.widen(x @ table.mT[..., plan.start : plan.stop], xp=xp)
+        return wide
+
+    def _absolute(self, x: Tensor) -> Tensor:
+        """Relative layout ``(…, n, n + m)`` to absolute layout ``(…, n, m)``: a view."""
+        return x.flatten(-2)[..., self.n :].unflatten(-1, (self.n, self.n + self.m - 1))[..., : self.m]
+
+    def _relative(self, x: Tensor) -> Tensor:
+        """Undo :meth:`_absolute`, with zeros where no key stands."""
+        return pad(pad(x, (0, self.n - 1)).flatten(-2), (self.n, 0)).unflatten(-1, (self.n, self.n + self.m))
+
+
+class _Symbolic(_Known):
+    """The same where nothing may be asked about lengths.
+
+    A product with all rows is extended by as many columns as there are queries and keys. So the columns that count are
+    a slice at a fixed place.
+    """
+
+    def bias(self, row: Tensor) -> Tensor:
+        wide = self._slice(row)
+        return self._absolute(wide[..., None, :].expand(*wide.shape[:-1], self.n, -1))
+
+    def values(self, weights: Tensor, table: Tensor) -> Tensor:
+        if self.span.beyond == "clip":
+            raise NotImplementedError("values of a clipped table do not export with symbolic lengths")
+        wide = pad(self._relative(weights), (self.span.left, self.span.right + 1))
+        start = self.n + self.offset
+        return wide[..., start : start + self.span.rows] @ table
+
+    def _product(self, x: Tensor, table: Tensor) -> Tensor:
+        return self._slice(x @ table.mT)
+
+    def _slice(self, x: Tensor) -> Tensor:
+        before, after = self.n + self.offset, self.m
+        if self.span.beyond == "clip":
+            edges = (x[..., :1].expand(*x.shape[:-1], before), x, x[..., -1:].expand(*x.shape[:-1], after))
+            wide = torch.cat(edges, -1)
+        else:
+            wide = pad(x, (before, after))
+        return wide[..., self.span.left : self.span.left + self.n + self.m]

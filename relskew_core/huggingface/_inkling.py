@@ -1,0 +1,55 @@
+"""The drop-in for ``InklingAttention``: learned relative queries meet profiles of distance, zero beyond the extent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, refuse_weights, split
+
+
+class InklingRelativeAttention(DropIn):
+    """``InklingAttention``, global or in a sliding window, with grouped heads."""
+
+    replaces = ("InklingAttention",)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    drops = "attention_dropout"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        conv_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself and to the cache."""
+        refuse_weights(kwargs.get("output_attentions"))
+        past = {"past_key_values": past_key_values, "conv_mask": conv_mask}
+        q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        k = self.k_sconv(self.k_proj(hidden_states), **past).unflatten(-1, (-1, self.head_dim))
+        v = split(self.v_sconv(self.v_proj(hidden_states), **past), self.num_key_value_heads)
+        k = self.k_norm(k).transpose(1, 2)
+        rel_q = split(self.r_proj(hidden_states), self.num_heads)
+        first = key = 0  # positions of the first query and of the first key
+        if past_key_values is not None:  # before what is new is appended
+            key = past_key_values.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
+            first = int(past_key_values.get_query_offset(self.layer_idx))
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if not self.is_sliding and self.config.log_scaling_n_floor is not None:
+            q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
+        out = self.attend(
+            q, k, v, rel_k=self.rel_logits_proj.proj.mT.flip(0), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
+            scale=self.scaling, rel_scale=1.0, causal=True, offset=first - int(key), mask=attention_mask,
+            window=(self.sliding_window - 1, None) if self.is_sliding else None,
+        )  # fmt: skip
+        return self.finish(out), None
+
+    def _sharpened(self, x: Tensor, first: int) -> Tensor:
+        """Scale queries by the logarithm of how much they may see."""
+        seen = torch.arange(first + 1, first + x.shape[-2] + 1, device=x.device, dtype=torch.float32)
+        factor = 1.0 + self.config.log_scaling_alpha * torch.log((seen / self.config.log_scaling_n_floor).clamp(min=1))
+        return (x * factor[:, None]).to(x.dtype)

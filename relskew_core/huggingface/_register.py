@@ -1,0 +1,145 @@
+"""Relative attention for the attention interface of transformers: models whose positions are given from outside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relskew_core._array.checks import check_choice, describe
+from relskew_core._functions.distance import alibi_bias
+from relskew_core._kernel.problem import default_span
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import attend, refuse_weights
+
+Bias = str | Tensor | Callable[[Any], Tensor]
+
+REFUSED = ("s_aux", "position_bias", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k")
+"""What other models and engines give their attention, and this one cannot serve."""
+
+
+def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span: Span | None = None) -> str:
+    """Give the models of ``transformers`` a bias by relative position: ALiBi, or one that is learned.
+
+    It is added to what the model has. Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name``
+    where a model is made. Caches, padding, sliding windows and grouped heads are the model's own.
+
+    Parameters
+    ----------
+    name : str, default "relskew"
+        What models call it. The same name again takes the new bias.
+    rel_bias : "alibi", torch.Tensor, shape (R,) or (H, R), or callable
+        ALiBi's slopes, the numbers of ascending relative positions, or a function from an attention module to them: one
+        for each layer. Numbers may be parameters, and get gradients; they are the caller's to save.
+    span : Span, optional
+        Which relative positions the numbers stand for; by default ``Span.causal(R, "clip")``: further ones have that of
+        the furthest.
+
+    Returns
+    -------
+    str
+        ``name``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or ``name`` is one of transformers' own. Later, in a model's ``forward``: if it
+        gives its attention what this one cannot serve (sinks, a bias of its own, packed lengths), by name.
+
+    Examples
+    --------
+    ::
+
+        register_attention("alibi")
+        model.set_attn_implementation("alibi")
+        model.generate(**inputs)
+    """
+    if isinstance(rel_bias, str):
+        check_choice("rel_bias", rel_bias, ("alibi",))
+        if span is not None:
+            raise ValueError(f"`span` must be None with ALiBi, which has no end, got {describe(span)}")
+    elif not isinstance(rel_bias, Tensor) and not callable(rel_bias):
+        raise TypeError(f"`rel_bias` must be 'alibi', a torch.Tensor or callable, got {describe(rel_bias)}")
+    try:
+        transformers = importlib.import_module("transformers")
+        masking = importlib.import_module("transformers.masking_utils")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("register_attention needs transformers: pip install transformers") from error
+    known = transformers.AttentionInterface()
+    if name in known and not isinstance(known[name], _Attention):
+        raise ValueError(f"`name` must not be one of transformers' own, got {name!r}")
+    transformers.AttentionInterface.register(name, _Attention(rel_bias, span))
+    masking.AttentionMaskInterface.register(name, _masks(masking.sdpa_mask))
+    return name
+
+
+class _Attention:
+    """What transformers calls with heads of queries, keys and values."""
+
+    def __init__(self, rel_bias: Bias, span: Span | None) -> None:
+        self.rel_bias, self.span = rel_bias, span
+        self._slopes: dict[Any, Tensor] = {}
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        refuse_weights(others.get("output_attentions"))
+        for name in REFUSED:
+            if others.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` must be None, got {describe(others[name])}: relskew's attention has no such"
+                )
+        n, m = query.shape[-2], key.shape[-2]
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        # Without a mask a step of one query stands at the end, and more stand where the keys start.
+        offset = m - n if attention_mask is not None or n == 1 else 0
+        offset = int(getattr(attention_mask, "relskew_offset", offset))
+        rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
+        options: dict[str, Any] = {} if softcap is None else {"softcap": softcap, "held": False}
+        out = attend(
+            query, key, value, rel_bias=rel_bias, span=span, mask=attention_mask, scale=scaling, offset=offset,
+            causal=causal and attention_mask is None, dropout=dropout, **options,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+
+    def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
+        """Return the numbers, and which positions they stand for."""
+        if isinstance(self.rel_bias, str):
+            where = (q.shape[-3], q.device, q.dtype)
+            if where not in self._slopes:
+                slopes = alibi_bias(q.shape[-3], Span.causal(2), xp=torch, dtype=q.dtype)
+                self._slopes[where] = slopes[:, :1].to(q.device)
+            distances = torch.arange(1 - past, future, device=q.device).abs()
+            return self._slopes[where] * distances, Span(past - 1, future - 1, "clip")
+        numbers = self.rel_bias if isinstance(self.rel_bias, Tensor) else self.rel_bias(module)
+        span = self.span
+        if span is None:
+            own = default_span("rel_bias", numbers.shape[-1], causal=True)
+            span = Span(own.left, own.right, "clip")
+        return numbers.to(q.dtype), span
+
+
+def _masks(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return boolean masks that say where their queries stand, which caches of a fixed length alone know."""
+
+    def masks(*given: Any, q_offset: Any = 0, kv_offset: Any = 0, **options: Any) -> Tensor | None:
+        mask = make(*given, q_offset=q_offset, kv_offset=kv_offset, **options)
+        if mask is not None:
+            mask.relskew_offset = q_offset - kv_offset  # type: ignore[attr-defined]
+        return mask
+
+    return masks

@@ -1,0 +1,34 @@
+"""The drop-in for Wav2Vec2-BERT's self-attention by ``relative_key``: Shaw's keys, one table for all heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, refuse_weights
+
+
+class Wav2Vec2BertRelativeKeyAttention(DropIn):
+    """``Wav2Vec2BertSelfAttention`` with ``position_embeddings_type="relative_key"``."""
+
+    replaces = ("Wav2Vec2BertSelfAttention",)
+    projections = ("linear_q", "linear_k", "linear_v", "linear_out")
+
+    distance_embedding: nn.Embedding
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.position_embeddings_type == "relative_key")
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(kwargs.get("output_attentions"))
+        span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
+        out = self.attend(
+            *self.project(hidden_states), rel_k=self.distance_embedding.weight, span=span, mask=attention_mask
+        )
+        return self.finish(out), None

@@ -1,0 +1,73 @@
+"""The drop-in for ``WavLMAttention``: T5's bias behind a gate for each query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._functions.buckets import t5_buckets
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, is_short, refuse_weights, split
+from relskew_core.huggingface._dense import dense_bias
+
+
+class WavLMRelativeAttention(DropIn):
+    """``WavLMAttention``. Its ``position_bias`` is by position, ``(heads, rows)``, unless that is short."""
+
+    replaces = ("WavLMAttention",)
+
+    rel_attn_embed: nn.Embedding
+    buckets: Tensor
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        self.span = Span.clipped(theirs.max_distance)
+        if hasattr(theirs, "rel_attn_embed"):
+            buckets = t5_buckets(
+                self.span, num_buckets=theirs.num_buckets, max_distance=theirs.max_distance, bidirectional=True
+            )
+            device = self.rel_attn_embed.weight.device
+            self.register_buffer("buckets", torch.tensor(buckets, device=device), persistent=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        index: int = 0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, Tensor]:
+        """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
+        refuse_weights(kwargs.get("output_attentions"))
+        q, k, v = self.project(hidden_states)
+        short = is_short(q, k, products=True) and not torch.compiler.is_exporting()
+        if position_bias is None:
+            position_bias = self.rel_attn_embed.weight[self.buckets].mT
+            if short:
+                position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2])
+        gate = self._gate(hidden_states)
+        mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
+        if short:
+            bias = gate * position_bias
+            options: dict[str, Any] = {
+                "mask": bias if mask is None else torch.where(mask, bias, -torch.inf),
+                "held": True,
+            }
+        else:  # the gate is a query of width 1, and the bias its table
+            options = {
+                "rel_k": position_bias[..., None],
+                "rel_q": gate,
+                "rel_scale": 1.0,
+                "span": self.span,
+                "mask": mask,
+            }
+        return self.finish(self.attend(q, k, v, **options)), None, position_bias
+
+    def _gate(self, hidden_states: Tensor) -> Tensor:
+        """Return a number for each head and query, ``(batch, heads, length, 1)``."""
+        parts = self.gru_rel_pos_linear(split(hidden_states, self.num_heads)).unflatten(-1, (2, 4)).sum(-1)
+        a, b = torch.sigmoid(parts).chunk(2, dim=-1)
+        gate: Tensor = a * (b * self.gru_rel_pos_const - 1.0) + 2.0
+        return gate

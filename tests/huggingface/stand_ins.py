@@ -1,0 +1,196 @@
+"""Modules with the names and parameters of transformers' attention, without its code: what drop-ins take over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+HEADS, D, E, LENGTH = 2, 4, 8, 9
+Tensor = torch.Tensor
+
+
+def module(kind: str, *linears: str, **attributes: Any) -> nn.Module:
+    """Return a module of a class of that name with linear layers from and to the width, and other attributes."""
+    made = type(kind, (nn.Module,), {})()
+    for name in linears:
+        setattr(made, name, nn.Linear(E, E))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made.double()
+
+
+def numbers(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape or (2, LENGTH, E), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def additive() -> Tensor:
+    mask = torch.zeros(2, 1, 1, LENGTH, dtype=torch.float64)
+    mask[1, ..., -2:] = -1e30
+    return mask
+
+
+def boolean() -> Tensor:
+    return (additive() == 0).expand(2, 1, LENGTH, LENGTH)
+
+
+def conformer(kind: str) -> nn.Module:
+    return module(
+        kind, "linear_q", "linear_k", "linear_v", "linear_out", "linear_pos", num_heads=HEADS, dropout=nn.Dropout(0.25),
+        pos_bias_u=numbers(HEADS, D), pos_bias_v=numbers(HEADS, D), position_embeddings_type="relative",
+        distance_embedding=nn.Embedding(6, D), left_max_position_embeddings=3, right_max_position_embeddings=2,
+    )  # fmt: skip
+
+
+def relative_key() -> nn.Module:
+    made = conformer("Wav2Vec2BertSelfAttention")
+    made.position_embeddings_type = "relative_key"
+    return made
+
+
+def parakeet() -> nn.Module:
+    return module(
+        "ParakeetEncoderAttention", "q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj", head_dim=D,
+        attention_dropout=0.25, bias_u=numbers(HEADS, D), bias_v=numbers(HEADS, D),
+    )  # fmt: skip
+
+
+def wavlm() -> nn.Module:
+    return module(
+        "WavLMAttention", "q_proj", "k_proj", "v_proj", "out_proj", num_heads=HEADS, dropout=0.25, num_buckets=8,
+        max_distance=5, rel_attn_embed=nn.Embedding(8, HEADS), gru_rel_pos_linear=nn.Linear(D, 8),
+        gru_rel_pos_const=numbers(1, HEADS, 1, 1),
+    )  # fmt: skip
+
+
+def umt5() -> nn.Module:
+    return module(
+        "UMT5Attention", "q", "k", "v", "o", n_heads=HEADS, dropout=0.25, layer_idx=0, is_decoder=False,
+        is_causal=False, relative_attention_num_buckets=8, relative_attention_max_distance=5,
+        has_relative_attention_bias=True, relative_attention_bias=nn.Embedding(8, HEADS),
+    )  # fmt: skip
+
+
+def deberta(version: int) -> nn.Module:
+    shared = {
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "num_attention_heads": HEADS,
+        "max_relative_positions": 7, "pos_dropout": nn.Dropout(0.0), "dropout": nn.Dropout(0.25),
+    }  # fmt: skip
+    if version == 1:
+        return module(
+            "DisentangledSelfAttention", "pos_proj", "pos_q_proj", talking_head=False,
+            in_proj=nn.Linear(E, 3 * E, bias=False), q_bias=numbers(E), v_bias=numbers(E), **shared,
+        )  # fmt: skip
+    return module(
+        "DisentangledSelfAttention", "query_proj", "key_proj", "value_proj", "pos_key_proj", "pos_query_proj",
+        position_buckets=4 if version == 2 else -1, share_att_key=version == 3, **shared,
+    )  # fmt: skip
+
+
+def mpt() -> nn.Module:
+    return module(
+        "MptAttention", "out_proj", Wqkv=nn.Linear(E, 3 * E), n_heads=HEADS, attn_dropout_p=0.25, clip_qkv=2.0,
+        softmax_scale=0.5, layer_idx=0,
+    )  # fmt: skip
+
+
+def bloom() -> nn.Module:
+    return module(
+        "BloomAttention", "dense", query_key_value=nn.Linear(E, 3 * E), num_heads=HEADS, inv_norm_factor=0.5,
+        hidden_dropout=0.0, attention_dropout=nn.Dropout(0.25), layer_idx=0,
+    )  # fmt: skip
+
+
+def xlnet() -> nn.Module:
+    weights = {name: numbers(E, HEADS, D) for name in "qkvor"}
+    biases = {f"r_{name}_bias": numbers(HEADS, D) for name in "rsw"}
+    return module(
+        "XLNetRelativeAttention", n_head=HEADS, scale=0.5, seg_embed=numbers(2, HEADS, D), layer_norm=nn.LayerNorm(E),
+        dropout=nn.Dropout(0.25), **weights, **biases,
+    )  # fmt: skip
+
+
+class Convolution(nn.Module):
+    """A convolution of one place."""
+
+    def forward(self, states: Tensor, **past: Any) -> Tensor:
+        return states
+
+
+def inkling(*, sliding: bool) -> nn.Module:
+    config = type("Config", (), {"log_scaling_n_floor": 4, "log_scaling_alpha": 0.1})()
+    return module(
+        "InklingAttention", "q_proj", "k_proj", "v_proj", "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
+        num_key_value_heads=HEADS, attention_dropout=0.25, scaling=1 / D, is_sliding=sliding, sliding_window=4,
+        rel_extent=3, layer_idx=0, config=config, k_sconv=Convolution(), v_sconv=Convolution(), q_norm=nn.LayerNorm(D),
+        k_norm=nn.LayerNorm(D), rel_logits_proj=module("InklingRelativeLogits", proj=numbers(D, 3)),
+    )  # fmt: skip
+
+
+def beit() -> nn.Module:
+    attention = module(
+        "BeitAttention", "q_proj", "k_proj", "v_proj", "o_proj", num_attention_heads=HEADS, attention_dropout=0.0
+    )
+    table = module("BeitRelativePositionBias", window_size=(2, 2), relative_position_bias_table=numbers(12, HEADS))
+    return module("BeitLayer", attention=attention, bias=table, shared=table)
+
+
+def call_beit(layer: Any) -> Tensor:
+    """Two biases and a mask, in both orders; the table is for 2 × 2 cells, and there are 2 × 4."""
+    bias = layer.bias((2, 4)) + (layer.shared((2, 4)) + additive())
+    out: Tensor = layer.attention(x(), attention_mask=bias)[0]
+    return out
+
+
+def call_xlnet(ours: Any) -> Tensor:
+    """Two streams, a memory of two places, segments and a mask."""
+    kinds = (torch.arange(LENGTH)[:, None] + torch.arange(LENGTH + 2)) % 2
+    segments = torch.eye(2, dtype=torch.float64)[kinds][:, :, None].expand(-1, -1, 2, -1)
+    hidden = torch.zeros(LENGTH, LENGTH + 2, 2, 1, dtype=torch.float64)
+    hidden[:, 5] = 1
+    contents, queries = ours(
+        x(LENGTH, 2, E), x(3, 2, E), hidden, None, x(2 * LENGTH + 2, 1, E).expand(-1, 2, -1), segments,
+        mems=x(2, 2, E), target_mapping=torch.eye(LENGTH, dtype=torch.float64)[:3, :, None].expand(-1, -1, 2),
+    )  # fmt: skip
+    return torch.cat([contents, queries])
+
+
+def alibi() -> Tensor:
+    return torch.arange(LENGTH, dtype=torch.float64).expand(2 * HEADS, 1, LENGTH) * -0.1
+
+
+STAND_INS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "wav2vec2": (
+        lambda: conformer("Wav2Vec2ConformerSelfAttention"),
+        lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
+    ),
+    "rows of each item": (
+        lambda: conformer("Wav2Vec2BertSelfAttention"), lambda ours: ours(x(), additive(), x(2, 2 * LENGTH - 1, E))[0]
+    ),
+    "relative_key": (relative_key, lambda ours: ours(x(), additive())[0]),
+    "fastspeech2": (
+        lambda: conformer("FastSpeech2ConformerAttention"),
+        lambda ours: ours(x(), boolean()[:, 0, :1].long(), x(1, 2 * LENGTH - 1, E))[0],
+    ),
+    "parakeet": (parakeet, lambda ours: ours(x(), x(1, 2 * LENGTH - 1, E).expand(2, -1, -1), boolean())[0]),
+    "wavlm": (wavlm, lambda ours: ours(x(), boolean()[:, 0, 0].long())[0]),
+    "wavlm's second layer": (wavlm, lambda ours: ours(x(), None, ours(x())[2])[0]),
+    "umt5": (umt5, lambda ours: ours(x(), attention_mask=additive())[0]),
+    "deberta": (lambda: deberta(1), lambda ours: ours(x(), boolean(), rel_embeddings=x(14, E))[0]),
+    "deberta-v2": (lambda: deberta(2), lambda ours: ours(x(), boolean(), rel_embeddings=x(8, E))[0]),
+    "deberta-v3": (
+        lambda: deberta(3), lambda ours: ours(x(), None, query_states=2 * x(), rel_embeddings=x(14, E))[0]
+    ),
+    "mpt": (mpt, lambda ours: ours(x(), alibi()[:HEADS], attention_mask=~boolean())[0]),
+    "bloom": (bloom, lambda ours: ours(x(), x(), alibi(), additive())[0]),
+    "xlnet": (xlnet, call_xlnet),
+    "inkling": (lambda: inkling(sliding=False), lambda ours: ours(x(), additive())[0]),
+    "inkling in a window": (lambda: inkling(sliding=True), lambda ours: ours(x(), None)[0]),
+    "beit": (beit, call_beit),
+}  # fmt: skip

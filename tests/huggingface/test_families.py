@@ -1,0 +1,170 @@
+"""Drop-ins without transformers: both ways of working give the same numbers. tests/peers has the originals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from huggingface.stand_ins import HEADS, STAND_INS, D, E, conformer, deberta, module, x
+
+import oracles
+from relskew_core import toeplitz_2d
+from relskew_core.huggingface import replace_attention
+from relskew_core.huggingface._attend import DropIn
+from relskew_core.huggingface._windows import by_cell
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Choose between the way of short inputs and that of long ones."""
+
+    def choose(taken: bool) -> None:
+        for name in ("_attend.SHORT", "_beit.HELD"):
+            monkeypatch.setattr(f"relskew_core.huggingface.{name}", 0 if taken else 2**40)
+
+    return choose
+
+
+def drop_ins(model: Any) -> list[DropIn]:
+    return [part for part in model.modules() if isinstance(part, DropIn)]
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_short_and_long_inputs(name: str, long: Callable[[bool], None]) -> None:
+    """Products of whole matrices by torch, and the library's loop: outputs, and gradients of all parameters."""
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    model = make()
+    keys = list(model.state_dict())
+    ours: Any = replace_attention(model).eval()
+    assert list(ours.state_dict()) == keys
+    found = []
+    for taken in (False, True):
+        long(taken)
+        out = call(ours)
+        ours.zero_grad()
+        out.square().sum().backward()
+        gradients = {key: parameter.grad for key, parameter in ours.named_parameters() if parameter.grad is not None}
+        found.append((out.detach(), gradients))
+    (short_out, short_gradients), (long_out, long_gradients) = found
+    assert oracles.relative_error(long_out.numpy(), short_out.numpy()) < 1e-10
+    assert short_gradients.keys() == long_gradients.keys()
+    largest = max(gradient.norm() for gradient in short_gradients.values())
+    for key, gradient in short_gradients.items():
+        assert (long_gradients[key] - gradient).norm() < 1e-10 * largest, key
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@torch.no_grad()
+def test_training_drops_weights(name: str, long: Callable[[bool], None]) -> None:
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    ours: Any = replace_attention(make()).train()
+    for part in drop_ins(ours):
+        if name == "beit":
+            part.attention_dropout = 0.25
+    for taken in (False, True):
+        long(taken)
+        assert (call(ours) - call(ours)).norm() > 1e-3
+
+
+@torch.no_grad()
+def test_windows() -> None:
+    """Shifted windows of two images, each with its own mask; the bias of a pair of cells is that of their distance."""
+    table = torch.randn(9, HEADS, dtype=torch.float64)
+    bias = by_cell(table, (2, 2))
+    ascending = table.flip(0).mT.reshape(HEADS, 3, 3)
+    assert torch.equal(bias, toeplitz_2d(ascending, q_grid=(2, 2), k_grid=(2, 2)))
+    positions = module("SwinRelativePositionBias", window_size=(2, 2), relative_position_bias_table=None)
+    positions.relative_position_bias_table = torch.nn.Parameter(table)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention = module(
+        "SwinAttention", *names, num_attention_heads=HEADS, attention_dropout=0.0, relative_position_bias=positions
+    )
+    ours: Any = replace_attention(attention).eval()
+    windows, mask = x(6, 4, E), torch.where(x(3, 4, 4) > 0, 0.0, -9.0).double()
+    got = ours(windows, mask)[0]
+    for number in range(6):
+        q, k, v = (getattr(ours, name)(windows[number]).unflatten(-1, (HEADS, D)).transpose(0, 1) for name in names[:3])
+        logits = q @ k.mT * D**-0.5 + bias + mask[number % 3]
+        want = ours.o_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(-2))
+        torch.testing.assert_close(got[number], want)
+    torch.testing.assert_close(ours(windows[:3], mask)[0], got[:3])
+    assert (ours(windows)[0] - got).norm() > 1e-2
+
+
+@torch.no_grad()
+def test_cosines() -> None:
+    """Version 2 of the windows: a scale by head, a network's bias, and a mask that counts twice."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, HEADS, bias=False))
+    attention = module(
+        "Swinv2SelfAttention", "query", "key", "value", num_attention_heads=HEADS, window_size=(2, 2),
+        logit_scale=torch.nn.Parameter(torch.tensor([1.0, 9.0])[:, None, None]), dropout=torch.nn.Dropout(0.0),
+        continuous_position_bias_mlp=network, relative_coords_table=x(1, 3, 3, 2),
+    )  # fmt: skip
+    ours: Any = replace_attention(attention).eval()
+    windows, mask = x(2, 4, E), x(1, 4, 4)
+    q, k, v = (
+        getattr(ours, name)(windows).unflatten(-1, (HEADS, D)).transpose(1, 2) for name in ("query", "key", "value")
+    )
+    cosines = torch.nn.functional.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
+    scale = torch.tensor([torch.e, 100.0])[:, None, None].double()  # never above 100
+    bias = by_cell(16 * torch.sigmoid(network(ours.relative_coords_table)).flatten(0, 2), (2, 2))
+    want = ((cosines * scale + bias + 2 * mask).softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    torch.testing.assert_close(ours(windows, mask)[0], want)
+
+
+def test_what_has_no_relative_positions_stays() -> None:
+    rotary = conformer("Wav2Vec2ConformerSelfAttention")
+    rotary.position_embeddings_type = "rotary"
+    with pytest.raises(ValueError, match=r"one of BeitAttention, .*, got Wav2Vec2Conf.* with Wav2Vec2ConformerSelfAtt"):
+        replace_attention(rotary)
+    both = torch.nn.ModuleList([rotary, conformer("Wav2Vec2ConformerSelfAttention")])
+    replace_attention(both)
+    assert both[0] is rotary
+    assert isinstance(both[1], DropIn)
+
+
+def test_a_bias_without_its_attention_stays() -> None:
+    table = STAND_INS["beit"][0]().bias
+    with pytest.raises(ValueError, match="got BeitRelativePositionBias with no attention"):
+        replace_attention(table)
+
+
+def test_a_module_in_two_places_is_replaced_by_one() -> None:
+    attention = conformer("FastSpeech2ConformerAttention")
+    model = replace_attention(torch.nn.ModuleDict({"a": attention, "b": torch.nn.ModuleList([attention])}))
+    assert model["a"] is model["b"][0]  # type: ignore[index]
+
+
+def test_a_replaced_model_is_copied_and_stored() -> None:
+    make, call = STAND_INS["wavlm"]
+    ours = replace_attention(torch.nn.Sequential(make())).eval()
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert again[0] is not ours[0]
+        torch.testing.assert_close(call(again[0]), call(ours[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "named"),
+    [
+        ("wav2vec2", {"hidden_states": x()}, "relative_position_embeddings"),
+        ("fastspeech2", {"hidden_states": x()}, "pos_emb"),
+        ("parakeet", {"hidden_states": x()}, "position_embeddings"),
+    ],
+)
+def test_missing_positions(name: str, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"`{named}` must be given for relative positions, got None"):
+        replace_attention(STAND_INS[name][0]())(**given)
+
+
+def test_deberta_attends_from_where_it_attends_to() -> None:
+    ours = replace_attention(deberta(1))
+    with pytest.raises(ValueError, match="`query_states` must be None"):
+        ours(x(), None, query_states=x(), rel_embeddings=x(14, E))

@@ -1,0 +1,103 @@
+"""The attention that is registered, with a stand-in for transformers' interface; tests/peers has whole models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from relskew_core import Span, alibi_bias
+from relskew_core.huggingface import register_attention
+
+H, N, M, D = 2, 3, 5, 4
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand in for transformers, and return what is registered there."""
+    attention: dict[str, Any] = {"sdpa": print}
+    masks: dict[str, Any] = {}
+
+    class Interface(dict[str, Any]):
+        def __init__(self) -> None:
+            super().__init__(attention)
+
+        @classmethod
+        def register(cls, name: str, function: Any) -> None:
+            attention[name] = function
+
+    def sdpa_mask(*, q_offset: int, kv_offset: int, **options: Any) -> torch.Tensor:
+        queries, keys = torch.arange(N)[:, None] + q_offset, torch.arange(M) + kv_offset
+        return (keys <= queries)[None, None]
+
+    package, masking = ModuleType("transformers"), ModuleType("transformers.masking_utils")
+    vars(package).update(AttentionInterface=Interface)
+    vars(masking).update(sdpa_mask=sdpa_mask, AttentionMaskInterface=SimpleNamespace(register=masks.__setitem__))
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masking)
+    return {"attention": attention, "masks": masks}
+
+
+def heads(seed: int, length: int) -> torch.Tensor:
+    return torch.randn(1, H, length, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def bias_of(length: int) -> np.ndarray:
+    return np.asarray(alibi_bias(H, Span.full(length), xp=np))
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("case", ["alone", "a past", "a cache of a fixed length", "both sides"])
+def test_alibi(registered: dict[str, Any], case: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 2**40 if held else 0)
+    name = register_attention("ours")
+    mask = None
+    n, m, offset = {"alone": (M, M, 0), "both sides": (M, M, 0)}.get(case, (N, M, M - N))
+    if case == "a past":
+        mask = registered["masks"][name](q_offset=offset, kv_offset=0)
+    elif case == "a cache of a fixed length":  # whose last place is not filled yet
+        offset = 1
+        mask = registered["masks"][name](q_offset=torch.tensor(offset), kv_offset=0)
+    q, k, v = heads(1, n), heads(2, m), heads(3, m)
+    module = SimpleNamespace(is_causal=case != "both sides")
+    got, weights = registered["attention"][name](module, q, k, v, mask, scaling=0.5, dropout=0.0, position_ids=None)
+    want = oracles.relative_attention(
+        q.numpy(), k.numpy(), v.numpy(), None, Span.full(M), rel_bias=bias_of(M), scale=0.5, offset=offset,
+        causal=module.is_causal,
+    ).out  # fmt: skip
+    assert weights is None
+    assert oracles.relative_error(got.transpose(1, 2).numpy(), want) < 1e-12
+
+
+def test_numbers_and_a_softcap(registered: dict[str, Any]) -> None:
+    """One step of a cache that grows, longer than the numbers reach, whose module knows its own."""
+    numbers = torch.randn(H, 3, dtype=torch.float64)
+    q, k, v = heads(1, 1), heads(2, M), heads(3, M)
+    module = SimpleNamespace(numbers=numbers)
+    expected = oracles.relative_attention(
+        q.numpy(), k.numpy(), v.numpy(), None, Span(2, 0, "clip"), rel_bias=numbers.numpy(), offset=M - 1, softcap=2.0,
+        causal=True,
+    ).out  # fmt: skip
+    of_module: Callable[[Any], torch.Tensor] = lambda layer: layer.numbers  # noqa: E731
+    for rel_bias in (numbers, of_module):
+        register_attention("ours", rel_bias=rel_bias)
+        got, _ = registered["attention"]["ours"](module, q, k, v, None, softcap=2.0)
+        assert oracles.relative_error(got.transpose(1, 2).numpy(), expected) < 1e-12
+
+
+def test_refusals(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="`name` must not be one of transformers' own, got 'sdpa'"):
+        register_attention("sdpa")
+    name = register_attention(register_attention("ours"))
+    q = heads(1, 2)
+    with pytest.raises(ValueError, match="`position_bias` must be None, got"):
+        registered["attention"][name](None, q, q, q, None, position_bias=q)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="needs transformers: pip install transformers"):
+        register_attention("ours")

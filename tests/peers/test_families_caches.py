@@ -1,0 +1,57 @@
+"""Families that generate: step by step through their caches, far past buckets, extents and windows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peers.common import check
+from peers.families import FAMILIES, Family, tokens
+
+from relskew_core.huggingface import replace_attention
+
+GENERATING = {name: family for name, family in FAMILIES.items() if family.generates}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)
+@torch.no_grad()
+def test_generation(family: Family, options: dict[str, Any]) -> None:
+    theirs = family.make()
+    if options.get("cache_implementation") and "Inkling" in type(theirs).__name__:
+        pytest.skip("its own bias does not fit its cache of a fixed size")
+    ours = replace_attention(copy.deepcopy(theirs))
+    given = {name: x for name, x in family.given(10).items() if name in ("input_ids", "attention_mask")}
+    options = {**options, "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True}
+    want, got = (model.generate(**given, **options) for model in (theirs, ours))
+    check(torch.stack(got.logits), torch.stack(want.logits), 10 * family.gate)
+    assert torch.equal(want.sequences, got.sequences)
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)
+@torch.no_grad()
+def test_a_cache_filled_in_pieces(family: Family, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens at once after a past, which generation does not do."""
+    if not short:
+        monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
+    theirs = family.make()
+    ours = replace_attention(copy.deepcopy(theirs))
+    want, got = (_in_pieces(model, tokens(20)["input_ids"]) for model in (theirs, ours))
+    check(got, want, 10 * family.gate)
+
+
+def _in_pieces(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    name, given = "input_ids", {"use_cache": True}
+    if model.config.is_encoder_decoder:
+        name, given = "decoder_input_ids", {"input_ids": ids[:, :5]}
+    past, pieces = None, []
+    for start, stop in [(0, 9), (9, 10), (10, 20)]:
+        out = model(**{name: ids[:, start:stop]}, **given, past_key_values=past)
+        past = out.past_key_values
+        assert past is not None
+        pieces.append(out.logits)
+    return torch.cat(pieces, 1)

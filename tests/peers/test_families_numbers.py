@@ -1,0 +1,115 @@
+"""Every family with a drop-in against itself: outputs, gradients, names of weights, dropout."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peers.common import check
+from peers.families import FAMILIES, Family
+
+from relskew_core.huggingface import replace_attention
+from relskew_core.huggingface._attend import DropIn
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(params=["short", "long"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take the way of short inputs, or for the same inputs that of long ones."""
+    if request.param == "long":
+        monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
+        monkeypatch.setattr("relskew_core.huggingface._beit.HELD", 0)
+    return str(request.param)
+
+
+def both(family: Family) -> tuple[Any, Any]:
+    theirs = family.make()
+    ours = copy.deepcopy(theirs)
+    assert replace_attention(ours) is ours
+    return theirs, ours
+
+
+def drop_ins(model: Any) -> list[Any]:
+    return [part for part in model.modules() if isinstance(part, DropIn)]
+
+
+def given(family: Family, length: int, model: Any) -> dict[str, Any]:
+    """Make inputs anew, in the model's dtype: some models write into them."""
+    dtype = next(model.parameters()).dtype
+    found = family.given(length).items()
+    return {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else copy.deepcopy(x) for name, x in found
+    }
+
+
+def tensors(out: Any) -> list[Tensor]:
+    """What a model computes from what it attends to."""
+    found = out.values() if hasattr(out, "values") else out
+    return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.usefixtures("path")
+@torch.no_grad()
+def test_outputs(family: Family) -> None:
+    theirs, ours = both(family)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert len(drop_ins(ours)) == family.count
+    for length in family.lengths:
+        inputs = given(family, length, ours)
+        mask = None if family.pads else inputs["attention_mask"]
+        want, got = (tensors(model(**copy.deepcopy(inputs))) for model in (theirs, ours))
+        assert len(got) == len(want) > 0
+        for x, y in zip(got, want, strict=True):
+            check(_present(x, mask), _present(y, mask), family.gate)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.usefixtures("path")
+def test_gradients(family: Family) -> None:
+    """Of all parameters, in training."""
+    length = family.lengths[-2]
+    gradients = []
+    for model in both(family):
+        inputs = given(family, length, model)
+        out = model.train()(**inputs)
+        mask = getattr(out, "attention_mask", inputs.get("attention_mask"))
+        sum(_present(x, mask).square().sum() for x in tensors(out)).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    theirs, ours = gradients
+    largest = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)
+    assert theirs.keys() == ours.keys()
+    for name, want in theirs.items():
+        assert (ours[name] is None) == (want is None), name
+        if (
+            want is not None and want.norm() > max(1e-9, family.gate / 100) * largest
+        ):  # key biases: nothing but rounding
+            check(ours[name], want, max(10 * family.gate, 1e-7))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.usefixtures("path")
+@torch.no_grad()
+def test_dropout(family: Family) -> None:
+    """A share of nearly nothing is nothing, a share of a half is felt, and each call drops others."""
+    ours = replace_attention(family.make()).train()
+    inputs = given(family, 7, ours)
+    outs = [tensors(ours(**copy.deepcopy(inputs)))[0]]
+    for share in (1e-12, 0.5, 0.5):
+        for attention in drop_ins(ours):
+            drops = getattr(attention, attention.drops, None)
+            holder, name = (drops, "p") if isinstance(drops, torch.nn.Dropout) else (attention, attention.drops)
+            setattr(holder, name, share)
+        outs.append(tensors(ours(**copy.deepcopy(inputs)))[0])
+    still, nearly, *drawn = outs
+    check(nearly, still, 1e-4)
+    for x, y in [(drawn[0], still), (drawn[1], still), (drawn[0], drawn[1])]:
+        assert (x - y).norm() > 1e-3 * still.norm()
+
+
+def _present(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Leave out padding: some fill its logits, so that nothing flows back, where adding to them lets it flow."""
+    return x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x

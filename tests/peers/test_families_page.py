@@ -1,0 +1,47 @@
+"""The page of the drop-ins: its programs run, and its table of families is the code's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers.common import peer
+from peers.families import FAMILIES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 50}
+
+
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny random models stand in for those that the page downloads."""
+
+    def llama(name: str, **options: Any) -> Any:
+        return peer("transformers.LlamaForCausalLM")._from_config(peer("transformers.LlamaConfig")(**TINY), **options)
+
+    monkeypatch.setattr(
+        peer("transformers.T5ForConditionalGeneration"), "from_pretrained", lambda name: FAMILIES["T5"].make()
+    )
+    monkeypatch.setattr(peer("transformers.LlamaForCausalLM"), "from_pretrained", llama)
+    names: dict[str, Any] = {}
+    kinds = []
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+        kinds.append(
+            {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
+        )
+    assert len(kinds) == 3
+    assert "T5RelativeAttention" in kinds[0]
+    assert "alibi" in kinds[1]
+    assert "learned" in kinds[2]
+    names["model"](torch.arange(6)[None]).logits.sum().backward()
+    assert all(bias.grad is not None for bias in names["biases"])
+
+
+@pytest.mark.parametrize("family", sorted({name.split()[0] for name in FAMILIES}))
+def test_the_page_has_every_family(family: str) -> None:
+    table = PAGE[PAGE.index("## Families") : PAGE.index("## What to know")]
+    assert re.search(rf"^\| .*\b{re.escape(family)}\b", table, re.MULTILINE)
