@@ -8,6 +8,7 @@
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make check          the static checks
 #   make bench          time and memory beside what people use today
+#   make bench-options  the same for the options of a call, beside dense masks
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz check bench release-check clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz check bench bench-options release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -64,6 +65,9 @@ check: .venv/dev.stamp
 
 bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
+
+bench-options: .venv/bench.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
 
 release-check: .venv-release/stamp
 	.ci/release-check

@@ -76,7 +76,7 @@ class HeadScales:
             changed["rel_q"] = own if given.rel_q is not None else None
             changed["q"] = changed["q"] if given.rel_q is not None else changed["q"] + own
             of_rel_scale.append(found.rel_q * (given.q if given.rel_q is None else given.rel_q))
-        if found.key_table is not None and self.rel_scale is not None:
+        if found.key_table is not None and given.key_table is not None and self.rel_scale is not None:
             table = found.key_table * self.rel_scale[:, None, None]
             changed["key_table"] = table if given.key_table.ndim == 3 else self.xp.sum(table, axis=0)
             of_rel_scale.append(found.key_table * given.key_table)

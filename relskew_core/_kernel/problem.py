@@ -152,7 +152,7 @@ class Pattern:
             offset = check_offset("offset", offset)
             return Visibility(q.shape[-2], n_keys, offset, left, right, block_size, before, by_value)
         offsets, known = ragged_offsets(offset, q, xp=xp)
-        bounds = {"left": left, "right": right, "block_size": block_size, "blocks_before": before}
+        bounds: dict[str, Any] = {"left": left, "right": right, "block_size": block_size, "blocks_before": before}
         return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
 
 
