@@ -66,7 +66,8 @@ def attention(
         rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2))
         known = [x.shape[axis] for x, axis in rows_of if x is not None]
         span = oracles.default_span(known[0], causal=causal) if known else oracles.Reach(0, 0, "zero")
-    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size, "blocks_before": blocks_before}
+    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
+    pattern["blocks_before"] = blocks_before
     stands = (torch.arange(n) + offset, torch.arange(m)) if positions is None else positions
     visible, rows = pairs(*stands, span, heads=q.ndim > 2, **pattern)
     if segments is not None:

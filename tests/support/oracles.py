@@ -206,7 +206,8 @@ def relative_attention(
     scale = np.asarray(q.shape[-1] ** -0.5 if scale is None else scale)
     rel_scale = scale if rel_scale is None else np.asarray(rel_scale)
     n, m = q.shape[-2], k.shape[-2]
-    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size, "blocks_before": blocks_before}
+    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
+    pattern["blocks_before"] = blocks_before
     group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     mask = None if mask is None else np.broadcast_to(np.asarray(mask), (*q.shape[:-1], m))
 
