@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.interpreters import ad
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
@@ -36,6 +37,8 @@ LARGEST_ON_CPUS = 64
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
+    if any(isinstance(x, ad.JVPTracer) for x in call.given):
+        return "jax.jvp goes through the portable code alone"
     return Path(attention, attention_vjp, knows=KNOWN.union(Operands._fields))
 
 

@@ -460,6 +460,19 @@ def test_a_second_derivative_goes_through() -> None:
     close(second("native"), np.asarray(second("portable")), 1e-10, "q")
 
 
+def test_forward_mode_takes_the_portable_code() -> None:
+    case = dense.Case("forward mode", n=5, m=5, span=Span.causal(5), options={"causal": True, "chunk_size": 2})
+    arrays = on_jax(case.arrays())
+
+    def push(impl: str) -> Any:
+        return run(lambda x: jax.jvp(lambda x: relative_attention(**x, **case.call(), impl=impl), (x,), (x,)), arrays)
+
+    for found, expected in zip(push("auto"), push("portable"), strict=True):
+        close(found, np.asarray(expected), 0.0, "both")
+    with pytest.raises(ValueError, match=r"no native path for this call: jax\.jvp goes through the portable code"):
+        push("native")
+
+
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
 def test_no_queries_and_no_keys(n: int, m: int) -> None:
     case = dense.Case("empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias", mask="additive")
