@@ -11,16 +11,18 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.interpreters import ad
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
-from relskew_core._kernel.chunk import chunk_size
+from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax import backward as jax_backward
 from relskew_core.backends._jax import forward as jax_forward
+from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.offsets import split
 from relskew_core.backends._path import Path
 
@@ -29,9 +31,14 @@ KNOWN = frozenset(Operands._fields) | {
 }
 """The arrays and options that the loops know: all of them."""
 
+LARGEST_ON_CPUS = 64
+"""Queries of a chunk at most: a turn of a loop costs little, and every query more is work on hidden keys."""
+
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
+    if any(isinstance(x, ad.JVPTracer) for x in call.given):
+        return "jax.jvp goes through the portable code alone"
     return Path(attention, attention_vjp, knows=KNOWN.union(Operands._fields))
 
 
@@ -46,33 +53,36 @@ def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any
     return jax_backward.attention_vjp(Cotangents(d_out, **results), *_prepared(operands, options))
 
 
-def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options]:
-    """Return a call whose options are constants, and its chunk size known."""
+def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, Ranges | None]:
+    """Return a call whose options are constants, its chunk size known; and the keys of its documents if they are."""
     operands, options = split(operands, options)
-    options = replace(options, visibility=options.visibility.bounded())  # XLA counts in 32 bits
-    if options.chunk_size is not None:
-        return operands, options
-    cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
-    return operands, replace(options, chunk_size=chunk_size(operands, options, cpu=cpu))
+    options, documents = replace(options, visibility=options.visibility.bounded()), documents_of(operands)
+    size = options.chunk_size
+    if size is None:
+        cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+        size = chunk_size(operands, options, documents, cpu=cpu)
+        size = min(size, LARGEST_ON_CPUS) if cpu else size
+    return operands, replace(options, chunk_size=size), Ranges.of(options, size, documents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
-    return jax_forward.attention(operands, options)
+def _attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
+    return jax_forward.attention(operands, options, ranges)
 
 
-def _forward(operands: Operands, options: Options) -> tuple[tuple[Array, Array | None], tuple[Operands, Array]]:
-    out, lse = jax_forward.attention(operands, options)
-    return (out, lse), (operands, out)
+Kept = tuple[Operands, Ranges | None, Array]
 
 
-def _backward(
-    options: Options, kept: tuple[Operands, Array], cotangents: tuple[Array, Array | None]
-) -> tuple[Operands]:
-    operands, out = kept
+def _forward(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[tuple[Array, Array | None], Kept]:
+    out, lse = jax_forward.attention(operands, options, ranges)
+    return (out, lse), (operands, ranges, out)
+
+
+def _backward(options: Options, kept: Kept, cotangents: tuple[Array, Array | None]) -> tuple[Operands, None]:
+    operands, ranges, out = kept
     d_out, d_lse = cotangents
-    gradients = jax_backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, options)
-    return (Operands(**{name: getattr(gradients, name) for name in DIFFERENTIABLE}),)
+    gradients = jax_backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, options, ranges)
+    return Operands(**{name: getattr(gradients, name) for name in DIFFERENTIABLE}), None
 
 
 _attention.defvjp(_forward, _backward)

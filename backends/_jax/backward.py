@@ -17,13 +17,13 @@ from relskew_core._kernel.forward import capped_gradient, grouped_matmul
 from relskew_core._kernel.sums import sum_to
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.columns import Columns
-from relskew_core.backends._jax.loops import ChunkPlace, Loop
+from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
 
 
 @partial(jax.jit, static_argnames="options")
-def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options) -> Gradients:
+def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, ranges: Ranges | None) -> Gradients:
     """Return the gradients of every operand, ``None`` for a boolean mask."""
-    call = ScannedCall.of(operands, options)
+    call = ScannedCall.of(operands, options, ranges)
     tables = {name: table for name in TABLES if (table := getattr(call, name, None)) is not None}
     like = {
         "q": operands.q,

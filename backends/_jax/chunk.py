@@ -17,7 +17,7 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
 from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.columns import Columns
-from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
+from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan, Ranges
 from relskew_core.backends._jax.offsets import AnyOffset, in_small_numbers
 
 
@@ -35,10 +35,10 @@ class ScannedCall:
     drawn: tuple[Array, Array] | None  # with dropout, hashes of queries (..., H, Lq, 1) and of keys (Lk,)
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> ScannedCall:
+    def of(cls, operands: Operands, options: Options, ranges: Ranges | None) -> ScannedCall:
         """Plan a call whose chunk size is known."""
         assert options.chunk_size is not None
-        plan = LoopPlan.of(options, options.chunk_size)
+        plan = LoopPlan.of(options, options.chunk_size, ranges)
         bias = None if operands.rel_bias is None else operands.rel_bias[..., None]
         rel_k, rel_v, rel_bias = (
             Columns.of(rows, options, plan.low, plan.high) for rows in (operands.rel_k, operands.rel_v, bias)

@@ -13,13 +13,13 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
-from relskew_core.backends._jax.loops import ChunkPlace, Loop
+from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
 
 
 @partial(jax.jit, static_argnames="options")
-def attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
+def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    call = ScannedCall.of(operands, options)
+    call = ScannedCall.of(operands, options, ranges)
     shape, dtype = operands.q.shape[:-1], operands.q.dtype
     results = (
         jnp.zeros((*shape, operands.v.shape[-1]), dtype=dtype),

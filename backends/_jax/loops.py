@@ -7,13 +7,17 @@ as many keys form one loop; a causal pattern is cut into a few, so that little o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Options
+from relskew_core._positions.labels import Documents
 
 LOOPS = 6
 """At most this many loops: compiling takes time by the loop, and of a triangle 1 / LOOPS is worked on in vain."""
@@ -30,6 +34,34 @@ class ChunkPlace(NamedTuple):
     first: Array  # first key
     seen_first: Array  # keys that some query of the chunk may see …
     seen_end: Array  # … up to this one
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["first", "end"], meta_fields=["longest"])
+@dataclass(frozen=True)
+class Ranges:
+    """The keys of each chunk's documents, where they are known: numbers that a compiled loop is given."""
+
+    first: Array  # of each chunk
+    end: Array
+    longest: int  # at least so many keys as any chunk sees: a power of two, or every batch would be compiled anew
+
+    @classmethod
+    def of(cls, options: Options, size: int, documents: Documents | None) -> Ranges | None:
+        """Return the ranges of a call's chunks, ``None`` where nobody knows them, or they leave out too little."""
+        if documents is None:
+            return None
+        starts, _, n = _starts(options.visibility.n_queries, size)
+        pairs = []
+        for start in starts:
+            first, end = options.visibility.keys(start, start + n)
+            first_of, end_of = documents.keys(start, start + n)
+            first = max(first, first_of)
+            pairs.append((first, max(first, min(end, end_of))))
+        longest = 1 << max(0, max(end - first for first, end in pairs) - 1).bit_length()
+        if 2 * longest > options.visibility.n_keys:
+            return None
+        firsts, ends = (jnp.asarray(x, dtype=jnp.int32) for x in zip(*pairs, strict=True))
+        return cls(firsts, ends, longest)
 
 
 @dataclass(frozen=True)
@@ -55,19 +87,19 @@ class LoopPlan:
     high: int
 
     @classmethod
-    def of(cls, options: Options, size: int) -> LoopPlan:
+    def of(cls, options: Options, size: int, ranges: Ranges | None = None) -> LoopPlan:
         """Cut a call into chunks of at most ``size`` queries; those that see no key are left out."""
-        visibility = options.visibility
-        n_queries = visibility.n_queries
-        count = -(-n_queries // size)
-        n = -(-n_queries // max(count, 1))
-        chunks = []
-        for fresh in range(0, n_queries, max(n, 1)):
-            start = min(fresh, n_queries - n)
-            first, end = visibility.keys(start, start + n)
-            if first < end:
-                chunks.append((start, fresh, first, end))
-        loops = [_loop(options, part, n) for part in _parts(chunks)]
+        starts, freshs, n = _starts(options.visibility.n_queries, size)
+        if ranges is None:
+            chunks = [
+                (start, fresh, first, end)
+                for start, fresh in zip(starts, freshs, strict=True)
+                for first, end in [options.visibility.keys(start, start + n)]
+                if first < end
+            ]
+            loops = [_loop(options, part, n) for part in _parts(chunks)]
+        else:
+            loops = [_loop_of_ranges(options, starts, freshs, n, ranges)]
         lows, highs = [loop.low[0] for loop in loops], [loop.low[1] + loop.width - 1 for loop in loops]
         return cls(loops, min(lows, default=0), max(highs, default=0))
 
@@ -96,17 +128,35 @@ def _parts(chunks: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int,
     return parts
 
 
+def _starts(n_queries: int, size: int) -> tuple[list[int], list[int], int]:
+    """Return the first query of each chunk, the first that no chunk before has had, and how many a chunk has."""
+    count = -(-n_queries // size)
+    n = -(-n_queries // max(count, 1))
+    freshs = list(range(0, n_queries, max(n, 1)))
+    return [min(fresh, n_queries - n) for fresh in freshs], freshs, n
+
+
 def _loop(options: Options, chunks: list[tuple[int, int, int, int]], n: int) -> Loop:
-    visibility = options.visibility
     start, fresh, seen_first, seen_end = (np.asarray(column, dtype=np.int32) for column in zip(*chunks, strict=True))
     m = int((seen_end - seen_first).max())
-    first = np.minimum(seen_first, visibility.n_keys - m)
+    first = np.minimum(seen_first, options.visibility.n_keys - m)
     places = ChunkPlace(start, fresh, first, seen_first, seen_end)
-    overlap, unseen = bool((fresh > start).any()), bool((seen_end - seen_first < m).any())
-    low, high = reach(options)
-    if visibility.by_value:
+    ahead = int((start - first).min()), int((start - first).max())
+    return _laid(options, places, n, m, ahead, unseen=bool((seen_end - seen_first < m).any()))
+
+
+def _loop_of_ranges(options: Options, starts: list[int], freshs: list[int], n: int, ranges: Ranges) -> Loop:
+    m, (start, fresh) = ranges.longest, (np.asarray(x, dtype=np.int32) for x in (starts, freshs))
+    last = options.visibility.n_keys - m
+    places = ChunkPlace(start, fresh, jnp.minimum(ranges.first, last), ranges.first, ranges.end)
+    return _laid(options, places, n, m, (starts[0] - last, starts[-1]), unseen=True)
+
+
+def _laid(options: Options, places: ChunkPlace, n: int, m: int, ahead: tuple[int, int], *, unseen: bool) -> Loop:
+    """Lay out a loop whose chunks' first queries are ``ahead`` of their first keys by so much at least and at most."""
+    overlap, (low, high) = bool((places.fresh > places.start).any()), reach(options)
+    if options.visibility.by_value:
         return Loop(places, n, m, 0, high - low + 1, (low, low), overlap, unseen)
-    spare = n if n > 1 else 0
-    ahead = visibility.offset + int((start - first).min()), visibility.offset + int((start - first).max())
-    width = min(max(high + spare + ahead[1] + 1, m + (n > 1)), spare + m)
-    return Loop(places, n, m, spare, width, (-ahead[1] - spare, -ahead[0] - spare), overlap, unseen)
+    spare, (least, most) = n if n > 1 else 0, (options.visibility.offset + x for x in ahead)
+    width = min(max(high + spare + most + 1, m + (n > 1)), spare + m)
+    return Loop(places, n, m, spare, width, (-most - spare, -least - spare), overlap, unseen)

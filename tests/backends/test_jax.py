@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import dense
 import oracles
 import strategies
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import Options
+from relskew_core._kernel.call import Arguments, Options
+from relskew_core._kernel.chunk import documents_of
+from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 
 jax = pytest.importorskip("jax")
@@ -103,6 +106,45 @@ def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
         close(getattr(gradients, name), getattr(pulled, name), 1e-10, name)
 
 
+KNOWN = [
+    dense.Case("in order", n=40, m=40, tables="rel_k rel_v rel_bias key_table", span=Span.full(40),
+               labels={"segments": [i // 5 for i in range(40)]}, options={"causal": True, "chunk_size": 6}),
+    dense.Case("others for keys, of which some have no query", n=21, m=64, span=Span.clipped(3), tables="rel_k rel_v",
+               labels={"segments": ([7, 7, *range(6, -13, -1)], [i // 4 for i in range(64)])},
+               options={"offset": 5, "chunk_size": 4}),
+    dense.Case("at positions", n=32, m=32, span=Span.clipped(3), tables="rel_k rel_v key_table",
+               labels={"segments": [i // 4 for i in range(32)], "positions": (list(range(64, 0, -2)), list(range(32)))},
+               options={"chunk_size": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "keys"), [*zip(KNOWN, (16, 32, 4), strict=True)], ids=str)
+def test_keys_of_other_documents_are_left_out_where_segments_are_known(case: dense.Case, keys: int) -> None:
+    arrays = on_jax(case.arrays())
+    call = problem(Arguments(**arrays, **case.call()))
+    size = case.options["chunk_size"]
+    ranges = plans.Ranges.of(call.options, size, documents_of(call.given))
+    assert [loop.m for loop in plans.LoopPlan.of(call.options, size, ranges).loops] == [keys]
+    labels = {name: arrays.pop(name) for name in case.labels}
+
+    def both(arrays: Any) -> Any:  # labels that a compiled function closes over are known
+        out, pull = jax.vjp(lambda x: relative_attention(**x, **labels, **case.call(), impl="native"), arrays)
+        return out, pull(jnp.asarray(case.d_out()))[0]
+
+    out, gradients = run(both, arrays)
+    expected: Any = relative_attention(**case.arrays(), **case.call())
+    close(out, expected, 1e-12, "out")
+    pulled = relative_attention_vjp(case.d_out(), **case.arrays(), **case.call())
+    for name in arrays:
+        close(gradients[name], getattr(pulled, name), 1e-10, name)
+
+
+def test_documents_that_leave_out_little_go_by_the_pattern() -> None:
+    case = dense.Case("one long", n=40, m=40, tables="", labels={"segments": [i // 30 for i in range(40)]})
+    call = problem(Arguments(**on_jax(case.arrays())))
+    assert plans.Ranges.of(call.options, 8, documents_of(call.given)) is None
+
+
 def test_every_option_has_a_case() -> None:
     assert set(EVERY_OPTION) <= {case.name for case in dense.CASES}
 
@@ -170,8 +212,7 @@ def test_a_key_of_jax_drops_the_same_in_both_passes(new: bool) -> None:
 
         return jax.value_and_grad(total)(arrays)
 
-    native, portable = (run(lambda *x, impl=impl: pull(*x, impl), on_jax(case.arrays()), key)
-                        for impl in ("native", "portable"))  # fmt: skip
+    native, portable = (run(partial(pull, impl=impl), on_jax(case.arrays()), key) for impl in ("native", "portable"))
     jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, "gradients"), native, portable)
 
 
@@ -417,6 +458,19 @@ def test_a_second_derivative_goes_through() -> None:
         return run(jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(slope)(q)))), arrays["q"])
 
     close(second("native"), np.asarray(second("portable")), 1e-10, "q")
+
+
+def test_forward_mode_takes_the_portable_code() -> None:
+    case = dense.Case("forward mode", n=5, m=5, span=Span.causal(5), options={"causal": True, "chunk_size": 2})
+    arrays = on_jax(case.arrays())
+
+    def push(impl: str) -> Any:
+        return run(lambda x: jax.jvp(lambda x: relative_attention(**x, **case.call(), impl=impl), (x,), (x,)), arrays)
+
+    for found, expected in zip(push("auto"), push("portable"), strict=True):
+        close(found, np.asarray(expected), 0.0, "both")
+    with pytest.raises(ValueError, match=r"no native path for this call: jax\.jvp goes through the portable code"):
+        push("native")
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
