@@ -1,4 +1,4 @@
-"""Random calls with every option at once, and their gradients, against plain loops and autograd of the dense formula."""
+"""Random calls with every option at once, and their gradients: plain loops, and autograd of the dense formula."""
 
 from __future__ import annotations
 
