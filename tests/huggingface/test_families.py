@@ -134,7 +134,7 @@ def test_a_bias_without_its_attention_stays() -> None:
 
 def test_a_module_in_two_places_is_replaced_by_one() -> None:
     attention = conformer("FastSpeech2ConformerAttention")
-    model = replace_attention(torch.nn.ModuleDict({"a": attention, "b": torch.nn.ModuleList([attention])}))
+    model: Any = replace_attention(torch.nn.ModuleDict({"a": attention, "b": torch.nn.ModuleList([attention])}))
     assert model["a"] is model["b"][0]
 
 
