@@ -35,10 +35,10 @@ def main(
     docs: Annotated[bool, typer.Option(help="Rewrite the table of docs/huggingface.md, and store the record.")] = False,
     record: Annotated[Path | None, typer.Option(help="Measure nothing: show, or document, this record.")] = None,
 ) -> None:
-    """Time models of transformers beside themselves with their attention replaced, side by side, medians."""
+    """Time models of transformers beside themselves with their attention replaced: CPU time of one thread, medians."""
     if record is None:
         torch.set_num_threads(1)
-        result: dict[str, Any] = {"machine": machine.describe(), "rows": []}
+        result: dict[str, Any] = {"machine": machine.describe() | {"clock": "CPU time of one thread"}, "rows": []}
         for name in only or MODELS:
             result["rows"].extend(measured(name, MODELS[name], longest, budget))
             print(result["rows"][-1], file=sys.stderr)
@@ -84,13 +84,13 @@ def alternate(calls: list[Callable[[], Any]], budget: float) -> list[float]:
     The first turn warms up, and counts only where the budget is spent with it.
     """
     times: list[list[float]] = [[] for _ in calls]
-    began = time.perf_counter()
-    while len(times[0]) < 2 or time.perf_counter() - began < budget:
+    began = time.process_time()
+    while len(times[0]) < 2 or time.process_time() - began < budget:
         for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             call()
-            taken.append(time.perf_counter() - start)
-        if time.perf_counter() - began > budget:
+            taken.append(time.process_time() - start)
+        if time.process_time() - began > budget:
             break
     return [statistics.median(taken[1:] or taken) for taken in times]
 
@@ -108,9 +108,9 @@ def _peak(call: Callable[[], Any]) -> tuple[int | None, float]:
 
     def timed() -> None:
         nonlocal seconds
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
 
     return resident_peak(timed), seconds
 

@@ -79,9 +79,10 @@ class BeitRelativeAttention(DropIn):
         bias = attention_mask
         held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.attention_dropout > 0)
         if isinstance(bias, GridBias) and not held:
+            mask = None if bias.mask is None else bias.mask.to(q.dtype)
             out: Any = relative_attention_2d(
-                q, k, v, rel_bias=bias.table.flip(1, 2), prefix_bias=bias.outside, prefix=(1, 1), q_grid=bias.grid,
-                k_grid=bias.grid, mask=bias.mask,
+                q, k, v, rel_bias=bias.table.flip(1, 2).to(q.dtype), prefix_bias=bias.outside.to(q.dtype),
+                prefix=(1, 1), q_grid=bias.grid, k_grid=bias.grid, mask=mask,
             )  # fmt: skip
         else:
             out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias, held=True)

@@ -37,15 +37,15 @@ def dense(
 ) -> Tensor:
     """Attend as ``relative_attention``, in products of whole matrices; of any length while torch exports."""
     exporting = torch.compiler.is_exporting()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rel_scale = scale if rel_scale is None else rel_scale
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    rel_factor = factor if rel_scale is None else rel_scale
     n, m = q.shape[-2], k.shape[-2]
     places = (_Symbolic if exporting else _Known)(Span(0, 0, "zero") if span is None else span, n, m, offset)
     terms = []
     if rel_k is not None:
-        terms.append(places.logits((q if rel_q is None else rel_q) * rel_scale, rel_k))
+        terms.append(places.logits((q if rel_q is None else rel_q) * rel_factor, rel_k))
     if key_table is not None:
-        terms.append(places.from_keys().logits(k * rel_scale, key_table.flip(-2)).mT)
+        terms.append(places.from_keys().logits(k * rel_factor, key_table.flip(-2)).mT)
     if rel_bias is not None:
         terms.append(places.bias(rel_bias))
     left, right = (None, None) if window is None else window
@@ -60,9 +60,11 @@ def dense(
         if bias is not None and bias.ndim == 3:  # which torch's fused kernel does not take
             bias = bias[None]
         return scaled_dot_product_attention(
-            q, k, v, bias, dropout, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
+            q, k, v, bias, dropout, scale=factor, enable_gqa=q.shape[-3] != k.shape[-3]
         )  # fmt: skip
-    weights = torch.softmax(_sum([q @ k.mT * scale, *terms]), -1)
+    if q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
+    weights = torch.softmax(_sum([q @ k.mT * factor, *terms]), -1)
     weights = torch.dropout(weights, dropout, train=dropout > 0)
     out = weights @ v
     return out if rel_v is None else out + places.values(weights, rel_v)

@@ -12,7 +12,7 @@ HEADS, D, E, LENGTH = 2, 4, 8, 9
 Tensor = torch.Tensor
 
 
-def module(kind: str, *linears: str, **attributes: Any) -> nn.Module:
+def module(kind: str, *linears: str, **attributes: Any) -> Any:
     """Return a module of a class of that name with linear layers from and to the width, and other attributes."""
     made = type(kind, (nn.Module,), {})()
     for name in linears:
@@ -40,7 +40,7 @@ def boolean() -> Tensor:
     return (additive() == 0).expand(2, 1, LENGTH, LENGTH)
 
 
-def conformer(kind: str) -> nn.Module:
+def conformer(kind: str) -> Any:
     return module(
         kind, "linear_q", "linear_k", "linear_v", "linear_out", "linear_pos", num_heads=HEADS, dropout=nn.Dropout(0.25),
         pos_bias_u=numbers(HEADS, D), pos_bias_v=numbers(HEADS, D), position_embeddings_type="relative",
@@ -48,20 +48,20 @@ def conformer(kind: str) -> nn.Module:
     )  # fmt: skip
 
 
-def relative_key() -> nn.Module:
+def relative_key() -> Any:
     made = conformer("Wav2Vec2BertSelfAttention")
     made.position_embeddings_type = "relative_key"
     return made
 
 
-def parakeet() -> nn.Module:
+def parakeet() -> Any:
     return module(
         "ParakeetEncoderAttention", "q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj", head_dim=D,
         attention_dropout=0.25, bias_u=numbers(HEADS, D), bias_v=numbers(HEADS, D),
     )  # fmt: skip
 
 
-def wavlm() -> nn.Module:
+def wavlm() -> Any:
     return module(
         "WavLMAttention", "q_proj", "k_proj", "v_proj", "out_proj", num_heads=HEADS, dropout=0.25, num_buckets=8,
         max_distance=5, rel_attn_embed=nn.Embedding(8, HEADS), gru_rel_pos_linear=nn.Linear(D, 8),
@@ -69,7 +69,7 @@ def wavlm() -> nn.Module:
     )  # fmt: skip
 
 
-def umt5() -> nn.Module:
+def umt5() -> Any:
     return module(
         "UMT5Attention", "q", "k", "v", "o", n_heads=HEADS, dropout=0.25, layer_idx=0, is_decoder=False,
         is_causal=False, relative_attention_num_buckets=8, relative_attention_max_distance=5,
@@ -77,7 +77,7 @@ def umt5() -> nn.Module:
     )  # fmt: skip
 
 
-def deberta(version: int) -> nn.Module:
+def deberta(version: int) -> Any:
     shared = {
         "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "num_attention_heads": HEADS,
         "max_relative_positions": 7, "pos_dropout": nn.Dropout(0.0), "dropout": nn.Dropout(0.25),
@@ -93,21 +93,21 @@ def deberta(version: int) -> nn.Module:
     )  # fmt: skip
 
 
-def mpt() -> nn.Module:
+def mpt() -> Any:
     return module(
         "MptAttention", "out_proj", Wqkv=nn.Linear(E, 3 * E), n_heads=HEADS, attn_dropout_p=0.25, clip_qkv=2.0,
         softmax_scale=0.5, layer_idx=0,
     )  # fmt: skip
 
 
-def bloom() -> nn.Module:
+def bloom() -> Any:
     return module(
         "BloomAttention", "dense", query_key_value=nn.Linear(E, 3 * E), num_heads=HEADS, inv_norm_factor=0.5,
         hidden_dropout=0.0, attention_dropout=nn.Dropout(0.25), layer_idx=0,
     )  # fmt: skip
 
 
-def xlnet() -> nn.Module:
+def xlnet() -> Any:
     weights = {name: numbers(E, HEADS, D) for name in "qkvor"}
     biases = {f"r_{name}_bias": numbers(HEADS, D) for name in "rsw"}
     return module(
@@ -123,7 +123,7 @@ class Convolution(nn.Module):
         return states
 
 
-def inkling(*, sliding: bool) -> nn.Module:
+def inkling(*, sliding: bool) -> Any:
     config = type("Config", (), {"log_scaling_n_floor": 4, "log_scaling_alpha": 0.1})()
     return module(
         "InklingAttention", "q_proj", "k_proj", "v_proj", "o_proj", "r_proj", head_dim=D, num_heads=HEADS,
@@ -133,7 +133,7 @@ def inkling(*, sliding: bool) -> nn.Module:
     )  # fmt: skip
 
 
-def beit() -> nn.Module:
+def beit() -> Any:
     attention = module(
         "BeitAttention", "q_proj", "k_proj", "v_proj", "o_proj", num_attention_heads=HEADS, attention_dropout=0.0
     )
@@ -165,7 +165,7 @@ def alibi() -> Tensor:
     return torch.arange(LENGTH, dtype=torch.float64).expand(2 * HEADS, 1, LENGTH) * -0.1
 
 
-STAND_INS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "wav2vec2": (
         lambda: conformer("Wav2Vec2ConformerSelfAttention"),
         lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],

@@ -45,7 +45,8 @@ def test_a_cache_filled_in_pieces(family: Family, short: bool, monkeypatch: pyte
 
 
 def _in_pieces(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    name, given = "input_ids", {"use_cache": True}
+    name = "input_ids"
+    given: dict[str, Any] = {"use_cache": True}
     if model.config.is_encoder_decoder:
         name, given = "decoder_input_ids", {"input_ids": ids[:, :5]}
     past, pieces = None, []

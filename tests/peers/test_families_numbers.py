@@ -67,6 +67,20 @@ def test_outputs(family: Family) -> None:
             check(_present(x, mask), _present(y, mask), family.gate)
 
 
+@pytest.mark.parametrize("name", ["T5 sdpa", "WavLM", "DeBERTa-v2", "BEiT", "Swinv2", "Parakeet", "MPT"])
+@pytest.mark.usefixtures("path")
+@torch.no_grad()
+def test_autocast(name: str) -> None:
+    """Products in bfloat16, while biases and tables are float32."""
+    family = FAMILIES[name]
+    theirs = family.make().float()
+    ours = replace_attention(copy.deepcopy(theirs))
+    inputs = given(family, family.lengths[-1], ours)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = (tensors(model(**copy.deepcopy(inputs)))[0].float() for model in (theirs, ours))
+    check(got, want, 0.05)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.usefixtures("path")
 def test_gradients(family: Family) -> None:
@@ -77,7 +91,7 @@ def test_gradients(family: Family) -> None:
         inputs = given(family, length, model)
         out = model.train()(**inputs)
         mask = getattr(out, "attention_mask", inputs.get("attention_mask"))
-        sum(_present(x, mask).square().sum() for x in tensors(out)).backward()
+        torch.stack([_present(x, mask).square().sum() for x in tensors(out)]).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     theirs, ours = gradients
     largest = max(float(gradient.norm()) for gradient in theirs.values() if gradient is not None)

@@ -13,7 +13,14 @@ from benchmarks.families import __main__ as cli
 from benchmarks.families.models import MODELS, Model
 
 ROOT = Path(__file__).parents[2]
-MACHINE = {"cpu": "a processor", "load_average": 0.7, "versions": {"torch": "2"}, "date": "2026-01-01", "cores": 2}
+MACHINE = {
+    "clock": "Time",
+    "cpu": "a processor",
+    "load_average": 0.7,
+    "versions": {"torch": "2"},
+    "date": "2026-01-01",
+    "cores": 2,
+}
 
 
 def test_calls_take_turns() -> None:

@@ -1,0 +1,60 @@
+"""Attention that holds its logits, with known and with symbolic lengths, against plain loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from relskew_core import Span
+from relskew_core.huggingface._dense import dense
+
+H, D = 4, 3
+ZERO, CLIP = Span(2, 1, "zero"), Span(2, 1, "clip")
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "nothing": (5, 5, {}),
+    "a step": (1, 6, {"causal": True, "offset": 5, "span": CLIP, "rel_bias": (H, 4)}),
+    "causal after a past": (3, 7, {"causal": True, "offset": 4, "span": CLIP, "rel_k": (H, 4, D), "scale": 1.0}),
+    "a window": (6, 6, {"window": (2, 1), "span": ZERO, "rel_k": (4, 2), "rel_q": (2, H, 6, 2), "rel_scale": 0.3}),
+    "the past of a window": (6, 6, {"window": (2, None), "causal": True}),
+    "values": (5, 4, {"span": ZERO, "rel_k": (4, D), "rel_v": (4, D), "rel_bias": (H, 4)}),
+    "keys that meet a table": (4, 6, {"span": CLIP, "key_table": (H, 4, D), "offset": 1}),
+    "all far in the past": (2, 3, {"span": CLIP, "rel_bias": (H, 4), "offset": 20}),
+}
+
+
+@pytest.mark.parametrize("exporting", [False, True])
+@pytest.mark.parametrize("mask", [None, "additive", "boolean"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dense(case: str, mask: str | None, groups: int, exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    n, m, given = CASES[case]
+    if "key_table" in given and groups > 1:
+        pytest.skip("no family has it with fewer heads of keys")
+    q, k, v = draw(2, H, n, D), draw(2, H // groups, m, D), draw(2, H // groups, m, D)
+    options = {name: draw(*x) if isinstance(x, tuple) and name not in ("window",) else x for name, x in given.items()}
+    hidden = draw(2, 1, n, m)
+    hidden[..., 0] = 1.0  # each query sees one key
+    if mask is not None:
+        options["mask"] = hidden if mask == "additive" else hidden > 0
+    got = dense(q, k, v, **options)
+    arrays: dict[str, Any] = {
+        name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items() if name != "rel_k"
+    }
+    rel_k = options.get("rel_k")
+    span = arrays.pop("span", Span(0, 0, "zero"))
+    want = oracles.relative_attention(
+        q.numpy(), k.numpy(), v.numpy(), None if rel_k is None else rel_k.numpy(), span, **arrays
+    ).out
+    seen = np.isfinite(got.numpy())  # a query that sees nothing has no softmax where this is exported
+    assert seen.all() or exporting
+    assert oracles.relative_error(got.numpy()[seen], want[seen]) < 1e-12
