@@ -141,9 +141,8 @@ def write(result: dict[str, Any], page: Path) -> None:
         raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
     where = result["machine"]
     busy = f", which others used as well (load {where['load_average']})" if where["load_average"] >= 0.5 else ""
-    caption = (
-        f"Measured on one thread of {where['cpu']}{busy}, torch {where['versions']['torch']}, {where['date'][:10]}."
-    )
+    torch_version, day = where["versions"]["torch"], where["date"][:10]
+    caption = f"{where['clock']} of {where['cpu']}{busy}, torch {torch_version}, {day}."
     page.write_text(f"{before}{BEGIN}\n\n{caption}\n\n{markdown(table(result))}\n\n{END}{after}", encoding="utf-8")
 
 

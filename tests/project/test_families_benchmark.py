@@ -14,7 +14,7 @@ from benchmarks.families.models import MODELS, Model
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {
-    "clock": "Time",
+    "clock": "Time of a thread",
     "cpu": "a processor",
     "load_average": 0.7,
     "versions": {"torch": "2"},
@@ -74,7 +74,7 @@ def test_the_page_keeps_what_stands_around(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "which others used as well (load 0.7)" in text
+    assert "Time of a thread of a processor, which others used as well (load 0.7), torch 2, 2026-01-01." in text
     page.write_text("nothing")
     with pytest.raises(ValueError, match="must have the lines"):
         cli.write(record(), page)
