@@ -181,7 +181,8 @@ def test_positions_that_are_not_known_give_nan_where_a_table_should_have_reached
         attend(on_jax(case.arrays()), stands)
     out = np.asarray(run(attend, on_jax(case.arrays()), stands))
     # The third query sees four keys ahead, the last one none at all: what is hidden needs no row.
-    assert np.isnan(out).all(axis=-1)[0, 0].tolist() == [True, True, True, False, True, True, False]
+    missing: Any = np.isnan(out).all(axis=-1)
+    assert missing[0, 0].tolist() == [True, True, True, False, True, True, False]
     assert not out[..., 6, :].any()
 
 
