@@ -23,6 +23,7 @@ from relskew_core._positions.span import Span
 from relskew_core.backends._jax import backward as jax_backward
 from relskew_core.backends._jax import forward as jax_forward
 from relskew_core.backends._jax.loops import Ranges
+from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
 from relskew_core.backends._path import Path
 
@@ -50,7 +51,8 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
 
 def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any, **results: Array | None) -> Gradients:
     """Return the gradients of every operand."""
-    return jax_backward.attention_vjp(Cotangents(d_out, **results), *_prepared(operands, options))
+    cotangents, operands = varying((Cotangents(d_out, **results), operands), axes_of((d_out, results, operands)))
+    return jax_backward.attention_vjp(cotangents, *_prepared(operands, options))
 
 
 def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, Ranges | None]:
@@ -62,7 +64,8 @@ def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, 
         cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
         size = chunk_size(operands, options, documents, cpu=cpu)
         size = min(size, LARGEST_ON_CPUS) if cpu else size
-    return operands, replace(options, chunk_size=size), Ranges.of(options, size, documents)
+    ranges = Ranges.of(options, size, documents)
+    return varying(operands, axes_of(operands)), replace(options, chunk_size=size), ranges
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

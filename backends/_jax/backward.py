@@ -18,6 +18,7 @@ from relskew_core._kernel.sums import sum_to
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.columns import Columns
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
+from relskew_core.backends._jax.manual import axes_of, varying
 
 
 @partial(jax.jit, static_argnames="options")
@@ -33,7 +34,7 @@ def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, 
         "mask": operands.mask if operands.mask is not None and operands.mask.dtype != bool else None,
         **{name: table.columns for name, table in tables.items()},
     }
-    sums = Gradients(**jax.tree.map(jnp.zeros_like, like))
+    sums = varying(Gradients(**jax.tree.map(jnp.zeros_like, like)), axes_of((cotangents, operands)))
     with jax.named_scope("relative_attention_vjp"):
         for loop in call.plan.loops:
             sums, _ = lax.scan(partial(_step, call, loop, cotangents), sums, loop.places)

@@ -14,6 +14,7 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
+from relskew_core.backends._jax.manual import axes_of, varying
 
 
 @partial(jax.jit, static_argnames="options")
@@ -25,6 +26,7 @@ def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tu
         jnp.zeros((*shape, operands.v.shape[-1]), dtype=dtype),
         jnp.full((*shape, 1), -math.inf, dtype=dtype) if options.return_lse else None,
     )
+    results = varying(results, axes_of(operands))
     with jax.named_scope("relative_attention"):
         for loop in call.plan.loops:
             results, _ = lax.scan(partial(_step, call, loop), results, loop.places)

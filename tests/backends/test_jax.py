@@ -181,7 +181,8 @@ def test_positions_that_are_not_known_give_nan_where_a_table_should_have_reached
         attend(on_jax(case.arrays()), stands)
     out = np.asarray(run(attend, on_jax(case.arrays()), stands))
     # The third query sees four keys ahead, the last one none at all: what is hidden needs no row.
-    assert np.isnan(out).all(axis=-1)[0, 0].tolist() == [True, True, True, False, True, True, False]
+    missing: Any = np.isnan(out).all(axis=-1)
+    assert missing[0, 0].tolist() == [True, True, True, False, True, True, False]
     assert not out[..., 6, :].any()
 
 
@@ -471,6 +472,28 @@ def test_forward_mode_takes_the_portable_code() -> None:
         close(found, np.asarray(expected), 0.0, "both")
     with pytest.raises(ValueError, match=r"no native path for this call: jax\.jvp goes through the portable code"):
         push("native")
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["plain", "offset, segments and seed by device"])
+def test_a_call_may_stand_in_shard_map(traced: bool) -> None:
+    """Whose arrays have types that say which of them differ from device to device; the tables here do not."""
+    case = dense.Case("sharded", lead=(), span=Span.clipped(3), tables="rel_k rel_v", options={"chunk_size": 3})
+    arrays = on_jax(case.arrays())
+    tables = {name: arrays.pop(name) for name in case.tables.split()}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("x",))
+    over, whole = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+
+    def pull(arrays: Any, tables: Any, impl: str) -> Any:
+        def attend(arrays: Any, tables: Any) -> Any:
+            place = jax.lax.axis_index("x")
+            own = {"offset": place, "segments": jnp.arange(7) // (place + 3), "dropout": 0.3, "seed": place}
+            return relative_attention(**arrays, **tables, **case.call(), **(own if traced else {}), impl=impl)
+
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=(over, whole), out_specs=over)
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(sharded(*x))), argnums=(0, 1))(arrays, tables)
+
+    native, portable = (run(partial(pull, impl=impl), arrays, tables) for impl in ("native", "portable"))
+    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, "gradients"), native, portable)
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)], ids=["no queries", "no keys", "neither"])
