@@ -58,7 +58,7 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
         Queries that meet ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
     key_table : array, shape (R, D) or (H, R, D), optional
         Table that keys meet, as rows of the same positions: adds ``rel_scale · k_j · key_table[r]`` to the logits,
-        DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``. Portable code.
+        DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``.
     causal : bool, default False
         A query sees the keys ``r <= 0``. What lies at ``r > 0`` in a table counts for nothing.
     window : (int or None, int or None), optional
@@ -80,7 +80,7 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     offset : int, or ints of the leading axes before the heads, default 0
         Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative. One for
         each item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
-        under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN. Takes the portable code.
+        under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
         Where queries and keys stand, in any order and instead of ``offset``: time stamps, pitches, left padding, the
         branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by

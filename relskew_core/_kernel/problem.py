@@ -142,7 +142,8 @@ class Pattern:
         """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
         sides = (self.left, self.right, self.block_size, self.blocks_before)
         # Further than any offset is from any key, and than integers can be counted from.
-        furthest = 2**30 if by_value and xp.asarray(0).dtype == xp.int32 else FURTHEST
+        narrow = (by_value or is_ragged(offset)) and xp.asarray(0).dtype == xp.int32
+        furthest = 2**30 if narrow else FURTHEST
         left, right, block_size, before = (None if x is not None and x > furthest else x for x in sides)
         if block_size is None or before is None:
             before = None

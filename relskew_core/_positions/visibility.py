@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -152,9 +152,13 @@ class Visibility:
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (n, m), ``None`` if all of them."""
-        queries = xp.arange(start + self.offset, stop + self.offset, device=device)[:, None]
-        keys = xp.arange(first, end, device=device)[None, :]
-        return self.within(start, stop, first, end).sees(queries, keys, xp=xp)
+        pattern = self.within(start, stop, first, end)
+        queries, keys = xp.arange(start, stop, device=device)[:, None], xp.arange(first, end, device=device)[None, :]
+        if pattern.block_size is None:  # of a far offset and a wide window the difference alone is a small number
+            left = None if pattern.left is None else pattern.left - self.offset
+            right = None if pattern.right is None else pattern.right + self.offset
+            return replace(pattern, left=left, right=right).sees(queries, keys, xp=xp)
+        return pattern.sees(queries + self.offset, keys, xp=xp)
 
     def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""

@@ -41,7 +41,9 @@ def test_dense(case: str, mask: str | None, groups: int, exporting: bool, monkey
     if "key_table" in given and groups > 1:
         pytest.skip("no family has it with fewer heads of keys")
     q, k, v = draw(2, H, n, D), draw(2, H // groups, m, D), draw(2, H // groups, m, D)
-    options = {name: draw(*x) if isinstance(x, tuple) and name not in ("window",) else x for name, x in given.items()}
+    options: dict[str, Any] = {
+        name: draw(*x) if isinstance(x, tuple) and name not in ("window",) else x for name, x in given.items()
+    }
     hidden = draw(2, 1, n, m)
     hidden[..., 0] = 1.0  # each query sees one key
     if mask is not None:

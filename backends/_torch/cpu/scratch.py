@@ -144,9 +144,13 @@ class Views:
     def values(self, v: Tensor) -> Tensor:
         """Cut values to those that the chunk sees, zeros for those that labels hide from all of its queries."""
         v = self.keys(v)
-        if self.strange is None or not bool((unseen := self.strange.all(0)).any()):
+        if self.strange is None:
             return v
-        return v.masked_fill(unseen[:, None], 0.0)
+        hidden = self.strange.clone() if self.hidden else self.strange
+        for columns, more in self.hidden:
+            hidden[:, columns].logical_or_(more)
+        unseen = hidden.all(0)
+        return v.masked_fill(unseen[:, None], 0.0) if bool(unseen.any()) else v
 
 
 @dataclass(frozen=True, slots=True)
