@@ -13,9 +13,12 @@ from torch import Tensor
 import dense
 import libraries
 import relskew_core
-from dense import CASES, Case
+from dense import Case
 from relskew_core import Span
+from relskew_core.backends import _torch
+from relskew_core.backends._path import COMMON
 from relskew_core.backends._torch.triton import choice
+from served import served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +47,8 @@ FEW = [
     *(Case(f"large, width {width}", n=100, m=70, d=width, tables="rel_k rel_v") for width in (16, 40, 80, 128)),
 ]
 
+CASES = served(COMMON | {"softcap"})
+OTHERS = [case for case in dense.CASES if case not in CASES]
 
 attend: Any = relskew_core.relative_attention  # arrays and options come by name, out of dictionaries
 attend_vjp: Any = relskew_core.relative_attention_vjp
@@ -76,6 +81,25 @@ def test_output_and_gradients(case: Case, dtype: str) -> None:
     wanted = dense.vjp(d_out.double().cpu().numpy(), {name: x.numpy() for name, x in wide.items()}, case.call())
     for name, x in wanted.items():
         assert_close(getattr(gradients, name), x, 5 * libraries.GATES[dtype])
+
+
+@pytest.mark.parametrize("keeps", [0, 2**40], ids=["computed anew", "kept"])
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_what_the_kernels_do_not_know_takes_the_portable_code(
+    case: Case, keeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "KEPT", keeps)
+    results = []
+    for function, place in ((attend, "cuda"), (dense.attention, "cpu")):
+        arrays: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
+        given = {name: dense.each(lambda x, place=place: x.to(place), x) for name, x in arrays.items()}
+        wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]
+        out = function(**given, **case.call())
+        out = out.out if isinstance(out, dense.Attention) else out
+        found = torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True)
+        results.append([out, *found])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual.detach(), expected.detach(), 1e-10)
 
 
 @pytest.mark.parametrize("width", [256, 130])
