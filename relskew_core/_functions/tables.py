@@ -6,11 +6,9 @@ import math
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from array_api_compat import device
-
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
-from relskew_core._array.namespace import is_half, namespace_of, namespace_of_arrays
+from relskew_core._array.namespace import device, is_half, namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._positions.span import Span, check_span_given
 
