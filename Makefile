@@ -6,6 +6,8 @@
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
+#   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
+#                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few
 #   make check          the static checks
 #   make bench          time and memory beside what people use today
 #   make bench-options  the same for the options of a call, beside dense masks
@@ -25,7 +27,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz check bench bench-options release-check clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-options release-check \
+	clean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,6 +60,11 @@ fuzz: .venv/dev.stamp
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY))
 
+mutants: .venv/mutants.stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(BIN)/python -m mutants --workers $(WORKERS) \
+		$(addprefix --only ,$(ONLY)) $(addprefix --sample ,$(SAMPLE)) $(addprefix --seed ,$(SEED)) \
+		$(addprefix --patience ,$(PATIENCE))
+
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +81,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -85,6 +93,10 @@ $(BIN)/python:
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS)
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/mutants.stamp: .venv/dev.stamp
+	$(PIP) mutmut
 	@touch $@
 
 # Beside .venv, so that what the other tests run in stays as it is.

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from array_api_compat import device
-
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
-from relskew_core._array.namespace import is_half, namespace_of_arrays
+from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d

@@ -6,17 +6,16 @@ import math
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from array_api_compat import device
-
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
-from relskew_core._array.namespace import is_half, namespace_of, namespace_of_arrays
+from relskew_core._array.namespace import device, is_half, namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._positions.span import Span, check_span_given
 
 Order = Literal["halves", "interleaved"]
 Direction = Literal["past", "future"]
 Method = Literal["linear", "cubic"]
+ORDERS, DIRECTIONS, METHODS = map(get_args, (Order, Direction, Method))  # torch 2.6 compiles no `get_args`
 
 
 def sinusoidal_table(
@@ -74,8 +73,8 @@ def sinusoidal_table(
     dim = check_int("dim", dim, minimum=2)
     if dim % 2:
         raise ValueError(f"`dim` must be even, got {dim}")
-    check_choice("order", order, get_args(Order))
-    check_choice("direction", direction, get_args(Direction))
+    check_choice("order", order, ORDERS)
+    check_choice("direction", direction, DIRECTIONS)
     base = check_real("base", base, positive=True)
     xp = namespace_of(xp)
     sign = -1 if direction == "past" else 1
@@ -127,7 +126,7 @@ def resize_table(
     axis = check_int("axis", axis)
     if not -table.ndim <= axis < table.ndim or table.shape[axis] < 1:
         raise ValueError(f"`table` must have rows on its axis {axis}, got {describe(table)}")
-    check_choice("method", method, get_args(Method))
+    check_choice("method", method, METHODS)
     new = check_int("rows", rows, minimum=1)
     weights = _weights(table.shape[axis], new, method, align_corners=check_bool("align_corners", align_corners))
     wide = xp.float32 if is_half(table.dtype, xp=xp) else table.dtype

@@ -256,6 +256,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("span", t5_buckets, {"span": (1, 1), "num_buckets": 8, "max_distance": 8, "bidirectional": True}),
     ("max_distance", deberta_buckets, {"span": Span(1, 1), "position_buckets": 8, "max_distance": 5}),
     ("position_buckets", deberta_buckets, {"span": Span(1, 1), "position_buckets": 0, "max_distance": None}),
+    ("position_buckets", deberta_buckets, {"span": Span(1, 1), "position_buckets": 3, "max_distance": 9}),
     ("n_heads", alibi_bias, {"n_heads": 0, "span": Span(1, 1), "xp": np}),
     ("span", alibi_bias, {"n_heads": 2, "span": 4, "xp": np}),
     ("xp", alibi_bias, {"n_heads": 2, "span": Span(1, 1), "xp": 3}),

@@ -82,6 +82,12 @@ def test_logits_are_the_formula(library: Library, name: str) -> None:
         assert oracles.relative_error(library.to_numpy(got), want) < GATES[dtype]
 
 
+def test_a_bias_of_integers_with_one_row_of_heights() -> None:
+    matrix = toeplitz_2d(np.asarray([[1, 2, 3]]), q_grid=(1, 2), k_grid=(1, 2))
+    assert matrix.dtype == int
+    np.testing.assert_array_equal(matrix, [[2, 3], [1, 2]])
+
+
 def test_each_axis_must_reach_as_far_as_its_queries_see() -> None:
     grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (3, 2), "q_step": (2, 3), "k_step": (1, 4), "offset": (1, -2)}
     q, reach = np.ones((6, 4)), {"h": (3, 1), "w": (4, 6)}  # 1·[0, 2] - 2·[0, 1] - 1 and 4·[0, 1] - 3·[0, 2] + 2

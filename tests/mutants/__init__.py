@@ -1,0 +1,1 @@
+"""Mutation testing: small changes of the code, one at a time, each of which some test must notice: ``make mutants``."""

@@ -1,0 +1,72 @@
+"""The command: mutants of some modules or of all, and the record of those that no test notices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from mutants.record import Mutant, update
+from mutants.stage import ROOT, build
+
+SUITES = {  # the modules, and the tests that are to notice their mutants
+    "core": (("relskew_core/_positions", "relskew_core/_kernel", "relskew_core/_functions"), ("tests/core",)),
+    "export": (("relskew_core/export",), ("tests/export",)),
+}
+RECORD = Path(__file__).with_name("survivors.md")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the suites that are asked for, and return 1 if the record is no good."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("--only", action="append", help="a folder or a module, as relskew_core/_positions/skew")
+    parser.add_argument("--sample", type=int, help="try so many of each suite, and leave the record as it is")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=8.0, help="seconds of tests for a mutant")
+    asked = parser.parse_args(argv)
+    tried: list[tuple[Mutant, str]] = []
+    for name, (folders, tests) in SUITES.items():
+        parts = [part.removesuffix(".py") for part in asked.only or folders if part.startswith(folders)]
+        if parts:
+            stage = ROOT / ".mutants" / name
+            mutants = build(stage, parts)
+            if asked.sample:
+                print(f"seed {asked.seed}")
+                mutants = random.Random(asked.seed).sample(mutants, min(asked.sample, len(mutants)))
+            tried += run(stage, mutants, tests, asked.workers, asked.patience)
+    print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
+    if asked.sample:
+        for mutant, verdict in tried:
+            if verdict in ("survived", "unreached"):
+                print(f"{mutant.module}.{mutant.told}")
+        return 0
+    faults = update(RECORD, tried)
+    print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
+    return int(bool(faults))
+
+
+def run(
+    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float
+) -> list[tuple[Mutant, str]]:
+    """Try mutants in their copy of the repository."""
+    (stage / "mutants.json").write_text(json.dumps([mutant.name for mutant in mutants]))
+    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq"]
+    command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
+    paths = [str(stage / folder) for folder in (".", "tests", "tests/support")]
+    done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    (stage / "verdicts").touch()
+    verdicts = dict(json.loads(line) for line in (stage / "verdicts").read_text().splitlines())
+    if done.returncode not in (0, 5) or len(verdicts) < len(mutants):  # 5: no test ran in the process that forks
+        sys.exit(f"ended early, with status {done.returncode}")
+    return [(mutant, verdicts[mutant.name]) for mutant in mutants]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""A copy of the repository in which all mutants wait side by side, each to be switched on by its name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from mutmut.mutation.file_mutation import mutate_file_contents
+
+from mutants.decorators import undecorated
+from mutants.record import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md")
+
+SAME = (
+    (r", strict=\w+|, (?=\))", ""),  # `zip(…, strict=True)` guards against mistakes in the code itself
+    (r"\b(\w+)=None\b", r"\1=False"),  # of a boolean, and no other is given as False
+)
+"""What makes two lines the same: mutants that change nothing else are not tried."""
+
+
+def build(stage: Path, parts: Sequence[str]) -> list[Mutant]:
+    """Copy everything, links followed, and put the mutants of the modules under some paths into the copy."""
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, stage / name)
+    files = (file for part in parts for pattern in (f"{part}.py", f"{part}/**/*.py") for file in stage.glob(pattern))
+    return [mutant for file in sorted(files) for mutant in _mutate(file, stage)]
+
+
+def _mutate(file: Path, stage: Path) -> list[Mutant]:
+    mutated = mutate_file_contents(str(file), undecorated(file.read_text()))
+    file.write_text(mutated.code)
+    module, lines = ".".join(file.relative_to(stage).with_suffix("").parts), mutated.code.splitlines()
+    bodies = {
+        name: [line.strip().replace(name, "…") for line in lines[span.start - 1 : span.end]]
+        for name, span in mutated.line_span_by_function_name.items()
+    }
+    found = []
+    for name in mutated.mutant_names:
+        old, new = _sides(bodies[name.partition("__mutmut_")[0] + "__mutmut_orig"], bodies[name])
+        if _normal(old) != _normal(new):
+            found.append(Mutant(f"{module}.{name}", f"{old} → {new}"))
+    return found
+
+
+def _sides(old: list[str], new: list[str]) -> tuple[str, str]:
+    changed = [line for line in difflib.ndiff(old, new) if line[0] in "-+"]
+    left, right = (" ".join(line[2:] for line in changed if line[0] == sign) for sign in "-+")
+    return left, right
+
+
+def _normal(line: str) -> str:
+    for pattern, same in SAME:
+        line = re.sub(pattern, same, line)
+    return line

@@ -1,0 +1,90 @@
+"""How `make mutants` reads decorators, and what it writes down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+from mutants.decorators import undecorated
+from mutants.record import Mutant, faults, update
+
+DECORATED = """
+    import contextlib
+    import functools
+
+    def times(number):
+        return lambda function: lambda *args: number * function(*args)
+
+    class Both:
+        @property
+        def size(self): return 2
+
+        @classmethod
+        def made(cls):
+            return cls()
+
+    @times(5)
+    @functools.cache
+    def sum_of(a, b):
+        return a + b
+
+    @contextlib.contextmanager
+    def inside():
+        yield Both.made().size
+"""
+
+
+def test_a_decorator_is_the_call_that_it_is() -> None:
+    source = undecorated(dedent(DECORATED))
+    assert [line.strip() for line in source.splitlines() if "@" in line] == ["@classmethod"]
+    assert "sum_of = times(5)(functools.cache(sum_of))" in source
+    names: dict[str, object] = {}
+    exec(source + "with inside() as two: ten = sum_of(two, 0)", names)
+    assert (names["two"], names["ten"]) == (2, 10)
+
+
+def tried(*verdicts: str, module: str = "pkg.one") -> list[tuple[Mutant, str]]:
+    """One mutant for each verdict: of the first number there are two that look the same."""
+    return [
+        (Mutant(f"{module}.x_f__mutmut_{n}", f"return {max(n, 1)} → return None"), verdict)
+        for n, verdict in enumerate(verdicts)
+    ]
+
+
+def survivors(path: Path, reason: str) -> list[str]:
+    _, _, rest = path.read_text().partition(f"## {reason}\n")
+    return rest.partition("```text\n")[2].partition("```")[0].splitlines()
+
+
+def test_a_survivor_stays_under_its_reason_until_it_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    few = ["killed"] * 97
+    assert update(path, tried("survived", "survived", "unreached", *few)) == ["3 survivors have no reason"]
+    one, two = "pkg.one.f: return 1 → return None", "pkg.one.f: return 2 → return None"
+    assert survivors(path, "Not looked at") == [one, one, two]
+    assert "| `pkg.one` | 100 | 97 | 97.0 % |" in path.read_text()
+
+    path.write_text(path.read_text().replace("## Not looked at\n\n", "## Speed only\n\nNothing else.\n\n"))
+    assert update(path, tried("survived", "survived", "unreached", "survived", *few)) == ["1 survivors have no reason"]
+    assert survivors(path, "Speed only") == [one, one, two]
+    assert survivors(path, "Not looked at") == ["pkg.one.f: return 3 → return None"]
+
+    assert update(path, tried("survived", "killed", "late", "crashed", *few)) == []
+    assert survivors(path, "Speed only") == [one]
+    assert "Nothing else." in path.read_text()
+    assert "Not looked at" not in path.read_text()
+
+
+def test_a_part_leaves_the_record_of_the_others_alone(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    update(path, tried("survived", "killed"))
+    assert faults(path.read_text()) == [
+        "50.0% of the mutants are noticed; it must be 95%",
+        "1 survivors have no reason",
+    ]
+    update(path, tried("killed", "survived", module="pkg.two"))
+    new = [f"pkg.{module}.f: return 1 → return None" for module in ("one", "two")]
+    assert survivors(path, "Not looked at") == new
+    assert "| all | 4 | 2 | 50.0 % |" in path.read_text()
+    update(path, tried("killed", "killed"))
+    assert survivors(path, "Not looked at") == new[1:]
