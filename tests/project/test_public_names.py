@@ -64,7 +64,9 @@ def test_all_is_exact(name: str) -> None:
 
 
 def test_no_name_is_public_twice() -> None:
-    names = [member for name in PUBLIC for member in importlib.import_module(name).__all__ if member != "main"]
+    """But for modules, which are called the same in every framework."""
+    apart = [name for name in PUBLIC if name not in ("relskew_core.layers.flax", "relskew_core.layers.equinox")]
+    names = [member for name in apart for member in importlib.import_module(name).__all__ if member != "main"]
     assert len(names) == len(set(names))
 
 
