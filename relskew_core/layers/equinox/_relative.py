@@ -152,7 +152,7 @@ class RelativeMultiheadAttention(eqx.Module):
         length : int, optional
             Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
         dtype : dtype, optional
-            Of the keys and values; by default that of the projection's weight.
+            Of the keys and values; by default that of the tables.
 
         Returns
         -------
@@ -164,7 +164,9 @@ class RelativeMultiheadAttention(eqx.Module):
         ValueError, TypeError
             If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
         """
-        return empty_cache(self.spec, batch, length=length, dtype=self.k_proj.weight.dtype if dtype is None else dtype)
+        if dtype is None:
+            dtype = next(iter(self._tables().values())).dtype
+        return empty_cache(self.spec, batch, length=length, dtype=dtype)
 
     def __call__(
         self,
@@ -225,7 +227,7 @@ class RelativeMultiheadAttention(eqx.Module):
             self.spec,
             self.settings,
             project=lambda name, of: jnp.vectorize(getattr(self, name), signature="(i)->(o)")(of),
-            tables={name: table for name in ATTENDED if (table := getattr(self, name)) is not None},
+            tables=self._tables(),
             key=key if dropped else None,
             past=past,
             mask=mask,
@@ -234,3 +236,6 @@ class RelativeMultiheadAttention(eqx.Module):
             segments=segments,
             positions=positions,
         )
+
+    def _tables(self) -> dict[str, Array]:
+        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}

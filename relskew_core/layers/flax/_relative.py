@@ -76,6 +76,7 @@ class RelativeMultiheadAttention(nnx.Module):
         self.settings = Settings.of(spec, dropout, impl, chunk_size)
         self.spec = spec
         self.deterministic = deterministic
+        self.dtype = dtype
         shapes = spec.weight_shapes()
         for name in PROJECTIONS:
             width, source = shapes[f"{name}.weight"]
@@ -171,7 +172,7 @@ class RelativeMultiheadAttention(nnx.Module):
         length : int, optional
             Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
         dtype : dtype, optional
-            Of the keys and values; by default that of the projection's weight.
+            Of the keys and values; by default what the module computes in, or the dtype of its tables.
 
         Returns
         -------
@@ -183,7 +184,9 @@ class RelativeMultiheadAttention(nnx.Module):
         ValueError, TypeError
             If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
         """
-        return empty_cache(self.spec, batch, length=length, dtype=self.k_proj.kernel.dtype if dtype is None else dtype)
+        if dtype is None:
+            dtype = next(iter(self._tables().values())).dtype if self.dtype is None else self.dtype
+        return empty_cache(self.spec, batch, length=length, dtype=dtype)
 
     def __call__(
         self,
@@ -240,7 +243,7 @@ class RelativeMultiheadAttention(nnx.Module):
             self.spec,
             self.settings,
             project=lambda name, of: getattr(self, name)(of),
-            tables={name: table[...] for name in ATTENDED if (table := getattr(self, name)) is not None},
+            tables=self._tables(),
             key=key,
             past=past,
             mask=mask,
@@ -249,6 +252,9 @@ class RelativeMultiheadAttention(nnx.Module):
             segments=segments,
             positions=positions,
         )
+
+    def _tables(self) -> dict[str, Array]:
+        return {name: table[...] for name in ATTENDED if (table := getattr(self, name)) is not None}
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
         """Return the key of a call's dropout, ``None`` for no dropout."""
