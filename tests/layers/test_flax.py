@@ -84,7 +84,7 @@ def test_what_replaces_a_projection_takes_part() -> None:
     before = module(X)
     module.v_proj = nnx.LoRA(8, 2, 8, base_module=module.v_proj, rngs=nnx.Rngs(1))
     close(module(X), before)  # adapters start at zero
-    module.v_proj.lora_b[...] = jnp.ones((2, 8))
+    module.v_proj.lora_b[...] = jnp.ones((2, 8), np.float32)
     assert differ(module(X), before)
     gradients = nnx.grad(lambda module: module(X).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))(module)
     assert len(jax.tree.leaves(gradients)) == 2
