@@ -28,6 +28,16 @@ def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
     return xp.reshape(xp.astype(xp.bitwise_and(wide, BITS), xp.int32), (1,))
 
 
+def known_seed(seed: Any) -> int:
+    """Return a seed as an int: an int, or the words of a key of JAX, so that ``jax.random.key(5)`` is 5."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(seed, jax.Array) or not _is_key(seed, jax):
+        return check_int("seed", seed)
+    if isinstance(seed, jax.core.Tracer):
+        raise ValueError("`seed` must be known, outside of jax.jit and jax.vmap, got a key that is traced")
+    return int.from_bytes(b"".join(word.to_bytes(4, "big") for word in jax.random.key_data(seed).tolist()), "big")
+
+
 def _is_key(seed: Any, jax: Any) -> bool:
     """Whether an array is a key of JAX, of the new kind or of the old one."""
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):

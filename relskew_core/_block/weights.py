@@ -9,8 +9,9 @@ from math import prod
 from typing import Any
 
 from relskew_core import backends
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of
+from relskew_core._array.seed import known_seed
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import BlockSpec
 
@@ -18,7 +19,7 @@ PIECE = 2**20
 """Bytes drawn at a time: of 2^28 at once, a matrix of width 8192, Python's generator gives none."""
 
 
-def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = None) -> dict[str, Array]:
+def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: Any = None) -> dict[str, Array]:
     """Draw the weights of a block: the same float32 numbers in every array library.
 
     Projections are uniform in ``±sqrt(6 / (fan_in + fan_out))`` (Glorot and Bengio 2010, equation 16, as both papers'
@@ -29,8 +30,9 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     ----------
     spec : BlockSpec
         The block.
-    seed : int
-        Chooses the numbers. No library's global generator is read or moved.
+    seed : int or key of jax.random
+        Chooses the numbers. No library's global generator is read or moved. A key must be known, not traced;
+        ``jax.random.key(5)`` is 5.
     xp : module, optional
         Array library to make the arrays in: ``numpy`` (the default), ``torch``, ``cupy``, ``jax.numpy`` …
     dtype : dtype of ``xp``, optional
@@ -53,7 +55,7 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     """
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
-    seed = check_int("seed", seed)
+    seed = known_seed(seed)
     xp = namespace_of(backends.default_library() if xp is None else xp)
     weights = {}
     for key, shape in spec.weight_shapes().items():

@@ -66,7 +66,8 @@ class Arguments:
         by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
         arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
-        return self if cast is arrays else replace(self, **cast)
+        same = all(cast[name] is array for name, array in arrays.items())  # torch 2.6 compiles no `is` of dicts
+        return self if same else replace(self, **cast)
 
 
 class Kind(Enum):
@@ -170,7 +171,7 @@ _DEFAULTS = {
 
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
     """Name the arrays that are there and the options that say something, but that a native path does not know."""
-    given = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
+    given = [name for name, x in zip(Operands._fields, operands, strict=True) if x is not None and name not in known]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     tables = any(getattr(operands, name) is not None for name in TABLES)
     for part in (options, options.visibility, *((options.span,) if tables else ())):

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from relskew_core._array.checks import check_choice, check_int, describe
 
 Beyond = Literal["error", "clip", "zero"]
+BEYOND = get_args(Beyond)  # once: torch 2.6 compiles no `get_args`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Span:
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", check_int("left", self.left, minimum=0))
         object.__setattr__(self, "right", check_int("right", self.right, minimum=0))
-        check_choice("beyond", self.beyond, get_args(Beyond))
+        check_choice("beyond", self.beyond, BEYOND)
 
     @property
     def rows(self) -> int:

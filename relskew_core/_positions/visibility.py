@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -157,7 +157,7 @@ class Visibility:
         if pattern.block_size is None:  # of a far offset and a wide window the difference alone is a small number
             left = None if pattern.left is None else pattern.left - self.offset
             right = None if pattern.right is None else pattern.right + self.offset
-            return replace(pattern, left=left, right=right).sees(queries, keys, xp=xp)
+            return Visibility(self.n_queries, self.n_keys, 0, left, right).sees(queries, keys, xp=xp)
         return pattern.sees(queries + self.offset, keys, xp=xp)
 
     def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:

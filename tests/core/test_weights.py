@@ -32,3 +32,17 @@ def test_as_many_weights_as_a_matrix_of_width_8192_has() -> None:
     assert table.shape == (1, 2**26, 1)
     assert abs(float(table.mean())) < 1e-3
     assert abs(float(table.std()) - 1) < 1e-3
+
+
+def test_keys_of_jax_are_seeds() -> None:
+    jax = pytest.importorskip("jax")
+    spec = BlockSpec(4, 2, Span(3, 2))
+    expected = init_weights(spec, seed=5)["rel_k"]
+    for key in (jax.random.key(5), jax.random.PRNGKey(5)):
+        np.testing.assert_array_equal(init_weights(spec, seed=key)["rel_k"], expected)
+    one, other = (init_weights(spec, seed=key)["rel_k"] for key in jax.random.split(jax.random.key(5)))
+    assert not np.array_equal(one, other)
+    with pytest.raises(ValueError, match=r"`seed` must be known, .* got a key that is traced"):
+        jax.jit(lambda key: init_weights(spec, seed=key, xp=jax.numpy))(jax.random.key(5))
+    with pytest.raises(TypeError, match=r"`seed` must be an int, got .* of dtype uint32 and shape \(3,\)"):
+        init_weights(spec, seed=jax.numpy.zeros(3, "uint32"))

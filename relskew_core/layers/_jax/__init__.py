@@ -1,0 +1,1 @@
+"""What the modules of flax and of equinox share."""

@@ -1,0 +1,82 @@
+"""Caches for JAX: growing, and one that keeps its shape, so that ``jax.lax.scan`` carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from relskew_core._array.checks import check_int
+from relskew_core._array.typing import Array
+from relskew_core._block.cache import Growing, check_cached
+from relskew_core._block.spec import BlockSpec
+
+
+class FixedCache(NamedTuple):
+    """Room for the keys and values of a whole sequence, of one shape however much is there.
+
+    Parameters
+    ----------
+    keys, values : array, shape (..., Hkv, N, D)
+        What is there so far, and room.
+    length : array of integers, shape () or (...)
+        How many positions are there, for all items or for each: the next keys are written from there on. Prompts of
+        different lengths, padded on the right, are followed by what comes next after
+        ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
+
+    Notes
+    -----
+    Too many positions are an error where ``length`` is known, and NaN where it is traced.
+
+    Examples
+    --------
+    >>> import equinox as eqx
+    >>> import jax
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.equinox import RelativeMultiheadAttention
+    >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec, key=jax.random.key(0))
+    >>> x = jax.random.normal(jax.random.key(1), (16, 8), "float32")
+    >>> def step(cache, token):
+    ...     y, cache = attention(token[None], past=cache)
+    ...     return cache, y[0]
+    >>> cache, steps = jax.lax.scan(step, attention.empty_cache((), length=16), x)
+    >>> bool(jax.numpy.allclose(steps, attention(x), atol=1e-5))
+    True
+    """
+
+    keys: Array
+    values: Array
+    length: Array
+
+    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
+        """Write the new keys and values behind those that are there; places after them are hidden as the future is."""
+        room, n = self.keys.shape[-2], k.shape[-2]
+        length = jnp.asarray(self.length)
+        fits = length + n <= room
+        if not isinstance(length, jax.core.Tracer) and not fits.all():
+            raise ValueError(f"`past` must have room for {n} more positions, got {int(length.max())} of {room} filled")
+        write = partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
+        for _ in range(length.ndim):
+            write = jax.vmap(write)
+        written = []
+        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+            check_cached(name, old, room, new)
+            written.append(write(old, jnp.where(fits[..., None, None, None], new, jnp.nan), length))
+        present = FixedCache(*written, length + n)
+        return present.keys, present.values, present, {"offset": length}
+
+
+def empty_cache(
+    spec: BlockSpec, batch: int | tuple[int, ...], *, length: int | None, dtype: Any
+) -> Growing | FixedCache:
+    """Return the cache of a first call: no keys and no values, and perhaps room."""
+    if spec.cross or not spec.causal:
+        raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
+    lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+    room = 0 if length is None else check_int("length", length, minimum=1)
+    keys, values = (jnp.zeros((*lead, spec.num_kv_heads, room, spec.head_dim), dtype) for _ in range(2))
+    return Growing(keys, values) if length is None else FixedCache(keys, values, jnp.zeros((), jnp.int32))

@@ -1,0 +1,241 @@
+"""``RelativeMultiheadAttention``: the attention block as an equinox module that calls its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from relskew_core._array.typing import Array
+from relskew_core._block.cache import Growing
+from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
+from relskew_core.layers._jax.block import Cache, Settings, call_block
+from relskew_core.layers._jax.caches import FixedCache, empty_cache
+from relskew_core.layers._jax.weights import drawn, taken
+
+
+class RelativeMultiheadAttention(eqx.Module):
+    """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as an equinox module.
+
+    The projections are called as modules, so that what replaces them takes part. Dropout and ``inference`` are as in
+    ``eqx.nn.MultiheadAttention``; sequences may be batched by leading axes or by ``jax.vmap``.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    dropout : float, default 0.0
+        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+    inference : bool, default False
+        Leave dropout out; ``eqx.nn.inference_mode`` changes it.
+    impl : {"auto", "portable", "native"}, default "auto"
+        As in :func:`relskew_core.relative_attention`.
+    chunk_size : int, optional
+        As in :func:`relskew_core.relative_attention`.
+    dtype : dtype, default float32
+        Of the parameters.
+    key : key of jax.random
+        Draws the weights, in the bounds of :func:`relskew_core.init_weights`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from relskew_core import BlockSpec, Span
+    >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec, dropout=0.1, key=jax.random.key(0))
+    >>> x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    >>> attention(x, key=jax.random.key(2)).shape
+    (2, 7, 16)
+    >>> jax.vmap(attention)(x, key=jax.random.split(jax.random.key(2), 2)).shape
+    (2, 7, 16)
+    """
+
+    q_proj: eqx.nn.Linear
+    k_proj: eqx.nn.Linear
+    v_proj: eqx.nn.Linear
+    out_proj: eqx.nn.Linear
+    rel_k: Array | None
+    rel_v: Array | None
+    rel_bias: Array | None
+    sinks: Array | None
+    inference: bool
+    spec: BlockSpec = eqx.field(static=True)
+    settings: Settings = eqx.field(static=True)
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        dropout: float = 0.0,
+        inference: bool = False,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        dtype: Any = jnp.float32,
+        key: Array,
+    ) -> None:
+        self.settings = Settings.of(spec, dropout, impl, chunk_size)
+        self.spec = spec
+        self.inference = inference
+        shapes = spec.weight_shapes()
+        keys = dict(zip((*PROJECTIONS, *ATTENDED), jax.random.split(key, 8), strict=True))
+        for name in PROJECTIONS:
+            width, source = shapes[f"{name}.weight"]
+            linear = eqx.nn.Linear(source, width, spec.bias, dtype=dtype, key=keys[name])
+            # equinox draws otherwise, biases too.
+            parts = [part for part in ("weight", "bias") if f"{name}.{part}" in shapes]
+            ours = [drawn(spec, f"{name}.{part}", keys[name], dtype) for part in parts]
+            setattr(self, name, eqx.tree_at(lambda x, parts=parts: [getattr(x, part) for part in parts], linear, ours))
+        for name in ATTENDED:
+            setattr(self, name, drawn(spec, name, keys[name], dtype) if name in shapes else None)
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
+        """Return a module with the weights of a mapping.
+
+        Parameters
+        ----------
+        weights : mapping of str to array
+            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
+            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
+        spec : BlockSpec
+            The block.
+        **options
+            Those of the class; no ``key`` is needed.
+
+        Returns
+        -------
+        RelativeMultiheadAttention
+            Its parameters are of the weights' dtype.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If keys or shapes are others; the message names the key.
+
+        Examples
+        --------
+        >>> from relskew_core import BlockSpec, Span, init_weights
+        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention.rel_k.shape
+        (4, 32, 4)
+        """
+        module = eqx.filter_eval_shape(lambda: cls(spec, **{"key": jax.random.key(0), **options}))
+        names = tuple(spec.weight_shapes())
+        filled: RelativeMultiheadAttention = eqx.tree_at(
+            attrgetter(*names), module, tuple(taken(weights, spec)[name] for name in names)
+        )
+        return filled
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
+        return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
+
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: int | None = None, dtype: Any = None
+    ) -> Growing | FixedCache:
+        """Return the ``past`` of a first call: no keys and no values.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length : int, optional
+            Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
+        dtype : dtype, optional
+            Of the keys and values; by default that of the tables.
+
+        Returns
+        -------
+        Growing or FixedCache
+            Named tuples. Without ``length`` a pair of keys and values that grows with every call.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
+        """
+        if dtype is None:
+            dtype = next(iter(self._tables().values())).dtype
+        return empty_cache(self.spec, batch, length=length, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        past: tuple[Array, Array] | Cache | None = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        offset: int | Sequence[int] | Array | None = None,
+        segments: Array | tuple[Array, Array] | None = None,
+        positions: tuple[Array, Array] | None = None,
+        key: Array | None = None,
+        inference: bool | None = None,
+    ) -> Any:
+        """Project, attend with relative positions, project back.
+
+        Parameters
+        ----------
+        x : array, shape (..., Lq, E)
+            Input of the queries, and of the keys and values unless ``spec.cross``.
+        memory : array, shape (..., Lk, E), optional
+            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+        past : cache, optional
+            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
+            the queries then stand at positions ``P … P + Lq - 1``.
+        mask : array, optional
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+        key_padding_mask : array, shape (..., Lk), optional
+            Boolean, ``True`` for keys that are padding and not attended to.
+        offset, segments, positions : optional
+            As in :func:`relskew_core.relative_attention`. A cache knows its own offset.
+        key : key of jax.random, optional
+            Of dropout; needed if there is any and not ``inference``.
+        inference : bool, optional
+            Leave dropout out; by default as the module says.
+
+        Returns
+        -------
+        y : array, shape (..., Lq, E)
+        present : cache
+            Only with ``past``, and of its kind: the next call's ``past``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        dropped = self.settings.dropout > 0 and not (self.inference if inference is None else inference)
+        if dropped and key is None:
+            raise ValueError(
+                f"`key` must be given because `dropout` is {self.settings.dropout} and `inference` False, got None"
+            )
+        return call_block(
+            x,
+            memory,
+            self.spec,
+            self.settings,
+            project=lambda name, of: jnp.vectorize(getattr(self, name), signature="(i)->(o)")(of),
+            tables=self._tables(),
+            key=key if dropped else None,
+            past=past,
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            offset=offset,
+            segments=segments,
+            positions=positions,
+        )
+
+    def _tables(self) -> dict[str, Array]:
+        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}

@@ -1,0 +1,274 @@
+"""``RelativeMultiheadAttention``: the attention block as a module of flax.nnx that calls its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from relskew_core._array.typing import Array
+from relskew_core._block.cache import Growing
+from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
+from relskew_core.layers._jax.block import Cache, Settings, call_block
+from relskew_core.layers._jax.caches import FixedCache, empty_cache
+from relskew_core.layers._jax.weights import drawn, taken
+
+
+class RelativeMultiheadAttention(nnx.Module):
+    """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a module of flax.nnx.
+
+    The projections are called as modules, so that what replaces them takes part. Dropout, ``deterministic`` and
+    ``rngs`` are as in ``nnx.MultiHeadAttention``.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    dropout : float, default 0.0
+        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+    deterministic : bool, optional
+        Leave dropout out. ``train()``, ``eval()`` and ``nnx.view`` change it, and each call may say otherwise.
+    impl : {"auto", "portable", "native"}, default "auto"
+        As in :func:`relskew_core.relative_attention`.
+    chunk_size : int, optional
+        As in :func:`relskew_core.relative_attention`.
+    dtype : dtype, optional
+        Computed in; by default that of inputs and parameters together, as in ``nnx.Linear``.
+    param_dtype : dtype, default float32
+        Of the parameters.
+    rngs : nnx.Rngs
+        Draws the weights, in the bounds of :func:`relskew_core.init_weights`.
+    keep_rngs : bool, default True
+        Keep a fork of ``rngs.dropout`` where there is dropout; otherwise every call needs ``rngs``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from flax import nnx
+    >>> from relskew_core import BlockSpec, Span
+    >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+    >>> attention = RelativeMultiheadAttention(spec, dropout=0.1, deterministic=False, rngs=nnx.Rngs(0))
+    >>> x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    >>> attention(x).shape
+    (2, 7, 16)
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        dropout: float = 0.0,
+        deterministic: bool | None = None,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+    ) -> None:
+        self.settings = Settings.of(spec, dropout, impl, chunk_size)
+        self.spec = spec
+        self.deterministic = deterministic
+        self.dtype = dtype
+        shapes = spec.weight_shapes()
+        for name in PROJECTIONS:
+            width, source = shapes[f"{name}.weight"]
+            linear = nnx.Linear(
+                source,
+                width,
+                use_bias=spec.bias,
+                kernel_init=nnx.initializers.glorot_uniform(),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            setattr(self, name, linear)
+        for name in ATTENDED:
+            here = name in shapes
+            setattr(self, name, nnx.Param(drawn(spec, name, rngs.params(), param_dtype)) if here else None)
+        self.rngs = rngs.dropout.fork() if keep_rngs and self.settings.dropout else None
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
+        """Return a module with the weights of a mapping.
+
+        Parameters
+        ----------
+        weights : mapping of str to array
+            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
+            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
+        spec : BlockSpec
+            The block.
+        **options
+            Those of the class; ``rngs`` are needed for dropout alone.
+
+        Returns
+        -------
+        RelativeMultiheadAttention
+            Its parameters are of the weights' dtype.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If keys or shapes are others; the message names the key.
+
+        Examples
+        --------
+        >>> from relskew_core import BlockSpec, Span, init_weights
+        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention.q_proj.kernel.shape, attention.rel_k.shape
+        ((16, 16), (4, 32, 4))
+        """
+        if "rngs" not in options:  # what they draw is replaced, and not fit for dropout
+            options.update(rngs=nnx.Rngs(0), keep_rngs=False)
+        module = cls(spec, **options)
+        for name, weight in taken(weights, spec).items():
+            owner, _, part = name.rpartition(".")
+            if part == "weight":  # of a projection, which flax keeps transposed
+                getattr(module, owner).kernel = nnx.Param(weight.T)
+            else:
+                setattr(getattr(module, owner) if owner else module, part, nnx.Param(weight))
+        return module
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
+        found = {}
+        for name in self.spec.weight_shapes():
+            owner, _, part = name.rpartition(".")
+            if part == "weight":
+                found[name] = getattr(self, owner).kernel[...].T
+            else:
+                found[name] = getattr(getattr(self, owner) if owner else self, part)[...]
+        return found
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set what ``nnx.view`` asks for.
+
+        Parameters
+        ----------
+        deterministic : bool, optional
+            Leave dropout out.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: int | None = None, dtype: Any = None
+    ) -> Growing | FixedCache:
+        """Return the ``past`` of a first call: no keys and no values.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length : int, optional
+            Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
+        dtype : dtype, optional
+            Of the keys and values; by default what the module computes in, or the dtype of its tables.
+
+        Returns
+        -------
+        Growing or FixedCache
+            Named tuples. Without ``length`` a pair of keys and values that grows with every call.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
+        """
+        if dtype is None:
+            dtype = next(iter(self._tables().values())).dtype if self.dtype is None else self.dtype
+        return empty_cache(self.spec, batch, length=length, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        past: tuple[Array, Array] | Cache | None = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        offset: int | Sequence[int] | Array | None = None,
+        segments: Array | tuple[Array, Array] | None = None,
+        positions: tuple[Array, Array] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Any:
+        """Project, attend with relative positions, project back.
+
+        Parameters
+        ----------
+        x : array, shape (..., Lq, E)
+            Input of the queries, and of the keys and values unless ``spec.cross``.
+        memory : array, shape (..., Lk, E), optional
+            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+        past : cache, optional
+            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
+            the queries then stand at positions ``P … P + Lq - 1``.
+        mask : array, optional
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+        key_padding_mask : array, shape (..., Lk), optional
+            Boolean, ``True`` for keys that are padding and not attended to.
+        offset, segments, positions : optional
+            As in :func:`relskew_core.relative_attention`. A cache knows its own offset.
+        deterministic : bool, optional
+            Leave dropout out; by default as the module says, and one of both has to where there is dropout.
+        rngs : nnx.Rngs or nnx.RngStream, optional
+            Of dropout; by default those that the module keeps.
+
+        Returns
+        -------
+        y : array, shape (..., Lq, E)
+        present : cache
+            Only with ``past``, and of its kind: the next call's ``past``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        key = self._dropout_key(deterministic, rngs)
+        return call_block(
+            x,
+            memory,
+            self.spec,
+            self.settings,
+            project=lambda name, of: getattr(self, name)(of),
+            tables=self._tables(),
+            key=key,
+            past=past,
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            offset=offset,
+            segments=segments,
+            positions=positions,
+        )
+
+    def _tables(self) -> dict[str, Array]:
+        return {name: table[...] for name in ATTENDED if (table := getattr(self, name)) is not None}
+
+    def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
+        """Return the key of a call's dropout, ``None`` for no dropout."""
+        if not self.settings.dropout:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                "`deterministic` must be given to the module, to the call or by train() or eval() because `dropout` "
+                f"is {self.settings.dropout}, got None"
+            )
+        if deterministic:
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError("`rngs` must be given to the call because the module keeps none, got None")
+        return (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()

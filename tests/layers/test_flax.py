@@ -1,0 +1,115 @@
+"""flax's module among flax's own: its state, its flags, its random numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from layers.jax_frameworks import close, inputs, mapping
+from layers.modules import SPECS
+
+from relskew_core.layers.flax import RelativeMultiheadAttention
+
+CAUSAL = SPECS["causal"]
+(X,) = inputs(CAUSAL)
+
+
+def made(**options: object) -> RelativeMultiheadAttention:
+    return RelativeMultiheadAttention(CAUSAL, **{"rngs": nnx.Rngs(0), **options})
+
+
+def differ(one: jax.Array, other: jax.Array) -> bool:
+    return bool(jnp.abs(one - other).max() > 1e-3)
+
+
+def test_parameters_are_params_and_nothing_else_is_state() -> None:
+    module = made()
+    assert jax.tree.leaves(nnx.state(module)) == jax.tree.leaves(nnx.state(module, nnx.Param))
+    assert set(nnx.state(module)) == {"q_proj", "k_proj", "v_proj", "out_proj", "rel_k"}
+    assert module.q_proj.kernel.shape == (8, 8)
+    graph, parameters, rest = nnx.split(made(dropout=0.5, deterministic=False), nnx.Param, ...)
+    assert set(rest) == {"rngs"}
+    assert differ(nnx.merge(graph, parameters, rest)(X), module(X))
+
+
+def test_train_and_eval_and_calls_switch_dropout() -> None:
+    module = made(dropout=0.5)
+    with pytest.raises(ValueError, match=r"`deterministic` must be given .* because `dropout` is 0.5, got None"):
+        module(X)
+    module.eval()
+    quiet = module(X)
+    close(quiet, made()(X))
+    assert differ(module(X, deterministic=False), quiet)
+    module.train()
+    assert differ(module(X), quiet)
+    close(module(X, deterministic=True), quiet)
+    module.set_view(deterministic=True)  # what nnx.view calls in newer releases
+    close(module(X), quiet)
+
+
+def test_the_modules_own_random_numbers_move_on() -> None:
+    one, other = (made(dropout=0.5, deterministic=False) for _ in range(2))
+    call = nnx.jit(lambda module, x: module(x))
+    first, second = call(one, X), call(one, X)
+    assert differ(first, second)
+    close(other(X), first)
+    close(other(X), second)
+
+
+def test_random_numbers_of_the_call() -> None:
+    module = made(dropout=0.5, deterministic=False, keep_rngs=False)
+    with pytest.raises(ValueError, match="`rngs` must be given to the call because the module keeps none, got None"):
+        module(X)
+    first = module(X, rngs=nnx.Rngs(dropout=3))
+    close(module(X, rngs=nnx.Rngs(dropout=3).dropout), first)
+    assert differ(module(X, rngs=nnx.Rngs(dropout=4)), first)
+
+
+def test_random_numbers_of_a_module_with_given_weights() -> None:
+    def taken(**options: object) -> RelativeMultiheadAttention:
+        return RelativeMultiheadAttention.from_weights(
+            mapping(CAUSAL), CAUSAL, dropout=0.5, deterministic=False, **options
+        )
+
+    with pytest.raises(ValueError, match="`rngs` must be given to the call"):
+        taken()(X)
+    close(taken(rngs=nnx.Rngs(1))(X), taken(rngs=nnx.Rngs(1))(X))
+    assert differ(taken(rngs=nnx.Rngs(1))(X), taken(rngs=nnx.Rngs(2))(X))
+
+
+def test_what_replaces_a_projection_takes_part() -> None:
+    module = made()
+    before = module(X)
+    module.v_proj = nnx.LoRA(8, 2, 8, base_module=module.v_proj, rngs=nnx.Rngs(1))
+    close(module(X), before)  # adapters start at zero
+    module.v_proj.lora_b[...] = jnp.ones((2, 8), np.float32)
+    assert differ(module(X), before)
+    gradients = nnx.grad(lambda module: module(X).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))(module)
+    assert len(jax.tree.leaves(gradients)) == 2
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
+def test_the_dtype_that_is_computed_in(dtype: object) -> None:
+    module = made(dtype=dtype)
+    x = X.astype(np.float32)
+    assert module(x).dtype == (dtype or np.float32)
+    assert module.rel_k.dtype == np.float32
+    y, cache = module(x, past=module.empty_cache(2, length=9))
+    close(y, module(x), 1e-5)
+    assert cache.keys.dtype == y.dtype
+
+
+def test_it_learns() -> None:
+    """Steps against the gradient, with the module's own state."""
+    module, target = made(), jnp.roll(X, 1, axis=1)
+
+    @nnx.jit
+    def step(module: RelativeMultiheadAttention) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(lambda module: jnp.square(module(X) - target).mean())(module)
+        nnx.update(module, jax.tree.map(lambda x, d: x - 0.1 * d, nnx.state(module), gradients))
+        return loss
+
+    losses = [float(step(module)) for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,331 @@
+"""What flax's and equinox's modules have in common: the numbers, gradients, caches and weights of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, compiled_quickly, inputs, mapping
+from layers.modules import SPECS
+
+from relskew_core import BlockSpec, Span, attention_block, relative_attention
+from relskew_core.layers._jax.caches import FixedCache
+from relskew_core.layers.torch import RelativeMultiheadAttention as TorchAttention
+
+CAUSAL = SPECS["causal"]
+DECODERS = {
+    "grouped": BlockSpec(8, 4, Span.causal(16), causal=True, num_kv_heads=2, rel_values=True, rel_bias=True),
+    "local": SPECS["local"],
+    "clipped": BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True),
+}
+
+GRADIENTS = ("cross", "stream")
+
+each = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+every_decoder = pytest.mark.parametrize("spec", DECODERS.values(), ids=list(DECODERS))
+
+
+def made(framework: Framework, spec: BlockSpec = CAUSAL, **options: Any) -> Any:
+    return framework.module.from_weights(mapping(spec), spec, **options)
+
+
+@pytest.fixture(autouse=True)
+def quickly() -> Iterator[None]:
+    with compiled_quickly():
+        yield
+
+
+# Numbers
+
+
+@each
+@every_spec
+def test_it_is_the_block(framework: Framework, spec: BlockSpec) -> None:
+    x, *memory = inputs(spec)
+    weights = {key: jnp.asarray(x) for key, x in mapping(spec).items()}
+    expected = attention_block(x, weights, spec, memory=memory[0] if memory else None)
+    close(made(framework, spec)(x, *memory), expected, 1e-13)
+
+
+@each
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
+    spec = SPECS[name]
+    x, *memory = inputs(spec)
+
+    def loss_of_block(weights: Any) -> Any:
+        return jnp.sin(attention_block(x, weights, spec, memory=memory[0] if memory else None)).sum()
+
+    def loss(module: Any) -> Any:
+        return jnp.sin(module(x, *memory)).sum()
+
+    expected = jax.jit(jax.grad(loss_of_block))({key: jnp.asarray(x) for key, x in mapping(spec).items()})
+    actual = framework.grad(framework.jit(loss), made(framework, spec))
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        close(actual[key], gradient, 1e-11)
+
+
+@each
+def test_batches_vmap_and_jit_agree(framework: Framework) -> None:
+    module, (x,) = made(framework), inputs(CAUSAL)
+    whole = module(x)
+    for item in (0, 1):
+        close(module(x[item]), whole[item])
+    close(jax.vmap(module)(x), whole)
+    close(module(x[None])[0], whole)
+    close(framework.jit(lambda module, x: module(x))(module, x), whole)
+
+
+@each
+def test_the_options_of_the_call(framework: Framework) -> None:
+    module, (x,) = made(framework), inputs(CAUSAL)
+    documents = jnp.asarray([0] * 4 + [1] * 5)
+    alone = jnp.concatenate([module(x[:, :4]), module(x[:, 4:])], axis=1)
+    close(module(x, segments=documents), alone)
+    order = np.random.default_rng(0).permutation(9)
+    close(module(x[:, order], positions=(jnp.asarray(order), jnp.asarray(order))), module(x)[:, order])
+    close(module(x, offset=jnp.asarray([3, -3]))[1, :3], jnp.broadcast_to(mapping(CAUSAL)["out_proj.bias"], (3, 8)))
+
+
+@each
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_padding_and_masks(framework: Framework, kind: str) -> None:
+    spec = SPECS["bidirectional"]
+    module, (x,) = made(framework, spec), inputs(spec)
+    padding = jnp.arange(9) >= jnp.asarray([[9], [6]])
+    mask: Any = np.random.default_rng(0).standard_normal((2, 1, 9, 9))
+    mask = {"none": None, "boolean": jnp.asarray(mask > -0.5), "additive": jnp.asarray(mask)}[kind]
+    actual = module(x, mask=mask, key_padding_mask=padding)
+    close(actual[0], module(x, mask=mask)[0])
+    close(actual[1, :6], module(x[1:, :6], mask=None if mask is None else mask[1:, :, :6, :6])[0])
+
+
+@each
+def test_the_options_of_the_module(framework: Framework) -> None:
+    (x,) = inputs(CAUSAL)
+    expected = made(framework)(x)
+    for options in ({"impl": "portable"}, {"impl": "native", "chunk_size": 2}):
+        close(made(framework, **options)(x), expected)
+    jaxpr = str(jax.make_jaxpr(made(framework, impl="portable"))(x))
+    assert "custom_vjp" not in jaxpr
+    assert "custom_vjp" in str(jax.make_jaxpr(made(framework))(x))
+
+
+@each
+def test_half_precision(framework: Framework) -> None:
+    weights = mapping(CAUSAL, jnp.bfloat16)
+    module, x = framework.module.from_weights(weights, CAUSAL), inputs(CAUSAL)[0].astype(jnp.bfloat16)
+    y = module(x)
+    assert y.dtype == jnp.bfloat16
+    close(y.astype(np.float32), made(framework)(x.astype(np.float64)), 0.1)
+    assert module.empty_cache(2, length=4).keys.dtype == jnp.bfloat16
+    assert module.empty_cache(2, dtype=jnp.float32).keys.dtype == jnp.float32
+
+
+# Dropout
+
+
+@each
+def test_dropout_is_that_of_the_call(framework: Framework) -> None:
+    """Heads by hand, and the call with the same key."""
+    module, (x,), weights = made(framework, dropout=0.4), inputs(CAUSAL), mapping(CAUSAL)
+    key = jax.random.key(7)
+
+    def linear(name: str, x: Any) -> Any:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    q, k, v = (linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2) for name in "qkv")
+    options: dict[str, Any] = {"dropout": 0.4, "seed": framework.dropout_key(key), "causal": True}
+    heads = relative_attention(q, k, v, jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
+    close(framework.train(module, x, key), linear("out_proj", heads.swapaxes(1, 2).reshape(2, 9, 8)))
+    assert jnp.abs(framework.train(module, x, key) - framework.train(module, x, jax.random.key(8))).max() > 0.1
+    assert jnp.abs(framework.train(module, x, key) - made(framework)(x)).max() > 0.1
+    close(framework.jit(framework.train)(module, x, key), framework.train(module, x, key))
+
+
+@each
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])
+def test_a_dropout_that_is_none_is_refused(framework: Framework, dropout: float) -> None:
+    with pytest.raises(ValueError, match="`dropout` must be"):
+        framework.drawn(CAUSAL, 0, dropout=dropout)
+
+
+# Weights
+
+
+@each
+@every_spec
+def test_weights_go_in_and_out(framework: Framework, spec: BlockSpec) -> None:
+    given = mapping(spec)
+    found = made(framework, spec).weights()
+    assert list(found) == list(spec.weight_shapes())
+    for key, weight in found.items():
+        assert isinstance(weight, jax.Array)
+        np.testing.assert_array_equal(weight, given[key])
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [(SPECS["grouped, wide heads"], torch.float32), (SPECS["stream"], torch.bfloat16)],
+    ids=["float32", "bfloat16"],
+)
+def test_a_checkpoint_goes_round(spec: BlockSpec, dtype: torch.dtype) -> None:
+    """From torch to flax to equinox to torch."""
+    module = TorchAttention(spec, dtype=dtype)
+    state = {key: x.clone() for key, x in module.state_dict().items()}
+    in_flax = FLAX.module.from_weights(module.state_dict(), spec)
+    in_equinox = EQUINOX.module.from_weights(in_flax.weights(), spec)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()  # what was taken is a copy
+    back = {key: torch.from_dlpack(x) for key, x in in_equinox.weights().items()}
+    module.load_state_dict(back)
+    for key, weight in module.state_dict().items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, state[key])
+    x = torch.randn(2, 9, 8, dtype=dtype)
+    with torch.no_grad():
+        expected = module(x).float()
+    for other in (in_flax, in_equinox):
+        close(other(jnp.from_dlpack(x)).astype(np.float32), expected, 1e-5 if dtype == torch.float32 else 0.1)
+
+
+@each
+def test_it_is_initialised_as_init_weights_does(framework: Framework) -> None:
+    spec = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True, sinks=True)
+    found = framework.drawn(spec, 0).weights()
+    spec.check_weights(found)
+    for key, weight in found.items():
+        assert weight.dtype == np.float32
+        if key.endswith("bias") or key == "sinks":
+            assert not weight.any()
+            continue
+        bound = (3 / 16) ** 0.5 if key.startswith("rel") else (6 / sum(weight.shape)) ** 0.5
+        assert 0.99 * bound < abs(weight).max() <= bound
+        assert weight.var() == pytest.approx(bound**2 / 3, rel=0.06)
+    drawn = [found["rel_k"], found["rel_v"], framework.drawn(spec, 1).weights()["rel_k"]]
+    drawn += [found["k_proj.weight"], found["v_proj.weight"]]
+    assert len({x.tobytes() for x in map(np.asarray, drawn)}) == len(drawn)
+    np.testing.assert_array_equal(framework.drawn(spec, 0).weights()["rel_k"], found["rel_k"])
+
+
+@each
+def test_weights_that_do_not_fit_are_refused(framework: Framework) -> None:
+    weights = mapping(CAUSAL)
+    weights["rel_q"] = weights.pop("rel_k")
+    with pytest.raises(ValueError, match="missing rel_k; extra rel_q"):
+        framework.module.from_weights(weights, CAUSAL)
+    with pytest.raises(TypeError, match="`spec` must be a BlockSpec, got str 'causal'"):
+        framework.drawn("causal", 0)
+
+
+# Caches
+
+
+def fed(module: Any, x: Any, cut: Sequence[int], cache: Any) -> tuple[Any, Any]:
+    """Give a sequence to a module piece by piece."""
+    pieces = []
+    for piece in jnp.split(x, np.cumsum(cut)[:-1], axis=1):
+        y, cache = module(piece, past=cache)
+        pieces.append(y)
+    return jnp.concatenate(pieces, axis=1), cache
+
+
+@each
+@every_decoder
+def test_a_cache_in_a_scan_is_the_whole(framework: Framework, spec: BlockSpec) -> None:
+    module, (x,) = made(framework, spec), inputs(spec)
+
+    @jax.jit
+    def decoded(x: Any) -> Any:
+        def step(cache: Any, token: Any) -> Any:
+            y, cache = module(token[:, None], past=cache)
+            return cache, y[:, 0]
+
+        prompt, cache = module(x[:, :4], past=module.empty_cache(2, length=12))
+        cache, steps = jax.lax.scan(step, cache, jnp.moveaxis(x[:, 4:], 1, 0))
+        return jnp.concatenate([prompt, jnp.moveaxis(steps, 0, 1)], axis=1), cache
+
+    y, cache = decoded(x)
+    close(y, module(x))
+    assert cache.length == 9
+    assert cache.keys.shape == (2, spec.num_kv_heads, 12, spec.head_dim)
+
+
+@each
+@pytest.mark.parametrize("length", [None, 9])
+def test_whatever_was_cached_counts(framework: Framework, length: int | None) -> None:
+    module, (x,) = made(framework, DECODERS["grouped"]), inputs(CAUSAL)
+    empty = module.empty_cache(2, length=length)
+    y, cache = fed(module, x, (4, 1, 4), empty)
+    close(y, module(x))
+    assert type(cache) is type(empty)
+    assert cache.values.shape == (2, 2, 9, 2)
+    y, _ = module(x, past=module.empty_cache((2,), length=length))
+    close(y, module(x))
+    y, _ = module(x[0], past=module.empty_cache((), length=length))
+    close(y, module(x[0]))
+
+
+@each
+def test_prompts_of_different_lengths_in_one_cache(framework: Framework) -> None:
+    module, (x,) = made(framework), inputs(CAUSAL)
+    _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=12))
+    y, cache = fed(module, x[:, 5:], (4,), cache._replace(length=jnp.asarray([5, 2])))
+    assert cache.length.tolist() == [9, 6]
+    for item, length in enumerate((5, 2)):
+        alone = jnp.concatenate([x[item, :length], x[item, 5:]])
+        close(y[item], module(alone)[length:])
+
+
+@each
+def test_a_full_cache_is_an_error_or_nan(framework: Framework) -> None:
+    module, (x,) = made(framework, DECODERS["clipped"]), inputs(CAUSAL)
+    _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
+    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
+        module(x[:, 6:], past=cache)
+    y, _ = jax.jit(lambda cache: module(x[:, 6:], past=cache))(cache)
+    assert jnp.isnan(y).all()
+    y, _ = jax.jit(lambda cache: module(x[:, 6:8], past=cache))(cache)
+    close(y, module(x)[:, 6:8])
+
+
+@each
+@pytest.mark.parametrize("length", [None, 12])
+def test_caches_that_do_not_fit_are_refused(framework: Framework, length: int | None) -> None:
+    module, (x,) = made(framework), inputs(CAUSAL)
+    with pytest.raises(ValueError, match=r"`past.* must have shape \(\.\.\., 2, .*, 4\) with the leading axes of `x`"):
+        module(x, past=module.empty_cache(3, length=length))
+    with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, float64"):
+        module(x, past=module.empty_cache(2, length=length, dtype=jnp.float32))
+    for name, value in (("offset", 3), ("positions", (jnp.arange(9), jnp.arange(9)))):
+        with pytest.raises(ValueError, match=f"`{name}` must be None with `past`, which knows"):
+            module(x, past=module.empty_cache(2, length=length), **{name: value})
+
+
+@each
+def test_other_refusals(framework: Framework) -> None:
+    module, (x,) = made(framework), inputs(CAUSAL)
+    for name in ("bidirectional", "cross"):
+        with pytest.raises(ValueError, match=r"a cache needs `spec.causal`, and no `spec.cross`"):
+            made(framework, SPECS[name]).empty_cache(2)
+    with pytest.raises(ValueError, match="`length` must be an int >= 1, got 0"):
+        module.empty_cache(2, length=0)
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 9\)"):
+        module(x, key_padding_mask=jnp.zeros((2, 9)))
+    with pytest.raises(ValueError, match="`mask` must broadcast"):
+        module(x, mask=jnp.ones((9, 8), bool), key_padding_mask=jnp.zeros((2, 9), bool))
+    with pytest.raises(ValueError, match="`memory` must be None"):
+        module(x, x)
+
+
+def test_a_cache_is_a_tree_of_arrays() -> None:
+    cache = made(EQUINOX).empty_cache(2, length=3)
+    assert isinstance(jax.tree.map(jnp.asarray, cache), FixedCache)
