@@ -22,7 +22,8 @@ def init_weights(spec: BlockSpec, *, seed: int, xp: Any = None, dtype: Any = Non
     """Draw the weights of a block: the same float32 numbers in every array library.
 
     Projections are uniform in ``±sqrt(6 / (fan_in + fan_out))`` (Glorot and Bengio 2010, equation 16, as both papers'
-    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length, biases and sinks zero.
+    implementations use), tables uniform in ``±sqrt(3 / D)`` so that a row has unit expected length; biases and
+    sinks are zero.
 
     Parameters
     ----------
