@@ -14,11 +14,12 @@ from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.attend import attend
-from relskew_core.export._graph.emitter import INT64, Emitter, Value
+from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
+from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import IR_VERSION, GraphPlan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
@@ -37,6 +38,7 @@ def to_onnx(
     chunk_size: int | None = None,
     projections: bool = True,
     in_place: bool = False,
+    segments: bool = False,
     functions: bool = False,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
@@ -76,6 +78,10 @@ def to_onnx(
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
         shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has a length of its own. Opset
         24, profile ``"ort"``; caches start as zeros.
+    segments : bool, default False
+        Take ``segments (batch, query_length)`` of int64: a query sees the keys of its own segment, a document of a
+        packed batch. With ``past`` those of all keys so far, ``(batch, total_length)``; with ``in_place`` of every
+        place of the cache, ``(batch, cache_length)``, those included that the call fills.
     functions : bool, default False
         Write the skew and the attention as functions of the model, of the domain ``relskew`` and made of standard
         operators: a viewer then shows one box for each. The numbers are the same; not every runtime takes functions.
@@ -85,9 +91,9 @@ def to_onnx(
     Returns
     -------
     onnx.ModelProto
-        Inputs ``x (batch, query_length, E)``, ``memory (batch, memory_length, E)`` if ``spec.cross``, ``mask`` and
-        the past if asked for; output ``y (batch, query_length, E)`` and the presents. An input that reads past the
-        table's reach makes the runtime fail instead of giving wrong numbers.
+        Inputs ``x (batch, query_length, E)``, ``memory (batch, memory_length, E)`` if ``spec.cross``, ``mask``,
+        ``segments`` and the past if asked for; output ``y (batch, query_length, E)`` and the presents. An input that
+        reads past the table's reach makes the runtime fail instead of giving wrong numbers.
 
     Raises
     ------
@@ -123,6 +129,7 @@ def to_onnx(
         chunk_size=chunk_size,
         projections=projections,
         in_place=in_place,
+        segments=segments,
     )
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
@@ -142,6 +149,8 @@ def to_onnx(
         described["relskew.chunk_size"] = str(plan.chunk_size)
     if plan.in_place:
         described["relskew.in_place"] = "true"
+    if plan.segments:
+        described["relskew.segments"] = "true"
     if not plan.projections:
         described["relskew.projections"] = "false"
     if functions:
@@ -189,11 +198,15 @@ def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, st
 
 def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
     """Declare the inputs that are there on request only."""
-    spec, mask, past, past_lengths = plan.spec, None, None, None
+    spec, mask, segments, past, past_lengths = plan.spec, None, None, None, None
     if plan.mask:
         shape = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
         doc = "True = may attend; broadcasts to (batch, heads, queries, keys)"
         mask = g.input("mask", shape, doc, np.dtype(np.bool_))
+    if plan.segments:
+        length = "cache_length" if plan.in_place else "total_length" if plan.past else "query_length"
+        doc = "segments of all keys, those of the past included: a query sees the keys of its own"
+        segments = g.input("segments", ("batch", length), doc, INT64)
     if plan.past:
         length = "cache_length" if plan.in_place else "past_length"
         cache = ("batch", spec.num_kv_heads, length, spec.head_dim)
@@ -204,7 +217,7 @@ def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
     if plan.in_place:
         doc = "how many positions of the cache count, where the queries go on; what lies behind must be finite"
         past_lengths = g.input("past_lengths", ("batch",), doc, INT64)
-    return OptionalInputs(mask, past, past_lengths)
+    return OptionalInputs(mask, segments, past, past_lengths)
 
 
 def _attend(
@@ -217,9 +230,12 @@ def _attend(
 ) -> tuple[Value, Present | None]:
     """Attend, in the form that the plan asks for; ``sources`` are what the queries and the keys are made from."""
     tables = StoredTables(stored.get("rel_k"), stored.get("rel_v"), stored.get("rel_bias"))
+    sinks = stored.get("sinks")
     if plan.in_place:
-        return attend_in_place(g, plan, projected, tables, given)
-    inputs = AttentionInputs(projected, tables, _lengths(g, plan, *sources, given.past), given.mask, given.past)
+        return attend_in_place(g, plan, projected, tables, given, sinks)
+    lengths = _lengths(g, plan, *sources, given.past)
+    segments = _segments(g, lengths, given.segments)
+    inputs = AttentionInputs(projected, tables, lengths, given.mask, segments, given.past, sinks=sinks)
     return (attend_blocks(g, plan, inputs), None) if plan.local else attend(g, plan, inputs)
 
 
@@ -240,6 +256,15 @@ def _lengths(g: Emitter, plan: GraphPlan, queried: Value, keyed: Value, past: Pr
         before = g.length(past[0], 2, "past_length")
         return Lengths(queries, g.plus(before, queries, "total_length"), before, "query_length", "total_length")
     return Lengths(queries, queries, 0, "query_length", "query_length")
+
+
+def _segments(g: Emitter, lengths: Lengths, of_keys: Value | None) -> Segments | None:
+    """Return the segments of the queries, the last of the keys, and of the keys."""
+    if of_keys is None or lengths.past == 0:
+        return None if of_keys is None else Segments(of_keys, of_keys)
+    bounds = [g.dim(lengths.past), g.constant([INT64_MAX]), g.constant([1])]
+    shape = (of_keys.shape[0], lengths.query_symbol)
+    return Segments(g.index("Slice", [of_keys, *bounds], "segments/queries", shape), of_keys)
 
 
 def _linear(g: Emitter, x: Value, name: str, stored: Mapping[str, Value], output: str | None = None) -> Value:

@@ -39,6 +39,8 @@ PROFILES = {
     "portable": Profile("portable", 18),
     "trt": Profile("trt", 23, fused=True),
 }
+MOST_BLOCKS = 8
+"""Blocks before its own whose keys a block is given: of more, a dense attention makes fewer copies."""
 NEWEST_OPSET = 24
 IN_PLACE_OPSET = 24  # of TensorScatter
 IR_VERSION = 10
@@ -80,6 +82,8 @@ class GraphPlan:
     in_place: bool  # caches of fixed length, written where each row of the batch ends
     guarded: bool  # the lengths are checked before the tables are read, so that no window needs to
     looped: bool  # attention goes over chunks, as chunk_size asks; not so in the branch for short inputs
+    segments: bool = False  # a query sees its own segment
+    in_parts: bool = False  # what Attention cannot do is asked for: softcap, the log-sum-exp
 
     @property
     def one_sided(self) -> bool:
@@ -99,7 +103,15 @@ class GraphPlan:
     @property
     def stored_columns(self) -> int:
         """Number of stored columns, of blocks too."""
-        return 2 * (self.spec.block_size or 0) + 1 if self.local else self.columns
+        if not self.local:
+            return self.columns
+        return self.block_keys + (1 if self.one_sided else self.spec.block_size or 0)
+
+    @property
+    def block_keys(self) -> int:
+        """Number of keys that a block of queries may see: its own and those of the blocks before."""
+        before = 1 if self.spec.blocks_before is None else self.spec.blocks_before
+        return (1 + before) * (self.spec.block_size or 0)
 
     @property
     def kept_rows(self) -> tuple[int, int]:
@@ -134,7 +146,9 @@ class GraphPlan:
 
     @property
     def dead_rows(self) -> bool:
-        """Some query may see no key at all."""
+        """Some query may see no key at all, nor a sink."""
+        if self.spec.sinks:
+            return False
         return self.mask or (self.spec.cross and self.left.past_edge == "hidden")
 
     @property
@@ -143,6 +157,8 @@ class GraphPlan:
         return (
             self.profile.fused
             and not self.looped
+            and not self.in_parts
+            and not self.spec.sinks
             and not self.spec.rel_values
             and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
             and (self.profile.dead_rows or not self.dead_rows)
@@ -175,6 +191,7 @@ def make_plan(
     chunk_size: Any = None,
     projections: Any = True,
     in_place: Any = False,
+    segments: Any = False,
 ) -> GraphPlan:
     """Check the arguments of an export and decide on its form."""
     check_spec(spec)
@@ -182,7 +199,7 @@ def make_plan(
     form = PROFILES[profile]
     oldest = form.opset
     if check_bool("in_place", in_place):
-        _check_in_place(profile, past, chunk_size)
+        _check_in_place(spec, profile, past, chunk_size)
         oldest = IN_PLACE_OPSET
     chosen = oldest if opset is None else check_int("opset", opset)
     if not oldest <= chosen <= NEWEST_OPSET:
@@ -192,6 +209,8 @@ def make_plan(
         max_length = check_int("max_length", max_length, minimum=1)
     check_bool("mask", mask)
     check_bool("projections", projections)
+    if check_bool("segments", segments) and spec.cross:
+        raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are no one sequence, got cross=True")
     if check_bool("past", past):
         _check_past(spec)
     if chunk_size is not None:
@@ -201,13 +220,21 @@ def make_plan(
                 f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
             )
     window_left, window_right = spec.window or (None, None)
-    farthest_left = _smallest(window_left, None if spec.block_size is None else 2 * spec.block_size - 1)
-    farthest_right = _smallest(window_right, 0 if spec.causal else None)
+    of_blocks = _reach_of_blocks(spec)
+    farthest_left = _smallest(window_left, of_blocks[0])
+    farthest_right = _smallest(window_right, 0 if spec.causal else of_blocks[1])
     left = _table_end(spec, "past", spec.span.left, farthest_left, window_left, max_length)
     right = _table_end(spec, "future", spec.span.right, farthest_right, window_right, max_length)
-    # A short table, or a short max_length, lets only lengths run whose previous block is visible as a whole:
-    # then local attention is causal attention. A mask is as large as a dense attention anyway.
-    local = spec.block_size is not None and left.past_edge != "limited" and not mask
+    if past and not spec.causal and right.past_edge == "limited":
+        raise ValueError(
+            f"`past=True` without `spec.causal` requires a table that reaches {farthest_right} into the future, as far "
+            f"as blocks do, got one that reaches {right.rows}: make it, or `max_length`, longer"
+        )
+    # A short table, or a short max_length, lets only lengths run whose blocks are visible as a whole: then there is
+    # nothing to fold. A mask is as large as a dense attention anyway, and a cache has few queries.
+    limited = "limited" in (left.past_edge, right.past_edge)
+    few = spec.blocks_before is None or spec.blocks_before <= MOST_BLOCKS
+    local = spec.block_size is not None and few and not (limited or mask or past)
     guarded = chunk_size is not None or in_place
     return GraphPlan(
         spec,
@@ -225,6 +252,7 @@ def make_plan(
         in_place,
         guarded,
         chunk_size is not None,
+        segments,
     )
 
 
@@ -234,7 +262,9 @@ def check_spec(spec: Any) -> None:
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
 
 
-def _check_in_place(profile: Any, past: Any, chunk_size: Any) -> None:
+def _check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
+    if not spec.causal:
+        raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
     if past is not True:
         raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
     if profile != "ort":
@@ -246,10 +276,16 @@ def _check_in_place(profile: Any, past: Any, chunk_size: Any) -> None:
 def _check_past(spec: BlockSpec) -> None:
     if spec.cross:
         raise ValueError("`past=True` excludes `spec.cross`: a memory's keys are not appended to, got cross=True")
-    if spec.block_size is not None:
-        raise ValueError(f"`past=True` excludes `spec.block_size`, got block_size={spec.block_size}")
-    if not spec.causal:
-        raise ValueError("`past=True` requires `spec.causal`, got causal=False")
+    if not spec.causal and spec.block_size is None:
+        raise ValueError("`past=True` requires `spec.causal` or `spec.blocks_before`, got causal=False")
+
+
+def _reach_of_blocks(spec: BlockSpec) -> tuple[int | None, int | None]:
+    """Return how far the last query of a block looks back, and the first one ahead."""
+    if spec.block_size is None:
+        return None, None
+    before = 1 if spec.blocks_before is None else spec.blocks_before
+    return (before + 1) * spec.block_size - 1, spec.block_size - 1
 
 
 def _smallest(*bounds: int | None) -> int | None:

@@ -84,6 +84,8 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
         elif key == "rel_bias":
             columns = _columns(plan, np.atleast_2d(array)[..., None])[..., 0]
             layout[key] = (columns, f"(head, position); relative position 0 is at {_zero(plan)}")
+        elif key == "sinks":
+            layout[key] = (array[:, None, None], "(head, 1, 1)")
         elif key.startswith("q_proj"):
             scaled = (array.astype(np.float64) * plan.spec.head_dim**-0.5).astype(plan.dtype)
             layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")
@@ -99,12 +101,12 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
 
 
 def _zero(plan: GraphPlan) -> int:
-    return 2 * (plan.spec.block_size or 0) if plan.local else plan.lead
+    return plan.block_keys if plan.local else plan.lead
 
 
 def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     """Trim a table to the rows that can be seen and add the columns for the positions past them."""
-    left = plan.left
+    left, right = plan.left, plan.right
     start, stop = plan.kept_rows
     rows = table[..., start:stop, :]
     edge = int(plan.spec.span.beyond == "clip")
@@ -114,14 +116,16 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     ]
     rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
     if plan.local:
-        # The blocks' window is always the same, -2N ... 0: store just that.
-        before, after = 2 * (plan.spec.block_size or 0) - left.rows, 0
+        # The blocks' window is always the same: store just that.
+        before = plan.block_keys - left.rows
+        after = 0 if plan.one_sided else (plan.spec.block_size or 0) - 1 - right.rows
     else:
         before, after = left.spare, 0 if plan.one_sided else plan.right_spare
-    clipped = plan.local and left.past_edge == "clip"
-    head = np.repeat(rows[..., :1, :], before, axis=-2) * (1 if clipped else 0)
-    tail = np.zeros_like(rows[..., :1, :]).repeat(after, axis=-2)
-    return np.concatenate([head.astype(rows.dtype), rows, tail], axis=-2)
+    head, tail = (
+        np.repeat(end, count, axis=-2) * rows.dtype.type(plan.local and side.past_edge == "clip")
+        for end, count, side in ((rows[..., :1, :], before, left), (rows[..., -1:, :], after, right))
+    )
+    return np.concatenate([head, rows, tail], axis=-2)
 
 
 def to_numpy(key: str, given: Any) -> np.ndarray:

@@ -8,7 +8,8 @@ import numpy as np
 
 from relskew_core._kernel.call import Operands
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._graph.emitter import BOOL, Dim, Shape, Value
+from relskew_core.export._graph.emitter import BOOL, INT64, Dim, Shape, Value
+from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths
 from relskew_core.export._plan import GraphPlan
 
@@ -32,18 +33,36 @@ class TracedCall:
         self.lengths = self._lengths(offset)
         self.mask, self.additive = self._masks(operands.mask)
 
-    def result(self, heads: Value) -> Any:
-        """Return heads with the leading axes of the queries that came."""
+    def result(self, x: Value, name: str) -> Any:
+        """Return an array of the heads, ``(batch, …)``, with the leading axes of the queries that came."""
         g = self._g
         if self._leading == 1:
-            return g.tensor(heads)
+            return g.tensor(x)
         if self._leading == 0:
-            return g.tensor(g.compute("Squeeze", [heads, g.constant([0])], "result", heads.shape[1:]))
-        given = g.adopt(self._given, "given/q", _shape(self._given, "given"))
-        leading = g.index("Shape", [given], "result/leading", (self._leading,), start=0, end=self._leading)
-        rest = g.index("Shape", [heads], "result/heads", (3,), start=1, end=4)
-        shape = g.dims("result/shape", leading, rest)
-        return g.tensor(g.compute("Reshape", [heads, shape], "result", _shape(self._given, "given")))
+            return g.tensor(g.compute("Squeeze", [x, g.constant([0])], name, x.shape[1:], x.dtype))
+        shape = (*_shape(self._given, "given")[: self._leading], *x.shape[1:])
+        given = g.adopt(self._given, f"{name}/given", _shape(self._given, "given"))
+        leading = g.index("Shape", [given], f"{name}/leading", (self._leading,), start=0, end=self._leading)
+        rest = g.index("Shape", [x], f"{name}/rest", (len(x.shape) - 1,), start=1)
+        whole = g.dims(f"{name}/shape", leading, rest)
+        return g.tensor(g.compute("Reshape", [x, whole], name, shape, x.dtype))
+
+    def labels(self, operands: Operands, kind: str) -> Segments | None:
+        """Return integers of the queries and of the keys, ``(batch or 1, length)``."""
+        of_queries, of_keys = (getattr(operands, f"{side}_{kind}") for side in "qk")
+        if of_queries is None:
+            return None
+        return Segments(self._label(of_queries, f"q_{kind}"), self._label(of_keys, f"k_{kind}"))
+
+    def _label(self, x: Any, name: str) -> Value:
+        g, shape = self._g, _shape(x, name)
+        whole = g.adopt(x, name, shape, INT64)
+        if len(shape) == 1:
+            return g.index("Unsqueeze", [whole, g.constant([0])], f"{name}/batch", (1, *shape))
+        if len(shape) == 2:
+            return whole
+        merged = g.dims(f"{name}/merged", -1, g.length(whole, len(shape) - 1, f"{name}/length"))
+        return g.index("Reshape", [whole, merged], f"{name}/batch", (f"{name}_batch", shape[-1]))
 
     def _heads(self, x: Any, name: str) -> Value:
         g, shape = self._g, _shape(x, name)
@@ -88,13 +107,18 @@ class TracedCall:
         return g.compute("Greater", [additive, lowest], "mask/shows", shape, BOOL), additive
 
 
-def stored_table(g: TracedEmitter, plan: GraphPlan, table: Any, name: str) -> Value | None:
+def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
+    """Return a table of a call, whose sizes are all known."""
+    return None if table is None else g.adopt(table, name, tuple(int(size) for size in table.shape))
+
+
+def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:
     """Return a table as its window reads it: trimmed to the rows that can be seen, with columns for what lies past."""
-    if table is None:
+    if stored is None:
         return None
-    shape = tuple(int(size) for size in table.shape)
+    shape = stored.shape
     axis = len(shape) - (1 if name == "rel_bias" else 2)
-    stored = g.adopt(table, name, shape)
+    rows = int(shape[axis])
     start, stop = plan.kept_rows
 
     def cut(x: Value, first: int, last: int, part: str) -> Value:
@@ -107,7 +131,7 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, table: Any, name: str) -> Va
     def zeros(rows: int) -> Value:
         return g.constant(np.zeros(with_rows(rows)), g.dtype)
 
-    if (start, stop) != (0, shape[axis]):
+    if (start, stop) != (0, rows):
         stored = cut(stored, start, stop, "kept")
     rows = stop - start
     added = plan.added_rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ class TracedEmitter(Emitter):
         super().__init__(dtype)
         self._op = op
         self._tensors: dict[str, Any] = {}
+
+    @contextmanager
+    def within(self, scope: str) -> Iterator[None]:
+        """Put a name in front of all that is made meanwhile."""
+        outer, self.scope = self.scope, f"{self.scope}{scope}/"
+        try:
+            yield
+        finally:
+            self.scope = outer
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
         """Make a tensor of the graph known under a name."""

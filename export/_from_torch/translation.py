@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,16 @@ from relskew_core._array.checks import check_int
 from relskew_core._block.spec import BlockSpec
 from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core.backends._path import COMMON
-from relskew_core.export._from_torch.call import TracedCall, stored_table
+from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._from_torch.related import LookedUp, Skewed, scaled
 from relskew_core.export._graph.emitter import Value
-from relskew_core.export._graph.guard import guarded
-from relskew_core.export._graph.parts import grouped_product, hide, relative_logits, softmax_weights
-from relskew_core.export._graph.skew import unskew
-from relskew_core.export._graph.visible import visible
-from relskew_core.export._graph.window import StoredTables, TableWindow
-from relskew_core.export._plan import NEWEST_OPSET, PROFILES, make_plan
+from relskew_core.export._graph.parts import content_logits, grouped_product, hide, softmax_weights
+from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
 
-KNOWS = COMMON - {"return_lse"}
+KNOWS = COMMON | {
+    "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
+}  # fmt: skip
 """The arrays and options that have a translation."""
 
 
@@ -47,13 +46,13 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     ------
     ValueError, TypeError
         If ``opset`` does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument: ``return_lse``, ``dropout``, a negative ``offset``, a ``mask`` by head with more than one axis
-        before the heads, a ``block_size`` where torch cannot tell that queries and keys are one sequence.
+        the argument: ``dropout``, a negative ``offset``, a ``mask`` by head with more than one axis before the heads,
+        a ``block_size`` where torch cannot tell that queries and keys are one sequence.
 
     Examples
     --------
     >>> sorted(str(operator) for operator in torch_translation_table(23))
-    ['relskew.attention.default', 'relskew.dropout_attention.default']
+    ['relskew.attention.default', 'relskew.recomputed_attention.default']
     """
     opset = check_int("opset", opset)
     oldest = PROFILES["portable"].opset
@@ -62,6 +61,7 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     import onnxscript
 
     from relskew_core.backends._torch.cpu.operator import OPERATOR
+    from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
 
     op = onnxscript.values.Opset("", opset)
 
@@ -75,14 +75,52 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
         return _attention(g, opset, operands, options)
 
-    return {OPERATOR.op._opoverload: attention}
+    return {operator.op._opoverload: attention for operator in (OPERATOR, RECOMPUTED)}
 
 
 def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Options) -> tuple[Any, Any]:
     """Translate one call; ``chunk_size`` changes no result and is left out."""
+    call = TracedCall(g, operands, options.visibility.offset)
+    plan = _plan(g, opset, call, operands, options)
+    related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
+    logits, condition = related.logits(), related.condition()
+    if plan.fused:
+        if call.additive is not None:
+            logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
+        if condition is not None:
+            logits = hide(g, plan, logits, condition)
+        out = g.compute(
+            "Attention",
+            [call.q, call.k, call.v, logits],
+            "attention",
+            call.out_shape,
+            scale=options.scale,
+            is_causal=int(plan.causal_attribute),
+        )
+        return call.result(out, "out"), g.tensor(g.constant(np.zeros(0), g.dtype))
+    shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
+    keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
+    logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits)
+    logits = _capped(g, logits, options.softcap)
+    if call.additive is not None:
+        logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
+    softmax = softmax_weights(g, plan, logits, condition)
+    out = grouped_product(g, plan, softmax.weights, call.v, "attention/values", call.out_shape)
+    if operands.rel_v is not None:
+        relative = related.values(softmax.weights)
+        out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)
+    if not options.return_lse:
+        return call.result(out, "out"), g.tensor(g.constant(np.zeros(0), g.dtype))
+    total = softmax.log_sum(g, lowest=None if condition is None else plan.masked_value)
+    lse = g.compute("Squeeze", [total, g.constant([3])], "attention/log_sum_row", total.shape[:3], total.dtype)
+    return call.result(out, "out"), call.result(lse, "lse")
+
+
+def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, options: Options) -> GraphPlan:
+    """Decide on the form of a call."""
     q, pattern = operands.q, options.visibility
-    call = TracedCall(g, operands, pattern.offset)
-    if pattern.block_size is not None and not call.aligned:
+    by_position = not pattern.by_value
+    if by_position and pattern.block_size is not None and not call.aligned:
         raise ValueError(
             "`block_size` can be exported to ONNX only where torch knows that the keys are `offset` cached ones and "
             f"one for each query, got block_size={pattern.block_size}"
@@ -94,55 +132,27 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
         options.span,
         num_kv_heads=int(operands.k.shape[-3]),
         head_dim=width,
-        causal=pattern.right == 0,
-        cross=not call.aligned,
-        window=(pattern.left, pattern.right or None),
-        block_size=pattern.block_size,
+        causal=by_position and pattern.right == 0,
+        cross=not (by_position and call.aligned),
+        window=(pattern.left, pattern.right or None) if by_position else None,
+        block_size=pattern.block_size if by_position else None,
+        blocks_before=pattern.blocks_before if by_position else None,
         rel_values=operands.rel_v is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
-    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=operands.mask is not None)
+    in_parts = options.return_lse or options.softcap is not None
+    # A query may see nothing at all; and what is hidden is hidden after the softcap, and counts for no log-sum-exp.
+    masked = in_parts or any(x is not None for x in (operands.mask, operands.q_segments, operands.q_positions))
+    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=masked)
     # Runtimes disagree on is_causal where there are more keys than queries.
-    plan = replace(plan, local=False, profile=replace(form, causal_attribute=form.causal_attribute and call.square))
-    lengths = call.lengths
-    if not call.aligned and lengths.past != 0:  # there may be fewer keys than the offset: no window can tell
-        plan = replace(plan, guarded=True)
-        lengths = guarded(g, plan, lengths)
-    given = [field.name for field in fields(StoredTables)]
-    tables = StoredTables(**{name: stored_table(g, plan, getattr(operands, name), name) for name in given})
-    window = TableWindow(g, plan, tables, lengths)
-    related = call.q if call.rel_q is None else call.rel_q
-    if operands.rel_k is not None:
-        related = _scaled(g, related, options.rel_scale, "relative/scaled")
-    logits = relative_logits(g, plan, related, window, lengths)
-    if call.additive is not None:
-        logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
-    condition = visible(g, plan, lengths, call.mask)
-    if plan.fused:
-        if condition is not None:
-            logits = hide(g, plan, logits, condition)
-        out = g.compute(
-            "Attention",
-            [call.q, call.k, call.v, logits],
-            "attention",
-            call.out_shape,
-            scale=options.scale,
-            is_causal=int(plan.causal_attribute),
-        )
-    else:
-        scaled = _scaled(g, call.q, options.scale, "attention/scaled")
-        shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
-        keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
-        weights = softmax_weights(g, plan, scaled, keys, logits, condition)
-        out = grouped_product(g, plan, weights, call.v, "attention/values", call.out_shape)
-        if operands.rel_v is not None:
-            moved = unskew(g, weights, lengths, one_sided=plan.one_sided, symbol=window.symbol)
-            relative = g.compute("MatMul", [moved, window.rows()], "relative/values", call.out_shape)
-            out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)
-    no_lse = g.constant(np.zeros(0), g.dtype)
-    return call.result(out), g.tensor(no_lse)
+    form = replace(form, causal_attribute=form.causal_attribute and call.square)
+    return replace(plan, local=False, profile=form, in_parts=in_parts)
 
 
-def _scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:
-    # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
-    return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale), g.dtype)], name, x.shape)
+def _capped(g: TracedEmitter, logits: Value, softcap: float | None) -> Value:
+    if softcap is None:
+        return logits
+    shape = logits.shape
+    small = g.compute("Mul", [logits, g.constant(1 / softcap, g.dtype)], "softcap/small", shape)
+    bounded = g.compute("Tanh", [small], "softcap/bounded", shape)
+    return g.compute("Mul", [bounded, g.constant(softcap, g.dtype)], "softcap/logits", shape)

@@ -37,7 +37,7 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
         return _fused(g, plan, inputs, queries, _hidden(g, plan, inputs, bias))
     condition = _condition(g, plan, inputs)
     keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
-    heads = weighted_heads(g, plan, Heads(queries, keys, values), window, inputs.lengths, condition)
+    heads = weighted_heads(g, plan, Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition)
     return as_given(g, inputs.projected, heads), present
 
 
@@ -65,14 +65,16 @@ def _in_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Va
     count, width, projected = plan.spec.num_heads, plan.spec.head_dim, inputs.projected
     queries = split_heads(g, projected.q, count, width, "q")
     keys, values, present = keys_and_values(g, plan, projected, inputs.past)
-    heads = attend_chunks(g, plan, inputs, Heads(queries, keys, values))
+    heads = attend_chunks(g, plan, inputs, Heads(queries, keys, values, inputs.sinks))
     if len(projected.q.shape) == 4:
         heads = split_heads(g, heads, count, width, "out")
     return heads, present
 
 
 def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | None:
-    return visible(g, plan, inputs.lengths, inputs.mask) if inputs.condition is None else inputs.condition
+    if inputs.condition is not None:
+        return inputs.condition
+    return visible(g, plan, inputs.lengths, inputs.mask, inputs.segments)
 
 
 def _hidden(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, bias: Value) -> Value:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
-from relskew_core.export._graph.visible import visible
+from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, TableWindow
 from relskew_core.export._plan import GraphPlan
 
@@ -42,8 +42,16 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         k = heads.keys if whole else _cut(body, heads.keys, 3, first, stop, "chunk_keys", "keys")
         v = heads.values if whole else _cut(body, heads.values, 2, first, stop, "chunk_keys", "values")
         window = TableWindow(body, plan, inputs.tables, seen)
-        condition = visible(body, plan, seen, _mask_of(body, inputs.mask, start, end, first, stop))
-        return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v), window, seen, condition))
+        mask = _mask_of(body, inputs.mask, start, end, first, stop)
+        segments = None
+        if inputs.segments is not None:
+            of_keys = inputs.segments.keys
+            segments = Segments(
+                _cut(body, inputs.segments.queries, 1, start, end, "chunk", "segments_of_queries"),
+                of_keys if whole else _cut(body, of_keys, 1, first, stop, "chunk_keys", "segments_of_keys"),
+            )
+        condition = visible(body, plan, seen, mask, segments)
+        return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     iterations, batch, _, width = turns.shape
@@ -99,4 +107,4 @@ def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, nam
     shape = list(x.shape)
     shape[axis] = symbol
     bounds = [g.dim(start), g.dim(end), g.constant([axis])]
-    return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), BOOL if x.dtype == BOOL else None)
+    return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), x.dtype)

@@ -17,13 +17,18 @@ from relskew_core.export._graph.parts import (
     split_heads,
     weighted_heads,
 )
-from relskew_core.export._graph.visible import visible
+from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
 
 
 def attend_in_place(
-    g: Emitter, plan: GraphPlan, projected: Projected, tables: StoredTables, given: OptionalInputs
+    g: Emitter,
+    plan: GraphPlan,
+    projected: Projected,
+    tables: StoredTables,
+    given: OptionalInputs,
+    sinks: Value | None,
 ) -> tuple[Value, Present]:
     """Return the heads, laid out as the queries came, and the caches with the new keys and values in them.
 
@@ -42,11 +47,11 @@ def attend_in_place(
         g.node("TensorScatter", [cached, added, past_lengths], f"relskew/compute/cache/{whole.name}", [whole], axis=2)
     lengths, reach = _lengths(g, plan, queries, past, past_lengths)
     window = RaggedTableWindow(g, plan, tables, lengths, reach)
-    condition = visible(g, plan, lengths, given.mask)
+    condition = visible(g, plan, lengths, given.mask, _segments(g, lengths, given.segments, past_lengths))
     if not plan.fused:
         keys_shape = (*present[0].shape[:2], spec.head_dim, present[0].shape[2])
         keys = g.compute("Transpose", [present[0]], "cache/keys_transposed", keys_shape, perm=[0, 1, 3, 2])
-        heads = weighted_heads(g, plan, Heads(queries, keys, present[1]), window, lengths, condition)
+        heads = weighted_heads(g, plan, Heads(queries, keys, present[1], sinks), window, lengths, condition)
         return as_given(g, projected, heads), present
     bias = relative_logits(g, plan, queries, window, lengths)
     if condition is not None:
@@ -57,6 +62,18 @@ def attend_in_place(
     inputs = [queries, *present, bias, None, None, filled]
     g.node("Attention", inputs, "relskew/compute/attention", [heads], **attributes)
     return as_given(g, projected, heads), present
+
+
+def _segments(g: Emitter, lengths: Lengths, of_keys: Value | None, past_lengths: Value) -> Segments | None:
+    """Read the segments of each row's queries from where they stand in the cache."""
+    if of_keys is None:
+        return None
+    limits = [g.constant(0), g.scalar(lengths.queries, "segments/count"), g.constant(1)]
+    ramp = g.index("Range", limits, "segments/range", (lengths.query_symbol,))
+    column = g.index("Unsqueeze", [past_lengths, g.constant([1])], "segments/past", (lengths.row_symbol, 1))
+    shape: Shape = (lengths.row_symbol, lengths.query_symbol)
+    places = g.index("Add", [column, ramp], "segments/places", shape)
+    return Segments(g.index("GatherElements", [of_keys, places], "segments/queries", shape, axis=1), of_keys)
 
 
 def _lengths(

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from onnx import TensorProto
 
-from relskew_core.export._graph.emitter import Emitter, Shape, Value
+from relskew_core.export._graph.emitter import BOOL, Emitter, Shape, Value, element_type
 from relskew_core.export._graph.skew import skew, unskew
-from relskew_core.export._graph.visible import hides_by_condition
+from relskew_core.export._graph.visible import Segments, broadcast, hides_by_condition
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
 
@@ -27,11 +27,12 @@ class Projected:
 
 
 class Heads(NamedTuple):
-    """Queries ``(batch, H, queries, D)``, keys ``(batch, Hkv, D, keys)`` and values ``(batch, Hkv, keys, D)``."""
+    """Queries ``(batch, H, queries, D)``, keys ``(batch, Hkv, D, keys)``, values ``(…, keys, D)`` and sinks."""
 
     queries: Value
     keys: Value
     values: Value
+    sinks: Value | None = None  # (H, 1, 1)
 
 
 Present = tuple[Value, Value]
@@ -42,6 +43,7 @@ class OptionalInputs:
     """The inputs of a graph that are there on request; ``past_lengths`` with caches that are written in place."""
 
     mask: Value | None
+    segments: Value | None
     past: Present | None
     past_lengths: Value | None
 
@@ -57,8 +59,10 @@ class AttentionInputs:
     tables: StoredTables
     lengths: Lengths
     mask: Value | None = None
+    segments: Segments | None = None
     past: Present | None = None
     condition: Value | None = None
+    sinks: Value | None = None
 
 
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
@@ -105,14 +109,16 @@ def weighted_heads(
 ) -> Value:
     """Return the result of each query and head, ``(batch, H, queries, D)``."""
     bias = relative_logits(g, plan, heads.queries, window, lengths)
-    weights = softmax_weights(g, plan, heads.queries, heads.keys, bias, condition)
+    logits = content_logits(g, plan, heads.queries, heads.keys, bias)
+    softmax = softmax_weights(g, plan, logits, condition)
+    weights = softmax.weights
     shape = (*weights.shape[:3], plan.spec.head_dim)
     out = grouped_product(g, plan, weights, heads.values, "attention/values", shape)
-    if not plan.spec.rel_values:
-        return out
-    moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
-    relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
-    return g.compute("Add", [out, relative], "attention/add_relative_values", shape)
+    if plan.spec.rel_values:
+        moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
+        relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
+        out = g.compute("Add", [out, relative], "attention/add_relative_values", shape)
+    return out if heads.sinks is None else beside_sinks(g, out, softmax, heads.sinks)
 
 
 def present_values(g: Emitter, plan: GraphPlan, past: Present) -> Present:
@@ -141,26 +147,65 @@ def keys_and_values(
     return keys, values, present
 
 
-def softmax_weights(
-    g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value, condition: Value | None
-) -> Value:
-    """Softmax of content and relative logits, in float32 at least; zeros where no key may be seen."""
+class Softmax(NamedTuple):
+    """A softmax over keys: its weights in the graph's type, and what it was made of, in float32 at least."""
+
+    weights: Value  # zeros where no key may be seen
+    logits: Value
+    shares: Value
+
+    def log_sum(self, g: Emitter, *, lowest: float | None = None) -> Value:
+        """Return the log-sum-exp of each query's logits, ``(batch, H, queries, 1)``; ``-inf`` where all are ``lowest``.
+
+        The largest share is 1 over the sum of the exponentials, which saves a second pass of them.
+        """
+        shape, dtype, last = (*self.logits.shape[:3], 1), self.logits.dtype, g.constant([-1])
+        top = g.compute("ReduceMax", [self.logits, last], "attention/largest_logit", shape, dtype)
+        share = g.compute("ReduceMax", [self.shares, last], "attention/largest_share", shape, dtype)
+        log_share = g.compute("Log", [share], "attention/log_share", shape, dtype)
+        total = g.compute("Sub", [top, log_share], "attention/log_sum", shape, dtype)
+        if lowest is None:
+            return total
+        bound = g.constant(np.asarray(lowest, g.dtype), dtype)  # as rounded as the logits that it stands for
+        dead = g.compute("LessOrEqual", [top, bound], "attention/dead", shape, BOOL)
+        nothing = g.constant(-np.inf, dtype)
+        return g.compute("Where", [dead, nothing, total], "attention/log_sum_of_seen", shape, dtype)
+
+
+def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value) -> Value:
+    """Return the products of queries and keys plus ``bias``."""
     shape: Shape = (*queries.shape[:3], bias.shape[3])
     logits = grouped_product(g, plan, queries, keys, "attention/content", shape)
-    logits = g.compute("Add", [logits, bias], "attention/logits", shape)
+    return g.compute("Add", [logits, bias], "attention/logits", shape)
+
+
+def softmax_weights(g: Emitter, plan: GraphPlan, logits: Value, condition: Value | None) -> Softmax:
+    """Softmax of the logits, in float32 at least; zeros where no key may be seen."""
+    shape = logits.shape
     if condition is not None:
         logits = hide(g, plan, logits, condition)
     if g.dtype.itemsize == 2:
-        single = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=TensorProto.FLOAT)
-        soft = g.compute("Softmax", [single], "attention/softmax", shape, FLOAT32, axis=-1)
-        to = TensorProto.FLOAT16 if g.dtype == np.float16 else TensorProto.BFLOAT16
-        weights = g.compute("Cast", [soft], "attention/weights", shape, to=to)
-    else:
-        weights = g.compute("Softmax", [logits], "attention/softmax", shape, axis=-1)
+        logits = g.compute("Cast", [logits], "attention/to_float32", shape, FLOAT32, to=TensorProto.FLOAT)
+    shares = weights = g.compute("Softmax", [logits], "attention/softmax", shape, logits.dtype, axis=-1)
+    if g.dtype.itemsize == 2:
+        weights = g.compute("Cast", [shares], "attention/weights", shape, to=element_type(g.dtype))
     if plan.dead_rows and condition is not None:
         zero = g.constant(0.0, g.dtype)
         weights = g.compute("Where", [condition, weights, zero], "attention/dead_rows", shape)
-    return weights
+    return Softmax(weights, logits, shares)
+
+
+def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Value:
+    """Return the part of the output that sinks leave: a sink is one more exponential in each row's sum."""
+    total = softmax.log_sum(g)
+    shape, dtype = total.shape, total.dtype
+    if sinks.dtype != dtype:
+        sinks = g.compute("Cast", [sinks], "sinks/to_float32", sinks.shape, dtype, to=TensorProto.FLOAT)
+    above = g.compute("Sub", [total, sinks], "sinks/above", shape, dtype)
+    kept = g.compute("Sigmoid", [above], "sinks/kept", shape, dtype)
+    if dtype != g.dtype:
+        kept = g.compute("Cast", [kept], "sinks/kept_share", shape, to=element_type(g.dtype))
+    return g.compute("Mul", [out, kept], "sinks/out", out.shape)
 
 
 def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
@@ -168,16 +213,11 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
         # A hidden half-precision logit may have overflowed, so it is replaced, not lowered.
-        return g.compute("Where", [condition, logits, hidden], "attention/mask", _broadcast(logits, condition))
+        return g.compute(
+            "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
+        )
     bias = g.compute("Where", [condition, g.constant(0.0, g.dtype), hidden], "attention/hidden", condition.shape)
-    return g.compute("Add", [logits, bias], "attention/mask", _broadcast(logits, condition))
-
-
-def _broadcast(logits: Value, condition: Value) -> Shape:
-    """Return the shape of both together: logits of a bias alone have one batch, and one head if shared."""
-    missing = len(logits.shape) - len(condition.shape)
-    other = (1,) * missing + condition.shape
-    return tuple(two if one == 1 else one for one, two in zip(logits.shape, other, strict=True))
+    return g.compute("Add", [logits, bias], "attention/mask", broadcast(logits.shape, condition.shape))
 
 
 def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, name: str, shape: Shape) -> Value:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.window import Lengths
 from relskew_core.export._plan import GraphPlan
 
 
-def visible(g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None) -> Value | None:
+class Segments(NamedTuple):
+    """Segments of the queries ``(batch, queries)`` and of the keys ``(batch, keys)``, in int64."""
+
+    queries: Value
+    keys: Value
+
+
+def visible(
+    g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None, segments: Segments | None = None
+) -> Value | None:
     """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
     if plan.in_place:  # every row of the batch stands somewhere else
@@ -20,12 +31,16 @@ def visible(g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None) -
 
     if plan.one_sided and not plan.causal_attribute:
         compare("LessOrEqual", positions.keys, positions.queries, "causal")
-    if plan.spec.block_size is not None and plan.left.past_edge != "limited":
+    if plan.spec.block_size is not None:
         size = g.constant(plan.spec.block_size)
         keys = g.index("Div", [positions.keys, size], "visible/key_block", positions.keys.shape)
         queries = g.index("Div", [positions.queries, size], "visible/query_block", positions.queries.shape)
-        previous = g.index("Sub", [queries, g.constant(1)], "visible/previous_block", queries.shape)
-        compare("GreaterOrEqual", keys, previous, "block")
+        if plan.left.past_edge != "limited":  # else no input is so long that a block of its past is hidden
+            before = g.constant(plan.block_keys // plan.spec.block_size - 1)
+            furthest = g.index("Sub", [queries, before], "visible/furthest_block", queries.shape)
+            compare("GreaterOrEqual", keys, furthest, "block")
+        if not plan.one_sided:
+            compare("LessOrEqual", keys, queries, "own_block")
     if hides_by_condition(plan) and plan.left.past_edge == "hidden":
         shape = positions.queries.shape
         first = g.index("Sub", [positions.queries, g.constant(plan.left.rows)], "visible/first", shape)
@@ -34,15 +49,33 @@ def visible(g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None) -
         shape = positions.queries.shape
         last = g.index("Add", [positions.queries, g.constant(plan.right.rows)], "visible/last", shape)
         compare("LessOrEqual", positions.keys, last, "future")
+    if segments is not None:
+        conditions.append(of_own_segment(g, segments))
     if mask is not None:
         conditions.append(mask)
     if not conditions:
         return None
     whole = conditions[0]
     for index, condition in enumerate(conditions[1:]):
-        shape = (*condition.shape[:-2], *symbols[-2:])
+        shape = (*broadcast(whole.shape, condition.shape)[:-2], *symbols[-2:])
         whole = g.compute("And", [whole, condition], f"visible/and_{index}", shape, BOOL)
     return whole
+
+
+def of_own_segment(g: Emitter, segments: Segments) -> Value:
+    """Return which keys are of a query's segment, ``(batch, 1, queries, keys)``."""
+    queries, keys = segments
+    rows, columns = (queries.shape[0], 1, queries.shape[1], 1), (keys.shape[0], 1, 1, keys.shape[1])
+    of_queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "segments/of_queries", rows)
+    of_keys = g.index("Unsqueeze", [keys, g.constant([1, 2])], "segments/of_keys", columns)
+    return g.compute("Equal", [of_queries, of_keys], "visible/segment", broadcast(rows, columns), BOOL)
+
+
+def broadcast(one: Shape, other: Shape) -> Shape:
+    """Return the shape of two tensors together; of two symbols the first, the other may be 1."""
+    size = max(len(one), len(other))
+    pairs = zip(*((1,) * (size - len(shape)) + shape for shape in (one, other)), strict=True)
+    return tuple(b if a == 1 else a for a, b in pairs)
 
 
 def hides_by_condition(plan: GraphPlan) -> bool:

@@ -52,7 +52,7 @@ class TableWindow:
         self.one_sided = plan.one_sided
         self.symbol: int | str = "window"
         if plan.local:
-            self.symbol = 2 * (plan.spec.block_size or 0) + 1
+            self.symbol = plan.stored_columns
         elif plan.gathers:
             self._index = _one_sided_index(g, plan, lengths) if plan.one_sided else _index(g, plan, lengths)
         else:
@@ -155,8 +155,9 @@ def _index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
         start, end = _scalar(g, "Sub", plan.lead, before, "start"), _scalar(g, "Add", plan.lead, after, "end")
         columns = _range(g, start, end, "window")
         return g.index("Clip", [columns, g.constant(0), g.constant(last)], "window/index", ("window",))
-    # Only a whole attention has a limited side here, so nothing is past: queries, then keys.
-    symbol = lengths.query_symbol
+    # As many columns before as there are queries, and keys from there on; the other way round behind a past.
+    symbols = lengths.query_symbol, lengths.key_symbol
+    symbol, key_symbol = symbols if lengths.past == 0 else symbols[::-1]
     if left_limited:
         ramp = _ramp(g, 0, plan.lead, before, "window/past_ramp", symbol)
         start = g.dim(g.minus(plan.lead, before, "window/start"))
@@ -165,7 +166,7 @@ def _index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
         start = _scalar(g, "Sub", plan.lead, before, "start")
         columns = _range(g, start, g.constant(plan.lead), symbol)
         past = g.index("Max", [columns, g.constant(0)], "window/past", (symbol,))
-    symbol = lengths.key_symbol
+    symbol = key_symbol
     if right_limited:
         future = _ramp(g, plan.lead, plan.columns - plan.lead, after, "window/future", symbol)
     else:

@@ -99,6 +99,7 @@ def _plan_of(model: onnx.ModelProto, spec: BlockSpec, metadata: Metadata) -> Gra
         past="past_key" in inputs,
         in_place="past_lengths" in inputs,
         mask="mask" in inputs,
+        segments="segments" in inputs,
         chunk_size=metadata.chunk_size,
     )
 
@@ -118,6 +119,8 @@ def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
         inputs |= dict.fromkeys("kv", ("batch", spec.num_kv_heads, "key_length", spec.head_dim))
     if plan.mask:
         inputs["mask"] = ("mask_batch", "mask_heads", "mask_queries", "mask_keys")
+    if plan.segments:
+        inputs["segments"] = ("batch", "total_length")
     if plan.past:
         inputs |= {"past_key": cache, "past_value": cache}
     if plan.in_place:

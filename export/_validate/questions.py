@@ -89,14 +89,18 @@ class Questions:
         feeds = make_inputs(plan, trial, seed=0)
         label = f"{trial}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
+        # Queries that see ahead see what is there: pieces are whole blocks then.
+        block = 1 if plan.spec.causal else plan.spec.block_size or 1
         pieces, start, size = [], 0, 1
         _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, 0))
         tolerance = self._widened(largest_logit)
         try:
             whole = self._runner.run({**feeds, **_whole_mask(plan, trial.queries, trial.cache or trial.queries)})
             while start < trial.queries:
-                end = min(start + size, trial.queries)
+                end = min(start + size * block, trial.queries)
                 piece: dict[str, np.ndarray] = _whole_mask(plan, end - start, trial.cache or end)
+                if plan.segments:
+                    piece["segments"] = feeds["segments"][:, : trial.cache or end]
                 if plan.in_place:
                     piece["past_lengths"] = np.full(trial.batch, start)
                 piece |= {name: feeds[name][..., start:end, :] for name in ("x", "q", "k", "v") if name in feeds}
@@ -142,13 +146,13 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
     if subject.plan.in_place:
         return _expected_by_row(subject, feeds, rows)
     past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None
-    spec, mask = subject.plan.spec, feeds.get("mask")
+    spec, mask, segments = subject.plan.spec, feeds.get("mask"), feeds.get("segments")
     if subject.plan.projections:
         x, memory = feeds["x"], feeds.get("memory")
-        right = reference_block(spec, subject.weights, x, memory, mask, past, queries=rows)
+        right = reference_block(spec, subject.weights, x, memory, mask, past, segments=segments, queries=rows)
     else:
         q, k, v = feeds["q"], feeds["k"], feeds["v"]
-        right = reference_attention(spec, subject.weights, q, k, v, mask, past, queries=rows)
+        right = reference_attention(spec, subject.weights, q, k, v, mask, past, segments=segments, queries=rows)
     return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
 
 
@@ -161,6 +165,8 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
     for row, past in enumerate(feeds["past_lengths"]):
         alone = {name: array[row : row + 1] for name, array in feeds.items() if name != "past_lengths"}
         alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
+        if "segments" in feeds:
+            alone["segments"] = alone["segments"][:, : past + queries]
         if "mask" in feeds:
             alone["mask"] = feeds["mask"][row % len(feeds["mask"])][None, ..., : past + queries]
         (y, *present), logit = expected_outputs(appending, alone, rows)

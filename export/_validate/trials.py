@@ -181,6 +181,11 @@ def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0
         )
         # Of few keys all may have logits far below zero: there a hidden key shows.
         feeds["mask"] = random.random(shapes[seed % len(shapes)]) < (0.2 if trial.large_logits else 0.7)
+    if plan.segments:
+        keys = trial.keys if trial.cache is None else trial.cache
+        drawn = random.integers(3, size=(trial.batch, keys))
+        # Documents one after the other, or labels in no order, whose distance from each other says nothing.
+        feeds["segments"] = np.cumsum(drawn == 0, axis=1) if seed % 2 else 7 * drawn - 7
     if plan.past:
         shape = (trial.batch, spec.num_kv_heads, trial.past if trial.cache is None else trial.cache, spec.head_dim)
         feeds["past_key"], feeds["past_value"] = normal(*shape), normal(*shape)

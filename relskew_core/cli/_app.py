@@ -158,6 +158,9 @@ def export(
     past: Annotated[bool, typer.Option("--past", help="With a cache of keys and values, for decoding.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="With --past: a cache of one length, opset 24.")] = False,
     mask: Annotated[bool, typer.Option("--mask", help="With a boolean mask as an input.")] = False,
+    segments: Annotated[
+        bool, typer.Option("--segments", help="With segments as an input: documents in one row do not see each other.")
+    ] = False,
     no_projections: Annotated[bool, typer.Option("--no-projections", help="Attention of q, k and v alone.")] = False,
     chunk_size: Annotated[int | None, typer.Option(help="Attend in a loop over so many queries at a time.")] = None,
     device: Annotated[
@@ -200,7 +203,8 @@ def export(
         chunk_size = _export.chunk_of(device, spec)
     model = to_onnx(
         spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
-        chunk_size=chunk_size, projections=whole, in_place=in_place, functions=functions,
+        chunk_size=chunk_size, projections=whole, in_place=in_place, segments=segments,
+        functions=functions,
     )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)

@@ -298,6 +298,11 @@ def test_numpys_native_path_says_how_it_runs_and_why(
         pytest.param(
             ["--block-size", "4", "--causal"], BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), id="local"
         ),
+        pytest.param(
+            ["--block-size", "4", "--blocks-before", "2", "--sinks"],
+            BlockSpec(8, 2, Span(11, 3), block_size=4, blocks_before=2, sinks=True),
+            id="stream",
+        ),
         pytest.param(["--window", "3,1"], BlockSpec(8, 2, Span(3, 1), window=(3, 1)), id="window"),
         pytest.param(
             ["--window", "3,", "--causal"], BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None)), id="past window"

@@ -37,6 +37,7 @@ def exported(*options: str) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("options", "inputs"),
     [
+        (["--segments", "--mask"], ["x", "mask", "segments"]),
         (["--past", "--in-place", "--causal"], ["x", "past_key", "past_value", "past_lengths"]),
         (["--no-projections", "--causal"], ["q", "k", "v"]),
         (["--rel-bias", "--no-rel-keys"], ["x"]),

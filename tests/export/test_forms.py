@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import onnxruntime
 import pytest
 
 from export_forms import FORMS, PROFILES, made, random_weights
-from relskew_core import BlockSpec, attention_block, relative_attention
+from relskew_core import BlockSpec, relative_attention
+from relskew_core._block.block import apply_block
 from relskew_core._reference import reference_block
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
@@ -19,7 +21,7 @@ from relskew_core.export._validate.trials import make_inputs, make_trials
 form = pytest.mark.parametrize("form", FORMS)
 TYPED = [
     "full", "causal", "cache, mask", "cross, window", "clip, values", "blocks", "bias, full, grouped",
-    "bias alone, shared, mask", "core: clip, values", "core: causal",
+    "bias alone, shared, mask", "core: clip, values", "core: causal", "sinks, mask, values", "segments, stream",
 ]  # fmt: skip
 
 
@@ -74,6 +76,12 @@ def test_bfloat16_in_the_reference_evaluator(form: str, profile: str) -> None:
     assert report.ok, report.table()
 
 
+def own_segments(feeds: dict[str, Any], n_queries: int) -> Any:
+    """The segments of the queries and of the keys, if there are any."""
+    of_keys = feeds.get("segments")
+    return None if of_keys is None else (of_keys[:, -n_queries:], of_keys)
+
+
 def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past: tuple[Any, Any] | None) -> Any:
     """The bare core by the library."""
     k, v, offset = feeds["k"], feeds["v"], 0
@@ -81,7 +89,9 @@ def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past:
         k, v, offset = *(np.concatenate(both, axis=2) for both in zip(past, (k, v), strict=True)), past[0].shape[2]
     out = relative_attention(
         feeds["q"], k, v, tables.get("rel_k"), spec.span, rel_v=tables.get("rel_v"), rel_bias=tables.get("rel_bias"),
-        causal=spec.causal, window=spec.window, block_size=spec.block_size, mask=feeds.get("mask"), offset=offset,
+        causal=spec.causal, window=spec.window, block_size=spec.block_size, blocks_before=spec.blocks_before,
+        mask=feeds.get("mask"), offset=offset, sinks=tables.get("sinks"),
+        segments=own_segments(feeds, feeds["q"].shape[2]),
     )  # fmt: skip
     return out if past is None else (out, (k, v))
 
@@ -98,9 +108,11 @@ def test_graph_equals_the_block(form: str) -> None:
         feeds = make_inputs(plan, trial, seed)
         past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
         if plan.projections:
-            expected = attention_block(
-                feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past
-            )
+            segments = own_segments(feeds, feeds["x"].shape[1])
+            expected = apply_block(
+                feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past,
+                attend=partial(relative_attention, segments=segments),
+            )  # fmt: skip
         else:
             expected = attend(spec, weights, feeds, past)
         flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)

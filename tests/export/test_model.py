@@ -104,7 +104,7 @@ def test_form_of_the_file(form: str, profile: str) -> None:
         assert not any(causal)
         assert all(sum(map(bool, node.output)) == 1 for node in model.graph.node)
     if any(causal):
-        assert square or form in ("blocks, short table", "blocks, short", "blocks, mask")
+        assert square or form in ("blocks, short table", "blocks, short", "blocks, mask", "blocks, cache")
 
 
 NODES = {
@@ -190,8 +190,10 @@ def test_max_length_trims_the_stored_rows() -> None:
         (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.*future"),
         (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
         (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),
-        (FULL, {"past": True}, "`past=True` requires `spec.causal`"),
-        (FORMS["blocks"][0], {"past": True}, "`past=True` excludes `spec.block_size`"),
+        (FULL, {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
+        (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
+        (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
+        (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),
         (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'portable', 'trt'"),
         (CAUSAL, {"opset": 22}, "`opset` must be 23 … 24 for profile='ort', got 22"),
         (CAUSAL, {"opset": 17, "profile": "portable"}, "`opset` must be 18"),

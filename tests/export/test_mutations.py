@@ -50,7 +50,7 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 def failures(form: str, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
     """Validate a form as it is, which must pass, and then changed."""
     spec, own, weights = made(form)
-    model = to_onnx(spec, weights, **own, **FORMS[form])
+    model = to_onnx(spec, weights, **own, **FORMS.get(form, {}))
     assert validate(model, spec, weights, batches=(2,), lengths=[2, 6]).ok
     mutate(model)
     return {check.name for check in validate(model, spec, weights, batches=(2,), lengths=[2, 6]).failures}
@@ -139,6 +139,31 @@ def test_a_wrong_scale_of_the_core(form: str) -> None:
         change(model, scaled.input[1], lambda scale: scale * 1.1)
 
     assert "out" in failures(form, mutate)
+
+
+@pytest.mark.parametrize("form", ["sinks", "sinks, stream", "in place: sinks, cache, mask"])
+def test_sinks_of_other_heads(form: str) -> None:
+    found = failures(form, lambda model: change(model, "sinks", lambda sinks: np.roll(sinks, 1, axis=0)))
+    assert {"weights", "y"} <= found
+
+
+@pytest.mark.parametrize("form", ["segments", "segments, cache", "segments, stream", "in place: segments, cache"])
+def test_lost_segments(form: str) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (same,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/segment")
+        same.op_type = "GreaterOrEqual"
+
+    assert "y" in failures(form, mutate)
+
+
+def test_a_lost_block() -> None:
+    """A stream whose blocks see one block too few."""
+
+    def mutate(model: onnx.ModelProto) -> None:
+        (exists,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/exists")
+        exists.op_type = "Greater"
+
+    assert "y" in failures("stream", mutate)
 
 
 def test_a_wrong_scale_of_attention() -> None:

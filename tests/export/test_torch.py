@@ -330,11 +330,11 @@ class One(nn.Module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"return_lse": True}, "`return_lse` cannot be exported"),
+        ({"dropout": 0.5, "seed": 1}, "`dropout` belongs to training"),
         ({"offset": -2}, "`offset` must be at least 0"),
         ({"block_size": 2}, "`block_size` can be exported to ONNX only where torch knows"),
     ],
-    ids=["return_lse", "offset", "block_size"],
+    ids=["dropout", "offset", "block_size"],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     inputs = random(2, 4, 5, 6), random(2, 2, 7, 6)

@@ -88,6 +88,58 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
         BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=4, rel_keys=False, rel_bias=True),
         {},
     ),
+    "stream": (BlockSpec(8, 2, Span(8, 2), block_size=3, blocks_before=2), {}),
+    "stream, longer table, core": (
+        BlockSpec(8, 2, Span.full(9), block_size=3, blocks_before=1, shared_table=True),
+        {"projections": False},
+    ),
+    "stream, none before, values": (BlockSpec(8, 2, Span(2, 2), block_size=3, blocks_before=0, rel_values=True), {}),
+    "stream, causal": (BlockSpec(8, 4, Span(8, 0), causal=True, block_size=3, blocks_before=2, num_kv_heads=2), {}),
+    "stream, clip, window": (
+        BlockSpec(8, 2, Span.clipped(2), block_size=4, blocks_before=1, window=(5, 1), rel_bias=True),
+        {},
+    ),
+    "stream, zero, window ahead": (
+        BlockSpec(8, 2, Span(2, 1, "zero"), block_size=4, blocks_before=3, window=(None, 2)),
+        {},
+    ),
+    "stream, short table": (BlockSpec(8, 2, Span(3, 6), block_size=4, blocks_before=1), {}),
+    "stream, short future": (BlockSpec(8, 2, Span(9, 2), block_size=4, blocks_before=1), {}),
+    "stream, many before": (BlockSpec(8, 2, Span(20, 1), block_size=2, blocks_before=9), {}),
+    "stream, mask": (BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1), {"mask": True}),
+    "stream, cache": (BlockSpec(8, 4, Span(8, 2), block_size=3, blocks_before=2, num_kv_heads=2), {"past": True}),
+    "stream, cache, short table": (BlockSpec(8, 2, Span(6, 2), block_size=3, blocks_before=2), {"past": True}),
+    "stream, cache, clip, mask": (
+        BlockSpec(8, 2, Span.clipped(1), block_size=3, blocks_before=1, rel_values=True),
+        {"past": True, "mask": True},
+    ),
+    "blocks, cache": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"past": True}),
+    "sinks": (BlockSpec(8, 2, FULL, sinks=True), {}),
+    "sinks, causal, grouped": (BlockSpec(8, 4, CAUSAL, causal=True, num_kv_heads=2, sinks=True), {}),
+    "sinks, mask, values": (BlockSpec(8, 2, Span.clipped(2), rel_values=True, sinks=True), {"mask": True}),
+    "sinks, cross, window": (BlockSpec(8, 2, Span(8, 6), cross=True, window=(2, 1), sinks=True), {}),
+    "sinks, cache, mask": (BlockSpec(8, 2, CAUSAL, causal=True, sinks=True), {"past": True, "mask": True}),
+    "sinks, stream": (BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1, sinks=True), {}),
+    "sinks, bias alone, core": (
+        BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True, shared_table=True, sinks=True),
+        {"projections": False},
+    ),
+    "segments": (BlockSpec(8, 2, FULL), {"segments": True}),
+    "segments, causal, grouped, core": (
+        BlockSpec(8, 4, CAUSAL, causal=True, num_kv_heads=2),
+        {"segments": True, "projections": False},
+    ),
+    "segments, clip, values, mask": (
+        BlockSpec(8, 2, Span.clipped(2), rel_values=True),
+        {"segments": True, "mask": True},
+    ),
+    "segments, cache": (BlockSpec(8, 2, CAUSAL, causal=True), {"segments": True, "past": True}),
+    "segments, cache, mask, sinks": (
+        BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, None), sinks=True),
+        {"segments": True, "past": True, "mask": True},
+    ),
+    "segments, blocks": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"segments": True}),
+    "segments, stream": (BlockSpec(8, 2, Span(8, 2), block_size=3, blocks_before=2, sinks=True), {"segments": True}),
     "values alone, window": (BlockSpec(8, 2, Span(3, 3), window=(3, 1), rel_keys=False, rel_values=True), {}),
 }
 CORE = {
@@ -104,6 +156,7 @@ IN_PLACE: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     for name in (
         "cache", "cache, grouped, no bias", "cache, mask", "cache, window, mask", "cache, clip",
         "cache, window, wider clip", "cache, zero, values, mask", "bias alone, cache", "core: cache, grouped, no bias",
+        "blocks, cache", "sinks, cache, mask", "segments, cache", "segments, cache, mask, sinks",
     )
 }  # fmt: skip
 IN_PLACE["in place: shared table, values, bias"] = (
@@ -118,7 +171,7 @@ def random_weights(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Draw weights whose biases are not zero, so that each of them shows."""
     rng = np.random.default_rng(seed)
-    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0, "rel_bias": 1.0}
+    sizes = {"weight": 0.4, "bias": 0.4, "rel_k": 1.0, "rel_v": 1.0, "rel_bias": 1.0, "sinks": 1.0}
     return {
         key: (sizes[key.split(".")[-1]] * rng.standard_normal(shape)).astype(dtype)
         for key, shape in spec.weight_shapes(projections=projections).items()
