@@ -40,6 +40,11 @@ def _flax_grad(loss: Callable[[Any], Any], module: Any) -> Any:
     return nnx.merge(nnx.graphdef(module), nnx.grad(loss)(module)).weights()
 
 
+def _equinox_grad(loss: Callable[[Any], Any], module: Any) -> Any:
+    grad: Any = eqx.filter_grad(loss)
+    return grad(module).weights()
+
+
 FLAX = Framework(
     name="flax",
     module=flax.RelativeMultiheadAttention,
@@ -55,7 +60,7 @@ EQUINOX = Framework(
     drawn=lambda spec, seed, **options: equinox.RelativeMultiheadAttention(spec, key=jax.random.key(seed), **options),
     train=lambda module, x, key: module(x, key=key),
     dropout_key=lambda key: key,
-    grad=lambda loss, module: eqx.filter_grad(loss)(module).weights(),
+    grad=_equinox_grad,
     jit=eqx.filter_jit,
 )
 FRAMEWORKS = [FLAX, EQUINOX]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ CAUSAL = SPECS["causal"]
 (X,) = inputs(CAUSAL)
 
 
-def made(**options: object) -> RelativeMultiheadAttention:
+def made(**options: Any) -> Any:
     return RelativeMultiheadAttention(CAUSAL, **{"rngs": nnx.Rngs(0), **options})
 
 
@@ -29,7 +31,7 @@ def test_parameters_are_params_and_nothing_else_is_state() -> None:
     assert jax.tree.leaves(nnx.state(module)) == jax.tree.leaves(nnx.state(module, nnx.Param))
     assert set(nnx.state(module)) == {"q_proj", "k_proj", "v_proj", "out_proj", "rel_k"}
     assert module.q_proj.kernel.shape == (8, 8)
-    graph, parameters, rest = nnx.split(made(dropout=0.5, deterministic=False), nnx.Param, ...)
+    graph, parameters, *(rest,) = nnx.split(made(dropout=0.5, deterministic=False), nnx.Param, ...)
     assert set(rest) == {"rngs"}
     assert differ(nnx.merge(graph, parameters, rest)(X), module(X))
 
@@ -68,7 +70,7 @@ def test_random_numbers_of_the_call() -> None:
 
 
 def test_random_numbers_of_a_module_with_given_weights() -> None:
-    def taken(**options: object) -> RelativeMultiheadAttention:
+    def taken(**options: Any) -> Any:
         return RelativeMultiheadAttention.from_weights(
             mapping(CAUSAL), CAUSAL, dropout=0.5, deterministic=False, **options
         )

@@ -60,7 +60,8 @@ def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
     x, *memory = inputs(spec)
 
     def loss_of_block(weights: Any) -> Any:
-        return jnp.sin(attention_block(x, weights, spec, memory=memory[0] if memory else None)).sum()
+        y: Any = attention_block(x, weights, spec, memory=memory[0] if memory else None)
+        return jnp.sin(y).sum()
 
     def loss(module: Any) -> Any:
         return jnp.sin(module(x, *memory)).sum()
@@ -143,7 +144,7 @@ def test_dropout_is_that_of_the_call(framework: Framework) -> None:
 
     q, k, v = (linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2) for name in "qkv")
     options: dict[str, Any] = {"dropout": 0.4, "seed": framework.dropout_key(key), "causal": True}
-    heads = relative_attention(q, k, v, jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
+    heads: Any = relative_attention(q, k, v, jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
     close(framework.train(module, x, key), linear("out_proj", heads.swapaxes(1, 2).reshape(2, 9, 8)))
     assert jnp.abs(framework.train(module, x, key) - framework.train(module, x, jax.random.key(8))).max() > 0.1
     assert jnp.abs(framework.train(module, x, key) - made(framework)(x)).max() > 0.1
@@ -184,8 +185,10 @@ def test_a_checkpoint_goes_round(spec: BlockSpec, dtype: torch.dtype) -> None:
     in_equinox = EQUINOX.module.from_weights(in_flax.weights(), spec)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.zero_()  # what was taken is a copy
-    back = {key: torch.from_dlpack(x) for key, x in in_equinox.weights().items()}
+            parameter.zero_()
+    for key, weight in in_flax.weights().items():  # what was taken is a copy
+        close(weight.astype(np.float32), state[key].float(), 0)
+    back = {key: torch.utils.dlpack.from_dlpack(x) for key, x in in_equinox.weights().items()}
     module.load_state_dict(back)
     for key, weight in module.state_dict().items():
         assert weight.dtype == dtype

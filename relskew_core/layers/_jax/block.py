@@ -84,5 +84,5 @@ def _without_padding(padding: Any, mask: Array | None, q: Array, k: Array) -> Ar
     seen = ~padding[..., None, None, :]
     if mask is None:
         return seen
-    mask = check_mask(mask, q, k, xp=jnp)
-    return mask & seen if mask.dtype == jnp.bool else jnp.where(seen, mask, -jnp.inf)
+    given = check_mask(mask, q, k, xp=jnp)
+    return given & seen if given.dtype == jnp.bool else jnp.where(seen, given, -jnp.inf)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
@@ -57,7 +58,7 @@ class FixedCache(NamedTuple):
         room, n = self.keys.shape[-2], k.shape[-2]
         length = jnp.asarray(self.length)
         fits = length + n <= room
-        if not isinstance(length, jax.core.Tracer) and not fits.all():
+        if not isinstance(length, Tracer) and not fits.all():
             raise ValueError(f"`past` must have room for {n} more positions, got {int(length.max())} of {room} filled")
         write = partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
         for _ in range(length.ndim):
@@ -66,8 +67,8 @@ class FixedCache(NamedTuple):
         for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
             check_cached(name, old, room, new)
             written.append(write(old, jnp.where(fits[..., None, None, None], new, jnp.nan), length))
-        present = FixedCache(*written, length + n)
-        return present.keys, present.values, present, {"offset": length}
+        keys, values = written
+        return keys, values, FixedCache(keys, values, length + n), {"offset": length}
 
 
 def empty_cache(

@@ -30,5 +30,7 @@ def taken(weights: Any, spec: BlockSpec) -> Mapping[str, Array]:
 
 
 def _copy(x: Any) -> Array:
-    # NumPy, which is between, has no bfloat16 of torch's.
-    return jnp.from_dlpack(x.detach().cpu(), copy=True) if is_torch(x) else jnp.array(x)
+    if not is_torch(x):
+        return jnp.array(x)
+    # NumPy, which is between, has no bfloat16 of torch's; JAX's own `copy=True` leaves the memory shared.
+    return jnp.from_dlpack(x.detach().to("cpu", copy=True))

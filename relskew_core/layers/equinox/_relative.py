@@ -85,17 +85,11 @@ class RelativeMultiheadAttention(eqx.Module):
         self.settings = Settings.of(spec, dropout, impl, chunk_size)
         self.spec = spec
         self.inference = inference
-        shapes = spec.weight_shapes()
         keys = dict(zip((*PROJECTIONS, *ATTENDED), jax.random.split(key, 8), strict=True))
         for name in PROJECTIONS:
-            width, source = shapes[f"{name}.weight"]
-            linear = eqx.nn.Linear(source, width, spec.bias, dtype=dtype, key=keys[name])
-            # equinox draws otherwise, biases too.
-            parts = [part for part in ("weight", "bias") if f"{name}.{part}" in shapes]
-            ours = [drawn(spec, f"{name}.{part}", keys[name], dtype) for part in parts]
-            setattr(self, name, eqx.tree_at(lambda x, parts=parts: [getattr(x, part) for part in parts], linear, ours))
+            setattr(self, name, _linear(spec, name, keys[name], dtype))
         for name in ATTENDED:
-            setattr(self, name, drawn(spec, name, keys[name], dtype) if name in shapes else None)
+            setattr(self, name, drawn(spec, name, keys[name], dtype) if name in spec.weight_shapes() else None)
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
@@ -239,3 +233,13 @@ class RelativeMultiheadAttention(eqx.Module):
 
     def _tables(self) -> dict[str, Array]:
         return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
+
+
+def _linear(spec: BlockSpec, name: str, key: Array, dtype: Any) -> eqx.nn.Linear:
+    """Return a projection, drawn as in other frameworks: equinox draws in other bounds, and biases too."""
+    width, source = spec.weight_shapes()[f"{name}.weight"]
+    linear = eqx.nn.Linear(source, width, spec.bias, dtype, key=key)
+    parts = ("weight", "bias") if spec.bias else ("weight",)
+    ours = tuple(drawn(spec, f"{name}.{part}", key, dtype) for part in parts)
+    filled: eqx.nn.Linear = eqx.tree_at(lambda x: tuple(getattr(x, part) for part in parts), linear, ours)
+    return filled

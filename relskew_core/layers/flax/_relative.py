@@ -60,6 +60,15 @@ class RelativeMultiheadAttention(nnx.Module):
     (2, 7, 16)
     """
 
+    q_proj: nnx.Linear
+    k_proj: nnx.Linear
+    v_proj: nnx.Linear
+    out_proj: nnx.Linear
+    rel_k: nnx.Param[Array] | None
+    rel_v: nnx.Param[Array] | None
+    rel_bias: nnx.Param[Array] | None
+    sinks: nnx.Param[Array] | None
+
     def __init__(
         self,
         spec: BlockSpec,
