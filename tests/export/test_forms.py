@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import onnxruntime
 import pytest
 
 from export_forms import FORMS, PROFILES, made, random_weights
-from relskew_core import BlockSpec, relative_attention
-from relskew_core._block.block import apply_block
+from relskew_core import BlockSpec, attention_block, relative_attention
 from relskew_core._reference import reference_block
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
@@ -108,11 +106,12 @@ def test_graph_equals_the_block(form: str) -> None:
         feeds = make_inputs(plan, trial, seed)
         past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
         if plan.projections:
-            segments = own_segments(feeds, feeds["x"].shape[1])
-            expected = apply_block(
-                feeds["x"], weights, spec, memory=feeds.get("memory"), mask=feeds.get("mask"), past=past,
-                attend=partial(relative_attention, segments=segments),
-            )  # fmt: skip
+            mask = feeds.get("mask")
+            if "segments" in feeds:
+                queries, keys = own_segments(feeds, feeds["x"].shape[1])
+                own = queries[:, None, :, None] == keys[:, None, None, :]
+                mask = own if mask is None else mask & own
+            expected: Any = attention_block(feeds["x"], weights, spec, memory=feeds.get("memory"), mask=mask, past=past)
         else:
             expected = attend(spec, weights, feeds, past)
         flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)

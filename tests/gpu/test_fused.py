@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_what_the_kernels_do_not_know_takes_the_portable_code(
     results = []
     for function, place in ((attend, "cuda"), (dense.attention, "cpu")):
         arrays: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
-        given = {name: dense.each(lambda x, place=place: x.to(place), x) for name, x in arrays.items()}
+        given: dict[str, Any] = {name: dense.each(methodcaller("to", place), x) for name, x in arrays.items()}
         wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]
         out = function(**given, **case.call())
         out = out.out if isinstance(out, dense.Attention) else out
