@@ -35,12 +35,16 @@ KEPT = 2**20
 
 
 def instead(call: Problem) -> Path:
-    """Return the portable kernels, as one operator where autograd would keep too much of them."""
+    """Return the portable kernels, as one operator where autograd would keep too much of them, and in exports.
+
+    There an operator is what the ONNX translation knows, at any length.
+    """
     operands = call.given
-    if differentiates_by_function() or torch.compiler.is_exporting():
+    # No operator takes offsets by item.
+    if differentiates_by_function() or isinstance(call.options.visibility, RaggedVisibility):
         return PORTABLE
-    if isinstance(call.options.visibility, RaggedVisibility):  # no operator takes offsets by item
-        return PORTABLE
+    if torch.compiler.is_exporting():
+        return Path(recomputed.attention, recomputed.attention_vjp)
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not _asks_for_gradients(operands):
         return PORTABLE

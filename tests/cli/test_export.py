@@ -44,7 +44,7 @@ def exported(*options: str) -> onnx.ModelProto:
         (["--rel-bias", "--rel-values", "--functions"], ["x"]),
         (["--chunk-size", "4", "--mask"], ["x", "mask"]),
     ],
-    ids=["in place", "core", "bias", "functions", "chunks"],
+    ids=["segments", "in place", "core", "bias", "functions", "chunks"],
 )
 def test_what_is_exported_validates(options: list[str], inputs: list[str]) -> None:
     model = exported("--length", "9", "--seed", "3", *options)

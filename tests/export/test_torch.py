@@ -56,6 +56,13 @@ def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: 
     assert len(results) == len(expected)
     for index, (result, right) in enumerate(zip(results, expected, strict=True)):
         assert result.shape == tuple(right.shape), index
+        wanted = right.numpy()
+        assert np.array_equal(np.isnan(result), np.isnan(wanted)), index
+        assert np.array_equal(np.isinf(result), np.isinf(wanted)), index
+        result, right = (
+            np.where(np.isfinite(result), result, 0),
+            torch.from_numpy(np.where(np.isfinite(wanted), wanted, 0)),
+        )
         error = np.linalg.norm((result - right.numpy()).astype(np.float64))
         assert error <= gate * np.linalg.norm(right.numpy().astype(np.float64)), index
 
@@ -192,6 +199,23 @@ CROSS: dict[str, dict[str, Any]] = {
     "causal, offset": {"rel_k": random(14, 6), "span": Span.causal(14), "causal": True, "offset": 2},
     "offset, clip": {"rel_k": random(4, 6), "span": CLIP, "offset": 3, "rel_v": random(4, 5)},
     "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
+    "softcap": {"rel_k": random(4, 6), "span": CLIP, "softcap": 1.3},
+    "softcap, window, values": {
+        "rel_k": random(5, 6),
+        "span": Span(2, 2),
+        "window": (2, 1),
+        "softcap": 2.0,
+        "rel_v": random(5, 5),
+    },
+    "lse": {"rel_k": random(4, 6), "span": CLIP, "return_lse": True},
+    "lse, causal, nothing to see": {"causal": True, "return_lse": True, "window": (2, None)},
+    "sinks": {"rel_k": random(4, 6), "span": CLIP, "sinks": random(4, seed=5)},
+    "key table": {"rel_k": random(4, 6), "span": CLIP, "key_table": random(4, 4, 6, seed=9)},
+    "key table alone": {"key_table": random(4, 6), "span": ZERO, "rel_scale": 0.7, "offset": 2},
+    "key table, causal": {"key_table": random(12, 6), "span": Span.causal(12), "causal": True},
+    "key table, window, softcap": {"key_table": random(5, 6), "span": Span(2, 2), "window": (2, 1), "softcap": 2.0},
+    "key table, full": {"rel_k": random(23, 6), "key_table": random(4, 23, 6), "span": FULL},
+    "scales by head": {"rel_k": random(4, 6), "span": CLIP, "scale": random(4, seed=6), "rel_scale": random(4, seed=7)},
 }
 
 
@@ -207,7 +231,8 @@ class Across(nn.Module):
         for call in CROSS.values():
             for shown in (None, mask):
                 cast: dict[str, Any] = {name: x.to(q.dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
-                results.append(relative_attention(q, k, v, **cast, mask=shown))
+                result = relative_attention(q, k, v, **cast, mask=shown)
+                results += result if isinstance(result, tuple) else [result]
         table, values = TABLE.to(q.dtype), VALUES.to(q.dtype)
         additive = torch.where(mask, q[:, :1, :, :1], -torch.inf)
         results += [
@@ -217,6 +242,9 @@ class Across(nn.Module):
             relative_attention(q[0], k[0], v[0], table, CLIP, mask=mask[0]),
             relative_attention(q[None] * 2, k[None], v[None], table, CLIP),
             relative_attention(q[0, 0], k[0, 0], v[0, 0], table[0], CLIP),
+            *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, return_lse=True),
+            *relative_attention(q[0], k[0], v[0], table, CLIP, return_lse=True),
+            relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
         ]
         return tuple(results)
 
@@ -264,7 +292,16 @@ ALONG: dict[str, dict[str, Any]] = {
     "bias": {"rel_bias": random(4, 4), "span": CLIP, "causal": True},
     "blocks": {"rel_k": random(6, 6), "span": Span.causal(6), "block_size": 3},
     "blocks, clip": {"rel_k": random(2, 6), "span": Span(1, 0, "clip"), "block_size": 3, "rel_v": random(2, 6)},
-}
+    "stream": {"rel_k": random(4, 11, 6), "span": Span(8, 2), "block_size": 3, "blocks_before": 2},
+    "stream, causal, values": {
+        "rel_k": random(3, 6), "span": Span(2, 0, "clip"), "block_size": 3, "blocks_before": 2, "causal": True,
+        "rel_v": random(3, 6),
+    },
+    "stream, key table, softcap": {
+        "key_table": random(7, 6), "span": Span(4, 2), "block_size": 3, "blocks_before": 0, "softcap": 2.0
+    },
+    "causal, key table": {"rel_k": random(12, 6), "key_table": random(4, 12, 6), "causal": True},
+}  # fmt: skip
 
 
 class Along(nn.Module):
@@ -287,10 +324,88 @@ def test_calls_along_one_sequence(opset: int) -> None:
     causal = [
         bool(node.attributes.get_int("is_causal", 0)) for node in program.model.graph if node.op_type == "Attention"
     ]
-    assert sum(causal) == (8 if opset == 23 else 0)  # four are causal and without `rel_v`, with and without a mask
+    assert sum(causal) == (10 if opset == 23 else 0)  # five are causal and without `rel_v`, with and without a mask
     run = session(program)
     for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
+
+
+PLACED: dict[str, dict[str, Any]] = {
+    "clip, both": {"rel_k": random(4, 6), "span": CLIP, "rel_v": random(4, 4, 5)},
+    "zero, causal": {"rel_k": random(4, 4, 6), "span": ZERO, "rel_v": random(4, 5), "causal": True},
+    "bias alone, window": {"rel_bias": random(4, 4), "span": CLIP, "window": (3, 2)},
+    "bias for all, key table": {"rel_bias": random(4), "rel_k": random(4, 6), "key_table": random(4, 6), "span": ZERO},
+    "key table alone, softcap": {"key_table": random(4, 4, 6), "span": CLIP, "softcap": 1.5},
+    "blocks, lse": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "blocks_before": 1, "return_lse": True},
+    "blocks, causal": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3},
+    "no tables": {"causal": True},
+    "a longer table than the window": {"rel_k": random(23, 6), "span": FULL, "window": (2, 3), "rel_v": random(23, 5)},
+}
+
+
+class Placed(nn.Module):
+    """Many calls with positions in any order and segments."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, keys_at: Tensor, of: Tensor, keys_of: Tensor) -> Any:
+        results: list[Any] = []
+        for call in PLACED.values():
+            for stands, segments in (((at, keys_at), None), ((at[0], keys_at), (of, keys_of[0]))):
+                result = relative_attention(q, k, v, **call, positions=stands, segments=segments)
+                results += result if isinstance(result, tuple) else [result]
+        results += [
+            relative_attention(q, k, v, TABLE, CLIP, segments=(of, keys_of)),
+            relative_attention(q, k, v, TABLE, CLIP, segments=(of, keys_of), rel_v=VALUES, sinks=TABLE[:, 0, 0]),
+            relative_attention(q[None], k[None], v[None], TABLE, CLIP, segments=(of[None], keys_of[0])),
+            relative_attention(q[0], k[0], v[0], TABLE, CLIP, positions=(at[0], keys_at[0])),
+        ]
+        return tuple(results)
+
+
+def placed(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    labels = [
+        torch.randint(*limits, (batch, length), generator=generator)
+        for limits in ((-4, 5), (0, 3))
+        for length in (queries, keys)
+    ]
+    return (*across(batch, queries, keys)[:3], *labels)
+
+
+@opsets
+def test_positions_and_segments(opset: int) -> None:
+    model = Placed()
+    vary = {name: {0: VARY, 2: VARY} for name in "qkv"} | {
+        name: {0: VARY, 1: VARY} for name in ("at", "keys_at", "of", "keys_of")
+    }
+    run = session(export(model, placed(2, 5, 7), vary, opset))
+    for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
+        assert_same(run(*placed(*shape)), model, *placed(*shape))
+
+
+class Short(nn.Module):
+    """A table of positions that only values tell, ``beyond="error"``; only what is seen has to have a row."""
+
+    def __init__(self, beyond: Any) -> None:
+        super().__init__()
+        self.span = Span(4, 1, beyond)
+
+    def forward(self, x: Tensor, at: Tensor) -> Any:
+        return relative_attention(x, x, x, LONG[0, :6], self.span, positions=(at, at), causal=True)
+
+
+@opsets
+def test_positions_past_a_table_give_nan(opset: int) -> None:
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(length)
+        return random(2, 4, length, 6, seed=1), torch.randint(0, 9, (2, length), generator=generator)
+
+    run = session(export(Short("error"), inputs(5), {"x": {2: VARY}, "at": {1: VARY}}, opset))
+    for length in (1, 2, 5, 9):
+        x, at = inputs(length)
+        short = (at[:, :, None] - at[:, None, :] > 4).any(-1)  # some key is further back
+        expected = Short("zero")(x, at).masked_fill(short[:, None, :, None], torch.nan)
+        assert torch.allclose(torch.from_numpy(run(x, at)[0]), expected, atol=1e-5, equal_nan=True)
+        assert short.any() or length < 9
 
 
 class Gap(nn.Module):
