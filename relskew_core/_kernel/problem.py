@@ -182,7 +182,8 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
     if is_ragged(given.offset) or check_offset("offset", given.offset) != 0:
         raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
-    offsets = consecutive_offsets(positions)
+    # Dropout is drawn by place: it must not matter whether somebody knows that positions follow one another.
+    offsets = None if given.dropout else consecutive_offsets(positions)
     if offsets is None:
         return positions, 0
     if len(set(offsets)) <= 1:
@@ -193,7 +194,7 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
 def _check_dropout(given: Arguments, *, xp: Namespace) -> tuple[float, Array | None]:
     dropout = check_real("dropout", given.dropout)
     if not 0 <= dropout < 1:
-        raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
+        raise ValueError(f"`dropout` must be at least 0 and less than 1, got {given.dropout}")
     if dropout and given.seed is None:
         raise ValueError(f"`seed` must be given where `dropout` is above 0, got seed=None and dropout={dropout}")
     seed = None if given.seed is None else check_seed(given.seed, given.q, xp=xp)

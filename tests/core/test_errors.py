@@ -162,6 +162,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"q": Q, "k": Q, "v": Q, "rel_k": TABLE},
         [*ATTENTION, Bad("return_lse", 1, "yes", None)],
     ),
+    "attention_weights": (
+        relskew_core.attention_weights,
+        {"q": Q, "k": Q, "rel_k": TABLE},
+        [bad for bad in ATTENTION if not {bad.name, *bad.also} & {"v", "rel_v", "dropout", "seed", "impl"}],
+    ),
     "relative_attention_vjp": (
         relskew_core.relative_attention_vjp,
         {"d_out": Q, "q": Q, "k": Q, "v": Q, "rel_k": TABLE},
