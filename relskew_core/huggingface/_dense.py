@@ -160,6 +160,7 @@ class _Symbolic(_Known):
 
     def values(self, weights: Tensor, table: Tensor) -> Tensor:
         if self.span.beyond == "clip":
+            # No family has them: VITS, the only one with a table of values, has zeros beyond its window.
             raise NotImplementedError("values of a clipped table do not export with symbolic lengths")
         wide = pad(self._relative(weights), (self.span.left, self.span.right + 1))
         start = self.n + self.offset

@@ -531,6 +531,8 @@ def test_what_a_block_has_not_is_refused(option: dict[str, Any]) -> None:
         RelativeMultiheadAttention.from_multihead(old, Span.clipped(4))
     with pytest.raises(TypeError, match=r"`attention` must be a torch\.nn\.MultiheadAttention"):
         RelativeMultiheadAttention.from_multihead(nn.Linear(2, 2), Span.clipped(4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`sinks` must be False"):
+        RelativeMultiheadAttention.from_multihead(nn.MultiheadAttention(8, 2), Span.clipped(4), sinks=True)
 
 
 def test_the_module_imports_torch_and_the_package_does_not() -> None:

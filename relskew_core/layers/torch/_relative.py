@@ -111,7 +111,8 @@ class RelativeMultiheadAttention(TableAttention):
         Raises
         ------
         ValueError, TypeError
-            If the module has what a block has not: ``kdim``, ``vdim``, ``add_bias_kv`` or ``add_zero_attn``.
+            If the module has what a block has not: ``kdim``, ``vdim``, ``add_bias_kv`` or ``add_zero_attn``; if
+            ``sinks`` are asked for, whose zeros are logits like any other.
 
         Examples
         --------
@@ -134,6 +135,8 @@ class RelativeMultiheadAttention(TableAttention):
         if any(unlike.values()):
             found = ", ".join(name for name, here in unlike.items() if here)
             raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
+        if options.get("sinks"):
+            raise ValueError("`sinks` must be False: no finite ones leave what `attention` computes, got True")
         weight, bias = attention.in_proj_weight, attention.in_proj_bias
         spec = BlockSpec(attention.embed_dim, attention.num_heads, span, bias=bias is not None, **options)
         module = cls(spec, dropout=attention.dropout, device=weight.device, dtype=weight.dtype)
