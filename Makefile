@@ -60,8 +60,8 @@ fuzz: .venv/dev.stamp
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(BIN)/python -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --only ,$(ONLY))
 
-mutants: .venv/mutants.stamp
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(BIN)/python -m mutants --workers $(WORKERS) \
+mutants: .venv-mutants/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:.:$(CURDIR)/.venv-mutants $(BIN)/python -m mutants --workers $(WORKERS) \
 		$(addprefix --only ,$(ONLY)) $(addprefix --sample ,$(SAMPLE)) $(addprefix --seed ,$(SEED)) \
 		$(addprefix --patience ,$(PATIENCE))
 
@@ -95,11 +95,12 @@ $(BIN)/python:
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-.venv/mutants.stamp: .venv/dev.stamp
-	$(PIP) mutmut
+# Both beside .venv, so that what the other tests run in stays as it is.
+.venv-mutants/stamp: .venv/dev.stamp
+	rm -rf .venv-mutants
+	$(PIP) --no-deps --target .venv-mutants mutmut libcst setproctitle
 	@touch $@
 
-# Beside .venv, so that what the other tests run in stays as it is.
 .venv-peers/stamp: .venv/dev.stamp requirements/peers.txt
 	rm -rf .venv-peers
 	$(PIP) --no-deps --target .venv-peers --requirement requirements/peers.txt

@@ -59,7 +59,7 @@ def run(
     (stage / "mutants.json").write_text(json.dumps([mutant.name for mutant in mutants]))
     command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq"]
     command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
-    paths = [str(stage / folder) for folder in (".", "tests", "tests/support")]
+    paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     (stage / "verdicts").touch()
     verdicts = dict(json.loads(line) for line in (stage / "verdicts").read_text().splitlines())
