@@ -13,7 +13,7 @@ def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return arrays
-    devices = [x.device.type for x in arrays.values() if isinstance(x, torch.Tensor)]  # torch 2.6 compiles no `next`
+    devices = [x.device.type for x in arrays.values() if isinstance(x, torch.Tensor)]  # torch 2.8 compiles no `next`
     if not devices or devices[0] == "meta":  # torch refuses to be asked about meta
         return arrays
     device = devices[0]

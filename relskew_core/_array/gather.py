@@ -45,6 +45,14 @@ def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
     return xp.stack([xp.astype(xp.reshape(own, (*lead, n, width)), s.dtype) for own in by_head], axis=-3)
 
 
+def within(index: Array, width: int, *, xp: Namespace) -> Array:
+    """Return columns with those outside of ``width`` ones moved to the nearest that is there.
+
+    array-api-compat's ``clip`` looks at types in a way that torch 2.8 cannot compile.
+    """
+    return xp.where(index < 0, 0, xp.where(index >= width, width - 1, index))
+
+
 def _places(index: Array, width: int, *, xp: Namespace) -> Array:
     """Return where columns stand among all columns of all items and queries, flat."""
     *lead, _, n, _ = index.shape

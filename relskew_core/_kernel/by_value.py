@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from relskew_core._array.gather import gather, scatter_add
+from relskew_core._array.gather import gather, scatter_add, within
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
@@ -76,7 +76,7 @@ def looked_up(
     """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     r = keys - queries
-    index = xp.clip(r - chunk.low, 0, chunk.width - 1)
+    index = within(r - chunk.low, chunk.width, xp=xp)
     if span.beyond == "clip":
         return LookUpChunk(*numbers, index, None, None)
     there = xp.logical_and(r >= -span.left, r <= span.right)

@@ -66,7 +66,7 @@ class Arguments:
         by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
         arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
-        same = all(cast[name] is array for name, array in arrays.items())  # torch 2.6 compiles no `is` of dicts
+        same = all(cast[name] is array for name, array in arrays.items())  # torch 2.8 compiles no `is` of dicts
         return self if same else replace(self, **cast)
 
 

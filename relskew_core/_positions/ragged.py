@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relskew_core._array.checks import check_offset, describe, is_array
+from relskew_core._array.gather import within
 from relskew_core._array.known import known_values
-from relskew_core._array.namespace import check_companion, device
+from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
 from relskew_core._positions.table import Extension
@@ -108,7 +109,7 @@ class RaggedTables:
         positions = self._positions()
         lead, width = positions.shape[:-1], positions.shape[-1]
         table = table if table.ndim == 3 else table[None, ...]
-        indices = xp.clip(positions + span.left, 0, span.rows - 1)
+        indices = within(positions + span.left, span.rows, xp=xp)
         rows = xp.take(table, xp.reshape(indices, (-1,)), axis=1)
         heads, _, size = rows.shape
         rows = xp.reshape(xp.permute_dims(xp.reshape(rows, (heads, -1, width, size)), (1, 0, 2, 3)),
@@ -174,10 +175,11 @@ def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tupl
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
     """Return an array's values where they can be read at no cost."""
-    if hasattr(offset, "tolist") or "cpu" not in str(device(offset)).lower():
-        values = known_values(offset)
-        return None if values is None else tuple(_numbers(values if offset.ndim else [values]))
-    return tuple(int(value) for value in xp.reshape(offset, (-1,)))
+    standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 traces no `hasattr` of tensors
+    if standard and "cpu" in str(device(offset)).lower():
+        return tuple(int(value) for value in xp.reshape(offset, (-1,)))
+    values = known_values(offset)
+    return None if values is None else tuple(_numbers(values if offset.ndim else [values]))
 
 
 def _numbers(nested: Any) -> Iterator[int]:
