@@ -1,4 +1,4 @@
-"""Values of arrays that may be looked at: on a CPU, at hand, and traced by nobody."""
+"""Values that may be looked at: at hand, and traced by nobody."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 from relskew_core._array.namespace import device, is_torch
 from relskew_core._array.typing import Array
+
+
+def varies(x: Any) -> bool:
+    """Whether ``torch.compile`` traces a float whose value is another in every call."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.compiler.is_compiling() or not isinstance(x, float):
+        return False
+    return not torch.fx.experimental.symbolic_shapes.has_static_value(x)
 
 
 def known_values(x: Array) -> Any:

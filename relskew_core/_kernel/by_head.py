@@ -1,11 +1,16 @@
-"""Arguments of one number for each head: factors, taken in before a kernel, and sinks, taken in after it."""
+"""Arguments of one number for each head: factors, taken in before a kernel, and sinks, taken in after it.
+
+A factor that ``torch.compile`` traces as a number that varies is taken in the same way: a kernel's operator would have
+it compile anew for each one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relskew_core._array.checks import describe, is_array
+from relskew_core._array.checks import check_real, describe, is_array
+from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
@@ -25,22 +30,27 @@ def check_by_head(name: str, x: Any, q: Array, *, xp: Namespace) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class HeadScales:
-    """Factors of the two products by head, with which queries and ``key_table`` are multiplied before the call."""
+    """Factors of the two products, with which queries and ``key_table`` are multiplied before the call."""
 
-    scale: Array | None  # what multiplies q
-    rel_scale: Array | None  # what multiplies the queries that meet rel_k, and key_table
+    scale: Array | float | None  # what multiplies q
+    rel_scale: Array | float | None  # what multiplies the queries that meet rel_k, and key_table
+    alike: bool  # one argument is both
     xp: Namespace
 
     @classmethod
     def of(cls, given: Arguments, *, xp: Namespace) -> HeadScales | None:
-        """Return the factors of a call that are arrays, ``None`` if both are numbers."""
-        scale, rel_scale = (
-            check_by_head(name, x, given.q, xp=xp) if is_array(x := getattr(given, name)) else None
-            for name in ("scale", "rel_scale")
-        )
-        if given.rel_scale is None:
-            rel_scale = scale
-        return None if scale is None and rel_scale is None else cls(scale, rel_scale, xp)
+        """Return the factors of a call that are arrays or vary, ``None`` if both are numbers that are known."""
+        scale, rel_scale = (cls._factor(name, getattr(given, name), given.q, xp=xp) for name in ("scale", "rel_scale"))
+        if scale is None and rel_scale is None:
+            return None
+        alike = given.rel_scale is None
+        return cls(scale, scale if alike else rel_scale, alike, xp)
+
+    @staticmethod
+    def _factor(name: str, x: Any, q: Array, *, xp: Namespace) -> Array | float | None:
+        if is_array(x):
+            return check_by_head(name, x, q, xp=xp)
+        return check_real(name, x) if varies(x) else None
 
     def applied(self, given: Arguments) -> Arguments:
         """Return a call whose factors are numbers."""
@@ -48,7 +58,7 @@ class HeadScales:
         if given.rel_k is not None and self._has_own_queries(given):
             changed["rel_q"] = self._times(given.q if given.rel_q is None else given.rel_q, self.rel_scale)
         if given.key_table is not None and self.rel_scale is not None:
-            changed["key_table"] = given.key_table * self.rel_scale[:, None, None]
+            changed["key_table"] = self._times(_with_heads(given.key_table, self.rel_scale), self.rel_scale)
         if self.scale is not None:
             changed["scale"] = 1.0
         if self.rel_scale is not None:
@@ -59,11 +69,14 @@ class HeadScales:
 
     def _has_own_queries(self, given: Arguments) -> bool:
         """Whether the queries that meet ``rel_k`` have to be an array of their own."""
-        return given.rel_q is not None or self.rel_scale is not self.scale
+        return given.rel_q is not None or not self.alike
 
-    def _times(self, x: Array, factor: Array | None) -> Array:
+    @staticmethod
+    def _times(x: Array, factor: Array | float | None) -> Array:
         if factor is None:
             return x
+        if isinstance(factor, float):
+            return x * factor
         return x * (factor[:, None, None] if x.ndim > 2 else factor[:, None])
 
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
@@ -77,24 +90,29 @@ class HeadScales:
             changed["q"] = changed["q"] if given.rel_q is not None else changed["q"] + own
             of_rel_scale.append(found.rel_q * (given.q if given.rel_q is None else given.rel_q))
         if found.key_table is not None and given.key_table is not None and self.rel_scale is not None:
-            table = found.key_table * self.rel_scale[:, None, None]
-            changed["key_table"] = table if given.key_table.ndim == 3 else self.xp.sum(table, axis=0)
+            table = self._times(found.key_table, self.rel_scale)
+            changed["key_table"] = table if given.key_table.ndim == table.ndim else self.xp.sum(table, axis=0)
             of_rel_scale.append(found.key_table * given.key_table)
-        if self.rel_scale is self.scale:
+        if self.alike:
             of_scale, of_rel_scale = of_scale + of_rel_scale, []
         changed["scale"] = self._summed(of_scale, self.scale)
-        changed["rel_scale"] = self._summed(of_rel_scale, self.rel_scale if self.rel_scale is not self.scale else None)
+        changed["rel_scale"] = self._summed(of_rel_scale, None if self.alike else self.rel_scale)
         return found._replace(**changed)
 
-    def _summed(self, products: list[Array], like: Array | None) -> Array | None:
+    def _summed(self, products: list[Array], like: Array | float | None) -> Array | None:
         """Sum (..., H, L, D) over all but the heads."""
-        if like is None:
+        if like is None or isinstance(like, float):
             return None
         total = self.xp.zeros_like(like)
         for product in products:
             axes = tuple(axis for axis in range(product.ndim) if axis != product.ndim - 3)
             total = total + self.xp.reshape(self.xp.sum(product, axis=axes), like.shape)
         return total
+
+
+def _with_heads(table: Array, factor: Array | float) -> Array:
+    """Return a table (R, D) that every head multiplies by a factor of its own as one that has heads."""
+    return table if isinstance(factor, float) or table.ndim > 2 else table[None, ...]
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from relskew_core import Span, relative_attention
 
 Q, KEYS, TABLE = (torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)) for n in (6, 40, 64))
+LEAF = Q.clone().requires_grad_()
 
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "offset": (
@@ -28,6 +29,24 @@ CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         lambda softcap: relative_attention(Q, Q, Q, TABLE, Span(31, 32), softcap=softcap),
         [x / 7 for x in range(9, 30)],
     ),
+    "scale": (
+        lambda scale: relative_attention(Q, Q, Q, TABLE, Span(31, 32), scale=scale),
+        [x / 7 for x in range(9, 30)],
+    ),
+    "scale, and gradients": (
+        lambda scale: relative_attention(LEAF, LEAF, LEAF, TABLE, Span(31, 32), scale=scale),
+        [x / 7 for x in range(9, 30)],
+    ),
+    "rel_scale": (
+        lambda scale: relative_attention(
+            Q, Q, Q, TABLE, Span(31, 32), rel_q=Q, key_table=TABLE, scale=0.3, rel_scale=scale
+        ),
+        [x / 7 for x in range(9, 30)],
+    ),
+    "softcap, and gradients": (
+        lambda softcap: relative_attention(LEAF, LEAF, LEAF, TABLE, Span(31, 32), softcap=softcap),
+        [x / 7 for x in range(9, 30)],
+    ),
     "scale of the portable code": (
         lambda scale: relative_attention(Q, Q, Q, TABLE, Span(31, 32), scale=scale, impl="portable"),
         [x / 7 for x in range(9, 30)],
@@ -42,5 +61,8 @@ def test_a_number_that_varies_makes_two_graphs(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for value in values:
-        torch.testing.assert_close(compiled(value), function(value))
+        ours, theirs = compiled(value), function(value)
+        torch.testing.assert_close(ours, theirs)
+        if theirs.requires_grad:
+            torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), LEAF) for out in (ours, theirs)))
     assert counter.frame_count == 2
