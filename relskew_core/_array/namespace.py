@@ -79,6 +79,12 @@ def _namespace(name: str, array: Array) -> Namespace:
     if is_torch(array):
         from array_api_compat import torch as namespace  # a plain import would make the package's name a local one
 
+        if array.is_nested:
+            raise TypeError(
+                f"`{name}` must be a tensor with one length for all items, got a nested tensor of {array.size(0)} "
+                "items: pad them and hide the padding by `mask`, or call for each item of `unbind()`, as the modules "
+                "of `relskew_core.layers.torch` do"
+            )
         return namespace
     if type(array).__name__ == "MaskedArray":  # counts for a plain array, whose mask nothing would heed
         raise TypeError(f"`{name}` must be an array without a mask of its own, got {describe(array)}")

@@ -445,3 +445,14 @@ def test_an_error_repeats_no_long_choice() -> None:
         relskew_core.relative_attention(Q, Q, Q, impl="x" * 1000)
     with pytest.raises(ValueError, match=r"^`impl` must be one of .*, got list of 9$"):
         relskew_core.relative_attention(Q, Q, Q, impl=["auto"] * 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
+    torch = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.zeros(n, 2, 4) for n in (3, 5)], layout=getattr(torch, layout))
+    q, plain = nested.transpose(1, 2), torch.zeros(2, 2, 3, 4)
+    for name, arrays in {"q": (q, q, q), "k": (plain, q, q), "v": (plain, plain, q)}.items():
+        with pytest.raises(TypeError, match=rf"^`{name}` .* nested tensor of 2 items: .*`mask`.*`unbind\(\)`"):
+            relskew_core.relative_attention(*arrays)
