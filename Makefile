@@ -9,7 +9,7 @@
 #   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
 #                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few
 #   make check          the static checks
-#   make bench          time and memory beside what people use today
+#   make bench          time and memory beside what people use today, of calls and of whole models
 #   make bench-options  the same for the options of a call, beside dense masks
 #   make release-check  build, check, install and try what would be uploaded
 
@@ -73,6 +73,7 @@ check: .venv/dev.stamp
 
 bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.models
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options

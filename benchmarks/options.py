@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -259,17 +258,9 @@ def main(
         path = ROOT / "benchmarks" / "records" / f"options-{machine.name(about)}"
         lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
         path.write_text(f'{{"machine": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-        write(PAGE, report.markdown(found), about)
-
-
-def write(page: Path, text: str, about: dict[str, Any]) -> None:
-    """Put the table between the page's marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- measured: python -m benchmarks.options -->\n")
-    _, _, after = rest.partition("<!-- end of measured -->")
-    versions = f"torch {about['versions']['torch']}"
-    where = f"{about['cpu']}, {versions}, one thread, commit {about['commit']}, {about['date'][:10]}."
-    marks = ("<!-- measured: python -m benchmarks.options -->\n", "<!-- end of measured -->")
-    page.write_text(f"{before}{marks[0]}{where}\n\n{text}\n{marks[1]}{after}", encoding="utf-8")
+        versions, day = f"torch {about['versions']['torch']}", about["date"][:10]
+        where = f"{about['cpu']}, {versions}, one thread, commit {about['commit']}, {day}."
+        report.put(PAGE, "benchmarks.options", f"{where}\n\n{report.markdown(found)}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -73,6 +74,16 @@ def markdown(table: Table) -> str:
     lines = [table.header, ("---", *["---:"] * (len(table.header) - 1)), *table.rows]
     body = "\n".join("| " + " | ".join(_emphasised(cell) for cell in line) + " |" for line in lines)
     return body + "".join(f"\n\n{note}" for note in table.notes)
+
+
+def put(page: Path, module: str, text: str) -> None:
+    """Put what a module measured between its marks on a page."""
+    begin, end = f"<!-- measured: python -m {module} --docs -->", "<!-- end of measured -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"{page} must have the lines {begin} and {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def _emphasised(cell: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,6 +45,23 @@ def interleave(
             if timing.rounds < least or timing.spent < budget:
                 _turn(calls[name], timing)
     return timings
+
+
+def medians(calls: Sequence[Callable[[], object]], budget: float) -> list[float]:
+    """Return the medians of the CPU times of calls that take turns, so that a load of the machine meets all of them.
+
+    The first turn warms up, and counts only where the budget is spent with it.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    began = time.process_time()
+    while len(times[0]) < 2 or time.process_time() - began < budget:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.process_time()
+            call()
+            taken.append(time.process_time() - start)
+        if time.process_time() - began > budget:
+            break
+    return [statistics.median(taken[1:] or taken) for taken in times]
 
 
 def _turn(call: Callable[[], object], timing: Timing) -> None:

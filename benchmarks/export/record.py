@@ -11,10 +11,9 @@ from typing import Any
 
 from benchmarks.export.contenders import BARE, CHUNK, CHUNKED, EXAMPLE, forms
 from benchmarks.export.measure import Row
-from benchmarks.report import Table, markdown
+from benchmarks.report import Table, markdown, put
 from benchmarks.report import seconds as as_time
 
-BEGIN, END = "<!-- measured: python -m benchmarks.export --docs -->", "<!-- end of measured -->"
 TARGETS = {"causal": 1.25, "full": 1.7}
 """Time of a call at L = 1024, as a multiple of the same block's without positions, at most."""
 
@@ -82,15 +81,10 @@ def targets(record: Record) -> Table:
 
 def write(record: Record, page: Path, heading: str) -> None:
     """Put the tables between the marks of the page."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
     parts = [CAPTION, f"Measured on {heading}.", markdown(targets(record))]
     parts += [f"### {table.title}\n\n{markdown(table)}" for table in tables(record)]
     middle = "\n\n".join(re.sub(r"\bMISSED\b", "missed", part) for part in parts)
-    page.write_text(f"{before}{BEGIN}\n\n{middle}\n\n{END}{after}", encoding="utf-8")
+    put(page, "benchmarks.export", middle)
 
 
 def _by_form(record: Record) -> dict[str, list[Row]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ import typer
 
 from benchmarks import machine
 from benchmarks.families.models import MODELS, Model, tokens
-from benchmarks.report import Table, markdown
+from benchmarks.report import Table, markdown, put
 from benchmarks.report import seconds as as_time
+from benchmarks.timing import medians
 from relskew_core.cli._measure import resident_peak
 from relskew_core.huggingface import replace_attention
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- measured: python -m benchmarks.families --docs -->", "<!-- end of measured -->"
 GENERATED = 40
 
 
@@ -63,7 +62,7 @@ def measured(name: str, model: Model, longest: int, budget: float) -> Iterator[d
             given = model.given(length)
             calls = [_call(each, given) for each in pair]
             if length < lengths[-1]:
-                yield {"model": name, "length": length, "seconds": alternate(calls, budget)}
+                yield {"model": name, "length": length, "seconds": medians(calls, budget)}
             else:
                 peaks, seconds = zip(*(_peak(call) for call in calls), strict=True)
                 yield {"model": name, "length": length, "seconds": seconds, "bytes": peaks}
@@ -75,24 +74,7 @@ def measured(name: str, model: Model, longest: int, budget: float) -> Iterator[d
                 partial(each.generate, **given, **options)
                 for each in (theirs, replace_attention(copy.deepcopy(theirs)))
             ]
-            yield {"model": name, "length": f"generate {GENERATED}", "seconds": alternate(calls, 2 * budget)}
-
-
-def alternate(calls: list[Callable[[], Any]], budget: float) -> list[float]:
-    """Return the medians of calls that take turns, so that a load of the machine meets all of them.
-
-    The first turn warms up, and counts only where the budget is spent with it.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    began = time.process_time()
-    while len(times[0]) < 2 or time.process_time() - began < budget:
-        for call, taken in zip(calls, times, strict=True):
-            start = time.process_time()
-            call()
-            taken.append(time.process_time() - start)
-        if time.process_time() - began > budget:
-            break
-    return [statistics.median(taken[1:] or taken) for taken in times]
+            yield {"model": name, "length": f"generate {GENERATED}", "seconds": medians(calls, 2 * budget)}
 
 
 def _call(model: Any, given: dict[str, Any]) -> Callable[[], Any]:
@@ -134,16 +116,11 @@ def table(result: dict[str, Any]) -> Table:
 
 def write(result: dict[str, Any], page: Path) -> None:
     """Put the table between the marks of the page."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} must have the lines {BEGIN} and {END}")
     where = result["machine"]
     busy = f", which others used as well (load {where['load_average']})" if where["load_average"] >= 0.5 else ""
     torch_version, day = where["versions"]["torch"], where["date"][:10]
     caption = f"{where['clock']} of {where['cpu']}{busy}, torch {torch_version}, {day}."
-    page.write_text(f"{before}{BEGIN}\n\n{caption}\n\n{markdown(table(result))}\n\n{END}{after}", encoding="utf-8")
+    put(page, "benchmarks.families", f"{caption}\n\n{markdown(table(result))}")
 
 
 def _save(result: dict[str, Any], path: Path) -> None:

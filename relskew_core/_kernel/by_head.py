@@ -75,7 +75,7 @@ class HeadScales:
     def _times(x: Array, factor: Array | float | None) -> Array:
         if factor is None:
             return x
-        if isinstance(factor, float):
+        if isinstance(factor, (int, float)):
             return x * factor
         return x * (factor[:, None, None] if x.ndim > 2 else factor[:, None])
 
@@ -101,7 +101,7 @@ class HeadScales:
 
     def _summed(self, products: list[Array], like: Array | float | None) -> Array | None:
         """Sum (..., H, L, D) over all but the heads."""
-        if like is None or isinstance(like, float):
+        if like is None or isinstance(like, (int, float)):
             return None
         total = self.xp.zeros_like(like)
         for product in products:
@@ -112,7 +112,7 @@ class HeadScales:
 
 def _with_heads(table: Array, factor: Array | float) -> Array:
     """Return a table (R, D) that every head multiplies by a factor of its own as one that has heads."""
-    return table if isinstance(factor, float) or table.ndim > 2 else table[None, ...]
+    return table if isinstance(factor, (int, float)) or table.ndim > 2 else table[None, ...]
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ from benchmarks.record import Record
 from benchmarks.registry import CONTENDERS, MEMORY_LIMIT, Contender, prepare
 from benchmarks.sections import SECTIONS, Effort, Row
 from benchmarks.targets import outcomes
-from benchmarks.timing import interleave
+from benchmarks.timing import interleave, medians
 
 TINY = {
     "causal": Shape(96, heads=2, dim=16),
@@ -125,6 +125,14 @@ def test_timing_takes_turns_and_keeps_the_fastest() -> None:
 def test_timing_stops_what_has_spent_its_budget() -> None:
     timings = interleave({"a": lambda: None}, rounds=5, budget=0.0)
     assert timings["a"].rounds == 2
+
+
+def test_medians_are_of_calls_that_take_turns() -> None:
+    turns: list[int] = []
+    found = medians([lambda: turns.append(0), lambda: turns.append(1)], 0.01)
+    assert turns[:4] == [0, 1, 0, 1]
+    assert len(turns) % 2 == 0
+    assert all(0 < median < 0.01 for median in found)
 
 
 @pytest.mark.skipif(memory.unavailable() is not None, reason=str(memory.unavailable()))

@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.export import __main__ as cli
 from benchmarks.export.contenders import BARE, CHUNKED, forms, without_positions
 from benchmarks.export.measure import Row, caller, measure, open_session, past_the_end, wrong
-from benchmarks.export.record import BEGIN, END, Record, tables, targets, write
+from benchmarks.export.record import Record, tables, targets, write
 from relskew_core import attention_block, init_weights
 
 FORMS = forms(16, width=16, heads=2)
@@ -62,11 +62,12 @@ def test_measure_and_record(tmp_path: Path) -> None:
     record.save(tmp_path / "record.json")
     assert Record.load(tmp_path / "record.json") == record
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+    marks = "<!-- measured: python -m benchmarks.export --docs -->", "<!-- end of measured -->"
+    page.write_text(f"before\n{marks[0]}\nstale\n{marks[1]}\nafter\n")
     write(record, page, cli.heading(record))
     text = page.read_text()
     assert text.startswith("before\n")
-    assert text.endswith(f"{END}\nafter\n")
+    assert text.endswith("<!-- end of measured -->\nafter\n")
     assert "stale" not in text
     assert "| relskew `ort` | 19 |" in text
     assert "which others were using as well (load average 0.7 before the start)" in text
