@@ -146,8 +146,11 @@ class GraphPlan:
 
     @property
     def dead_rows(self) -> bool:
-        """Some query may see no key at all, nor a sink."""
-        if self.spec.sinks:
+        """Some query may see no key at all, and its weights count.
+
+        Beside sinks nothing is left of them, unless the unskew moves the ones of hidden keys into the next query's row.
+        """
+        if self.spec.sinks and not self.spec.rel_values:
             return False
         return self.mask or (self.spec.cross and self.left.past_edge == "hidden")
 

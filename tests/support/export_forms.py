@@ -117,6 +117,10 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     "sinks": (BlockSpec(8, 2, FULL, sinks=True), {}),
     "sinks, causal, grouped": (BlockSpec(8, 4, CAUSAL, causal=True, num_kv_heads=2, sinks=True), {}),
     "sinks, mask, values": (BlockSpec(8, 2, Span.clipped(2), rel_values=True, sinks=True), {"mask": True}),
+    "sinks, causal, mask, values": (
+        BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True, sinks=True),
+        {"mask": True},
+    ),
     "sinks, cross, window": (BlockSpec(8, 2, Span(8, 6), cross=True, window=(2, 1), sinks=True), {}),
     "sinks, cache, mask": (BlockSpec(8, 2, CAUSAL, causal=True, sinks=True), {"past": True, "mask": True}),
     "sinks, stream": (BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1, sinks=True), {}),
