@@ -10,6 +10,7 @@
 #                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few
 #   make check          the static checks
 #   make bench          time and memory beside what people use today, of calls and of whole models
+#   make bench-families models of transformers, T5 generating among them, beside themselves replaced
 #   make bench-options  the same for the options of a call, beside dense masks
 #   make release-check  build, check, install and try what would be uploaded
 
@@ -27,8 +28,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-options release-check \
-	clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-families \
+	bench-options release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +75,9 @@ check: .venv/dev.stamp
 bench: .venv/bench.stamp
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.models
+
+bench-families: .venv-peers/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks.families
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
