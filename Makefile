@@ -28,8 +28,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-families \
-	bench-options release-check clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: bench bench-families bench-options release-check
 .DELETE_ON_ERROR:
 
 help:

@@ -73,9 +73,8 @@ def run_command(command: str, folder: Path) -> None:
         return
     program, *arguments = shlex.split(command)
     if program == "make":
-        targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert targets is not None
-        assert set(arguments) <= set(targets[1].split()), f"no such target: {command}"
+        targets = " ".join(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert set(arguments) <= set(targets.split()), f"no such target: {command}"
     elif program == "pip":
         extras = re.fullmatch(r"install (?:--editable )?(?:\.|relskew-core)(?:\[([\w,-]+)\])?", " ".join(arguments))
         assert extras is not None, f"not an installation of relskew: {command}"
