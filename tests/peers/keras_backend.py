@@ -50,7 +50,7 @@ def check_dropout_in_tensorflow() -> None:
     import tensorflow as tf
 
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape) for shape in [(2, 2, 5, 4)] * 3 + [(2, 4, 4)]]
+    arrays: list[Any] = [rng.standard_normal(shape) for shape in [(2, 2, 5, 4)] * 3 + [(2, 4, 4)]]
     options: dict[str, Any] = {"span": Span.causal(4, "clip"), "causal": True, "dropout": 0.5}
 
     rows, table = tf.TensorSpec((None, 2, None, 4), "float64"), tf.TensorSpec((2, 4, 4), "float64")

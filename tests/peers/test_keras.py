@@ -17,7 +17,7 @@ from relskew_core import Span
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "keras_backend.py"
-SHAPES = {"kernel": (6, 2, 4), "bias": (2, 1, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {"kernel": (6, 2, 4), "bias": (2, 1, 4)}
 """Of a projection, (features, heads, dim)."""
 
 
@@ -54,7 +54,7 @@ def test_the_layer_and_its_page(backend: str, tmp_path: Path) -> None:
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     given, path = drawn(), os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    np.savez(tmp_path / "given.npz", **given)
+    np.savez(tmp_path / "given.npz", **given)  # type: ignore[arg-type]
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, str(PROGRAM), str(ROOT), str(tmp_path / "given.npz"), str(tmp_path / "found.npz")]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
