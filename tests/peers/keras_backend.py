@@ -55,7 +55,7 @@ def check_dropout_in_tensorflow() -> None:
 
     rows, table = tf.TensorSpec((None, 2, None, 4), "float64"), tf.TensorSpec((2, 4, 4), "float64")
 
-    @tf.function(input_signature=[rows, rows, rows, table])
+    @tf.function(input_signature=[rows, rows, rows, table])  # type: ignore[untyped-decorator]
     def both(*arrays: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(arrays)
