@@ -7,21 +7,19 @@ by its square, and ``jax.grad`` keeps every chunk's weights for the backward pas
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax import backward as jax_backward
-from relskew_core.backends._jax import forward as jax_forward
+from relskew_core.backends._jax import tangent
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
@@ -38,14 +36,12 @@ LARGEST_ON_CPUS = 64
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    if any(isinstance(x, ad.JVPTracer) for x in call.given):
-        return "jax.jvp goes through the portable code alone"
     return Path(attention, attention_vjp, knows=KNOWN.union(Operands._fields))
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    result: tuple[Array, Array | None] = _attention(*_prepared(operands, options))
+    result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options))
     return result
 
 
@@ -66,26 +62,3 @@ def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, 
         size = min(size, LARGEST_ON_CPUS) if cpu else size
     ranges = Ranges.of(options, size, documents)
     return varying(operands, axes_of(operands)), replace(options, chunk_size=size), ranges
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
-    return jax_forward.attention(operands, options, ranges)
-
-
-Kept = tuple[Operands, Ranges | None, Array]
-
-
-def _forward(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[tuple[Array, Array | None], Kept]:
-    out, lse = jax_forward.attention(operands, options, ranges)
-    return (out, lse), (operands, ranges, out)
-
-
-def _backward(options: Options, kept: Kept, cotangents: tuple[Array, Array | None]) -> tuple[Operands, None]:
-    operands, ranges, out = kept
-    d_out, d_lse = cotangents
-    gradients = jax_backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, options, ranges)
-    return Operands(**{name: getattr(gradients, name) for name in DIFFERENTIABLE}), None
-
-
-_attention.defvjp(_forward, _backward)

@@ -12,11 +12,12 @@ from jax import lax
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents, grouped_outer
-from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
 from relskew_core._kernel.forward import capped_gradient, grouped_matmul
 from relskew_core._kernel.sums import sum_to
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.columns import Columns
+from relskew_core.backends._jax.explicit import split_by_compiler
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 
@@ -24,6 +25,13 @@ from relskew_core.backends._jax.manual import axes_of, varying
 @partial(jax.jit, static_argnames="options")
 def attention_vjp(cotangents: Cotangents, operands: Operands, options: Options, ranges: Ranges | None) -> Gradients:
     """Return the gradients of every operand, ``None`` for a boolean mask."""
+    floating = {name: x for name in DIFFERENTIABLE if (x := getattr(operands, name)) is not None and x.dtype != bool}
+    function = partial(_attention_vjp, options)
+    gradients: Gradients = split_by_compiler(function, Gradients(**floating), cotangents, operands, ranges)
+    return gradients
+
+
+def _attention_vjp(options: Options, cotangents: Cotangents, operands: Operands, ranges: Ranges | None) -> Gradients:
     call = ScannedCall.of(operands, options, ranges)
     tables = {name: table for name in TABLES if (table := getattr(call, name, None)) is not None}
     like = {

@@ -13,6 +13,7 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
+from relskew_core.backends._jax.explicit import split_by_compiler
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 
@@ -20,6 +21,12 @@ from relskew_core.backends._jax.manual import axes_of, varying
 @partial(jax.jit, static_argnames="options")
 def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    like = operands.q, operands.q[..., 0] if options.return_lse else None
+    results: tuple[Array, Array | None] = split_by_compiler(partial(_attention, options), like, operands, ranges)
+    return results
+
+
+def _attention(options: Options, operands: Operands, ranges: Ranges | None) -> tuple[Array, Array | None]:
     call = ScannedCall.of(operands, options, ranges)
     shape, dtype = operands.q.shape[:-1], operands.q.dtype
     results = (

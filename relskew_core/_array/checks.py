@@ -29,6 +29,21 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     return result
 
 
+def is_symbol(size: Any) -> bool:
+    """Whether a size is one of the symbols of ``jax.export``, of which nobody knows how large they are."""
+    return type(size).__module__.startswith("jax.")
+
+
+def check_known_sizes(name: str, array: Any) -> None:
+    """Refuse a symbol for a size that loops and tables go by: any but those of leading axes."""
+    if any(is_symbol(size) for size in array.shape[-3:]):
+        raise ValueError(
+            f"`{name}` must have numbers for its heads, length and width, and symbols of jax.export for its leading "
+            f"axes alone, got {describe(array)}: export a program for each length, or one for the longest whose "
+            "`mask` or `segments` hide what is padding"
+        )
+
+
 def check_offset(name: str, value: Any) -> int:
     """Return ``value`` as an ``int`` that still can be counted from in 64 bits."""
     offset = check_int(name, value)

@@ -40,7 +40,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
             f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
         )
     here, there = device(first), device(array)
-    if here != there and None not in (here, there):  # JAX's tracers are on no device yet
+    if here != there and None not in (here, there):  # JAX's to say
         raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
 
 
@@ -65,8 +65,9 @@ def namespace_of(library: Any) -> Namespace:
 
 
 def device(array: Array) -> Any:
-    """Return the device of an array, ``None`` while JAX traces."""
-    return array.device if is_torch(array) else array_api_compat.device(array)
+    """Return the device of an array, ``None`` while JAX traces, and of arrays that it splits over several."""
+    found = array.device if is_torch(array) else array_api_compat.device(array)
+    return None if hasattr(found, "device_set") else found
 
 
 def is_torch(array: Array) -> bool:

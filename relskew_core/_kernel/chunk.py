@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from relskew_core._array.checks import is_symbol
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
@@ -18,6 +19,9 @@ SCRATCH_BYTES = {"cpu": 4 * 2**20, "other": 256 * 2**20}
 
 SMALLEST = 16
 """Queries of a chunk at least, whatever the budget: fewer would cost more calls than they save memory."""
+
+UNKNOWN_BATCH = 8
+"""What the budget takes a leading axis for whose size is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,10 @@ def chunk_size(
 ) -> int:
     """Return how many queries the scratch budget allows; ``cpu`` says where, where the arrays do not."""
     q = operands.q
-    lead, bits = math.prod(q.shape[:-2]), 64 if "64" in str(q.dtype) else 32
+    lead, bits = (
+        math.prod(UNKNOWN_BATCH if is_symbol(n) else n for n in q.shape[:-2]),
+        64 if "64" in str(q.dtype) else 32,
+    )
     cpu = "cpu" in str(device(q)).lower() if cpu is None else cpu
     keys = keys_seen(options, documents)
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)

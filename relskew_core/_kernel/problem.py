@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_int, check_offset, check_real, check_window, describe
+from relskew_core._array.checks import (
+    check_bool,
+    check_int,
+    check_known_sizes,
+    check_offset,
+    check_real,
+    check_window,
+    describe,
+)
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
@@ -79,6 +87,10 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
     given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": given.rel_q})
+    if xp.__name__ == "jax.numpy":
+        for name, array in given.arrays().items():
+            if array is not None:
+                check_known_sizes(name, array)
     _check_shapes(q, k, v)
     pattern = check_pattern(given)
     span = check_tables(tables, given.span, q, causal=pattern.right == 0)

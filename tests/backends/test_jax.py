@@ -304,6 +304,15 @@ def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
     return jax.grad(total, argnums=(0, 1, 2, 3))(q, k, v, rel_k)
 
 
+def pushed(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
+    """What changes where everything does."""
+
+    def attend(*arrays: Any) -> Any:
+        return relative_attention(*arrays, causal=True, chunk_size=64)
+
+    return jax.jvp(jax.jit(attend), (q, k, v, rel_k), (q, k, v, rel_k))
+
+
 def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
     """The gradients of calls with all options beside, one after the other in one program."""
     table = rel_k[:, :65]
@@ -316,7 +325,7 @@ def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
 
-@pytest.mark.parametrize("function", [gradient, other_gradients])
+@pytest.mark.parametrize("function", [gradient, pushed, other_gradients])
 def test_memory_grows_with_the_length_and_not_with_its_square(function: Any) -> None:
     def scratch(length: int) -> int:
         labels = [jax.ShapeDtypeStruct((length,), "int32")] if function is other_gradients else []
@@ -461,17 +470,67 @@ def test_a_second_derivative_goes_through() -> None:
     close(second("native"), np.asarray(second("portable")), 1e-10, "q")
 
 
-def test_forward_mode_takes_the_portable_code() -> None:
-    case = dense.Case("forward mode", n=5, m=5, span=Span.causal(5), options={"causal": True, "chunk_size": 2})
+def jvp(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.jvp(jax.jit(function), (q, rel_k), (jnp.cos(q), jnp.sin(rel_k)))
+
+
+def linearized(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.linearize(jax.jit(lambda q: function(q, rel_k)), q)[1](jnp.cos(q))
+
+
+def hessian(function: Any, q: Any, rel_k: Any) -> Any:
+    def slope(shift: Any) -> Any:
+        out, lse = function(q, rel_k + shift * jnp.sin(rel_k))
+        return jnp.sin(out).sum() + lse.sum()
+
+    return jax.hessian(jax.jit(slope))(jnp.zeros((2, 1, 1)))
+
+
+def gradients_of_maps(function: Any, q: Any, rel_k: Any) -> Any:
+    """Two that JAX makes of one rule: mapped and then differentiated, and the other way round."""
+    mapped = jax.vmap(function, in_axes=(0, None))
+    last = jax.vmap(jax.grad(lambda q, rel_k: jnp.sin(function(q, rel_k)[0]).sum(), argnums=(0, 1)), in_axes=(0, None))
+    return jax.grad(lambda *x: jnp.sin(mapped(*x)[0]).sum(), argnums=(0, 1))(q, rel_k), last(q, rel_k)
+
+
+@pytest.mark.parametrize("transformed", [jvp, linearized, hessian, gradients_of_maps])
+def test_every_transformation_goes_through(transformed: Any) -> None:
+    """Forward and backward, one in the other, jitted and mapped."""
+    case = dense.Case("transformed", n=4, m=4, span=Span.causal(4), options={"causal": True, "chunk_size": 2})
+    arrays = on_jax(case.arrays())
+    q, rel_k, k, v = (arrays[name] for name in ("q", "rel_k", "k", "v"))
+
+    def made(impl: str) -> Any:
+        def attend(q: Any, rel_k: Any) -> Any:
+            batch = tuple(jnp.broadcast_to(x[0], (*q.shape[:-2], *x.shape[-2:])) for x in (k[:, :1], v[:, :1]))
+            return relative_attention(q, *batch, rel_k, **case.call(), return_lse=True, impl=impl)
+
+        return run(partial(transformed, attend), q, rel_k)
+
+    found, expected = made("native"), made("portable")
+    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, transformed.__name__), found, expected)
+
+
+def test_what_is_pushed_forward_twice_is_the_same_in_any_order() -> None:
+    """Tangents of tangents, and the gradient of a tangent."""
+    case = dense.Case(
+        "twice forward", n=3, m=3, span=Span.causal(3), lead=(), options={"causal": True, "chunk_size": 2}
+    )
     arrays = on_jax(case.arrays())
 
-    def push(impl: str) -> Any:
-        return run(lambda x: jax.jvp(lambda x: relative_attention(**x, **case.call(), impl=impl), (x,), (x,)), arrays)
+    def pushed(q: Any, impl: str) -> Any:
+        def slope(q: Any) -> Any:
+            return jnp.sin(relative_attention(q, **others, **case.call(), impl=impl)).sum()
 
-    for found, expected in zip(push("auto"), push("portable"), strict=True):
-        close(found, np.asarray(expected), 0.0, "both")
-    with pytest.raises(ValueError, match=r"no native path for this call: jax\.jvp goes through the portable code"):
-        push("native")
+        others = {name: x for name, x in arrays.items() if name != "q"}
+        return jax.jvp(slope, (q,), (jnp.cos(q),))[1]
+
+    def both(q: Any, impl: str) -> Any:
+        again = jax.jvp(partial(pushed, impl=impl), (q,), (jnp.sin(q),))[1]
+        return again, jax.grad(partial(pushed, impl=impl))(q)
+
+    native, portable = (run(partial(both, impl=impl), arrays["q"]) for impl in ("native", "portable"))
+    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-10, "second"), native, portable)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["plain", "offset, segments and seed by device"])

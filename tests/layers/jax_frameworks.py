@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from relskew_core import BlockSpec
@@ -66,8 +66,8 @@ EQUINOX = Framework(
 FRAMEWORKS = [FLAX, EQUINOX]
 
 
-@contextmanager
-def compiled_quickly() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def quickly() -> Iterator[None]:
     """Compile in a third of the time what runs once, on a few numbers."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:

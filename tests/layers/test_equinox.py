@@ -9,10 +9,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from layers.jax_frameworks import close, inputs
+from layers.jax_frameworks import close, inputs, quickly
 from layers.modules import SPECS
 
 from relskew_core.layers.equinox import RelativeMultiheadAttention
+
+__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 (X,) = inputs(CAUSAL)

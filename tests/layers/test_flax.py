@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layers.jax_frameworks import close, inputs, mapping
+from layers.jax_frameworks import close, inputs, mapping, quickly
 from layers.modules import SPECS
 
 from relskew_core.layers.flax import RelativeMultiheadAttention
+
+__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 (X,) = inputs(CAUSAL)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
 
-OF_PEERS = {"huggingface.md": "tests/peers/test_families_page.py"}
+OF_PEERS = {"huggingface.md": "tests/peers/test_families_page.py", "keras.md": "tests/peers/test_keras.py"}
 """Pages that need what only ``make test-peers`` installs, and what runs them there."""
 
 RUN = [page for page in PAGES if page.name not in OF_PEERS]

@@ -14,9 +14,7 @@ from relskew_core._block.cache import Growing
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.problem import check_mask
-from relskew_core.layers._jax.caches import FixedCache
-
-Cache = Growing | FixedCache
+from relskew_core.layers._jax.caches import Cache, FixedCache, SlidingCache
 
 
 class Settings(NamedTuple):
@@ -59,29 +57,37 @@ def call_block(
         for name in ("offset", "positions"):
             if name in options:
                 raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(options[name])}")
-        past = past if isinstance(past, FixedCache) else Growing.of(past, spec)
+        past = past if isinstance(past, FixedCache | SlidingCache) else Growing.of(past, spec)
     if key is not None:
         options.update(dropout=settings.dropout, seed=key)
     options.update(impl=settings.impl, chunk_size=settings.chunk_size)
 
-    def attend(q: Array, k: Array, v: Array, **seen: Any) -> Array:
+    def attend(q: Array, k: Array, v: Array, *, unfilled: Array | None = None, **seen: Any) -> Array:
         met = {name: table.astype(q.dtype) for name, table in tables.items()}
-        shown = mask if key_padding_mask is None else _without_padding(key_padding_mask, mask, q, k)
+        shown = mask
+        for hidden in (None if key_padding_mask is None else _padding(key_padding_mask, k), unfilled):
+            shown = shown if hidden is None else _without(hidden, shown, q, k)
         return relative_attention(q, k, v, mask=shown, **met, **seen, **options)
 
     y, present = apply_block(x, spec, project, {}, memory=memory, cache=past, attend=attend, xp=jnp)
     return y if present is None else (y, present)
 
 
-def _without_padding(padding: Any, mask: Array | None, q: Array, k: Array) -> Array:
-    """Return a mask that hides padded keys from all heads and queries, besides what ``mask`` hides."""
+def _padding(padding: Any, k: Array) -> Array:
+    """Return which keys are padding, if it is that."""
     shape = (*k.shape[:-3], k.shape[-2])
     if getattr(padding, "dtype", None) != jnp.bool or padding.shape != shape:
         raise ValueError(
             f"`key_padding_mask` must be a boolean array of shape {shape}, True where a key is padding, "
             f"got {describe(padding)}"
         )
-    seen = ~padding[..., None, None, :]
+    found: Array = padding
+    return found
+
+
+def _without(hidden: Array, mask: Array | None, q: Array, k: Array) -> Array:
+    """Return a mask that hides some keys (..., Lk) from all heads and queries, besides what ``mask`` hides."""
+    seen = ~hidden[..., None, None, :]
     if mask is None:
         return seen
     given = check_mask(mask, q, k, xp=jnp)

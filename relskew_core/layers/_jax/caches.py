@@ -1,4 +1,4 @@
-"""Caches for JAX: growing, and one that keeps its shape, so that ``jax.lax.scan`` carries it."""
+"""Caches for JAX: growing, and those that keep their shape, so that ``jax.lax.scan`` carries them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.core import Tracer
 
 from relskew_core._array.checks import check_int
@@ -71,13 +72,76 @@ class FixedCache(NamedTuple):
         return keys, values, FixedCache(keys, values, length + n), {"offset": length}
 
 
+class SlidingCache(NamedTuple):
+    """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
+
+    A query meets the ``keep`` positions before it, and itself. Positions further away are forgotten.
+
+    Parameters
+    ----------
+    keys, values : array, shape (..., Hkv, keep, D)
+        The last positions, in order; in the beginning, room in front of them.
+    length : array of integers, shape ()
+        How many of them there are, at most ``keep``.
+
+    Examples
+    --------
+    >>> import equinox as eqx
+    >>> import jax
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.equinox import RelativeMultiheadAttention
+    >>> spec = BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
+    >>> attention = RelativeMultiheadAttention(spec, key=jax.random.key(0))
+    >>> x = jax.random.normal(jax.random.key(1), (100, 8), "float32")
+    >>> def step(cache, token):
+    ...     y, cache = attention(token[None], past=cache)
+    ...     return cache, y[0]
+    >>> cache, steps = jax.lax.scan(step, attention.empty_cache((), keep=3), x)
+    >>> bool(jax.numpy.allclose(steps, attention(x), atol=1e-5))
+    True
+    """
+
+    keys: Array
+    values: Array
+    length: Array
+
+    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
+        """Append the new keys and values, and forget as many."""
+        keep, n = self.keys.shape[-2], k.shape[-2]
+        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+            check_cached(name, old, keep, new)
+        k, v = (jnp.concat(pair, axis=-2) for pair in ((self.keys, k), (self.values, v)))
+        unfilled = jnp.arange(keep + n) < keep - self.length
+        present = SlidingCache(k[..., n:, :], v[..., n:, :], jnp.minimum(self.length + n, keep))
+        return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
+
+
+Cache = Growing | FixedCache | SlidingCache
+
+for kind in Cache.__args__:  # so that what jax.export makes of a step can be serialized
+    export.register_namedtuple_serialization(kind, serialized_name=f"relskew_core.{kind.__name__}")
+
+
 def empty_cache(
-    spec: BlockSpec, batch: int | tuple[int, ...], *, length: int | None, dtype: Any
-) -> Growing | FixedCache:
+    spec: BlockSpec, batch: int | tuple[int, ...], *, length: int | None, keep: int | None, dtype: Any
+) -> Cache:
     """Return the cache of a first call: no keys and no values, and perhaps room."""
     if spec.cross or not spec.causal:
         raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
+    if length is not None and keep is not None:
+        raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
+    if keep is not None and spec.block_size is not None:
+        raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
     lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
-    room = 0 if length is None else check_int("length", length, minimum=1)
-    keys, values = (jnp.zeros((*lead, spec.num_kv_heads, room, spec.head_dim), dtype) for _ in range(2))
-    return Growing(keys, values) if length is None else FixedCache(keys, values, jnp.zeros((), jnp.int32))
+
+    def room(places: int) -> tuple[Array, Array]:
+        keys, values = (jnp.zeros((*lead, spec.num_kv_heads, places, spec.head_dim), dtype) for _ in range(2))
+        return keys, values
+
+    if length is not None:
+        return FixedCache(*room(check_int("length", length, minimum=1)), jnp.zeros((), jnp.int32))
+    if keep is not None:
+        left = None if spec.window is None else spec.window[0]
+        keep = check_int("keep", keep, minimum=0)
+        return SlidingCache(*room(keep if left is None else min(keep, left)), jnp.zeros((), jnp.int32))
+    return Growing(*room(0))

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from relskew_core._array.typing import Array
-from relskew_core._block.cache import Growing
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core.layers._jax.block import Cache, Settings, call_block
-from relskew_core.layers._jax.caches import FixedCache, empty_cache
+from relskew_core.layers._jax.block import Settings, call_block
+from relskew_core.layers._jax.caches import Cache, empty_cache
 from relskew_core.layers._jax.weights import drawn, taken
 
 
@@ -135,8 +134,13 @@ class RelativeMultiheadAttention(eqx.Module):
         return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
     def empty_cache(
-        self, batch: int | tuple[int, ...], *, length: int | None = None, dtype: Any = None
-    ) -> Growing | FixedCache:
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: Any = None,
+    ) -> Cache:
         """Return the ``past`` of a first call: no keys and no values.
 
         Parameters
@@ -145,13 +149,16 @@ class RelativeMultiheadAttention(eqx.Module):
             The leading axes of the inputs.
         length : int, optional
             Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
+        keep : int, optional
+            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
+            constant memory. No more are kept than ``spec.window`` lets a query see.
         dtype : dtype, optional
             Of the keys and values; by default that of the tables.
 
         Returns
         -------
-        Growing or FixedCache
-            Named tuples. Without ``length`` a pair of keys and values that grows with every call.
+        Growing, FixedCache or SlidingCache
+            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
 
         Raises
         ------
@@ -160,7 +167,7 @@ class RelativeMultiheadAttention(eqx.Module):
         """
         if dtype is None:
             dtype = next(iter(self._tables().values())).dtype
-        return empty_cache(self.spec, batch, length=length, dtype=dtype)
+        return empty_cache(self.spec, batch, length=length, keep=keep, dtype=dtype)
 
     def __call__(
         self,
@@ -189,7 +196,7 @@ class RelativeMultiheadAttention(eqx.Module):
             the queries then stand at positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
-            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+            are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
         key_padding_mask : array, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to.
         offset, segments, positions : optional

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from relskew_core._array.typing import Array
-from relskew_core._block.cache import Growing
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core.layers._jax.block import Cache, Settings, call_block
-from relskew_core.layers._jax.caches import FixedCache, empty_cache
+from relskew_core.layers._jax.block import Settings, call_block
+from relskew_core.layers._jax.caches import Cache, empty_cache
 from relskew_core.layers._jax.weights import drawn, taken
 
 
@@ -170,8 +169,13 @@ class RelativeMultiheadAttention(nnx.Module):
             self.deterministic = deterministic
 
     def empty_cache(
-        self, batch: int | tuple[int, ...], *, length: int | None = None, dtype: Any = None
-    ) -> Growing | FixedCache:
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: Any = None,
+    ) -> Cache:
         """Return the ``past`` of a first call: no keys and no values.
 
         Parameters
@@ -180,13 +184,16 @@ class RelativeMultiheadAttention(nnx.Module):
             The leading axes of the inputs.
         length : int, optional
             Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
+        keep : int, optional
+            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
+            constant memory. No more are kept than ``spec.window`` lets a query see.
         dtype : dtype, optional
             Of the keys and values; by default what the module computes in, or the dtype of its tables.
 
         Returns
         -------
-        Growing or FixedCache
-            Named tuples. Without ``length`` a pair of keys and values that grows with every call.
+        Growing, FixedCache or SlidingCache
+            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
 
         Raises
         ------
@@ -195,7 +202,7 @@ class RelativeMultiheadAttention(nnx.Module):
         """
         if dtype is None:
             dtype = next(iter(self._tables().values())).dtype if self.dtype is None else self.dtype
-        return empty_cache(self.spec, batch, length=length, dtype=dtype)
+        return empty_cache(self.spec, batch, length=length, keep=keep, dtype=dtype)
 
     def __call__(
         self,
@@ -224,7 +231,7 @@ class RelativeMultiheadAttention(nnx.Module):
             the queries then stand at positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
-            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+            are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
         key_padding_mask : array, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to.
         offset, segments, positions : optional

@@ -1,0 +1,149 @@
+"""JAX: what a small change of the arrays changes in the results: a linear map with a transpose of its own.
+
+``jax.custom_vjp`` cannot be pushed forward under ``jax.jit``, and what ``jax.custom_jvp`` alone gives is transposed by
+JAX itself, which keeps every chunk's weights. So the rule's linear part is a primitive: pushed forward it is JAX's
+derivative of the loops, transposed it is the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.backward import Cotangents
+from relskew_core._kernel.call import DIFFERENTIABLE, Operands, Options
+from relskew_core.backends._jax import backward, forward
+from relskew_core.backends._jax.loops import Ranges
+
+Arrays = tuple[Array, ...]
+Results = tuple[Array, Array | None]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def attention(operands: Operands, options: Options, ranges: Ranges | None) -> Results:
+    """Return what ``forward.attention`` does; its gradient is ``backward.attention_vjp``."""
+    return forward.attention(operands, options, ranges)
+
+
+@partial(attention.defjvp, symbolic_zeros=True)
+def _pushed(options: Options, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Results, Results]:
+    results, moved = attention(primals[0], options, primals[1]), tangents[0]._asdict()
+    names = [name for name in DIFFERENTIABLE if not isinstance(moved[name], jax.custom_derivatives.SymbolicZero | None)]
+    known, tree = jax.tree.flatten((*primals, results))
+    change = Change(options, tuple(names), tree)
+    pushed = tangent_p.bind(
+        *known, *(moved[name] for name in names), change=change, results=len(jax.tree.leaves(results))
+    )
+    return results, jax.tree.unflatten(jax.tree.structure(results), pushed)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The map, from changes of some operands to changes of the results, and its transpose."""
+
+    options: Options
+    names: tuple[str, ...]
+    known: Any  # the tree of operands, ranges and results
+
+    def push(self, known: Arrays, tangents: Arrays) -> Arrays:
+        """Return the changes of the results."""
+        operands, ranges, _ = jax.tree.unflatten(self.known, known)
+
+        def results(*moved: Array) -> Any:
+            now = operands._replace(**dict(zip(self.names, moved, strict=True)))
+            return tuple(jax.tree.leaves(forward.attention(now, self.options, ranges)))
+
+        return jax.jvp(results, tuple(getattr(operands, name) for name in self.names), tangents)[1]
+
+    def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
+        """Return the gradients of the operands."""
+        operands, ranges, (out, _) = jax.tree.unflatten(self.known, known)
+        d_out, d_lse = (*cotangents, None)[:2]
+        gradients = backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, self.options, ranges)
+        return tuple(getattr(gradients, name) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A map under ``jax.vmap``: tangents and cotangents have the new axis in front, and so has what is known or not."""
+
+    change: Any
+    axes: tuple[int | None, ...]
+
+    def push(self, known: Arrays, tangents: Arrays) -> Arrays:
+        """Return the changes of the results."""
+        return jax.vmap(self.change.push, in_axes=(self.axes, 0))(known, tangents)
+
+    def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
+        """Return the gradients of the operands."""
+        return jax.vmap(self.change.pull, in_axes=(self.axes, 0))(known, cotangents)
+
+
+tangent_p = Primitive("relative_attention_tangent")
+"""``known, tangents -> changes of the results``; the last of what is known are ``results`` results."""
+tangent_p.multiple_results = True
+
+
+def _known(args: Any, change: Any) -> int:
+    while isinstance(change, Mapped):
+        change = change.change
+    return len(args) - len(change.names)
+
+
+def _push(*args: Array, change: Any, results: int) -> Arrays:
+    count = _known(args, change)
+    return change.push(args[:count], args[count:])
+
+
+def _types(*args: Any, change: Any, results: int) -> list[Any]:
+    count = _known(args, change)
+    return list(args[count - results : count])
+
+
+def _pushed_once_more(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
+    moved = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def pushed(*now: Array) -> Arrays:
+        given = dict(zip(moved, now, strict=True))
+        return _push(*(given.get(place, x) for place, x in enumerate(primals)), **parameters)
+
+    return jax.jvp(pushed, [primals[place] for place in moved], [tangents[place] for place in moved])
+
+
+def _transposed(cotangents: Any, *args: Any, change: Any, results: int) -> list[Array | None]:
+    count = _known(args, change)
+    d_out, *d_lse = cotangents
+    given = [ad.instantiate_zeros(d_out), *(None if isinstance(x, ad.Zero) else x for x in d_lse)]
+    pulled = change.pull(args[:count], tuple(given))
+    asked = [x if ad.is_undefined_primal(y) else None for x, y in zip(pulled, args[count:], strict=True)]
+    return [*[None] * count, *asked]
+
+
+def _mapped(args: Any, axes: Any, change: Any, results: int) -> tuple[Any, list[int]]:
+    count = _known(args, change)
+    (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
+
+    def with_axis(x: Array, axis: int | None, place: int) -> Array:
+        if axis is not None:
+            return jnp.moveaxis(x, axis, 0)
+        return jnp.broadcast_to(x, (size, *x.shape)) if place >= count - results else x
+
+    given = [with_axis(x, axis, place) for place, (x, axis) in enumerate(zip(args, axes, strict=True))]
+    places = [0 if axis is not None or place >= count - results else None for place, axis in enumerate(axes)]
+    found = tangent_p.bind(*given, change=Mapped(change, tuple(places[:count])), results=results)
+    return found, [0] * results
+
+
+tangent_p.def_impl(_push)
+tangent_p.def_abstract_eval(_types)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_push, multiple_results=True))
+ad.primitive_jvps[tangent_p] = _pushed_once_more
+ad.primitive_transposes[tangent_p] = _transposed
+batching.primitive_batchers[tangent_p] = _mapped
