@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from mutants.record import Mutant, update
+from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
 SUITES = {  # the modules, and the tests that are to notice their mutants
@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--only", action="append", help="a folder or a module, as relskew_core/_positions/skew")
     parser.add_argument("--sample", type=int, help="try so many of each suite, and leave the record as it is")
+    parser.add_argument("--again", action="store_true", help="only those in the record: all others are noticed still")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--patience", type=float, default=8.0, help="seconds of tests for a mutant")
@@ -40,12 +41,16 @@ def main(argv: list[str] | None = None) -> int:
             if asked.sample:
                 print(f"seed {asked.seed}")
                 mutants = random.Random(asked.seed).sample(mutants, min(asked.sample, len(mutants)))
+            elif asked.again:
+                known = recorded(RECORD)
+                tried += [(mutant, "killed") for mutant in mutants if mutant.line not in known]
+                mutants = [mutant for mutant in mutants if mutant.line in known]
             tried += run(stage, mutants, tests, asked.workers, asked.patience)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
     if asked.sample:
         for mutant, verdict in tried:
             if verdict in ("survived", "unreached"):
-                print(f"{mutant.module}.{mutant.told}")
+                print(mutant.line)
         return 0
     faults = update(RECORD, tried)
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
@@ -57,7 +62,7 @@ def run(
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
     (stage / "mutants.json").write_text(json.dumps([mutant.name for mutant in mutants]))
-    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq"]
+    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq", "--tb=native"]
     command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})

@@ -26,7 +26,7 @@ from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 
 EXAMPLES = 15  # of Hypothesis, in each test
-SECONDS, SLOWER = 10, 5  # a mutant's tests may take so long, and so many times what they took without it
+SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
 # Tests of the other array libraries, whose code is the same but for how they start; and those that measure.
 OTHERS = ("torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "limits_of_time")

@@ -43,10 +43,10 @@ class Mutant:
         return self.name.rpartition(".")[0]
 
     @property
-    def told(self) -> str:
-        """Function and change, as the record shows them."""
+    def line(self) -> str:
+        """Module, function and change, as the record shows them."""
         function = self.name.rpartition(".")[2].partition("__mutmut_")[0]
-        return f"{function.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}: {self.change}"
+        return f"{self.module}.{function.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}: {self.change}"
 
 
 def written(before: str, tried: Iterable[tuple[Mutant, str]]) -> str:
@@ -58,7 +58,7 @@ def written(before: str, tried: Iterable[tuple[Mutant, str]]) -> str:
         every[mutant.module] += 1
         survivors = now.setdefault(mutant.module, Counter())
         if verdict in ("survived", "unreached"):
-            survivors[f"{mutant.module}.{mutant.told}"] += 1
+            survivors[mutant.line] += 1
     counts |= {name: (every[name], survivors.total()) for name, survivors in now.items()}
     left = sum(now.values(), Counter())
     text = HEAD + _table(counts)
@@ -92,6 +92,11 @@ def faults(text: str) -> list[str]:
     found = [f"{share:.1%} of the mutants are noticed; it must be {ENOUGH:.0%}"] if share < ENOUGH else []
     new = [line for reason, _, lines in SECTION.findall(text) if reason == NEW for line in lines.splitlines()]
     return found + ([f"{len(new)} survivors have no reason"] if new else [])
+
+
+def recorded(path: Path) -> set[str]:
+    """Return the lines of all survivors."""
+    return {line for _, _, lines in SECTION.findall(path.read_text()) for line in lines.splitlines()}
 
 
 def update(path: Path, tried: Iterable[tuple[Mutant, str]]) -> list[str]:
