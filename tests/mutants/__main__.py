@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from mutants.record import Mutant, recorded, update
@@ -61,8 +62,20 @@ def run(
     stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
-    (stage / "mutants.json").write_text(json.dumps([mutant.name for mutant in mutants]))
-    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist", "-sq", "--tb=native"]
+    (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "mutants.loop",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-sq",
+        "--tb=native",
+    ]
     command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})

@@ -36,6 +36,10 @@ class Mutant:
     """What mutmut calls it: ``relskew_core._positions.skew.x_skew__mutmut_3``."""
     change: str
     """The lines that it takes away, an arrow, and those that it puts in their place."""
+    place: int = 0
+    """The number of the first such line in the mutated file, where the function is as it was."""
+    span: tuple[int, int] = (0, 0)
+    """The numbers of that function's first line and of the one after its last."""
 
     @property
     def module(self) -> str:

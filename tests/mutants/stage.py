@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import shutil
 from collections.abc import Sequence
@@ -38,15 +39,19 @@ def _mutate(file: Path, stage: Path) -> list[Mutant]:
     mutated = mutate_file_contents(str(file), undecorated(file.read_text()))
     file.write_text(mutated.code)
     module, lines = ".".join(file.relative_to(stage).with_suffix("").parts), mutated.code.splitlines()
+    spans = mutated.line_span_by_function_name
     bodies = {
         name: [line.strip().replace(name, "…") for line in lines[span.start - 1 : span.end]]
-        for name, span in mutated.line_span_by_function_name.items()
+        for name, span in spans.items()
     }
     found = []
     for name in mutated.mutant_names:
-        old, new = _sides(bodies[name.partition("__mutmut_")[0] + "__mutmut_orig"], bodies[name])
+        whole = name.partition("__mutmut_")[0] + "__mutmut_orig"
+        old, new = _sides(bodies[whole], bodies[name])
         if _normal(old) != _normal(new):
-            found.append(Mutant(f"{module}.{name}", f"{old} → {new}"))
+            same = [*map(operator.eq, bodies[whole], bodies[name]), False].index(False)
+            start, end = spans[whole].start, spans[whole].end + 1
+            found.append(Mutant(f"{module}.{name}", f"{old} → {new}", start + same, (start, end)))
     return found
 
 
