@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,6 @@ from mutmut.mutation.trampoline import set_mutant_under_test
 from mutants.record import Mutant
 
 Line: TypeAlias = tuple[str, int]
-TraceFunction: TypeAlias = Callable[[FrameType, str, object], object]
 
 EXAMPLES = 15  # of Hypothesis, in each test
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
@@ -55,7 +54,7 @@ class Reach:
     """What each test took, and which ones come to a line of the code."""
 
     seconds: list[float] = field(default_factory=list)
-    tests: dict[Line, list[int]] = field(default_factory=lambda: defaultdict(list))
+    tests: dict[Line, list[int]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[int]:
         """Return the tests that come to where a mutant is; to its function where that is no line of its own."""
@@ -66,20 +65,26 @@ class Reach:
     def quick(self, mutant: Mutant, patience: float, kinds: Sequence[object]) -> list[int]:
         """Return tests that together take as long as there is patience, and one at least.
 
-        Of each kind the quickest come first, then the second ones: another kind sees more than more of the same.
+        Half of it is for the quickest ones. Of the others each kind's quickest come first, then the second ones:
+        another kind sees more than more of the same.
         """
         found = sorted(self.of(mutant), key=self.seconds.__getitem__)
         rank: Counter[object] = Counter()
         ranked = []
         for test in found:
-            ranked.append((rank[kinds[test]], self.seconds[test], test))
+            ranked.append((rank[kinds[test]], test))
             rank[kinds[test]] += 1
-        total, tests = 0.0, []
-        for _, seconds, test in sorted(ranked):
-            if total + seconds <= patience:
-                tests.append(test)
-                total += seconds
-        return tests or found[:1]
+        tests: dict[int, None] = {}
+        for order, enough in (
+            (found, patience / 2),
+            ([test for _, test in sorted(ranked, key=lambda pair: pair[0])], patience),
+        ):
+            total = sum(self.seconds[test] for test in tests)
+            for test in order:
+                if test not in tests and total + self.seconds[test] <= enough:
+                    tests[test] = None
+                    total += self.seconds[test]
+        return list(tests) or found[:1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -134,8 +139,7 @@ def measure(items: list[pytest.Item]) -> Reach:
             raise RuntimeError(f"{item.nodeid} fails without a mutant:\n{why}")
         reach.seconds.append(time.perf_counter() - start)
         for line in lines:
-            reach.tests[line].append(index)
-    reach.tests.default_factory = None  # which cannot be sent to another process
+            reach.tests.setdefault(line, []).append(index)
     return reach
 
 
@@ -143,10 +147,10 @@ def measure(items: list[pytest.Item]) -> Reach:
 def tracing(lines: set[Line]) -> Iterator[None]:
     """Note the lines of functions without a mutant that run."""
 
-    def call(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
         return line if "__mutmut_orig" in frame.f_code.co_qualname else None
 
-    def line(frame: FrameType, event: str, arg: object) -> TraceFunction:
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
         lines.add((frame.f_globals["__name__"], frame.f_lineno))
         return line
 
