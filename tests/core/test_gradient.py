@@ -22,9 +22,8 @@ from relskew_core.backends._torch import KNOWN_ON_CPUS
 
 GATE = 1e-10
 
-EAGER = [
-    library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", "array-api-strict, strictest flags")
-]
+STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
+EAGER = [library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", *STRICT)]
 NUMPY, TORCH = (next(row for row in LIBRARIES if row.name == name) for name in ("numpy", "torch, CPU"))
 JAX = next(row for row in LIBRARIES if row.name == "jax.jit")
 

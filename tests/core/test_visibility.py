@@ -1,0 +1,173 @@
+"""Who sees whom, in integers: every range, bound and mask against one look at every query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import oracles
+from relskew_core import Span
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
+from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
+from relskew_core._positions.visibility import Visibility
+
+SIDES = st.none() | st.integers(0, 5)
+PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() | st.tuples(SIDES, SIDES)}) | (
+    st.fixed_dictionaries(
+        {
+            "causal": st.booleans(),
+            "window": st.none() | st.tuples(SIDES, SIDES),
+            "block_size": st.integers(1, 4),
+            "blocks_before": st.none() | st.integers(0, 3),
+        }
+    )
+)
+OFFSETS = st.integers(-9, 14)
+LENGTHS = st.integers(0, 8)
+
+
+def seen_by(n: int, m: int, offset: int, options: dict[str, Any]) -> NDArray[np.bool_]:
+    """Look at every query and key."""
+    pairs = [[oracles.sees(i, j, offset=offset, **options) for j in range(m)] for i in range(n)]
+    return np.asarray(pairs, dtype=bool).reshape(n, m)
+
+
+def pattern_of(n: int, m: int, offset: Any, options: dict[str, Any]) -> Any:
+    """Check the options as a call does."""
+    lead = () if isinstance(offset, int) else (len(offset),)
+    q, k = np.zeros((*lead, 1, n, 1)), np.zeros((*lead, 1, m, 1))
+    return problem(Arguments(q, k, k, offset=offset, **options)).options.visibility
+
+
+def bounds(flags: Any) -> tuple[int, int] | None:
+    """Return the first and the last place of what is true."""
+    places = np.flatnonzero(flags)
+    return (int(places[0]), int(places[-1])) if len(places) else None
+
+
+@settings(max_examples=300, deadline=None)
+@given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, options=PATTERNS, part=st.tuples(*[st.integers(0, 8)] * 4))
+def test_a_pattern_is_what_it_says(
+    n: int, m: int, offset: int, options: dict[str, Any], part: tuple[int, int, int, int]
+) -> None:
+    seen = seen_by(n, m, offset, options)
+    pattern: Visibility = pattern_of(n, m, offset, options)
+    i, j = np.nonzero(seen)
+    r = j - i - offset
+    assert pattern.positions() == ((r.min(), r.max()) if len(r) else None)
+    assert pattern.some_query_sees_nothing() == bool((~seen.any(1)).any())
+    for query in range(n):
+        first, last = pattern.first_key(query + offset), pattern.last_key(query + offset)
+        assert (first, last) == bounds(seen[query]) or (first > last and not seen[query].any())
+
+    (start, stop), (first, end) = (sorted(np.minimum(ends, size)) for ends, size in ((part[:2], n), (part[2:], m)))
+    if start == stop:
+        return
+    low, high = pattern.keys(start, stop)
+    own = bounds(seen[start:stop].any(0))
+    assert low == high if own is None else (low, high - 1) == own
+    block = seen[start:stop, first:end]
+    for narrowed in (pattern, pattern.bounded(), pattern.within(start, stop, first, end)):
+        mask = narrowed.mask(start, stop, first, end, xp=np, device="cpu")
+        np.testing.assert_array_equal(
+            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
+        )
+        assert mask is None or not block.all() or first == end
+    if first < end:
+        everywhere = np.ones(end - first, dtype=bool)
+        for a, b in pattern.partly_hidden(start, stop, first, end):
+            assert first <= a < b <= end
+            everywhere[a - first : b - first] = False
+        assert (everywhere == block.all(0)).all() or not everywhere.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    n=st.integers(1, 7),
+    m=st.integers(1, 7),
+    offsets=st.lists(OFFSETS, min_size=1, max_size=3),
+    options=PATTERNS,
+    part=st.tuples(*[st.integers(0, 7)] * 4),
+    known=st.booleans(),
+)
+def test_the_pattern_of_a_batch_is_that_of_its_items(
+    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int], known: bool
+) -> None:
+    seen = np.stack([seen_by(n, m, offset, options) for offset in offsets])
+    pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
+    assert {each.offset: each.sides for each in pattern.each()} == dict.fromkeys(offsets, pattern.sides)
+    tables = RaggedTables(pattern, Span(1, 1, "zero"), np)
+    columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
+    assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
+    occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=np)
+    for item, offset in enumerate(offsets):
+        i, j = np.nonzero(seen[item])
+        np.testing.assert_array_equal(occurs[item], np.isin(columns, j - i), err_msg=f"offset {offset}")
+    low, high = pattern.positions() or (0, 0)
+    assert (low, high) == (1 - n, m - 1)
+
+    (start, stop), (first, end) = (sorted(np.minimum(ends, size)) for ends, size in ((part[:2], n), (part[2:], m)))
+    if start < stop:
+        own, (low, high) = bounds(seen[:, start:stop].any((0, 1))), pattern.keys(start, stop)
+        assert own is None or low <= own[0] <= own[1] < high
+        assert low <= high
+        mask = pattern.mask(start, stop, first, end, xp=np, device="cpu")
+        block = seen[:, None, start:stop, first:end]
+        np.testing.assert_array_equal(
+            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
+        )
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
+def test_nobody_to_see_or_to_be_seen(lengths: tuple[int, int]) -> None:
+    assert pattern_of(*lengths, [2, 3], {}).positions() is None
+    assert pattern_of(*lengths, 2, {}).positions() is None
+
+
+def test_the_keys_of_a_batch_are_those_that_some_item_sees() -> None:
+    pattern = pattern_of(2, 20, [3, 8], {"window": (1, 0)})
+    assert pattern.keys(0, 2) == (2, 10)
+    assert pattern_of(2, 20, np.asarray([3, 8]), {"window": (1, 0)}).keys(0, 2) == (2, 10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 6), m=LENGTHS, items=st.tuples(*[st.sampled_from([1, 2])] * 2), seed=st.integers(0, 2**31))
+def test_documents_reach_over_all_keys_of_a_querys_own(n: int, m: int, items: tuple[int, int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    queries, keys = rng.integers(0, 4, (items[0], n)), rng.integers(0, 4, (items[1], m))
+    documents = Documents.of((queries, keys))
+    assert documents is not None
+    same = (queries[:, :, None] == keys[:, None, :]).any(0)  # in some item
+    ranges = [bounds(row) for row in same]
+    reaches = [documents.keys(query, query + 1) for query in range(n)]
+    assert documents.longest == max(end - first for first, end in reaches)
+    for start in range(n):
+        for stop in range(start + 1, n + 1):
+            first, end = documents.keys(start, stop)
+            own = bounds(same[start:stop].any(0))
+            assert own is None or first <= own[0] <= own[1] < end
+            later = [span[0] for span in ranges[start:] if span is not None]
+            assert first == min([*later, m])  # no further back than a later query reaches
+            assert end == max([span[1] + 1 for span in ranges[start:stop] if span is not None], default=0)
+
+
+def test_labels_that_are_not_known_say_nothing() -> None:
+    assert Documents.of((np.zeros((0,), np.int64), np.arange(3))) is None  # nor does nobody
+
+    class Hidden:
+        device, ndim = "elsewhere", 1
+
+    known, hidden = np.arange(4), Hidden()
+    assert known_items(known) == [[0, 1, 2, 3]]
+    assert known_items(np.arange(8).reshape(2, 2, 2)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for pair in ((known, hidden), (hidden, known), (hidden, hidden)):
+        assert Documents.of(pair) is None
+        assert consecutive_offsets(pair) is None
+        check_reach_of("rel_k", Span(0, 0), Visibility(4, 4), pair)
