@@ -6,6 +6,7 @@ The process that forks has run no test: what a test leaves behind, caches above 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -51,10 +52,11 @@ settings.load_profile("mutants")
 
 @dataclass
 class Reach:
-    """What each test took, and which ones come to a line of the code."""
+    """What each test took, which ones come to a line of the code, and what they import."""
 
     seconds: list[float] = field(default_factory=list)
     tests: dict[Line, list[int]] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
 
     def of(self, mutant: Mutant) -> list[int]:
         """Return the tests that come to where a mutant is; to its function where that is no line of its own."""
@@ -113,9 +115,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     if session.testsfailed:
         raise session.Interrupted("the tests cannot be collected")
     mutants = [Mutant(**row) for row in json.loads(option("mutants").read_text())]
+    reach: Reach = in_a_fork(lambda: measure(session.items))
+    for name in reach.modules:  # once here, not in every fork
+        with suppress(Exception):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # forks share what is here as long as they do not write to it
-    reach: Reach = in_a_fork(lambda: measure(session.items))
     print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
     kinds = [getattr(item, "originalname", item.name) for item in session.items]
     plan = ((mutant.name, reach.quick(mutant, option("patience"), kinds)) for mutant in mutants)
@@ -129,7 +134,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 def measure(items: list[pytest.Item]) -> Reach:
     """Run every test without a mutant."""
-    reach = Reach()
+    reach, before = Reach(), set(sys.modules)
     for index, item in enumerate(items):
         lines: set[Line] = set()
         start = time.perf_counter()
@@ -140,6 +145,7 @@ def measure(items: list[pytest.Item]) -> Reach:
         reach.seconds.append(time.perf_counter() - start)
         for line in lines:
             reach.tests.setdefault(line, []).append(index)
+    reach.modules = [name for name in sys.modules if name not in before and not name.startswith("relskew_core")]
     return reach
 
 
