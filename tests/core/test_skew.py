@@ -1,4 +1,4 @@
-"""The skew from any column on and the rows of a table for any run of positions, one number at a time; their adjoints."""
+"""The skew from any column on and the rows of a table for any run of positions, one number at a time."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import oracles
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
+from relskew_core._kernel.problem import check_pattern, problem
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.visibility import Visibility
@@ -31,6 +31,7 @@ PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() |
 )
 OFFSETS = st.integers(-9, 14)
 LENGTHS = st.integers(0, 8)
+ONE = np.zeros((1, 1))
 
 
 def seen_by(n: int, m: int, offset: int, options: dict[str, Any]) -> NDArray[np.bool_]:
@@ -171,3 +172,44 @@ def test_labels_that_are_not_known_say_nothing() -> None:
         assert Documents.of(pair) is None
         assert consecutive_offsets(pair) is None
         check_reach_of("rel_k", Span(0, 0), Visibility(4, 4), pair)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "offsets"),
+    [
+        ([3, 4, 5], [1, 2], [2]),
+        ([[3, 4], [7, 8]], [1, 2, 3], [2, 6]),
+        ([[3, 4]], [[0], [5]], [3, -2]),
+        ([5], [3], [2]),
+        ([], [3, 4], [-3]),
+        ([3, 4], [], [3]),
+        ([3, 5], [1, 2], None),
+        ([3, 4], [2, 1], None),
+        ([3, 3], [2], None),
+    ],
+)
+def test_offsets_of_positions_that_follow_one_another(queries: Any, keys: Any, offsets: list[int] | None) -> None:
+    assert consecutive_offsets((np.asarray(queries, np.int64), np.asarray(keys, np.int64))) == offsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    queries=st.lists(st.integers(-4, 9), max_size=3),
+    keys=st.lists(st.integers(-4, 9), max_size=3),
+    options=PATTERNS,
+    left=st.integers(0, 6),
+    right=st.integers(0, 6),
+)
+def test_a_table_must_reach_what_is_seen_at_positions(
+    queries: list[int], keys: list[int], options: dict[str, Any], left: int, right: int
+) -> None:
+    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options))
+    visibility = pattern.of(np.zeros((len(queries), 1)), len(keys), 0, by_value=True, xp=np)
+    positions = np.asarray(queries, np.int64), np.asarray([keys, keys], np.int64)
+    seen = [key - query for query in queries for key in keys if oracles.sees(query, key, **options)]
+    if any(not -left <= r <= right for r in seen):
+        with pytest.raises(ValueError, match=f"`name` .* queries see {min(seen)} … {max(seen)}:"):
+            check_reach_of("name", Span(left, right), visibility, positions)
+    else:
+        check_reach_of("name", Span(left, right), visibility, positions)
+    check_reach_of("name", Span(left, right, "clip"), visibility, positions)
