@@ -16,7 +16,7 @@ from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import check_pattern, problem
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
-from relskew_core._positions.visibility import Visibility
+from relskew_core._positions.visibility import FURTHEST, Visibility
 
 SIDES = st.none() | st.integers(0, 5)
 PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() | st.tuples(SIDES, SIDES)}) | (
@@ -124,6 +124,18 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
         np.testing.assert_array_equal(
             np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
         )
+
+
+@settings(max_examples=100, deadline=None)
+@given(options=PATTERNS)
+def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None:
+    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options)).of(ONE, 1, 0, by_value=True, xp=np)
+    far = range(-40, 41)
+    seen = [r for r in far if any(oracles.sees(place, place + r, **options) for place in range(4 * 3))]
+    low, high = pattern.positions() or (0, 0)
+    for bound, edge, unbounded in ((low, min(seen, default=1), -FURTHEST), (high, max(seen, default=-1), FURTHEST)):
+        assert bound == (unbounded if abs(edge) == 40 else edge) or not seen
+    assert low <= high or not seen
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
