@@ -15,9 +15,12 @@ import dense
 import oracles
 import strategies
 from libraries import LIBRARIES, Library
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core import Span, merge_attention, relative_attention, relative_attention_vjp
+from relskew_core._kernel.backward import attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
+from relskew_core._kernel.forward import attention
 from relskew_core._kernel.problem import problem
+from relskew_core._kernel.sums import RunningSum, sum_to
 from relskew_core.backends._torch import KNOWN_ON_CPUS
 
 GATE = 1e-10
@@ -134,6 +137,68 @@ def test_half_precision_accumulates_in_single() -> None:
     for name, expected in dense.vjp(d_out.astype("float64"), wide, case.call()).items():
         error = np.linalg.norm(actual[name].astype("float64") - expected) / np.linalg.norm(expected)
         assert error < 1e-3, name
+
+
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+def test_log_sum_exps_of_half_precision_come_and_go_in_single(impl: str) -> None:
+    case = dense.Case("half", tables="rel_k rel_v")
+    arrays, d_out = case.arrays("float16"), case.d_out().astype("float16")
+    out, lse = relative_attention(**arrays, return_lse=True, impl=impl)
+    assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+    exact = oracles.relative_attention(**{name: x.astype("float64") for name, x in arrays.items()})
+    np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=1e-5)
+    d_lse = np.ones_like(lse)
+    found = relative_attention_vjp(d_out, **arrays, out=out, lse=lse, d_lse=d_lse, impl=impl)
+    expected = relative_attention_vjp(d_out, **arrays, d_lse=d_lse, impl=impl)
+    for name in arrays:
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=2e-3, err_msg=name)
+    for name in ("lse", "d_lse"):
+        with pytest.raises(TypeError, match=f"^`{name}` must have the dtype of the forward call's, .*float32"):
+            relative_attention_vjp(d_out, **arrays, **{name: lse.astype("float16")}, impl=impl)
+
+
+def test_parts_of_half_precision_are_merged_in_single() -> None:
+    rng = np.random.default_rng(4)
+    outs = rng.standard_normal((64, 3, 5)).astype("float16")
+    lses = rng.standard_normal((64, 3)).astype("float32")
+    out, _ = merge_attention(list(outs), list(lses))
+    exact = oracles.merge_attention(list(outs.astype("float64")), list(lses.astype("float64")))
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out, exact.out, rtol=2**-11, atol=2**-24)  # half a unit in the last place
+
+
+@pytest.mark.parametrize("case", dense.CASES, ids=str)
+def test_portable_kernels_stay_in_the_dtype_of_their_arrays(case: dense.Case) -> None:
+    call = problem(Arguments(**case.arrays("float32"), **case.call()), return_lse=True)
+    operands, d_out = call.operands(), case.d_out().astype("float32")
+    out, lse = attention(operands, call.options, xp=np)
+    gradients = attention_vjp(call.operand(d_out), operands, call.options, xp=np)
+    assert {x.dtype for x in (out, lse, *gradients) if x is not None} == {np.dtype("float32")}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
+    sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    after=st.integers(0, 2),
+)
+def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
+    rng = np.random.default_rng(2)
+    expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))
+    running = RunningSum(expected, np)
+    for start, size in zip(starts, sizes, strict=False):
+        piece = rng.standard_normal((2, size, 3))
+        expected[:, start : start + size] += piece
+        running.add(start, piece)
+    np.testing.assert_allclose(running.total(), expected, atol=1e-14)
+
+
+def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
+    x = np.random.default_rng(3).standard_normal((2, 3, 4, 1, 5, 6))
+    for lead in ((), (1,), (4, 1), (1, 1), (3, 4, 1), (3, 1, 1), (1, 4, 1), (2, 1, 4, 1), (1, 3, 1, 1), (2, 3, 4, 1)):
+        summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
+        expected = x.sum(axis=summed).reshape(*lead, 5, 6)
+        np.testing.assert_allclose(sum_to(x, lead, xp=np), expected, atol=1e-13, err_msg=f"{lead}")
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
