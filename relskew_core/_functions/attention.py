@@ -286,6 +286,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
         raise ValueError(f"`outs` and `lses` must be of one length, at least 1, got {len(outs)} and {len(lses)}")
     xp = namespace_of_arrays({f"outs[{index}]": out for index, out in enumerate(outs)})
     namespace_of_arrays({f"lses[{index}]": lse for index, lse in enumerate(lses)})
+    check_companion("lses[0]", lses[0], "outs[0]", outs[0], xp=xp)
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if tuple(out.shape) != tuple(outs[0].shape) or out.ndim < 2:
             raise ValueError(f"`outs[{index}]` must have the shape (..., Lq, Dv) of `outs[0]`, got {describe(out)}")

@@ -91,7 +91,7 @@ def _backward(
     d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
     visible = chunk_visible(operands, options, chunk, xp=xp)
-    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, visible, xp=xp)
+    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, chunk, visible, xp=xp)
 
     logits = chunk_logits(operands, options, tables, chunk, xp=xp)
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=cotangents.lse is not None, xp=xp)
@@ -156,9 +156,6 @@ def _key_side_gradient(
         if not options.visibility.by_value:  # columns that no query sees are never multiplied, as in `visible_columns`
             low, high = max(low + (block.spare > 0), -highest), min(high, -lowest)
         own = keys[..., rows, :]
-        if low > high:
-            pieces.append(xp.zeros_like(own))
-            continue
         seen = relative[..., low - block.low : high - block.low + 1]
         sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
         pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))

@@ -268,7 +268,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         relskew_core.toeplitz_2d,
         {"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)},
         [
-            Bad("bias", *NOT_ARRAYS, zeros(5), zeros(H, 1, 5), zeros(H, 3, 3)),
+            Bad("bias", *NOT_ARRAYS, zeros(5), zeros(H, 1, 5), zeros(H, 3, 3), zeros(H, 3, 4)),
             Bad("q_grid", 6, (6,), (2, 2.5), (0, 3)),
             Bad("k_grid", 6, (6,), (2, 2.5), (0, 3)),
             Bad("span_h", "full"),
@@ -396,10 +396,45 @@ def test_every_public_function_is_here() -> None:
     assert {name.partition(".")[0] for name in CALLS} == set(relskew_core.__all__)
 
 
-def test_an_array_of_another_library_or_device_is_named() -> None:
+OPTIONAL = {  # arrays that go with those of the good calls
+    "rel_v": TABLE, "rel_bias": zeros(5), "rel_q": Q, "key_table": TABLE, "mask": zeros(N, N), "segments": STEPS,
+    "sinks": zeros(H), "scale": zeros(H), "rel_scale": zeros(H), "positions": (STEPS, STEPS),
+    "out": Q, "lse": zeros(H, N), "d_lse": zeros(H, N), "past": (PAST, PAST),
+}  # fmt: skip
+
+
+def companions() -> list[Any]:
+    """Name every array, and every item of a pair, that must be of the library of another argument."""
+    found = []
+    for function, (call, arguments, _) in CALLS.items():
+        own = {name: x for name, x in {**OPTIONAL, **arguments}.items() if name in inspect.signature(call).parameters}
+        first = next(iter(arguments))
+        for name, x in own.items() if np.shape(arguments[first]) else []:
+            if isinstance(x, np.ndarray) and name != first:
+                found.append(pytest.param(function, name, None, id=f"{function}-{name}"))
+            elif isinstance(x, (tuple, list)) and isinstance(x[0], np.ndarray):
+                found += [pytest.param(function, name, place, id=f"{function}-{name}[{place}]") for place in (0, 1)]
+    return found
+
+
+@pytest.mark.parametrize(("function", "name", "place"), companions())
+def test_an_array_of_another_library_is_named(function: str, name: str, place: int | None) -> None:
     strict = pytest.importorskip("array_api_strict")
-    with pytest.raises(TypeError, match=r"^`k` must be of the array library of `q`"):
-        relskew_core.relative_attention(Q, strict.asarray(Q), Q)
+    call, arguments, _ = CALLS[function]
+    x = {**OPTIONAL, **arguments}[name]
+    other = strict.asarray(x) if place is None else [strict.asarray(y) if at == place else y for at, y in enumerate(x)]
+    given = {**arguments, name: other}
+    if name == "positions":
+        given.pop("n_keys", None)
+    with pytest.raises(TypeError, match=r"^`\w+(\[\d\])?` must be of the array library of `\w+(\[\d\])?`") as caught:
+        call(**given)
+    named = {part.partition("[")[0] for part in str(caught.value).split("`")[1:4:2]}
+    assert name in named
+    assert named <= {*arguments, name, "q"}
+
+
+def test_an_array_on_another_device_is_named() -> None:
+    strict = pytest.importorskip("array_api_strict")
     here, there = strict.asarray(Q), strict.asarray(Q, device=strict.Device("device1"))
     with pytest.raises(ValueError, match=r"^`v` must be on the device of `q`"):
         relskew_core.relative_attention(here, here, there)

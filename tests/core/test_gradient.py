@@ -15,16 +15,18 @@ import dense
 import oracles
 import strategies
 from libraries import LIBRARIES, Library
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core import Span, merge_attention, relative_attention, relative_attention_vjp
+from relskew_core._kernel.backward import attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
+from relskew_core._kernel.forward import attention
 from relskew_core._kernel.problem import problem
+from relskew_core._kernel.sums import RunningSum, sum_to
 from relskew_core.backends._torch import KNOWN_ON_CPUS
 
 GATE = 1e-10
 
-EAGER = [
-    library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", "array-api-strict, strictest flags")
-]
+STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
+EAGER = [library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", *STRICT)]
 NUMPY, TORCH = (next(row for row in LIBRARIES if row.name == name) for name in ("numpy", "torch, CPU"))
 JAX = next(row for row in LIBRARIES if row.name == "jax.jit")
 
@@ -138,6 +140,100 @@ def test_half_precision_accumulates_in_single() -> None:
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
+def test_log_sum_exps_of_half_precision_come_and_go_in_single(impl: str) -> None:
+    case = dense.Case("half", tables="rel_k rel_v")
+    arrays, d_out = case.arrays("float16"), case.d_out().astype("float16")
+    out, lse = relative_attention(**arrays, return_lse=True, impl=impl)
+    assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+    exact = oracles.relative_attention(**{name: x.astype("float64") for name, x in arrays.items()})
+    np.testing.assert_allclose(lse, exact.lse, rtol=0, atol=1e-5)
+    d_lse = np.ones_like(lse)
+    found = relative_attention_vjp(d_out, **arrays, out=out, lse=lse, d_lse=d_lse, impl=impl)
+    expected = relative_attention_vjp(d_out, **arrays, d_lse=d_lse, impl=impl)
+    for name in arrays:
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=2e-3, err_msg=name)
+    for name in ("lse", "d_lse"):
+        with pytest.raises(TypeError, match=f"^`{name}` must have the dtype of the forward call's, .*float32"):
+            relative_attention_vjp(d_out, **arrays, **{name: lse.astype("float16")}, impl=impl)
+
+
+@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table", "rel_bias"])
+@pytest.mark.parametrize("rel_scale", [None, 0.7, "by head"])
+@pytest.mark.parametrize("scale", [None, 0.3, "by head"])
+@pytest.mark.parametrize("width", [None, 2], ids=["q", "rel_q"])
+def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str, width: int | None) -> None:
+    options = {"scale": scale, "rel_scale": rel_scale}
+    by_head = " ".join(name for name, factor in options.items() if factor == "by head")
+    numbers = {name: factor for name, factor in options.items() if factor != "by head"}
+    for own in (True, False):
+        case = dense.Case(
+            "factors", n=4, m=5, tables=tables, by_head=by_head, options=numbers, own_tables=own,
+            rel_q_width=width if "rel_k" in tables else None,
+        )  # fmt: skip
+        check(
+            gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()),
+            dense.vjp(case.d_out(), case.arrays(), case.call()),
+        )
+
+
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:
+    case = dense.Case("lse", n=5, tables="rel_k rel_v rel_bias key_table", by_head="sinks", mask="additive")
+    given: dict[str, Any] = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays().items()}
+    out, lse = dense.attention(**given)
+    d_out, d_lse = case.d_out(), np.random.default_rng(6).standard_normal(lse.shape)
+    expected = torch.autograd.grad((out, lse), list(given.values()), (torch.tensor(d_out), torch.tensor(d_lse)))
+    found = relative_attention_vjp(d_out, **case.arrays(), d_lse=d_lse, impl=impl, chunk_size=chunk_size)
+    for name, gradient in zip(given, expected, strict=True):
+        np.testing.assert_allclose(getattr(found, name), gradient.numpy(), rtol=0, atol=GATE, err_msg=name)
+
+
+def test_parts_of_half_precision_are_merged_in_single() -> None:
+    rng = np.random.default_rng(4)
+    outs = rng.standard_normal((64, 3, 5)).astype("float16")
+    lses = rng.standard_normal((64, 3)).astype("float32")
+    out, _ = merge_attention(list(outs), list(lses))
+    exact = oracles.merge_attention(list(outs.astype("float64")), list(lses.astype("float64")))
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out, exact.out, rtol=2**-11, atol=2**-24)  # half a unit in the last place
+
+
+@pytest.mark.parametrize("case", dense.CASES, ids=str)
+def test_portable_kernels_stay_in_the_dtype_of_their_arrays(case: dense.Case) -> None:
+    call = problem(Arguments(**case.arrays("float32"), **case.call()), return_lse=True)
+    operands, d_out = call.operands(), case.d_out().astype("float32")
+    out, lse = attention(operands, call.options, xp=np)
+    gradients = attention_vjp(call.operand(d_out), operands, call.options, xp=np)
+    assert {x.dtype for x in (out, lse, *gradients) if x is not None} == {np.dtype("float32")}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 4), max_size=5).map(sorted),
+    sizes=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    after=st.integers(0, 2),
+)
+def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
+    rng = np.random.default_rng(2)
+    expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))
+    running = RunningSum(expected, np)
+    for start, size in zip(starts, sizes, strict=False):
+        piece = rng.standard_normal((2, size, 3))
+        expected[:, start : start + size] += piece
+        running.add(start, piece)
+    np.testing.assert_allclose(running.total(), expected, atol=1e-14)
+
+
+def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
+    x = np.random.default_rng(3).standard_normal((2, 3, 4, 1, 5, 6))
+    for lead in ((), (1,), (4, 1), (1, 1), (3, 4, 1), (3, 1, 1), (1, 4, 1), (2, 1, 4, 1), (1, 3, 1, 1), (2, 3, 4, 1)):
+        summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
+        expected = x.sum(axis=summed).reshape(*lead, 5, 6)
+        np.testing.assert_allclose(sum_to(x, lead, xp=np), expected, atol=1e-13, err_msg=f"{lead}")
+
+
+@pytest.mark.parametrize("impl", ["portable", "auto"])
 def test_what_nobody_sees_gets_no_gradient_and_gives_none(impl: str) -> None:
     case = dense.Case("poison", n=6, m=9, span=Span.causal(9), options={"causal": True, "chunk_size": 2})
     arrays = case.arrays()
@@ -159,6 +255,23 @@ def test_no_queries_and_no_keys(impl: str) -> None:
         for row in (NUMPY, TORCH):
             result = gradients_on(row, case.d_out(), case.arrays(), case.call(), impl=impl)
             assert not any(x.any() for x in result.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> None:
+    row = next(row for row in LIBRARIES if row.name == "array-api-strict, second device")
+    for n, m, options in ((0, 3, {}), (3, 0, {}), (3, 3, {"offset": -9, "causal": True}), (20, 3, {"window": (2, 2)})):
+        case = dense.Case("none", n=n, m=m, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table")
+        arrays = {name: row.asarray(x, dtype) for name, x in case.arrays().items()}
+        out, lse = relative_attention(**arrays, **case.call(), **options, return_lse=True, chunk_size=4)
+        d_out = row.asarray(case.d_out(), dtype)
+        gradients = relative_attention_vjp(d_out, **arrays, **case.call(), **options, chunk_size=4)
+        q: Any = arrays["q"]
+        for x in (out, lse, *(x for x in gradients if x is not None)):
+            assert (x.dtype, x.device) == (q.dtype, q.device)
+        unseen = row.to_numpy(out)[..., 5:, :]  # behind the window, where there are so many queries
+        assert not unseen.any()
+        assert n == 20 or not row.to_numpy(out).any()
 
 
 @pytest.mark.parametrize(

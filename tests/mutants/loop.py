@@ -6,6 +6,7 @@ The process that forks has run no test: what a test leaves behind, caches above 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -13,20 +14,26 @@ import resource
 import signal
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
 
 import pytest
 from _pytest.runner import runtestprotocol
 from hypothesis import HealthCheck, Phase, settings
 from mutmut.mutation.trampoline import set_mutant_under_test
-from mutmut.state import state
 
-EXAMPLES = 15  # of Hypothesis, in each test
-SECONDS, SLOWER = 10, 5  # a mutant's tests may take so long, and so many times what they took without it
+from mutants.record import Mutant
+
+Line: TypeAlias = tuple[str, int]
+
+EXAMPLES = 60  # of Hypothesis, in each test
+TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
+SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
 # Tests of the other array libraries, whose code is the same but for how they start; and those that measure.
 OTHERS = ("torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "limits_of_time")
@@ -46,20 +53,41 @@ settings.load_profile("mutants")
 
 @dataclass
 class Reach:
-    """What each test took, and which ones call a function."""
+    """What each test took, which ones come to a line of the code, and what they import."""
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    tests: dict[str, list[int]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    tests: dict[Line, list[int]] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
 
-    def quick(self, function: str, patience: float) -> list[int]:
-        """Return the quick tests of a function that together take as long as there is patience, and one at least."""
-        tests: list[int] = []
-        total = 0.0
-        for test in sorted(self.tests.get(function, []), key=self.seconds.__getitem__):
-            total += self.seconds[test]
-            if not tests or total <= patience:
-                tests.append(test)
-        return tests
+    def of(self, mutant: Mutant) -> list[int]:
+        """Return the tests that come to where a mutant is; to its function where that is no line of its own."""
+        spans = (range(mutant.place, mutant.place + 1), range(*mutant.span))
+        found = ({test for line in span for test in self.tests.get((mutant.module, line), ())} for span in spans)
+        return sorted(next(filter(None, found), ()))
+
+    def quick(self, mutant: Mutant, patience: float, kinds: Sequence[object]) -> list[int]:
+        """Return tests that together take as long as there is patience, and one at least.
+
+        Half of it is for the quickest ones. Of the others each kind's quickest come first, then the second ones:
+        another kind sees more than more of the same.
+        """
+        found = sorted(self.of(mutant), key=self.seconds.__getitem__)
+        rank: Counter[object] = Counter()
+        ranked = []
+        for test in found:
+            ranked.append((rank[kinds[test]], test))
+            rank[kinds[test]] += 1
+        tests: dict[int, None] = {}
+        for order, enough in (
+            (found, patience / 2),
+            ([test for _, test in sorted(ranked, key=lambda pair: pair[0])], patience),
+        ):
+            total = sum(self.seconds[test] for test in tests)
+            for test in order:
+                if test not in tests and total + self.seconds[test] <= enough:
+                    tests[test] = None
+                    total += self.seconds[test]
+        return list(tests) or found[:1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,15 +115,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     option = session.config.getoption
     if session.testsfailed:
         raise session.Interrupted("the tests cannot be collected")
-    mutants: list[str] = json.loads(option("mutants").read_text())
+    mutants = [Mutant(**row) for row in json.loads(option("mutants").read_text())]
+    reach: Reach = in_a_fork(lambda: measure(session.items))
+    for name in reach.modules:  # once here, not in every fork
+        with suppress(Exception):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # forks share what is here as long as they do not write to it
-    reach: Reach = in_a_fork(lambda: measure(session.items))
-    print(f"{len(session.items)} tests, {sum(reach.seconds.values()):.0f} s; {len(mutants)} mutants", flush=True)
-    functions = {mutant.partition("__mutmut_")[0] for mutant in mutants}
-    tests = {function: reach.quick(function, option("patience")) for function in functions}
+    print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
+    kinds = [getattr(item, "originalname", item.name) for item in session.items]
+    plan = ((mutant.name, reach.quick(mutant, option("patience"), kinds)) for mutant in mutants)
     with option("verdicts").open("w") as verdicts:
-        for number, (mutant, verdict) in enumerate(trial(session.items, mutants, tests, reach, option("workers")), 1):
+        for number, (mutant, verdict) in enumerate(trial(session.items, plan, reach.seconds, option("workers")), 1):
             print(json.dumps([mutant, verdict]), file=verdicts, flush=True)
             if number % 500 == 0:
                 print(f"{number} of {len(mutants)}", flush=True)
@@ -104,51 +135,76 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 def measure(items: list[pytest.Item]) -> Reach:
     """Run every test without a mutant."""
-    reach, callers = Reach(), defaultdict(list)
-    set_mutant_under_test("stats")  # mutmut notes which functions are called
+    reach, before = Reach(), set(sys.modules)
     for index, item in enumerate(items):
-        state()._stats.clear()
+        lines: set[Line] = set()
         start = time.perf_counter()
-        if why := failure(item):
+        with tracing(lines):
+            why = failure(item)
+        if why:
             raise RuntimeError(f"{item.nodeid} fails without a mutant:\n{why}")
-        reach.seconds[index] = time.perf_counter() - start
-        for function in state()._stats:
-            callers[function].append(index)
-    reach.tests = dict(callers)
+        reach.seconds.append(time.perf_counter() - start)
+        for line in lines:
+            reach.tests.setdefault(line, []).append(index)
+    reach.modules = [name for name in sys.modules if name not in before and not name.startswith("relskew_core")]
     return reach
 
 
+@contextmanager
+def tracing(lines: set[Line]) -> Iterator[None]:
+    """Note the lines of functions without a mutant that run."""
+
+    calls: Counter[CodeType] = Counter()
+
+    def call(frame: FrameType, event: str, arg: Any) -> Any:
+        if "__mutmut_orig" not in frame.f_code.co_qualname or calls[frame.f_code] == TRACED:
+            return None
+        calls[frame.f_code] += 1
+        return line
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        lines.add((frame.f_globals["__name__"], frame.f_lineno))
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def trial(
-    items: list[pytest.Item], mutants: Iterable[str], tests: dict[str, list[int]], reach: Reach, workers: int
+    items: list[pytest.Item], plan: Iterable[tuple[str, list[int]]], seconds: list[float], workers: int
 ) -> Iterator[tuple[str, str]]:
-    """Try the mutants, a few at a time; the test that noticed the last one of a function comes first."""
+    """Try the mutants, a few at a time; the tests that noticed the last ones come first."""
     children: dict[int, tuple[str, int]] = {}
-    for mutant in mutants:
-        chosen = tests[mutant.partition("__mutmut_")[0]]
-        if not chosen:
+    noticed: list[int] = []
+    for mutant, tests in plan:
+        if not tests:
             yield mutant, "unreached"
             continue
         if len(children) == workers:
-            yield judged(children, tests)
+            yield judged(children, noticed)
+        first = [test for test in reversed(noticed) if test in tests]
+        order = list(dict.fromkeys([*first, *tests]))
         told, tell = os.pipe()
         if not (process := os.fork()):
-            attempt(items, chosen, mutant, SECONDS + SLOWER * sum(map(reach.seconds.__getitem__, chosen)), tell)
+            attempt(items, order, mutant, SECONDS + SLOWER * sum(map(seconds.__getitem__, order)), tell)
         os.close(tell)
         children[process] = mutant, told
     while children:
-        yield judged(children, tests)
+        yield judged(children, noticed)
 
 
-def judged(children: dict[int, tuple[str, int]], tests: dict[str, list[int]]) -> tuple[str, str]:
+def judged(children: dict[int, tuple[str, int]], noticed: list[int]) -> tuple[str, str]:
     """Wait for one of the forks; one that ended before it said anything has noticed too."""
     process, status = os.wait()
     mutant, told = children.pop(process)
     with os.fdopen(told) as pipe:
         words = pipe.read()
     if words.isdigit():
-        order = tests[mutant.partition("__mutmut_")[0]]
-        order.remove(int(words))
-        order.insert(0, int(words))
+        noticed[:] = [test for test in noticed if test != int(words)] + [int(words)]
         return mutant, "killed"
     late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
     return mutant, words or ("late" if late else "crashed")

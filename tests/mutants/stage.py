@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import shutil
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.
 SAME = (
     (r", strict=\w+|, (?=\))", ""),  # `zip(…, strict=True)` guards against mistakes in the code itself
     (r"\b(\w+)=None\b", r"\1=False"),  # of a boolean, and no other is given as False
+    (r"asarray\(\d\)\.dtype", ""),  # that of all numbers
 )
 """What makes two lines the same: mutants that change nothing else are not tried."""
 
@@ -38,15 +40,19 @@ def _mutate(file: Path, stage: Path) -> list[Mutant]:
     mutated = mutate_file_contents(str(file), undecorated(file.read_text()))
     file.write_text(mutated.code)
     module, lines = ".".join(file.relative_to(stage).with_suffix("").parts), mutated.code.splitlines()
+    spans = mutated.line_span_by_function_name
     bodies = {
         name: [line.strip().replace(name, "…") for line in lines[span.start - 1 : span.end]]
-        for name, span in mutated.line_span_by_function_name.items()
+        for name, span in spans.items()
     }
     found = []
     for name in mutated.mutant_names:
-        old, new = _sides(bodies[name.partition("__mutmut_")[0] + "__mutmut_orig"], bodies[name])
+        whole = name.partition("__mutmut_")[0] + "__mutmut_orig"
+        old, new = _sides(bodies[whole], bodies[name])
         if _normal(old) != _normal(new):
-            found.append(Mutant(f"{module}.{name}", f"{old} → {new}"))
+            same = [*map(operator.eq, bodies[whole], bodies[name]), False].index(False)
+            start, end = spans[whole].start, spans[whole].end + 1
+            found.append(Mutant(f"{module}.{name}", f"{old} → {new}", start + same, (start, end)))
     return found
 
 

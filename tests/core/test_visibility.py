@@ -1,0 +1,320 @@
+"""Who sees whom, in integers: every range, bound and mask against one look at every query and key."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import oracles
+from relskew_core import Span
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
+from relskew_core._kernel.problem import check_pattern, problem
+from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
+from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
+from relskew_core._positions.visibility import FURTHEST, Visibility
+
+SIDES = st.none() | st.integers(0, 5)
+PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() | st.tuples(SIDES, SIDES)}) | (
+    st.fixed_dictionaries(
+        {
+            "causal": st.booleans(),
+            "window": st.none() | st.tuples(SIDES, SIDES),
+            "block_size": st.integers(1, 4),
+            "blocks_before": st.none() | st.integers(0, 3),
+        }
+    )
+)
+OFFSETS = st.integers(-9, 14)
+LENGTHS = st.integers(0, 8)
+ONE = np.zeros((1, 1))
+
+
+def seen_by(n: int, m: int, offset: int, options: dict[str, Any]) -> NDArray[np.bool_]:
+    """Look at every query and key."""
+    pairs = [[oracles.sees(i, j, offset=offset, **options) for j in range(m)] for i in range(n)]
+    return np.asarray(pairs, dtype=bool).reshape(n, m)
+
+
+def pattern_of(n: int, m: int, offset: Any, options: dict[str, Any]) -> Any:
+    """Check the options as a call does."""
+    lead = () if isinstance(offset, int) else (len(offset),)
+    q, k = np.zeros((*lead, 1, n, 1)), np.zeros((*lead, 1, m, 1))
+    return problem(Arguments(q, k, k, offset=offset, **options)).options.visibility
+
+
+def bounds(flags: Any) -> tuple[int, int] | None:
+    """Return the first and the last place of what is true."""
+    places = np.flatnonzero(flags)
+    return (int(places[0]), int(places[-1])) if len(places) else None
+
+
+@settings(max_examples=300, deadline=None)
+@given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, options=PATTERNS, part=st.tuples(*[st.integers(0, 8)] * 4))
+def test_a_pattern_is_what_it_says(
+    n: int, m: int, offset: int, options: dict[str, Any], part: tuple[int, int, int, int]
+) -> None:
+    seen = seen_by(n, m, offset, options)
+    pattern: Visibility = pattern_of(n, m, offset, options)
+    i, j = np.nonzero(seen)
+    r = j - i - offset
+    assert pattern.positions() == ((r.min(), r.max()) if len(r) else None)
+    assert pattern.some_query_sees_nothing() == bool((~seen.any(1)).any())
+    for query in range(n):
+        first, last = pattern.first_key(query + offset), pattern.last_key(query + offset)
+        assert (first, last) == bounds(seen[query]) or (first > last and not seen[query].any())
+
+    (start, stop), (first, end) = (sorted(np.minimum(ends, size)) for ends, size in ((part[:2], n), (part[2:], m)))
+    if start == stop:
+        return
+    low, high = pattern.keys(start, stop)
+    own = bounds(seen[start:stop].any(0))
+    assert low == high if own is None else (low, high - 1) == own
+    block = seen[start:stop, first:end]
+    for narrowed in (pattern, pattern.bounded(), pattern.within(start, stop, first, end)):
+        mask = narrowed.mask(start, stop, first, end, xp=np, device="cpu")
+        np.testing.assert_array_equal(
+            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
+        )
+        assert mask is None or not block.all() or first == end
+    if first < end:
+        everywhere = np.ones(end - first, dtype=bool)
+        for a, b in pattern.partly_hidden(start, stop, first, end):
+            assert first <= a < b <= end
+            everywhere[a - first : b - first] = False
+        assert (everywhere == block.all(0)).all() or not everywhere.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    n=st.integers(1, 7),
+    m=st.integers(1, 7),
+    offsets=st.lists(OFFSETS, min_size=1, max_size=3),
+    options=PATTERNS,
+    part=st.tuples(*[st.integers(0, 7)] * 4),
+    known=st.booleans(),
+)
+def test_the_pattern_of_a_batch_is_that_of_its_items(
+    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int], known: bool
+) -> None:
+    seen = np.stack([seen_by(n, m, offset, options) for offset in offsets])
+    pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
+    assert {each.offset: each.sides for each in pattern.each()} == dict.fromkeys(offsets, pattern.sides)
+    tables = RaggedTables(pattern, Span(1, 1, "zero"), np)
+    columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
+    assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
+    assert tables.of(np.ones((3, 1))).shape == (len(offsets), 1, n + m, 1)
+    occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=np)
+    for item, offset in enumerate(offsets):
+        i, j = np.nonzero(seen[item])
+        np.testing.assert_array_equal(occurs[item], np.isin(columns, j - i), err_msg=f"offset {offset}")
+    low, high = pattern.positions() or (0, 0)
+    assert (low, high) == (1 - n, m - 1)
+
+    (start, stop), (first, end) = (sorted(np.minimum(ends, size)) for ends, size in ((part[:2], n), (part[2:], m)))
+    if start < stop:
+        own, (low, high) = bounds(seen[:, start:stop].any((0, 1))), pattern.keys(start, stop)
+        assert own is None or low <= own[0] <= own[1] < high
+        assert low <= high
+        mask = pattern.mask(start, stop, first, end, xp=np, device="cpu")
+        block = seen[:, None, start:stop, first:end]
+        np.testing.assert_array_equal(
+            np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(options=PATTERNS)
+def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None:
+    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options)).of(ONE, 1, 0, by_value=True, xp=np)
+    far = range(-40, 41)
+    seen = [r for r in far if any(oracles.sees(place, place + r, **options) for place in range(4 * 3))]
+    low, high = pattern.positions() or (0, 0)
+    for bound, edge, unbounded in ((low, min(seen, default=1), -FURTHEST), (high, max(seen, default=-1), FURTHEST)):
+        assert bound == (unbounded if abs(edge) == 40 else edge) or not seen
+    assert low <= high or not seen
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
+def test_nobody_to_see_or_to_be_seen(lengths: tuple[int, int]) -> None:
+    assert pattern_of(*lengths, [2, 3], {}).positions() is None
+    assert pattern_of(*lengths, 2, {}).positions() is None
+
+
+def test_an_offset_without_axes_is_one_for_all() -> None:
+    for offset in (3, np.asarray(3), np.asarray(3, np.uint8), torch.tensor(3)):
+        x = np.zeros((2, 1, 4, 1)) if not isinstance(offset, torch.Tensor) else torch.zeros((2, 1, 4, 1))
+        assert problem(Arguments(x, x, x, offset=offset)).options.visibility == Visibility(4, 4, 3)
+
+
+def test_offsets_are_known_where_they_can_be_read() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    for make in (np.asarray, strict.asarray, torch.as_tensor):
+        for offsets, lead in (([3, -2], (2,)), ([[3], [-2]], (2, 1))):
+            x = make(np.zeros((*lead, 1, 4, 1)))
+            visibility: Any = problem(Arguments(x, x, x, offset=make(offsets))).options.visibility
+            assert visibility.known == (3, -2)
+    elsewhere = functools.partial(strict.asarray, device=strict.Device("device1"))
+    x = elsewhere(np.zeros((2, 1, 4, 1)))
+    visibility = problem(Arguments(x, x, x, offset=elsewhere([3, -2]))).options.visibility
+    assert visibility.known is None
+    assert visibility.keys(0, 4) == (0, 4)
+
+
+def test_the_keys_of_a_batch_are_those_that_some_item_sees() -> None:
+    pattern = pattern_of(2, 20, [3, 8], {"window": (1, 0)})
+    assert pattern.keys(0, 2) == (2, 10)
+    assert pattern_of(2, 20, np.asarray([3, 8]), {"window": (1, 0)}).keys(0, 2) == (2, 10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 6), m=LENGTHS, items=st.tuples(*[st.sampled_from([1, 2])] * 2), seed=st.integers(0, 2**31))
+def test_documents_reach_over_all_keys_of_a_querys_own(n: int, m: int, items: tuple[int, int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    queries, keys = rng.integers(0, 4, (items[0], n)), rng.integers(0, 4, (items[1], m))
+    documents = Documents.of((queries, keys))
+    assert documents is not None
+    same = (queries[:, :, None] == keys[:, None, :]).any(0)  # in some item
+    ranges = [bounds(row) for row in same]
+    reaches = [documents.keys(query, query + 1) for query in range(n)]
+    assert documents.longest == max(end - first for first, end in reaches)
+    for start in range(n):
+        for stop in range(start + 1, n + 1):
+            first, end = documents.keys(start, stop)
+            own = bounds(same[start:stop].any(0))
+            assert own is None or first <= own[0] <= own[1] < end
+            later = [span[0] for span in ranges[start:] if span is not None]
+            assert first == min([*later, m])  # no further back than a later query reaches
+            assert end == max([span[1] + 1 for span in ranges[start:stop] if span is not None], default=0)
+
+
+def test_labels_that_are_not_known_say_nothing() -> None:
+    assert Documents.of((np.zeros((0,), np.int64), np.arange(3))) is None  # nor does nobody
+
+    class Hidden:
+        device, ndim = "elsewhere", 1
+
+    known, hidden = np.arange(4), Hidden()
+    assert known_items(known) == [[0, 1, 2, 3]]
+    assert known_items(np.arange(8).reshape(2, 2, 2)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for pair in ((known, hidden), (hidden, known), (hidden, hidden)):
+        assert Documents.of(pair) is None
+        assert consecutive_offsets(pair) is None
+        check_reach_of("rel_k", Span(0, 0), Visibility(4, 4), pair)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "offsets"),
+    [
+        ([3, 4, 5], [1, 2], [2]),
+        ([[3, 4], [7, 8]], [1, 2, 3], [2, 6]),
+        ([[3, 4]], [[0], [5]], [3, -2]),
+        ([5], [3], [2]),
+        ([], [3, 4], [-3]),
+        ([3, 4], [], [3]),
+        ([3, 5], [1, 2], None),
+        ([3, 4], [2, 1], None),
+        ([3, 3], [2], None),
+    ],
+)
+def test_offsets_of_positions_that_follow_one_another(queries: Any, keys: Any, offsets: list[int] | None) -> None:
+    assert consecutive_offsets((np.asarray(queries, np.int64), np.asarray(keys, np.int64))) == offsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    queries=st.lists(st.integers(-4, 9), max_size=3),
+    keys=st.lists(st.integers(-4, 9), max_size=3),
+    options=PATTERNS,
+    left=st.integers(0, 6),
+    right=st.integers(0, 6),
+)
+def test_a_table_must_reach_what_is_seen_at_positions(
+    queries: list[int], keys: list[int], options: dict[str, Any], left: int, right: int
+) -> None:
+    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options))
+    visibility = pattern.of(np.zeros((len(queries), 1)), len(keys), 0, by_value=True, xp=np)
+    positions = np.asarray(queries, np.int64), np.asarray([keys, keys], np.int64)
+    seen = [key - query for query in queries for key in keys if oracles.sees(query, key, **options)]
+    if any(not -left <= r <= right for r in seen):
+        with pytest.raises(ValueError, match=f"`name` .* queries see {min(seen)} … {max(seen)}:"):
+            check_reach_of("name", Span(left, right), visibility, positions)
+    else:
+        check_reach_of("name", Span(left, right), visibility, positions)
+    check_reach_of("name", Span(left, right, "clip"), visibility, positions)
+
+
+# Chunks
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 8), m=st.integers(1, 8), offset=OFFSETS, options=PATTERNS, size=st.integers(1, 8))
+def test_a_chunk_holds_every_pair_that_is_seen(n: int, m: int, offset: int, options: dict[str, Any], size: int) -> None:
+    q, k = np.zeros((1, n, 1)), np.zeros((1, m, 1))
+    call = problem(Arguments(q, k, k, offset=offset, chunk_size=size, **options))
+    seen = seen_by(n, m, offset, options)
+    highest = (call.options.visibility.positions() or (0, 0))[1]
+    laid = list(chunks(call.operands(), call.options))
+    assert [row for chunk in laid for row in range(chunk.start, chunk.stop)] == list(range(n))
+    for chunk in laid:
+        own = seen[chunk.start : chunk.stop]
+        assert own.sum() == own[:, chunk.first : chunk.end].sum()
+        if chunk.first == chunk.end:
+            continue
+        rows, columns = chunk.stop - chunk.start, chunk.end - chunk.first
+        assert chunk.width <= min((rows if rows > 1 else 0) + columns, max(highest - chunk.low, columns) + 1)
+        skewed = chunk.absolute(np.broadcast_to(np.arange(chunk.low, chunk.high + 1), (rows, chunk.width)), xp=np)
+        there = np.ones((rows, columns), dtype=np.int64)
+        spread = chunk.relative(there, xp=np)
+        low, high = chunk.seen(call.options)
+        for i, j in np.argwhere(own[:, chunk.first : chunk.end]):
+            r = j + chunk.first - (i + chunk.start + offset)
+            assert skewed[i, j] == r
+            assert spread[i, r - chunk.low] == 1
+            assert low <= r <= high
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("place", ["cpu", "other"])
+def test_a_chunk_is_as_large_as_the_budget_of_its_logits(dtype: str, place: str) -> None:
+    documents_of_900 = np.arange(10**5) // 900
+    calls: list[tuple[tuple[int, ...], int, dict[str, Any], int]] = [
+        ((), 50, {}, 50),
+        ((1,), 700, {}, 700),
+        ((3, 2), 6000, {}, 6000),
+        ((1,), 10**5, {}, 10**5),
+        ((2, 4), 10**7, {}, 10**7),
+        ((8, 64), 10**5, {}, 10**5),
+        ((8,), 10**5, {}, 10**5),
+        ((3, 2), 10**5, {"window": (700, 299), "offset": 5000}, 1000),
+        ((3, 2), 10**5, {"segments": (documents_of_900[:600], documents_of_900)}, 900),
+    ]
+    sizes = set()
+    for lead, n_keys, options, most in calls:
+        q, k = (np.broadcast_to(np.zeros((), dtype), (*lead, rows, 4)) for rows in (600, n_keys))
+        call = problem(Arguments(q, k, k, **options))
+        documents = documents_of(call.given)
+        assert keys_seen(call.options, documents) == most
+        size = chunk_size(call.given, call.options, documents, cpu=None if place == "cpu" else False)
+        of_a_query = math.prod(lead) * most * q.dtype.itemsize
+        sizes.add(size)
+        assert size in (16, 32, 64, 128, 256, 512)
+        assert size == 16 or size * of_a_query <= SCRATCH_BYTES[place]
+        assert size == 512 or 2 * size * of_a_query > SCRATCH_BYTES[place]
+        if place == "cpu":
+            assert next(chunks(call.given, call.options)).stop == size
+    assert len(sizes) > 2
+
+
+def test_few_queries_are_one_chunk() -> None:
+    q, k = np.zeros((64, 16, 4)), np.broadcast_to(np.zeros(()), (64, 10**6, 4))
+    call = problem(Arguments(q, k, k))
+    assert [(chunk.start, chunk.stop) for chunk in chunks(call.given, call.options)] == [(0, 16)]
