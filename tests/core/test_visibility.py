@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import oracles
 from relskew_core import Span
+from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
 from relskew_core._kernel.problem import check_pattern, problem
@@ -35,6 +36,7 @@ PATTERNS = st.fixed_dictionaries({"causal": st.booleans(), "window": st.none() |
 )
 OFFSETS = st.integers(-9, 14)
 LENGTHS = st.integers(0, 8)
+XP = namespace_of(np)
 ONE = np.zeros((1, 1))
 
 
@@ -80,7 +82,7 @@ def test_a_pattern_is_what_it_says(
     assert low == high if own is None else (low, high - 1) == own
     block = seen[start:stop, first:end]
     for narrowed in (pattern, pattern.bounded(), pattern.within(start, stop, first, end)):
-        mask = narrowed.mask(start, stop, first, end, xp=np, device="cpu")
+        mask = narrowed.mask(start, stop, first, end, xp=XP, device="cpu")
         np.testing.assert_array_equal(
             np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
         )
@@ -112,7 +114,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
     columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
     assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
     assert tables.of(np.ones((3, 1))).shape == (len(offsets), 1, n + m, 1)
-    occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=np)
+    occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=XP)
     for item, offset in enumerate(offsets):
         i, j = np.nonzero(seen[item])
         np.testing.assert_array_equal(occurs[item], np.isin(columns, j - i), err_msg=f"offset {offset}")
@@ -124,7 +126,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
         own, (low, high) = bounds(seen[:, start:stop].any((0, 1))), pattern.keys(start, stop)
         assert own is None or low <= own[0] <= own[1] < high
         assert low <= high
-        mask = pattern.mask(start, stop, first, end, xp=np, device="cpu")
+        mask = pattern.mask(start, stop, first, end, xp=XP, device="cpu")
         block = seen[:, None, start:stop, first:end]
         np.testing.assert_array_equal(
             np.ones_like(block) if mask is None else np.broadcast_to(mask, block.shape), block
@@ -134,7 +136,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
 @settings(max_examples=100, deadline=None)
 @given(options=PATTERNS)
 def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None:
-    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options)).of(ONE, 1, 0, by_value=True, xp=np)
+    pattern = check_pattern(Arguments(ONE, ONE, ONE, **options)).of(ONE, 1, 0, by_value=True, xp=XP)
     far = range(-40, 41)
     seen = [r for r in far if any(oracles.sees(place, place + r, **options) for place in range(4 * 3))]
     low, high = pattern.positions() or (0, 0)
@@ -241,7 +243,7 @@ def test_a_table_must_reach_what_is_seen_at_positions(
     queries: list[int], keys: list[int], options: dict[str, Any], left: int, right: int
 ) -> None:
     pattern = check_pattern(Arguments(ONE, ONE, ONE, **options))
-    visibility = pattern.of(np.zeros((len(queries), 1)), len(keys), 0, by_value=True, xp=np)
+    visibility = pattern.of(np.zeros((len(queries), 1)), len(keys), 0, by_value=True, xp=XP)
     positions = np.asarray(queries, np.int64), np.asarray([keys, keys], np.int64)
     seen = [key - query for query in queries for key in keys if oracles.sees(query, key, **options)]
     if any(not -left <= r <= right for r in seen):
@@ -271,9 +273,9 @@ def test_a_chunk_holds_every_pair_that_is_seen(n: int, m: int, offset: int, opti
             continue
         rows, columns = chunk.stop - chunk.start, chunk.end - chunk.first
         assert chunk.width <= min((rows if rows > 1 else 0) + columns, max(highest - chunk.low, columns) + 1)
-        skewed = chunk.absolute(np.broadcast_to(np.arange(chunk.low, chunk.high + 1), (rows, chunk.width)), xp=np)
+        skewed = chunk.absolute(np.broadcast_to(np.arange(chunk.low, chunk.high + 1), (rows, chunk.width)), xp=XP)
         there = np.ones((rows, columns), dtype=np.int64)
-        spread = chunk.relative(there, xp=np)
+        spread = chunk.relative(there, xp=XP)
         low, high = chunk.seen(call.options)
         for i, j in np.argwhere(own[:, chunk.first : chunk.end]):
             r = j + chunk.first - (i + chunk.start + offset)
