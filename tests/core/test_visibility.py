@@ -110,7 +110,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
     seen = np.stack([seen_by(n, m, offset, options) for offset in offsets])
     pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
     assert {each.offset: each.sides for each in pattern.each()} == dict.fromkeys(offsets, pattern.sides)
-    tables = RaggedTables(pattern, Span(1, 1, "zero"), np)
+    tables = RaggedTables(pattern, Span(1, 1, "zero"), XP)
     columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
     assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
     assert tables.of(np.ones((3, 1))).shape == (len(offsets), 1, n + m, 1)
