@@ -307,10 +307,8 @@ def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
 def pushed(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
     """What changes where everything does."""
 
-    def attend(*arrays: Any) -> Any:
-        return relative_attention(*arrays, causal=True, chunk_size=64)
-
-    return jax.jvp(jax.jit(attend), (q, k, v, rel_k), (q, k, v, rel_k))
+    attend = jax.jit(partial(relative_attention, causal=True, chunk_size=64))
+    return jax.jvp(attend, (q, k, v, rel_k), (q, k, v, rel_k))
 
 
 def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:

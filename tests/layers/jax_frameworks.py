@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from relskew_core import BlockSpec
@@ -64,16 +63,6 @@ EQUINOX = Framework(
     jit=eqx.filter_jit,
 )
 FRAMEWORKS = [FLAX, EQUINOX]
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """Compile in a third of the time what runs once, on a few numbers."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mapping(spec: BlockSpec, dtype: Any = np.float64) -> dict[str, Any]:

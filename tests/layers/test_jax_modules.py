@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping, quickly
+from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping
 from layers.modules import SPECS
 
+from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
 from relskew_core.layers._jax.caches import FixedCache, SlidingCache
 from relskew_core.layers.torch import RelativeMultiheadAttention as TorchAttention
-
-__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 DECODERS = {
