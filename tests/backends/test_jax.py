@@ -500,8 +500,8 @@ def test_every_transformation_goes_through(transformed: Any) -> None:
 
     def made(impl: str) -> Any:
         def attend(q: Any, rel_k: Any) -> Any:
-            batch = tuple(jnp.broadcast_to(x[0], (*q.shape[:-2], *x.shape[-2:])) for x in (k[:, :1], v[:, :1]))
-            return relative_attention(q, *batch, rel_k, **case.call(), return_lse=True, impl=impl)
+            keys, values = (jnp.broadcast_to(x[0, 0], (*q.shape[:-2], *x.shape[-2:])) for x in (k, v))
+            return relative_attention(q, keys, values, rel_k, **case.call(), return_lse=True, impl=impl)
 
         return run(partial(transformed, attend), q, rel_k)
 
