@@ -294,13 +294,13 @@ def test_a_sliding_cache_hides_its_room_and_padding() -> None:
 @each
 @pytest.mark.parametrize("length", [None, 9])
 def test_whatever_was_cached_counts(framework: Framework, length: int | None) -> None:
-    module, (x,) = made(framework, DECODERS["grouped"]), inputs(CAUSAL)
+    module, (x,) = made(framework), inputs(CAUSAL)
     empty = module.empty_cache(2, length=length)
     y, cache = fed(module, x, (5, 4), empty)
     whole = module(x)
     close(y, whole)
     assert type(cache) is type(empty)
-    assert cache.values.shape == (2, 2, 9, 2)
+    assert cache.values.shape == (2, 2, 9, 4)
     y, _ = module(x[0], past=module.empty_cache((), length=length))
     close(y, whole[0])
 
@@ -318,14 +318,15 @@ def test_prompts_of_different_lengths_in_one_cache(framework: Framework) -> None
 
 @each
 def test_a_full_cache_is_an_error_or_nan(framework: Framework) -> None:
-    module, (x,) = made(framework, DECODERS["clipped"]), inputs(CAUSAL)
-    _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
-    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
-        module(x[:, 6:], past=cache)
+    module, (x,) = made(framework), inputs(CAUSAL)
+    _, cache = module(x[:, :5], past=module.empty_cache(2, length=12))
+    full = cache._replace(length=jnp.int32(10))
+    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 10 of 12 filled"):
+        module(x[:, 6:], past=full)
     step = jax.jit(lambda cache: module(x[:, 6:], past=cache)[0])
-    assert jnp.isnan(step(cache)).all()
+    assert jnp.isnan(step(full)).all()
     others = jnp.concatenate([x[:, :5], x[:, 6:], x[:, 5:6]], axis=1)
-    close(step(cache._replace(length=jnp.int32(5))), module(others)[:, 5:8])
+    close(step(cache), module(others)[:, 5:8])
 
 
 @each
