@@ -139,9 +139,9 @@ def test_dropout_is_that_of_the_call(framework: Framework) -> None:
     def linear(name: str, x: Any) -> Any:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
-    q, k, v = (linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2) for name in "qkv")
+    q, k, v = (jnp.asarray(linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2)) for name in "qkv")
     options: dict[str, Any] = {"dropout": 0.4, "seed": framework.dropout_key(key), "causal": True}
-    heads: Any = relative_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
+    heads: Any = relative_attention(q, k, v, jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
     close(train(module, x, key), linear("out_proj", np.asarray(heads).swapaxes(1, 2).reshape(2, 9, 8)))
     assert jnp.abs(train(module, x, key) - train(module, x, jax.random.key(8))).max() > 0.1
     assert jnp.abs(train(module, x, key) - made(framework)(x)).max() > 0.1
