@@ -307,10 +307,8 @@ def gradient(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
 def pushed(q: Any, k: Any, v: Any, rel_k: Any) -> Any:
     """What changes where everything does."""
 
-    def attend(*arrays: Any) -> Any:
-        return relative_attention(*arrays, causal=True, chunk_size=64)
-
-    return jax.jvp(jax.jit(attend), (q, k, v, rel_k), (q, k, v, rel_k))
+    attend = jax.jit(partial(relative_attention, causal=True, chunk_size=64))
+    return jax.jvp(attend, (q, k, v, rel_k), (q, k, v, rel_k))
 
 
 def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
@@ -502,7 +500,7 @@ def test_every_transformation_goes_through(transformed: Any) -> None:
 
     def made(impl: str) -> Any:
         def attend(q: Any, rel_k: Any) -> Any:
-            keys, values = (jnp.broadcast_to(x[0], (*q.shape[:-2], *x.shape[-2:])) for x in (k[:, :1], v[:, :1]))
+            keys, values = (jnp.broadcast_to(x[0, 0], (*q.shape[:-2], *x.shape[-2:])) for x in (k, v))
             return relative_attention(q, keys, values, rel_k, **case.call(), return_lse=True, impl=impl)
 
         return run(partial(transformed, attend), q, rel_k)

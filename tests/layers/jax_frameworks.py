@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from relskew_core import BlockSpec
@@ -66,16 +64,6 @@ EQUINOX = Framework(
 FRAMEWORKS = [FLAX, EQUINOX]
 
 
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """Compile in a third of the time what runs once, on a few numbers."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 def mapping(spec: BlockSpec, dtype: Any = np.float64) -> dict[str, Any]:
     """Draw weights, biases and sinks too."""
     rng = np.random.default_rng(4)
@@ -83,10 +71,9 @@ def mapping(spec: BlockSpec, dtype: Any = np.float64) -> dict[str, Any]:
 
 
 def inputs(spec: BlockSpec, n: int = 9, m: int = 7) -> tuple[Any, ...]:
-    """Draw the module's positional inputs."""
+    """Draw the module's positional inputs: arrays of NumPy, for JAX compiles every way in which its own are cut."""
     rng = np.random.default_rng(3)
-    drawn = [rng.standard_normal((2, length, spec.embed_dim)) for length in (n, m)]
-    return tuple(jnp.asarray(x) for x in drawn[: 2 if spec.cross else 1])
+    return tuple(rng.standard_normal((2, length, spec.embed_dim)) for length in (n, m)[: 2 if spec.cross else 1])
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:

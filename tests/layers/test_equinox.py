@@ -9,12 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from layers.jax_frameworks import close, inputs, quickly
+from layers.jax_frameworks import close, inputs
 from layers.modules import SPECS
 
+from compiling import quickly as _quickly  # noqa: F401
 from relskew_core.layers.equinox import RelativeMultiheadAttention
-
-__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 (X,) = inputs(CAUSAL)

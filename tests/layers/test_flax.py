@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from layers.jax_frameworks import close, inputs, mapping, quickly
+from layers.jax_frameworks import close, inputs, mapping
 from layers.modules import SPECS
 
+from compiling import quickly as _quickly  # noqa: F401
 from relskew_core.layers.flax import RelativeMultiheadAttention
-
-__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 (X,) = inputs(CAUSAL)

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping, quickly
+from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping
 from layers.modules import SPECS
 
+from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
 from relskew_core.layers._jax.caches import FixedCache, SlidingCache
 from relskew_core.layers.torch import RelativeMultiheadAttention as TorchAttention
-
-__all__ = ["quickly"]  # every test here
 
 CAUSAL = SPECS["causal"]
 DECODERS = {
@@ -46,7 +45,7 @@ block = partial(jax.jit, static_argnames="spec")(attention_block)
 def test_it_is_the_block(framework: Framework, spec: BlockSpec) -> None:
     x, *memory = inputs(spec)
     weights = {key: jnp.asarray(x) for key, x in mapping(spec).items()}
-    expected = block(x, weights, spec, memory=memory[0] if memory else None)
+    expected = block(jnp.asarray(x), weights, spec, memory=jnp.asarray(memory[0]) if memory else None)
     close(made(framework, spec)(x, *memory), expected, 1e-13)
 
 
@@ -56,7 +55,7 @@ def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
     x, *memory = inputs(spec)
 
     def loss_of_block(weights: Any) -> Any:
-        y: Any = attention_block(x, weights, spec, memory=memory[0] if memory else None)
+        y: Any = block(jnp.asarray(x), weights, spec, memory=jnp.asarray(memory[0]) if memory else None)
         return jnp.sin(y).sum()
 
     def loss(module: Any) -> Any:
@@ -72,7 +71,7 @@ def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
 @each
 def test_batches_vmap_and_jit_agree(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
-    whole = module(x)
+    whole = np.asarray(module(x))
     for item in (0, 1):
         close(module(x[item]), whole[item])
     close(jax.vmap(module)(x), whole)
@@ -84,11 +83,12 @@ def test_batches_vmap_and_jit_agree(framework: Framework) -> None:
 def test_the_options_of_the_call(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
     documents = jnp.asarray([0] * 4 + [1] * 5)
-    alone = jnp.concatenate([module(x)[:, :4], module(jnp.roll(x, -4, axis=1))[:, :5]], axis=1)
+    alone = np.concatenate([np.asarray(module(y))[:, :n] for y, n in ((x, 4), (np.roll(x, -4, axis=1), 5))], axis=1)
     close(module(x, segments=documents), alone)
     order = np.random.default_rng(0).permutation(9)
-    close(module(x[:, order], positions=(jnp.asarray(order), jnp.asarray(order))), module(x)[:, order])
-    close(module(x, offset=jnp.asarray([3, -3]))[1, :3], jnp.broadcast_to(mapping(CAUSAL)["out_proj.bias"], (3, 8)))
+    close(module(x[:, order], positions=(jnp.asarray(order), jnp.asarray(order))), np.asarray(module(x))[:, order])
+    y = np.asarray(module(x, offset=jnp.asarray([3, -3])))
+    close(y[1, :3], np.broadcast_to(mapping(CAUSAL)["out_proj.bias"], (3, 8)))
 
 
 @each
@@ -139,10 +139,10 @@ def test_dropout_is_that_of_the_call(framework: Framework) -> None:
     def linear(name: str, x: Any) -> Any:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
-    q, k, v = (linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2) for name in "qkv")
+    q, k, v = (jnp.asarray(linear(f"{name}_proj", x).reshape(2, 9, 2, 4).swapaxes(1, 2)) for name in "qkv")
     options: dict[str, Any] = {"dropout": 0.4, "seed": framework.dropout_key(key), "causal": True}
     heads: Any = relative_attention(q, k, v, jnp.asarray(weights["rel_k"]), CAUSAL.span, **options)
-    close(train(module, x, key), linear("out_proj", heads.swapaxes(1, 2).reshape(2, 9, 8)))
+    close(train(module, x, key), linear("out_proj", np.asarray(heads).swapaxes(1, 2).reshape(2, 9, 8)))
     assert jnp.abs(train(module, x, key) - train(module, x, jax.random.key(8))).max() > 0.1
     assert jnp.abs(train(module, x, key) - made(framework)(x)).max() > 0.1
     close(train(module, x, key), framework.train(module, x, key))
@@ -231,10 +231,10 @@ def test_weights_that_do_not_fit_are_refused(framework: Framework) -> None:
 def fed(module: Any, x: Any, cut: Sequence[int], cache: Any) -> tuple[Any, Any]:
     """Give a sequence to a module piece by piece."""
     pieces = []
-    for piece in jnp.split(x, np.cumsum(cut)[:-1], axis=1):
+    for piece in np.split(x, np.cumsum(cut)[:-1], axis=1):
         y, cache = module(piece, past=cache)
-        pieces.append(y)
-    return jnp.concatenate(pieces, axis=1), cache
+        pieces.append(np.asarray(y))
+    return np.concatenate(pieces, axis=1), cache
 
 
 def scanned(module: Any, x: Any, prompt: int, **room: Any) -> tuple[Any, Any]:
@@ -295,13 +295,13 @@ def test_a_sliding_cache_hides_its_room_and_padding() -> None:
 @each
 @pytest.mark.parametrize("length", [None, 9])
 def test_whatever_was_cached_counts(framework: Framework, length: int | None) -> None:
-    module, (x,) = made(framework, DECODERS["grouped"]), inputs(CAUSAL)
+    module, (x,) = made(framework), inputs(CAUSAL)
     empty = module.empty_cache(2, length=length)
     y, cache = fed(module, x, (5, 4), empty)
     whole = module(x)
     close(y, whole)
     assert type(cache) is type(empty)
-    assert cache.values.shape == (2, 2, 9, 2)
+    assert cache.values.shape == (2, 2, 9, 4)
     y, _ = module(x[0], past=module.empty_cache((), length=length))
     close(y, whole[0])
 
@@ -312,21 +312,23 @@ def test_prompts_of_different_lengths_in_one_cache(framework: Framework) -> None
     _, cache = fed(module, x[:, :5], (5,), module.empty_cache(2, length=12))
     y, cache = fed(module, x[:, 5:], (4,), cache._replace(length=jnp.asarray([5, 2])))
     assert cache.length.tolist() == [9, 6]
-    alone = module(jnp.stack([x[0], jnp.concatenate([x[1, :2], x[1, 5:], x[1, :3]])]))  # no query sees what follows
+    others = np.stack([x[0], np.concatenate([x[1, :2], x[1, 5:], x[1, :3]])])
+    alone = np.asarray(module(others))  # no query sees what follows
     close(y[0], alone[0, 5:])
     close(y[1], alone[1, 2:6])
 
 
 @each
 def test_a_full_cache_is_an_error_or_nan(framework: Framework) -> None:
-    module, (x,) = made(framework, DECODERS["clipped"]), inputs(CAUSAL)
-    _, cache = fed(module, x[:, :6], (6,), module.empty_cache(2, length=8))
-    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 6 of 8 filled"):
-        module(x[:, 6:], past=cache)
+    module, (x,) = made(framework), inputs(CAUSAL)
+    _, cache = module(x[:, :5], past=module.empty_cache(2, length=12))
+    full = cache._replace(length=jnp.int32(10))
+    with pytest.raises(ValueError, match="`past` must have room for 3 more positions, got 10 of 12 filled"):
+        module(x[:, 6:], past=full)
     step = jax.jit(lambda cache: module(x[:, 6:], past=cache)[0])
-    assert jnp.isnan(step(cache)).all()
-    others = jnp.concatenate([x[:, :5], x[:, 6:], x[:, 5:6]], axis=1)
-    close(step(cache._replace(length=jnp.int32(5))), module(others)[:, 5:8])
+    assert jnp.isnan(step(full)).all()
+    others = np.concatenate([x[:, :5], x[:, 6:], x[:, 5:6]], axis=1)
+    close(step(cache), np.asarray(module(others))[:, 5:8])
 
 
 @each
