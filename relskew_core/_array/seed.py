@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe, is_array
-from relskew_core._array.namespace import check_companion, device
+from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.typing import Array, Namespace
 
 BITS = 2**31 - 1
@@ -16,9 +16,8 @@ def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
     """Return a seed as an array of shape (1,) of the call's library."""
     if not is_array(seed):
         return xp.full((1,), check_int("seed", seed, minimum=0) & BITS, dtype=xp.int32, device=device(q))
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(seed, jax.Array) and _is_key(seed, jax):
-        seed = jax.random.bits(seed, dtype="uint32")
+    if _is_key(seed):
+        seed = sys.modules["jax"].random.bits(seed, dtype="uint32")
     check_companion("seed", seed, "q", q, xp=xp)
     if not xp.isdtype(seed.dtype, "integral") or seed.ndim:
         raise TypeError(
@@ -30,16 +29,19 @@ def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
 
 def known_seed(seed: Any) -> int:
     """Return a seed as an int: an int, or the words of a key of JAX, so that ``jax.random.key(5)`` is 5."""
-    jax = sys.modules.get("jax")
-    if jax is None or not isinstance(seed, jax.Array) or not _is_key(seed, jax):
+    if not _is_key(seed):
         return check_int("seed", seed)
+    jax = sys.modules["jax"]
     if isinstance(seed, jax.core.Tracer):
         raise ValueError("`seed` must be known, outside of jax.jit and jax.vmap, got a key that is traced")
     return int.from_bytes(b"".join(word.to_bytes(4, "big") for word in jax.random.key_data(seed).tolist()), "big")
 
 
-def _is_key(seed: Any, jax: Any) -> bool:
-    """Whether an array is a key of JAX, of the new kind or of the old one."""
+def _is_key(seed: Any) -> bool:
+    """Whether something is a key of JAX, of the new kind or of the old one."""
+    jax = sys.modules.get("jax")
+    if jax is None or is_torch(seed) or not isinstance(seed, jax.Array):  # torch compiles no such look at its tensors
+        return False
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return bool(seed.ndim == 0)
     return bool(seed.dtype == "uint32" and seed.shape == (2,))
