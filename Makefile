@@ -11,6 +11,7 @@
 #   make check          the static checks
 #   make bench          time and memory beside what people use today
 #   make bench-options  the same for the options of a call, beside dense masks
+#   make bench-short    one token, small batches and short training, beside the formula by hand
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -27,8 +28,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-options release-check \
-	clean
+.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check bench bench-options bench-short \
+	release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -76,6 +77,9 @@ bench: .venv/bench.stamp
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
+
+bench-short: .venv/bench.stamp
+	$(BIN)/python -m benchmarks.short
 
 release-check: .venv-release/stamp
 	.ci/release-check
