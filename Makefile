@@ -12,6 +12,7 @@
 #   make bench          time and memory beside what people use today, of calls and of whole models
 #   make bench-families models of transformers, T5 generating among them, beside themselves replaced
 #   make bench-options  the same for the options of a call, beside dense masks
+#   make bench-short    one token, small batches and short training, beside the formula by hand
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 	tests/export/test_save.py
 
 .PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options release-check
+.PHONY: bench bench-families bench-options bench-short release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -81,6 +82,9 @@ bench-families: .venv-peers/stamp
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
+
+bench-short: .venv/bench.stamp
+	$(BIN)/python -m benchmarks.short
 
 release-check: .venv-release/stamp
 	.ci/release-check

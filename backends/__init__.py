@@ -57,6 +57,18 @@ def path(function: str, call: Problem, impl: str) -> Path:
     return _instead(call)
 
 
+def short(kind: type) -> Any:
+    """Return a library's kernels for short calls, by the type of its arrays; ``None`` if there are none."""
+    if kind not in _short:
+        library = kind.__module__.partition(".")[0]
+        kernels = getattr(_module(library), "short", None) if library in NATIVE else None
+        _short[kind] = kernels if kernels is not None and kind in kernels.TYPES else None
+    return _short[kind]
+
+
+_short: dict[type, Any] = {}
+
+
 def _instead(call: Problem) -> Path:
     """Return the portable kernels, in the form that a library wants them in."""
     library = library_name(call.xp)

@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),  # above 0 before the first call: others use the machine too
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("numpy", "torch", "x-transformers")}
+        "versions": {name: _version(name) for name in ("numpy", "torch", "jax", "x-transformers")}
         | {"relskew": relskew_core.__version__},
         "torch_threads": torch.get_num_threads(),
         "thread_pools": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relskew_core._kernel.problem import Problem
+from relskew_core.backends._numpy import short as short
 from relskew_core.backends._numpy.headwise import SHORT, attention
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 

@@ -10,6 +10,7 @@ from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
+from relskew_core.backends._torch.cpu import short as short
 
 KNOWN_ON_CPUS = COMMON | {"blocks_before", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know."""

@@ -76,6 +76,12 @@ def is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def is_compiling() -> bool:
+    """Whether torch traces what is done here, which what is remembered from call to call must not be part of."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
 def _namespace(name: str, array: Array) -> Namespace:
     if is_torch(array):
         from array_api_compat import torch as namespace  # a plain import would make the package's name a local one

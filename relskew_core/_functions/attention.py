@@ -13,6 +13,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
+from relskew_core._functions import short
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, takes
 from relskew_core._kernel.problem import Problem, problem
@@ -139,7 +140,12 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
            [1.5],
            [1. ]])
     """
+    kind = short.kind_of(given, return_lse=given.return_lse)
+    if kind is not None and (results := short.attend(kind, given)) is not None:
+        return results
     call = problem(given.autocast(), return_lse=given.return_lse)
+    if kind is not None and (results := short.attend(kind, given, call)) is not None:
+        return results
     path = backends.path("attention", call, given.impl)
     out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if call.sinks is not None:

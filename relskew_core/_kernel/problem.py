@@ -120,25 +120,32 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
     )
     heads = q.ndim > 2
 
-    def form(name: str, x: Any) -> Array | None:
-        if x is None:
-            return None
-        if KINDS[name] is Kind.SEQUENCE:
-            return x if heads else x[None, ...]
-        if KINDS[name] is Kind.MASK:
-            return check_mask(x, q, k, xp=xp)
-        if KINDS[name] is Kind.BIAS:
-            x = x if x.ndim > 1 else x[None, :]
-            return x if ragged is None else ragged.of(x[..., None])[..., 0]
-        return x if ragged is None else ragged.of(x)
+    def operand(name: str, x: Any) -> Array | None:
+        if x is not None and KINDS[name] is Kind.MASK:
+            check_mask(x, q, k, xp=xp)
+        x = form(name, x, heads=heads, xp=xp)
+        if x is None or ragged is None or name not in TABLES:
+            return x
+        return ragged.of(x[..., None])[..., 0] if KINDS[name] is Kind.BIAS else ragged.of(x)
 
     segments: tuple[Array | None, Array | None] = (None, None)
     if given.segments is not None:
         segments = check_labels("segments", given.segments, q, k, paired=False, xp=xp)
     labels = dict(zip(names_of(Kind.LABEL), (*segments, *(positions or (None, None))), strict=True))
-    arrays = {name: form(name, x) for name, x in given.arrays().items()}
+    arrays = {name: operand(name, x) for name, x in given.arrays().items()}
     operands = Operands(**arrays, **labels, seed=seed)
     return Problem(operands, options, xp, q.dtype, heads, ragged, sinks, scales)
+
+
+def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
+    """Return an argument in the form of an operand: with an axis for heads, a mask with one for queries."""
+    if x is None:
+        return None
+    if KINDS[name] is Kind.SEQUENCE:
+        return x if heads else x[None, ...]
+    if KINDS[name] in (Kind.BIAS, Kind.MASK):
+        return x if x.ndim > 1 else xp.reshape(x, (1, -1))
+    return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,167 @@
+"""Short calls: checked once for all that are alike, and from then on about as quick as the formula by hand.
+
+One token is worth some microseconds of arithmetic, and its checks ten times as many. What they find follows from types,
+shapes, dtypes, devices and options alone. So it is remembered under these, and never under an array. Whatever is not
+exactly like a call that has passed every check goes through every check.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+from relskew_core import backends
+from relskew_core._array.namespace import device, is_compiling
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Operands, unknown
+from relskew_core._kernel.plan import Layout, Plan
+from relskew_core._kernel.problem import Problem, form
+from relskew_core._positions.span import Span
+from relskew_core.backends._path import COMMON
+
+MOST = 256
+"""Kinds of calls that are remembered; then all are forgotten, which costs each its checks once more."""
+
+KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
+"""The arrays and options that short calls may have."""
+
+PLAIN = frozenset((NoneType, bool, int, float, str, Span))
+"""Types of options that are what they seem: no array, and nothing that changes."""
+
+FURTHEST = 2**61
+"""Of offsets, as :func:`check_offset` says."""
+
+_arrays = attrgetter(*DIFFERENTIABLE)
+_options = attrgetter(*sorted({field.name for field in fields(Arguments)} - {*DIFFERENTIABLE, "window", "offset"}))
+_checked: dict[Hashable, Checked] = {}
+
+
+def kind_of(given: Arguments, *, return_lse: bool) -> Hashable | None:
+    """Return what calls have in common that are checked alike, ``None`` for a call that cannot be short.
+
+    One query may have any number of keys and stand anywhere: decoding is calls of one kind.
+    """
+    if is_compiling():
+        return None
+    kernels, offset, window = backends.short(type(given.q)), given.offset, given.window
+    if kernels is None or type(offset) is not int or type(window) not in (tuple, NoneType) or not kernels.ordinary():
+        return None
+    options = (return_lse, window is None, *_options(given), *(window or ()))
+    types = tuple(map(type, options))  # for True equals 1
+    if not PLAIN.issuperset(types):
+        return None
+    arrays = _arrays(given)
+    if not kernels.TYPES.issuperset(map(type, arrays)) or given.k is None or given.v is None:
+        return None
+    shapes: list[Any] = [x if x is None else x.shape for x in arrays]
+    others = [kernels.about(x) for x in arrays if x is not None]
+    q, k, v, *_, mask, _ = shapes
+    if q[-2:-1] == (1,):
+        count = k[-2:-1]
+        if v[-2:-1] != count:
+            return None
+        shapes[1:3] = k[:-2], k[-1:], v[:-2], v[-1:]
+        if mask is not None and mask[-1:] == count:
+            shapes[-2] = (..., *mask[:-1])
+        offset = 0
+    return (offset, options, types, *shapes, *others)
+
+
+def attend(kind: Hashable, given: Arguments, call: Problem | None = None) -> Any:
+    """Return the results of a call whose kind is known, ``None`` if it is not known or this call is not short.
+
+    With a ``call``, which has passed every check, its kind is known from now on.
+    """
+    checked = _checked.get(kind) if call is None else Checked.of(call, given)
+    if checked is None:
+        return None
+    if call is not None:
+        if len(_checked) >= MOST:
+            _checked.clear()
+        _checked[kind] = checked
+    return checked.attend(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known of calls of a kind."""
+
+    kernels: Any  # a library's for short calls
+    problem: Problem  # of whose arrays nothing is kept
+    plan: Plan | None  # None for one query: each call has its own
+    as_given: bool  # whether the kernels get the caller's arrays as they are
+    tables: bool
+
+    @classmethod
+    def of(cls, call: Problem, given: Arguments) -> Checked | None:
+        """Return what a call that has passed every check tells of its kind, ``None`` if it is not a short one."""
+        kernels, x = backends.short(type(call.given.q)), call.given
+        if given.impl != "auto" or given.seed is not None or unknown(x, call.options, KNOWN):
+            return None
+        if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
+            return None
+        tables = any(getattr(x, name) is not None for name in TABLES)
+        plan = None
+        if x.q.shape[-2] > 1:
+            plan = _plan(call, kernels, tables=tables)
+            if plan is None:
+                return None
+        as_given = all(map(operator.is_, _arrays(given), call.operands()))
+        return cls(kernels, replace(call, given=Operands(None, None, None)), plan, as_given, tables)
+
+    def attend(self, given: Arguments) -> Any:
+        """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
+        call, plan = self.problem, self.plan or self._plan_of_one(given)
+        if plan is None:
+            return None
+        arrays = _arrays(given)
+        if self.as_given:
+            x = Operands(*arrays)
+        else:
+            formed = (
+                form(name, x, heads=call.heads, xp=call.xp) for name, x in zip(DIFFERENTIABLE, arrays, strict=True)
+            )
+            x = replace(call, given=Operands(*formed)).operands()
+        results = self.kernels.attention(x, plan)
+        if results is None:
+            return None
+        out, lse = results
+        if not self.as_given:
+            out, lse = call.result(out), None if lse is None else call.result(lse, dtype=call.wide)
+        return out if lse is None else (out, lse)
+
+    def _plan_of_one(self, given: Arguments) -> Plan | None:
+        """Lay out a call of one query, ``None`` if it sees nothing, or if it sees what a table does not reach."""
+        options, count = self.problem.options, given.k.shape[-2]
+        offset: Any = given.offset  # an int, or its kind would not be known
+        if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(given.q.shape, count):
+            return None
+        layout = Layout.of_one(options.visibility, options.span, count, offset)
+        if layout is None:
+            return None
+        rows = None
+        if self.tables and not layout.within(options.span):
+            if options.span.beyond == "error":
+                return None
+            rows = self.kernels.rows(layout.rows(options.span))
+        return Plan(options, layout, rows=rows)
+
+
+def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
+    """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
+    options, visibility, span = call.options, call.options.visibility, call.options.span
+    layout = Layout.of(options)
+    if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
+        return None
+    place = (0, visibility.n_queries, layout.first, layout.end)
+    seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))
+    return Plan(
+        options,
+        layout,
+        hidden=None if seen is None else kernels.hidden(seen, visibility, layout, call.wide),
+        dead_rows=visibility.some_query_sees_nothing(),
+        rows=kernels.rows(layout.rows(span)) if tables and not layout.within(span) else None,
+    )

@@ -1,0 +1,274 @@
+"""Short calls: remembered by what their checks look at, and the same numbers, gradients and errors as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import dense
+from relskew_core import Span, relative_attention
+from relskew_core._functions import short
+from relskew_core._kernel.call import Arguments
+from relskew_core.backends._numpy import short as numpy_kernels
+from relskew_core.backends._torch.cpu import short as torch_kernels
+
+every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
+libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Return what is remembered: nothing, in the beginning."""
+    found: dict[Any, Any] = {}
+    monkeypatch.setattr(short, "_checked", found)
+    return found
+
+
+def drawn(n: int, m: int, *, rows: int = 64, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in ((3, 2, n, 4), (3, 2, m, 4), (3, 2, m, 4), (rows, 4))]
+
+
+def tensors(n: int, m: int, *, grad: bool = False) -> list[Tensor]:
+    return [torch.from_numpy(x).requires_grad_(grad) for x in drawn(n, m)]
+
+
+def attend(q: Any, k: Any, v: Any, table: Any, **more: Any) -> Any:
+    options: Any = {"span": Span.causal(64), "causal": True, "offset": k.shape[2] - q.shape[2]}
+    return relative_attention(q, k, v, table, **{**options, **more})
+
+
+def given(x: list[Any]) -> Arguments:
+    q, k, v, table = x
+    return Arguments(q, k, v, table)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=1e-12)
+
+
+@libraries
+def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[..., Any], known: dict[Any, Any]) -> None:
+    for m in (3, 9, 1, 9, 40):
+        x = [library(each) for each in drawn(1, m)]
+        for more in ({}, {"offset": m + 5}, {"offset": -2}, {"offset": 0}):
+            close(attend(*x, **more), attend(*x, impl="portable", **more))
+    assert len(known) == 1
+
+
+@libraries
+def test_calls_alike_are_one_kind(library: Callable[..., Any], known: dict[Any, Any]) -> None:
+    for seed, m in ((0, 9), (1, 9), (2, 7)):
+        x = [library(each) for each in drawn(3, m, seed=seed)]
+        close(attend(*x), attend(*x, impl="portable"))
+    assert len(known) == 2
+
+
+def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short, "MOST", 3)
+    for m in range(3, 13):
+        attend(*tensors(3, m))
+        assert 1 <= len(known) <= 3
+
+
+@every_case
+@pytest.mark.parametrize(
+    ("block", "kept"), [(2**18, 2**20), (1, 2**20), (1, 0)], ids=["at once", "in blocks", "computed anew"]
+)
+def test_gradients_are_those_of_the_dense_formula(
+    case: dense.Case, block: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_kernels, "BLOCK", block)
+    monkeypatch.setattr(torch_kernels, "is_short", lambda shape, keys: True)
+    monkeypatch.setattr(torch_kernels, "KEPT", kept)
+    found = []
+    functions: list[Callable[..., Any]] = [relative_attention, lambda **given: dense.attention(**given).out]
+    for function in functions:
+        given: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
+        wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]
+        options = {name: x for name, x in case.call().items() if name not in ("chunk_size", "return_lse")}
+        out = function(**given, **options)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
+
+
+def test_second_gradients() -> None:
+    x = tensors(3, 5, grad=True)
+    assert isinstance(attend(*x).grad_fn, torch_kernels._Attention._backward_cls)
+    assert torch.autograd.gradgradcheck(attend, [y[:1].detach().requires_grad_() for y in x[:3]] + x[3:])
+
+
+def test_checkpoints_find_the_same_graph_again() -> None:
+    x = tensors(3, 5, grad=True)
+    out = checkpoint(attend, *x, use_reentrant=False)  # the first call of its kind, and then one that is known
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), x), torch.autograd.grad(attend(*x, impl="portable").sum(), x)
+    )
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"causal": 1}, "`causal` must be a bool"),
+    ({"window": (True, 0)}, r"`window\[0\]` must be an int"),
+    ({"scale": True}, "`scale` must be a Python int or float"),
+    ({"offset": True}, "`offset` must be an int"),
+    ({"offset": 8.0}, "`offset` must be an int"),
+    ({"offset": 64}, "`rel_k` reaches"),
+    ({"offset": 2**62}, "`offset` must be an int of at most"),
+    ({"return_lse": 0}, "`return_lse` must be a bool"),
+    ({"impl": "fast"}, "`impl` must be one of"),
+    ({"span": Span.causal(63)}, "`rel_k` must have the 63 rows"),
+    ({"block_size": 4.0}, "`block_size` must be an int"),
+    ({"window": ()}, "`window` must be None or a pair"),
+    ({"window": (None,)}, "`window` must be None or a pair"),
+    ({"window": 0}, "`window` must be None or a pair"),
+    ({"v": None}, "`v` must be an array"),
+    ({"k": None, "offset": 0}, "`k` must be an array"),
+]
+
+
+@libraries
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("more", "message"), WRONG, ids=[str(more) for more, _ in WRONG])
+def test_calls_unlike_a_known_one_are_checked(
+    library: Callable[..., Any], n: int, more: dict[str, Any], message: str
+) -> None:
+    x = [library(each) for each in drawn(n, 9)]
+    alikes: list[Any] = [{}, {"window": (1, 0)}, {"scale": 1.0}, {"block_size": 4}, {"offset": 1}, {"offset": 0}]
+    for alike in alikes:
+        attend(*x, **alike)
+    more = dict(more)
+    q, k, v, table = (more.pop(name, y) for name, y in zip(("q", "k", "v", "rel_k"), x, strict=True))
+    with pytest.raises((TypeError, ValueError), match=message):
+        relative_attention(q, k, v, table, **{"span": Span.causal(64), "causal": True, "offset": 9 - n, **more})
+
+
+@libraries
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", ["k", "v", "mask"])
+def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: int, name: str) -> None:
+    q, k, v, table = (library(each) for each in drawn(n, 9))
+    mask = library(np.ones((n, 9), dtype=bool))
+    for length in (9, 1):
+        attend(q, k, v, table, mask=mask[:, :length])
+    wrong = {"k": k, "v": v, "mask": mask}
+    wrong[name] = wrong[name][..., :5, :] if name != "mask" else mask[:, :5]
+    with pytest.raises(ValueError, match=f"`{'v' if name == 'k' else name}` must"):
+        attend(q, wrong["k"], wrong["v"], table, mask=wrong["mask"], offset=9 - n)
+
+
+def test_a_mask_as_wide_as_one_of_fewer_keys_is_another_kind() -> None:
+    q, k, v, table = tensors(1, 9)
+    attend(q, k[:, :, :5], v[:, :, :5], table, mask=torch.ones(1, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="`mask` must broadcast"):
+        attend(q, k, v, table, mask=torch.ones(1, 5, dtype=torch.bool))
+
+
+class Own(Tensor):
+    """A subclass, of whose ways nothing is known."""
+
+
+WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "fake mode": FakeTensorMode,
+    "function mode": lambda: torch.device("cpu"),
+    "forward mode": forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_where_torch_is_watched_calls_take_the_usual_way(name: str) -> None:
+    call = given(tensors(3, 5))
+    assert short.kind_of(call, return_lse=False) is not None
+    with WATCHED[name]():
+        assert short.kind_of(call, return_lse=False) is None
+
+
+def test_what_inference_mode_has_remembered_serves_training() -> None:
+    for span in (Span.causal(64), Span.clipped(31)):
+        x = tensors(3, 9)
+        x[3] = x[3][: span.rows]
+        with torch.inference_mode():
+            attend(*x, span=span, window=(2, 0), offset=7)
+        wanted = [y.clone().requires_grad_() for y in x]
+        found, expected = (
+            torch.autograd.grad(attend(*wanted, span=span, window=(2, 0), offset=7, impl=impl).sum(), wanted)
+            for impl in ("auto", "portable")
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@libraries
+def test_one_query_and_numbers_alone(library: Callable[..., Any]) -> None:
+    *sequences, table = drawn(1, 9)
+    q, k, v = (library(each) for each in sequences)
+    by_head = library(np.ascontiguousarray(table.T[:2]))
+    for bias in (by_head[0], by_head):
+        options: Any = {"rel_bias": bias, "span": Span.causal(64), "causal": True, "offset": 8}
+        close(relative_attention(q, k, v, **options), relative_attention(q, k, v, **options, impl="portable"))
+
+
+def test_a_table_of_one_head() -> None:
+    q, k, v, table = (y[:, :1] if y.ndim == 4 else y[None] for y in tensors(3, 9))
+    close(attend(q, k, v, table), attend(q, k, v, table, impl="portable"))
+
+
+def test_transforms_and_subclasses_take_the_usual_way(known: dict[Any, Any]) -> None:
+    x: list[Any] = tensors(3, 5)
+    attend(*x)
+    kinds = list(known)
+    q, k, v, table = x
+    mapped = torch.vmap(attend, in_dims=(0, 0, 0, None))(q[:, None], k[:, None], v[:, None], table)
+    close(mapped[:, 0], attend(*x))
+    torch.func.grad(lambda rows: attend(q, k, v, rows).sum())(table)
+    own = [y.as_subclass(Own) for y in x]
+    assert short.kind_of(given(own), return_lse=False) is None
+    assert attend(*own).shape == x[0].shape
+    assert list(known) == kinds
+
+
+@libraries
+def test_half_precision_and_arrays_without_heads(library: Callable[..., Any], known: dict[Any, Any]) -> None:
+    for n in (1, 3):
+        x = [library(y[0, 0] if y.ndim == 4 else y) for y in drawn(n, 9)]
+        options: Any = {"span": Span.causal(64), "causal": True, "offset": 9 - n, "return_lse": True}
+        q, k, v, table = x
+        both = (relative_attention(q, k, v, table, **options, impl=impl) for impl in ("auto", "portable"))
+        for found, expected in zip(*both, strict=True):
+            close(found, expected)
+        half = [y.half() if isinstance(y, Tensor) else y.astype(np.float16) for y in x]
+        q, k, v, table = half
+        out, lse = relative_attention(q, k, v, table, **options)
+        assert (str(out.dtype)[-7:], str(lse.dtype)[-7:]) == ("float16", "float32")
+    assert len(known) == 4
+
+
+@libraries
+def test_what_is_not_known_goes_the_usual_way(library: Callable[..., Any], known: dict[Any, Any]) -> None:
+    x = [library(each) for each in drawn(3, 9)]
+    sides: dict[str, Any] = {
+        "key_table": x[3],
+        "segments": (library(np.zeros(3, int)), library(np.zeros(9, int))),
+        "chunk_size": 2,
+    }
+    options: list[Any] = [{"impl": "portable"}, {"dropout": 0.5, "seed": 0}, *({name: y} for name, y in sides.items())]
+    for more in options:
+        attend(*x, **more)
+    assert not known
+
+
+def test_the_kernels_are_small_in_what_they_take() -> None:
+    assert torch_kernels.is_short((1, 8, 1, 64), 2**17)
+    assert not torch_kernels.is_short((1, 8, 1, 64), 2**18)
+    assert not torch_kernels.is_short((1, 1, 512, 64), 512)
+    assert not numpy_kernels.is_short((1, 1, 256, 64), 256)
