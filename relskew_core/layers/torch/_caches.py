@@ -44,16 +44,22 @@ class FixedCache(NamedTuple):
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, FixedCache, Mapping[str, Any]]:
         """Write the new keys and values behind those that are there."""
-        room, n = self.keys.shape[-2], k.shape[-2]
+        room, n, there = self.keys.shape[-2], k.shape[-2], None
         if not torch.compiler.is_compiling() and self.length.device.type == "cpu":
             there = int(self.length.max())
             if there + n > room:
                 raise ValueError(f"`past` must have room for {n} more positions, got {there} of {room} filled")
-        places = (self.length[..., None] + torch.arange(n, device=self.length.device))[..., None, :, None]
-        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+        pairs = (("past.keys", self.keys, k), ("past.values", self.values, v))
+        for name, old, new in pairs:
             check_cached(name, old, room, new)
-            old.scatter_(-2, places.expand(new.shape), new)
         present = FixedCache(self.keys, self.values, self.length + n)
+        if there is not None and self.length.ndim == 0:  # a number, with which attention is quicker
+            for _, old, new in pairs:
+                old[..., there : there + n, :] = new
+            return self.keys, self.values, present, {"offset": there}
+        places = (self.length[..., None] + torch.arange(n, device=self.length.device))[..., None, :, None]
+        for _, old, new in pairs:
+            old.scatter_(-2, places.expand(new.shape), new)
         return self.keys, self.values, present, {"offset": self.length}
 
 
