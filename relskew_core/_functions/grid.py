@@ -188,7 +188,7 @@ def _axis_logits(
     """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` runs along the other one."""
     n, (q_step, k_step) = x.shape[-2], steps
     if table.ndim == 3:  # by head: the heads stand before the other axis, which shares them
-        table = table[:, None, :, :] if x.ndim > 3 else table[0, ...]
+        table = table[:, None, :, :]
     first, places = n * q_step, _extent(m, k_step)
     low = -(first + offset)
     high = low + first + places - 1

@@ -268,7 +268,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         relskew_core.toeplitz_2d,
         {"bias": zeros(H, 3, 5), "q_grid": (2, 3), "k_grid": (2, 3)},
         [
-            Bad("bias", *NOT_ARRAYS, zeros(5), zeros(H, 1, 5), zeros(H, 3, 3)),
+            Bad("bias", *NOT_ARRAYS, zeros(5), zeros(H, 1, 5), zeros(H, 3, 3), zeros(H, 3, 4)),
             Bad("q_grid", 6, (6,), (2, 2.5), (0, 3)),
             Bad("k_grid", 6, (6,), (2, 2.5), (0, 3)),
             Bad("span_h", "full"),
