@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import pytest
@@ -31,7 +31,8 @@ from mutants.record import Mutant
 
 Line: TypeAlias = tuple[str, int]
 
-EXAMPLES = 15  # of Hypothesis, in each test
+EXAMPLES = 60  # of Hypothesis, in each test
+TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
 # Tests of the other array libraries, whose code is the same but for how they start; and those that measure.
@@ -153,8 +154,13 @@ def measure(items: list[pytest.Item]) -> Reach:
 def tracing(lines: set[Line]) -> Iterator[None]:
     """Note the lines of functions without a mutant that run."""
 
+    calls: Counter[CodeType] = Counter()
+
     def call(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if "__mutmut_orig" in frame.f_code.co_qualname else None
+        if "__mutmut_orig" not in frame.f_code.co_qualname or calls[frame.f_code] == TRACED:
+            return None
+        calls[frame.f_code] += 1
+        return line
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
         lines.add((frame.f_globals["__name__"], frame.f_lineno))
