@@ -103,6 +103,20 @@ def test_every_library(library: libraries.Library, pattern: str) -> None:
             assert oracles.relative_error(library.to_numpy(out)[index], alone.out) <= libraries.GATES[dtype]
 
 
+def test_gradients_stay_on_the_device_of_their_arrays() -> None:
+    span = Span(4, 2, "clip")
+    arrays = inputs(span=span)
+    d_out = np.random.default_rng(1).standard_normal((len(OFFSETS), 4, 4, 5))
+    library = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    there = {name: library.asarray(x) for name, x in arrays.items()}
+    found = relative_attention_vjp(library.asarray(d_out), **there, span=span, offset=OFFSETS)
+    expected = relative_attention_vjp(d_out, **arrays, span=span, offset=OFFSETS)
+    for name in arrays:
+        gradient: Any = getattr(found, name)
+        assert gradient.device == there["q"].device
+        np.testing.assert_allclose(library.to_numpy(gradient), getattr(expected, name), atol=1e-12)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("known", [True, False], ids=["ints", "array"])
 def test_logits_and_values(causal: bool, known: bool) -> None:

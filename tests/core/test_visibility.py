@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -107,6 +109,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
     tables = RaggedTables(pattern, Span(1, 1, "zero"), np)
     columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
     assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
+    assert tables.of(np.ones((3, 1))).shape == (len(offsets), 1, n + m, 1)
     occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=np)
     for item, offset in enumerate(offsets):
         i, j = np.nonzero(seen[item])
@@ -142,6 +145,26 @@ def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None
 def test_nobody_to_see_or_to_be_seen(lengths: tuple[int, int]) -> None:
     assert pattern_of(*lengths, [2, 3], {}).positions() is None
     assert pattern_of(*lengths, 2, {}).positions() is None
+
+
+def test_an_offset_without_axes_is_one_for_all() -> None:
+    for offset in (3, np.asarray(3), np.asarray(3, np.uint8), torch.tensor(3)):
+        x = np.zeros((2, 1, 4, 1)) if not isinstance(offset, torch.Tensor) else torch.zeros((2, 1, 4, 1))
+        assert problem(Arguments(x, x, x, offset=offset)).options.visibility == Visibility(4, 4, 3)
+
+
+def test_offsets_are_known_where_they_can_be_read() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    for make in (np.asarray, strict.asarray, torch.as_tensor):
+        for offsets, lead in (([3, -2], (2,)), ([[3], [-2]], (2, 1))):
+            x = make(np.zeros((*lead, 1, 4, 1)))
+            visibility: Any = problem(Arguments(x, x, x, offset=make(offsets))).options.visibility
+            assert visibility.known == (3, -2)
+    elsewhere = functools.partial(strict.asarray, device=strict.Device("device1"))
+    x = elsewhere(np.zeros((2, 1, 4, 1)))
+    visibility = problem(Arguments(x, x, x, offset=elsewhere([3, -2]))).options.visibility
+    assert visibility.known is None
+    assert visibility.keys(0, 4) == (0, 4)
 
 
 def test_the_keys_of_a_batch_are_those_that_some_item_sees() -> None:
