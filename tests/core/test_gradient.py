@@ -157,6 +157,19 @@ def test_log_sum_exps_of_half_precision_come_and_go_in_single(impl: str) -> None
             relative_attention_vjp(d_out, **arrays, **{name: lse.astype("float16")}, impl=impl)
 
 
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:
+    case = dense.Case("lse", n=5, tables="rel_k rel_v rel_bias key_table", by_head="sinks", mask="additive")
+    given = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays().items()}
+    out, lse = dense.attention(**given)
+    d_out, d_lse = case.d_out(), np.random.default_rng(6).standard_normal(lse.shape)
+    expected = torch.autograd.grad((out, lse), list(given.values()), (torch.tensor(d_out), torch.tensor(d_lse)))
+    found = relative_attention_vjp(d_out, **case.arrays(), d_lse=d_lse, impl=impl, chunk_size=chunk_size)
+    for name, gradient in zip(given, expected, strict=True):
+        np.testing.assert_allclose(getattr(found, name), gradient.numpy(), rtol=0, atol=GATE, err_msg=name)
+
+
 def test_parts_of_half_precision_are_merged_in_single() -> None:
     rng = np.random.default_rng(4)
     outs = rng.standard_normal((64, 3, 5)).astype("float16")
