@@ -91,7 +91,7 @@ def _backward(
     d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
     visible = chunk_visible(operands, options, chunk, xp=xp)
-    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, options, chunk, visible, xp=xp)
+    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, chunk, visible, xp=xp)
 
     logits = chunk_logits(operands, options, tables, chunk, xp=xp)
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=cotangents.lse is not None, xp=xp)

@@ -83,7 +83,7 @@ def _attend(
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=options.return_lse, xp=xp)
     if options.dropout:
         weights = weights * kept(operands, options, chunk, xp=xp)
-    v = chunk_values(operands, options, chunk, visible, xp=xp)
+    v = chunk_values(operands, chunk, visible, xp=xp)
     out = grouped_matmul(weights, v, xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
@@ -135,7 +135,7 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
     return same if visible is None else xp.logical_and(visible, same)
 
 
-def chunk_values(operands: Operands, options: Options, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
+def chunk_values(operands: Operands, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
     """Return the values of a chunk's keys, zeros for those that none of its queries may see."""
     v = operands.v[..., chunk.first : chunk.end, :]
     if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is seen

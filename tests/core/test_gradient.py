@@ -161,7 +161,7 @@ def test_log_sum_exps_of_half_precision_come_and_go_in_single(impl: str) -> None
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:
     case = dense.Case("lse", n=5, tables="rel_k rel_v rel_bias key_table", by_head="sinks", mask="additive")
-    given = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays().items()}
+    given: dict[str, Any] = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays().items()}
     out, lse = dense.attention(**given)
     d_out, d_lse = case.d_out(), np.random.default_rng(6).standard_normal(lse.shape)
     expected = torch.autograd.grad((out, lse), list(given.values()), (torch.tensor(d_out), torch.tensor(d_lse)))
