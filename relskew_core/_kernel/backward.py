@@ -156,9 +156,6 @@ def _key_side_gradient(
         if not options.visibility.by_value:  # columns that no query sees are never multiplied, as in `visible_columns`
             low, high = max(low + (block.spare > 0), -highest), min(high, -lowest)
         own = keys[..., rows, :]
-        if low > high:
-            pieces.append(xp.zeros_like(own))
-            continue
         seen = relative[..., low - block.low : high - block.low + 1]
         sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
         pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))

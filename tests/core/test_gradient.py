@@ -157,6 +157,25 @@ def test_log_sum_exps_of_half_precision_come_and_go_in_single(impl: str) -> None
             relative_attention_vjp(d_out, **arrays, **{name: lse.astype("float16")}, impl=impl)
 
 
+@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table", "rel_bias"])
+@pytest.mark.parametrize("rel_scale", [None, 0.7, "by head"])
+@pytest.mark.parametrize("scale", [None, 0.3, "by head"])
+@pytest.mark.parametrize("width", [None, 2], ids=["q", "rel_q"])
+def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str, width: int | None) -> None:
+    options = {"scale": scale, "rel_scale": rel_scale}
+    by_head = " ".join(name for name, factor in options.items() if factor == "by head")
+    numbers = {name: factor for name, factor in options.items() if factor != "by head"}
+    for own in (True, False):
+        case = dense.Case(
+            "factors", n=4, m=5, tables=tables, by_head=by_head, options=numbers, own_tables=own,
+            rel_q_width=width if "rel_k" in tables else None,
+        )  # fmt: skip
+        check(
+            gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()),
+            dense.vjp(case.d_out(), case.arrays(), case.call()),
+        )
+
+
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:

@@ -27,6 +27,8 @@ CASES = [
     Case("blocks", n=11, m=11, span=Span.causal(6), tables="key_table", options={"block_size": 3, "chunk_size": 4}),
     Case("window, softcap, scales", n=35, m=35, span=Span(4, 2), tables="rel_k key_table",
          options={"window": (4, 2), "softcap": 3.0, "scale": 0.3, "rel_scale": 0.7, "chunk_size": 34}),
+    Case("window, several blocks", n=40, m=50, span=Span.full(50), tables="key_table",
+         options={"window": (24, 1), "chunk_size": 20}),
     Case("masked", mask="additive with holes", tables="key_table rel_bias", mask_shape=(2, 1, 7, 7)),
 ]  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
