@@ -81,6 +81,7 @@ def test_a_function_takes_what_is_declared_and_what_it_adds() -> None:
     assert powered(X, X, X, power=2.0) == 2.0
     assert powered.__doc__ == "Return it."
     assert inspect.signature(powered).parameters["power"].default == 1.0
+    assert inspect.signature(powered).return_annotation == "float"
 
 
 def test_operators_take_every_array_and_option_by_name() -> None:
@@ -107,7 +108,8 @@ def test_what_a_path_does_not_know_is_refused_by_itself(name: str, monkeypatch: 
     assert unknown(operands, OPTIONS, everything) == []
     assert unknown(operands, OPTIONS, everything - {name}) == [said]
     plain = Operands(X, X, X)
-    assert unknown(plain, Options(Span(0, 0, "zero"), Visibility(4, 4), 0.5, 0.5), frozenset("qkv")) == []
+    nothing = Options(Span(0, 0, "zero"), Visibility(4, 4, int("0")), 0.5, 0.5, dropout=float("0"))
+    assert unknown(plain, nothing, frozenset("qkv")) == []
     arguments: dict[str, dict[str, Any]] = {
         "beyond": {"rel_k": np.ones((3, 3)), "span": Span.clipped(1)},
         "offset": {"offset": 2},

@@ -15,6 +15,7 @@ import oracles
 import relskew_core as relskew
 import strategies
 from relskew_core import Span, attention_weights, relative_attention_vjp
+from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import chunks
 from relskew_core._kernel.problem import problem
@@ -124,6 +125,24 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     np.testing.assert_allclose(lse, np.logaddexp(without, sinks[:, None]), rtol=0, atol=1e-14)
     nothing = relative_attention(Q, K, V, TABLE, sinks=np.full(4, -np.inf))
     np.testing.assert_array_equal(nothing, plain)
+
+
+def test_sinks_of_half_precision_are_counted_in_single() -> None:
+    """Native kernels of half precision give their output in it and the log-sum-exps in single."""
+    rng = np.random.default_rng(8)
+    d_out, out, sinks = rng.standard_normal((4, 5, 300)), rng.standard_normal((4, 5, 300)), rng.standard_normal(4)
+    lse, d_lse = rng.standard_normal((2, 4, 5)).astype("float32")
+    d_out, out, sinks = (x.astype("float16") for x in (d_out, out, sinks))
+    share = np.exp(lse) / (np.exp(lse) + np.exp(sinks.astype("float32"))[:, None])
+    found, total = with_sinks(out, lse, sinks, xp=np)
+    assert (found.dtype, total.dtype) == (np.float16, np.float32)
+    np.testing.assert_allclose(found, out * share[..., None], rtol=2e-3)
+    np.testing.assert_allclose(total, lse - np.log(share), rtol=1e-5)
+    delta = (d_out.astype("float64") * out).sum(-1) - d_lse
+    expected = -((1 - share) * delta).sum(-1)
+    gradient = sinks_gradient(sinks, d_out, out, total, d_lse, xp=np)
+    assert gradient.dtype == np.float32
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
 
 
 def test_parts_of_keys_merge_with_one_sink_among_them() -> None:
@@ -261,6 +280,9 @@ def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
     with pytest.raises(ValueError, match=r"queries see -50 … 50"):
         relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(50, 50))
     relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(46, 39))  # 47 is the next
+    late, short = np.arange(40) % 2 * 50, Span(78, 0)  # the future, where no table reaches, is not seen
+    gradients = relative_attention_vjp(Q, Q, K, V, TABLE, short, positions=(late, late), causal=True, softcap=5.0)
+    assert all(np.isfinite(x).all() for x in gradients if x is not None)
     jax = pytest.importorskip("jax")
 
     found = np.asarray(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 import oracles
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
 from relskew_core._kernel.problem import check_pattern, problem
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
@@ -248,3 +250,71 @@ def test_a_table_must_reach_what_is_seen_at_positions(
     else:
         check_reach_of("name", Span(left, right), visibility, positions)
     check_reach_of("name", Span(left, right, "clip"), visibility, positions)
+
+
+# Chunks
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 8), m=st.integers(1, 8), offset=OFFSETS, options=PATTERNS, size=st.integers(1, 8))
+def test_a_chunk_holds_every_pair_that_is_seen(n: int, m: int, offset: int, options: dict[str, Any], size: int) -> None:
+    q, k = np.zeros((1, n, 1)), np.zeros((1, m, 1))
+    call = problem(Arguments(q, k, k, offset=offset, chunk_size=size, **options))
+    seen = seen_by(n, m, offset, options)
+    highest = (call.options.visibility.positions() or (0, 0))[1]
+    laid = list(chunks(call.operands(), call.options))
+    assert [row for chunk in laid for row in range(chunk.start, chunk.stop)] == list(range(n))
+    for chunk in laid:
+        own = seen[chunk.start : chunk.stop]
+        assert own.sum() == own[:, chunk.first : chunk.end].sum()
+        if chunk.first == chunk.end:
+            continue
+        rows, columns = chunk.stop - chunk.start, chunk.end - chunk.first
+        assert chunk.width <= min((rows if rows > 1 else 0) + columns, max(highest - chunk.low, columns) + 1)
+        skewed = chunk.absolute(np.broadcast_to(np.arange(chunk.low, chunk.high + 1), (rows, chunk.width)), xp=np)
+        there = np.ones((rows, columns), dtype=np.int64)
+        spread = chunk.relative(there, xp=np)
+        low, high = chunk.seen(call.options)
+        for i, j in np.argwhere(own[:, chunk.first : chunk.end]):
+            r = j + chunk.first - (i + chunk.start + offset)
+            assert skewed[i, j] == r
+            assert spread[i, r - chunk.low] == 1
+            assert low <= r <= high
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("place", ["cpu", "other"])
+def test_a_chunk_is_as_large_as_the_budget_of_its_logits(dtype: str, place: str) -> None:
+    documents_of_900 = np.arange(10**5) // 900
+    calls: list[tuple[tuple[int, ...], int, dict[str, Any], int]] = [
+        ((), 50, {}, 50),
+        ((1,), 700, {}, 700),
+        ((3, 2), 6000, {}, 6000),
+        ((1,), 10**5, {}, 10**5),
+        ((2, 4), 10**7, {}, 10**7),
+        ((8, 64), 10**5, {}, 10**5),
+        ((8,), 10**5, {}, 10**5),
+        ((3, 2), 10**5, {"window": (700, 299), "offset": 5000}, 1000),
+        ((3, 2), 10**5, {"segments": (documents_of_900[:600], documents_of_900)}, 900),
+    ]
+    sizes = set()
+    for lead, n_keys, options, most in calls:
+        q, k = (np.broadcast_to(np.zeros((), dtype), (*lead, rows, 4)) for rows in (600, n_keys))
+        call = problem(Arguments(q, k, k, **options))
+        documents = documents_of(call.given)
+        assert keys_seen(call.options, documents) == most
+        size = chunk_size(call.given, call.options, documents, cpu=None if place == "cpu" else False)
+        of_a_query = math.prod(lead) * most * q.dtype.itemsize
+        sizes.add(size)
+        assert size in (16, 32, 64, 128, 256, 512)
+        assert size == 16 or size * of_a_query <= SCRATCH_BYTES[place]
+        assert size == 512 or 2 * size * of_a_query > SCRATCH_BYTES[place]
+        if place == "cpu":
+            assert next(chunks(call.given, call.options)).stop == size
+    assert len(sizes) > 2
+
+
+def test_few_queries_are_one_chunk() -> None:
+    q, k = np.zeros((64, 16, 4)), np.broadcast_to(np.zeros(()), (64, 10**6, 4))
+    call = problem(Arguments(q, k, k))
+    assert [(chunk.start, chunk.stop) for chunk in chunks(call.given, call.options)] == [(0, 16)]
