@@ -257,6 +257,23 @@ def test_no_queries_and_no_keys(impl: str) -> None:
             assert not any(x.any() for x in result.values())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> None:
+    row = next(row for row in LIBRARIES if row.name == "array-api-strict, second device")
+    for n, m, options in ((0, 3, {}), (3, 0, {}), (3, 3, {"offset": -9, "causal": True}), (20, 3, {"window": (2, 2)})):
+        case = dense.Case("none", n=n, m=m, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table")
+        arrays = {name: row.asarray(x, dtype) for name, x in case.arrays().items()}
+        out, lse = relative_attention(**arrays, **case.call(), **options, return_lse=True, chunk_size=4)
+        d_out = row.asarray(case.d_out(), dtype)
+        gradients = relative_attention_vjp(d_out, **arrays, **case.call(), **options, chunk_size=4)
+        q: Any = arrays["q"]
+        for x in (out, lse, *(x for x in gradients if x is not None)):
+            assert (x.dtype, x.device) == (q.dtype, q.device)
+        unseen = row.to_numpy(out)[..., 5:, :]  # behind the window, where there are so many queries
+        assert not unseen.any()
+        assert n == 20 or not row.to_numpy(out).any()
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

@@ -18,6 +18,7 @@ from relskew_core import Span, attention_weights, relative_attention_vjp
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import chunks
+from relskew_core._kernel.dropout import narrowed, signed, threshold
 from relskew_core._kernel.problem import problem
 from strategies import Call, Way
 
@@ -349,6 +350,16 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
     a = (kept - rate) / spread
     corners = a[..., ::2, ::2] * a[..., 1::2, ::2] * a[..., ::2, 1::2] * a[..., 1::2, 1::2]
     assert abs(corners.mean().item()) < 5 / corners.numel() ** 0.5
+
+
+def test_places_wrap_at_32_bits() -> None:
+    far = [0, 5, -1, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32 + 7, 3 * 2**31, 2**62 + 3]
+    numbers = np.asarray(far)
+    np.testing.assert_array_equal(narrowed(numbers, xp=np), numbers.astype(np.int32), strict=True)
+    assert [signed(number) for number in far] == numbers.astype(np.int32).tolist()
+    assert threshold(0.0) == -(2**31)
+    assert threshold(0.25) == -(2**30)
+    assert threshold(1 - 2**-53) == 2**31 - 1  # an integer of 32 bits still
 
 
 @pytest.mark.parametrize("dropout", [1e-9, 0.999])
