@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 NEW = "Not looked at"
 ENOUGH = 0.95
@@ -21,11 +22,16 @@ HEAD = """\
 [Contributing](../../CONTRIBUTING.md#mutants) says what to do with a survivor.
 
 """
-ROW = re.compile(r"^\| `(\S+)` \| +(\d+) \| +(\d+) \| +[\d.]+ % \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\S+)` \| +(\d+) \| +(\d+) \| +(\d+) \| +[\d.]+ % \|$", re.MULTILINE)
 SECTION = re.compile(r"^## ([^\n]+)\n\n(.*?)```text\n(.*?)```$", re.MULTILINE | re.DOTALL)
 
-Counts = dict[str, tuple[int, int]]
-"""Mutants and survivors of a module."""
+
+class Count(NamedTuple):
+    """What is known of a module; fewer are tried than there are where a sample was."""
+
+    mutants: int
+    tried: int
+    killed: int
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,26 @@ class Mutant:
         return f"{self.module}.{function.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}: {self.change}"
 
 
-def written(before: str, tried: Iterable[tuple[Mutant, str]]) -> str:
-    """Bring the record of an earlier run up to date with what was tried now."""
-    counts: Counts = {name: (int(all_), int(all_) - int(killed)) for name, all_, killed in ROW.findall(before)}
-    now: dict[str, Counter[str]] = {}
-    every: Counter[str] = Counter()
+def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False) -> str:
+    """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
+
+    ``again``: only survivors were tried, and all others are noticed still. A sample changes nothing about a module
+    that was tried as a whole.
+    """
+    counts = counted(before)
+    known = {name for name, count in counts.items() if count.tried == count.mutants}
+    now, every = {name: Counter[str]() for name in sizes}, Counter[str]()
     for mutant, verdict in tried:
         every[mutant.module] += 1
-        survivors = now.setdefault(mutant.module, Counter())
         if verdict in ("survived", "unreached"):
-            survivors[mutant.line] += 1
-    counts |= {name: (every[name], survivors.total()) for name, survivors in now.items()}
-    left = sum(now.values(), Counter())
+            now[mutant.module][mutant.line] += 1
+    for name, size in sizes.items():
+        number = (size if name in known else counts[name].tried) if again and name in counts else every[name]
+        if number == 0 or (number < size and name in known):
+            del now[name]
+        else:
+            counts[name] = Count(size, number, number - now[name].total())
+    left = sum(now.values(), Counter[str]())
     text = HEAD + _table(counts)
     for reason, why, lines in [*SECTION.findall(before), (NEW, "", "")]:
         kept = []
@@ -81,18 +95,29 @@ def written(before: str, tried: Iterable[tuple[Mutant, str]]) -> str:
     return text
 
 
-def _table(counts: Counts) -> str:
-    rows = "| module | mutants | killed | share |\n|---|---:|---:|---:|\n"
-    whole = [sum(column) for column in zip(*counts.values(), strict=True)]
-    for name, (all_, survivors) in [*((f"`{name}`", counts[name]) for name in sorted(counts)), ("all", whole)]:
-        rows += f"| {name} | {all_} | {all_ - survivors} | {100 * (1 - survivors / max(all_, 1)):.1f} % |\n"
+def counted(text: str) -> dict[str, Count]:
+    """Return what a record says of each module."""
+    return {name: Count(*map(int, numbers)) for name, *numbers in ROW.findall(text)}
+
+
+def _table(counts: Mapping[str, Count]) -> str:
+    rows = "| module | mutants | tried | killed | share |\n|---|---:|---:|---:|---:|\n"
+    for name, count in [*((f"`{name}`", counts[name]) for name in sorted(counts)), ("all", _whole(counts))]:
+        rows += f"| {name} | {count.mutants} | {count.tried} | {count.killed} | {100 * _share(count):.1f} % |\n"
     return rows
+
+
+def _whole(counts: Mapping[str, Count]) -> Count:
+    return Count(*map(sum, zip(*counts.values(), strict=True)))
+
+
+def _share(count: Count) -> float:
+    return count.killed / max(count.tried, 1)
 
 
 def faults(text: str) -> list[str]:
     """Say what a record shows that must not be."""
-    counts = [(int(all_), int(killed)) for _, all_, killed in ROW.findall(text)]
-    share = sum(killed for _, killed in counts) / sum(all_ for all_, _ in counts)
+    share = _share(_whole(counted(text)))
     found = [f"{share:.1%} of the mutants are noticed; it must be {ENOUGH:.0%}"] if share < ENOUGH else []
     new = [line for reason, _, lines in SECTION.findall(text) if reason == NEW for line in lines.splitlines()]
     return found + ([f"{len(new)} survivors have no reason"] if new else [])
@@ -103,8 +128,10 @@ def recorded(path: Path) -> set[str]:
     return {line for _, _, lines in SECTION.findall(path.read_text()) for line in lines.splitlines()}
 
 
-def update(path: Path, tried: Iterable[tuple[Mutant, str]]) -> list[str]:
+def update(
+    path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False
+) -> list[str]:
     """Write the record, and say what is wrong with it."""
-    text = written(path.read_text() if path.exists() else "", tried)
+    text = written(path.read_text() if path.exists() else "", tried, sizes, again=again)
     path.write_text(text)
     return faults(text)

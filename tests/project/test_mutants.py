@@ -6,7 +6,8 @@ from pathlib import Path
 from textwrap import dedent
 
 from mutants.decorators import undecorated
-from mutants.record import Mutant, faults, update
+from mutants.record import Mutant, faults, recorded
+from mutants.record import update as update_all
 
 DECORATED = """
     import contextlib
@@ -51,6 +52,11 @@ def tried(*verdicts: str, module: str = "pkg.one") -> list[tuple[Mutant, str]]:
     ]
 
 
+def update(path: Path, run: list[tuple[Mutant, str]], *, size: int | None = None, again: bool = False) -> list[str]:
+    """Write down a run of one module, of all its mutants unless there are more."""
+    return update_all(path, run, {run[0][0].module: len(run) if size is None else size}, again=again)
+
+
 def survivors(path: Path, reason: str) -> list[str]:
     _, _, rest = path.read_text().partition(f"## {reason}\n")
     return rest.partition("```text\n")[2].partition("```")[0].splitlines()
@@ -62,7 +68,7 @@ def test_a_survivor_stays_under_its_reason_until_it_is_noticed(tmp_path: Path) -
     assert update(path, tried("survived", "survived", "unreached", *few)) == ["3 survivors have no reason"]
     one, two = "pkg.one.f: return 1 → return None", "pkg.one.f: return 2 → return None"
     assert survivors(path, "Not looked at") == [one, one, two]
-    assert "| `pkg.one` | 100 | 97 | 97.0 % |" in path.read_text()
+    assert "| `pkg.one` | 100 | 100 | 97 | 97.0 % |" in path.read_text()
 
     path.write_text(path.read_text().replace("## Not looked at\n\n", "## Speed only\n\nNothing else.\n\n"))
     assert update(path, tried("survived", "survived", "unreached", "survived", *few)) == ["1 survivors have no reason"]
@@ -85,6 +91,30 @@ def test_a_part_leaves_the_record_of_the_others_alone(tmp_path: Path) -> None:
     update(path, tried("killed", "survived", module="pkg.two"))
     new = [f"pkg.{module}.f: return 1 → return None" for module in ("one", "two")]
     assert survivors(path, "Not looked at") == new
-    assert "| all | 4 | 2 | 50.0 % |" in path.read_text()
+    assert "| all | 4 | 4 | 2 | 50.0 % |" in path.read_text()
     update(path, tried("killed", "killed"))
     assert survivors(path, "Not looked at") == new[1:]
+
+
+def test_a_sample_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    update(path, tried("survived", "killed", "killed", "killed"), size=40)
+    assert "| `pkg.one` | 40 | 4 | 3 | 75.0 % |" in path.read_text()
+    update(path, tried("killed", "survived"), size=2)
+    assert "| `pkg.one` | 2 | 2 | 1 | 50.0 % |" in path.read_text()
+    whole = path.read_text()
+    update(path, tried("survived"), size=2)
+    assert path.read_text() == whole
+
+
+def test_survivors_alone_are_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "survivors.md"
+    update(path, tried("killed", "survived", "survived", "killed"))
+    run = tried("killed", "killed", "survived", "killed")
+    assert recorded(path) == {mutant.line for mutant, _ in run[1:3]}
+    update(path, run[1:3], size=5, again=True)
+    assert "| `pkg.one` | 5 | 5 | 4 | 80.0 % |" in path.read_text()
+    sampled = tmp_path / "sampled.md"
+    update(sampled, tried("killed", "survived", "survived", "killed"), size=50)
+    update(sampled, run[1:3], size=50, again=True)
+    assert "| `pkg.one` | 50 | 4 | 3 | 75.0 % |" in sampled.read_text()
