@@ -52,6 +52,10 @@ ATTENTION = [
     Bad("v", *NOT_ARRAYS, zeros(H, N + 1, D), zeros(N, D), zeros(1, N, D), zeros(H, N, D, dtype=np.float16)),
     Bad("rel_k", "text", zeros(D), zeros(1, H, 5, D), zeros(5, D + 1), zeros(3, 5, D), zeros(0, D), zeros(4, D)),
     Bad("rel_k", zeros(3, D), TABLE, span=Span.full(4)),
+    Bad("rel_k", zeros(2, 5, D), q=zeros(N, D), k=zeros(N, D), v=zeros(N, D)),
+    Bad("span", None, rel_k=zeros(4, D)),
+    Bad("rel_bias", zeros(3, 1), rel_k=None, span=Span(0, 0, "clip")),
+    Bad("offset", "1", positions=(STEPS, STEPS)),
     Bad("rel_v", "text", zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(7, D), zeros(5, D, dtype=np.float32)),
     Bad("rel_bias", "text", zeros(1, H, 5), zeros(3, 5), zeros(7), zeros(5, dtype=int)),
     Bad("rel_q", "text", zeros(H, N + 1, D), zeros(N, D), zeros(H, N, D, dtype=np.float32)),
@@ -384,6 +388,12 @@ def tellings(value: Any) -> Iterator[str]:
 def test_the_good_call_is_good(function: str) -> None:
     call, arguments, _ = CALLS[function]
     call(**arguments)
+
+
+def test_a_table_of_one_head_goes_where_there_is_no_heads_axis() -> None:
+    q = np.ones((N, D))
+    one, none = (relskew_core.relative_attention(q, q, q, table) for table in (np.ones((1, 5, D)), np.ones((5, D))))
+    np.testing.assert_array_equal(one, none)
 
 
 @pytest.mark.parametrize("function", list(CALLS))

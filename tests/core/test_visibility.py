@@ -17,7 +17,7 @@ import oracles
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
-from relskew_core._kernel.problem import check_pattern, problem
+from relskew_core._kernel.problem import Pattern, check_pattern, problem
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.visibility import FURTHEST, Visibility
@@ -141,6 +141,30 @@ def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None
     for bound, edge, unbounded in ((low, min(seen, default=1), -FURTHEST), (high, max(seen, default=-1), FURTHEST)):
         assert bound == (unbounded if abs(edge) == 40 else edge) or not seen
     assert low <= high or not seen
+
+
+def test_sides_that_no_integer_reaches_say_nothing() -> None:
+    edge = Pattern(FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
+    assert edge.of(ONE, 1, 0, xp=np).sides == (FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
+    assert Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=np).sides == (None,) * 4
+    assert Pattern(None, 0, 3, FURTHEST).of(ONE, 1, 0, xp=np).sides == (None, 0, 3, FURTHEST // 3)
+
+
+def test_one_causal_block_before_is_the_default() -> None:
+    def sides(**options: Any) -> Any:
+        return check_pattern(Arguments(ONE, ONE, ONE, block_size=3, **options))
+
+    assert sides() == sides(causal=True) == sides(causal=True, blocks_before=1) == Pattern(None, 0, 3, None)
+    assert sides(causal=True, blocks_before=2) == Pattern(None, 0, 3, 2)
+    assert sides(blocks_before=1) == Pattern(None, None, 3, 1)
+
+
+def test_positions_of_a_batch_of_two_axes() -> None:
+    q, steps = np.zeros((2, 1, 1, 4, 1)), np.arange(4) + np.asarray([[[0]], [[3]]])
+    visibility = problem(Arguments(q, q, q, positions=(steps, np.arange(4)))).options.visibility
+    assert visibility.by_value
+    same = problem(Arguments(q, q, q, positions=(steps * 0 + np.arange(4), np.arange(4)))).options.visibility
+    assert same == Visibility(4, 4)
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
