@@ -373,6 +373,8 @@ def test_a_bad_argument_is_named(call: Callable[..., Any], arguments: dict[str, 
     with pytest.raises((ValueError, TypeError), match=rf"`{re.escape(name)}(\[.*\])?`") as caught:
         call(**arguments)
     _, got, came = str(caught.value).rpartition(", got ")
+    named = {words.partition("[")[0] for words in str(caught.value).split("`")[1::2] if not set(words) & set(".=")}
+    assert named <= {*inspect.signature(call).parameters, "q", "span"}
     several = re.fullmatch(r"\d+ and \d+|.*=.*", came)
     assert not got or several or came in {told for value in arguments.values() for told in tellings(value)}
 
