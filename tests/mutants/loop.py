@@ -35,8 +35,10 @@ EXAMPLES = 60  # of Hypothesis, in each test
 TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
-# Tests of the other array libraries, whose code is the same but for how they start; and those that measure.
+# Tests of other array libraries, whose code is the same but for how they start; of other runtimes, which take the same
+# graphs; and those that measure.
 OTHERS = ("torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "limits_of_time")
+OTHERS += ("portable_runtimes", "ndonnx")
 
 # The same examples each time; a failure is enough, no smaller one is looked for.
 settings.register_profile(
