@@ -54,6 +54,7 @@ ATTENTION = [
     Bad("rel_k", zeros(3, D), TABLE, span=Span.full(4)),
     Bad("rel_k", zeros(2, 5, D), q=zeros(N, D), k=zeros(N, D), v=zeros(N, D)),
     Bad("span", None, rel_k=zeros(4, D)),
+    Bad("rel_bias", zeros(2, 5), q=zeros(4, N, D)),
     Bad("rel_bias", zeros(3, 1), rel_k=None, span=Span(0, 0, "clip")),
     Bad("offset", "1", positions=(STEPS, STEPS)),
     Bad("rel_v", "text", zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(7, D), zeros(5, D, dtype=np.float32)),

@@ -29,6 +29,7 @@ CASES = [
          options={"window": (4, 2), "softcap": 3.0, "scale": 0.3, "rel_scale": 0.7, "chunk_size": 34}),
     Case("window, several blocks", n=40, m=50, span=Span.full(50), tables="key_table",
          options={"window": (24, 1), "chunk_size": 20}),
+    Case("no heads, several blocks", heads=None, lead=(), n=3, m=40, tables="key_table"),
     Case("positions, several blocks", n=6, m=40, span=Span(3, 5, "zero"), tables="rel_k key_table",
          labels={"positions": (np.arange(6) * 5 % 7, np.arange(40) * 3 % 11)}, options={"chunk_size": 4}),
     Case("masked", mask="additive with holes", tables="key_table rel_bias", mask_shape=(2, 1, 7, 7)),

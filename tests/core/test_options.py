@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from relskew_core import Span, attention_weights, relative_attention_vjp
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import chunks
-from relskew_core._kernel.dropout import narrowed, signed, threshold
+from relskew_core._kernel.dropout import hashes, kept, narrowed, signed, stirred, threshold
 from relskew_core._kernel.problem import problem
 from strategies import Call, Way
 
@@ -350,6 +351,24 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
     a = (kept - rate) / spread
     corners = a[..., ::2, ::2] * a[..., 1::2, ::2] * a[..., ::2, 1::2] * a[..., 1::2, 1::2]
     assert abs(corners.mean().item()) < 5 / corners.numel() ** 0.5
+
+
+def test_a_weight_at_the_threshold_is_kept() -> None:
+    call = problem(Arguments(Q, K, V, dropout=0.5, seed=3))
+    chunk = next(iter(chunks(call.operands(), call.options)))
+    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=np)), xp=np)
+    options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
+    weights = kept(call.operands(), options, chunk, xp=np)
+    assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
+    assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
+
+
+def test_keys_behind_an_additive_mask_may_be_anything() -> None:
+    k, mask = K.copy(), np.zeros(40)
+    k[:, :, 30:], mask[30:] = np.nan, -np.inf
+    found = relative_attention(Q, k, V, TABLE, mask=mask, impl="portable")
+    expected = relative_attention(Q, K[:, :, :30], V[:, :, :30], TABLE, Span.full(40), impl="portable")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_places_wrap_at_32_bits() -> None:

@@ -147,7 +147,9 @@ def test_sides_that_no_integer_reaches_say_nothing() -> None:
     edge = Pattern(FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
     assert edge.of(ONE, 1, 0, xp=np).sides == (FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
     assert Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=np).sides == (None,) * 4
-    assert Pattern(None, 0, 3, FURTHEST).of(ONE, 1, 0, xp=np).sides == (None, 0, 3, FURTHEST // 3)
+    assert Pattern(None, 0, 4, FURTHEST // 4 - 1).of(ONE, 1, 0, xp=np).sides == (None, 0, 4, FURTHEST // 4 - 1)
+    for before in (FURTHEST // 3 + 1, FURTHEST):
+        assert Pattern(None, 0, 3, before).of(ONE, 1, 0, xp=np).sides == (None, 0, 3, FURTHEST // 3)
 
 
 def test_one_causal_block_before_is_the_default() -> None:
@@ -162,7 +164,9 @@ def test_one_causal_block_before_is_the_default() -> None:
 def test_positions_of_a_batch_of_two_axes() -> None:
     q, steps = np.zeros((2, 1, 1, 4, 1)), np.arange(4) + np.asarray([[[0]], [[3]]])
     visibility = problem(Arguments(q, q, q, positions=(steps, np.arange(4)))).options.visibility
-    assert visibility.by_value
+    assert (visibility.by_value, visibility.offset) == (True, 0)
+    nobody, none = q[:0], np.zeros((0, 1, 4), np.int64)
+    assert problem(Arguments(nobody, nobody, nobody, positions=(none, none))).options.visibility == Visibility(4, 4)
     same = problem(Arguments(q, q, q, positions=(steps * 0 + np.arange(4), np.arange(4)))).options.visibility
     assert same == Visibility(4, 4)
 
@@ -185,7 +189,7 @@ def test_offsets_are_known_where_they_can_be_read() -> None:
         for offsets, lead in (([3, -2], (2,)), ([[3], [-2]], (2, 1))):
             x = make(np.zeros((*lead, 1, 4, 1)))
             visibility: Any = problem(Arguments(x, x, x, offset=make(offsets))).options.visibility
-            assert visibility.known == (3, -2)
+            assert (visibility.known, visibility.n_queries) == ((3, -2), 4)
     elsewhere = functools.partial(strict.asarray, device=strict.Device("device1"))
     x = elsewhere(np.zeros((2, 1, 4, 1)))
     visibility = problem(Arguments(x, x, x, offset=elsewhere([3, -2]))).options.visibility
