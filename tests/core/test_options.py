@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import dense
+import libraries
 import oracles
 import relskew_core as relskew
 import strategies
@@ -248,6 +249,31 @@ def test_logits_by_position_are_those_of_the_loops(side: str, span: Span) -> Non
             if row is not None:
                 expected[item, head, i, j] = table[head, row] @ given[item, head, i if side == "query" else j]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_logits_by_position_without_heads_and_in_half_precision(side: str) -> None:
+    positions, table = (np.arange(40) // 2, np.arange(12) * 3), RNG.standard_normal((1, 7, 8))
+    given = Q[0, 0] if side == "query" else K[0, 0, :12]
+    options: dict[str, Any] = {"positions": positions, "side": side, "causal": True, "span": Span.clipped(3)}
+    alone = relskew.relative_logits(given, table, **options)
+    with_heads = relskew.relative_logits(given[None, None], table, **options)
+    np.testing.assert_array_equal(alone, with_heads[0, 0])
+    half = relskew.relative_logits(given.astype("float16"), table.astype("float16"), **options)
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half, alone, rtol=0, atol=2e-2)
+    assert not alone[positions[0][:, None] < positions[1]].any()  # the future
+
+
+def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
+    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    for n, m, window in ((0, 3, None), (12, 3, (2, 2))):
+        for dtype in ("float32", "float64"):
+            q, k, sinks = (row.asarray(x, dtype) for x in (Q[:, :, :n], K[:, :, :m], np.ones(4)))
+            for own in ({}, {"sinks": sinks}):
+                weights: Any = attention_weights(q, k, window=window, chunk_size=4, **own)
+                assert (weights.shape, weights.dtype, weights.device) == ((2, 4, n, m), q.dtype, q.device)
+                assert not row.to_numpy(weights)[:, :, 5:].any()
 
 
 def test_left_padding_by_positions_is_an_offset_by_item() -> None:
