@@ -142,6 +142,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("n_keys", *NOT_INTS, None, 0),
             Bad("table", TABLE, n_keys=N + 1),
             Bad("n_queries", N, 0),
+            Bad("n_queries", N, positions=(STEPS, STEPS), n_keys=None),
             Bad("n_queries", *NOT_INTS, None, 0, side="key", n_keys=None),
             Bad("n_keys", N, side="key"),
             Bad("side", "both", None, 1),

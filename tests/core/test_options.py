@@ -265,6 +265,36 @@ def test_logits_by_position_without_heads_and_in_half_precision(side: str) -> No
     assert not alone[positions[0][:, None] < positions[1]].any()  # the future
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_table_of_one_head_is_the_table_where_there_are_no_heads(dtype: str) -> None:
+    q, table = Q[0, 0].astype(dtype), TABLE[:1].astype(dtype)
+    weights = RNG.standard_normal((40, 40)).astype(dtype)
+    for offset, causal in ((0, False), (2, True)):
+        span = Span(39 + offset, 39 - offset)
+        given: dict[str, Any] = {"span": span, "offset": offset, "causal": causal}
+        for found, same in (
+            (
+                relskew.relative_logits(q, table, n_keys=40, **given),
+                relskew.relative_logits(q, table[0], n_keys=40, **given),
+            ),
+            (relskew.relative_values(weights, table, **given), relskew.relative_values(weights, table[0], **given)),
+        ):
+            np.testing.assert_array_equal(found, same, strict=True)
+            assert found.dtype == dtype
+
+
+def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> None:
+    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    for dtype in ("float32", "float64"):
+        weights, table = row.asarray(np.ones((2, 4, 3, 5)), dtype), row.asarray(np.ones((1, 7)), dtype)
+        values: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=-9, causal=True)
+        assert (values.shape, values.dtype, values.device) == ((2, 4, 3, 7), weights.dtype, weights.device)
+        assert not row.to_numpy(values).any()
+        some: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=[0, -9], causal=True)
+        assert (some.dtype, some.device) == (weights.dtype, weights.device)
+        np.testing.assert_array_equal(row.to_numpy(some)[:, 0, :, 0], [[1, 2, 3], [0, 0, 0]])
+
+
 def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
     row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
     for n, m, window in ((0, 3, None), (12, 3, (2, 2))):
