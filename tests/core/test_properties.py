@@ -24,6 +24,7 @@ from relskew_core import (
     relative_values,
     resize_table,
     skew,
+    toeplitz_2d,
     unskew,
 )
 from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
@@ -365,6 +366,11 @@ def joined(parts: list[oracles.Attention]) -> oracles.Attention:
 
 def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
     return [part.out for part in parts], [part.lse for part in parts]
+
+
+def test_no_heads_at_all_are_nothing() -> None:
+    assert relative_values(np.zeros((0, 3, 5)), np.zeros((9, 2))).shape == (0, 3, 2)
+    assert toeplitz_2d(np.zeros((0, 3, 3)), q_grid=(2, 2), k_grid=(2, 2)).shape == (0, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,17 @@ def test_sinusoids_are_the_formula(order: Any, direction: Any) -> None:
             assert table[r + 30, places[1]] == pytest.approx(math.cos(angle), abs=1e-12)
 
 
+def test_two_sines_are_enough_and_zero_has_no_sign() -> None:
+    table = sinusoidal_table(Span(1, 1), 2, xp=np, dtype=np.float64)
+    np.testing.assert_array_equal(table[1], [0.0, 1.0])
+    assert not np.signbit(table[1]).any()
+
+
+def test_two_rows_are_the_ends() -> None:
+    table = np.random.default_rng(2).standard_normal((5, 3))
+    np.testing.assert_array_equal(resize_table(table, 2, align_corners=True), table[[0, -1]])
+
+
 def test_sinusoids_in_every_library(library: Library) -> None:
     name = {"jax": "jax.numpy", "dask": "dask.array"}.get(library.module, library.module)
     xp = importlib.import_module(name)
