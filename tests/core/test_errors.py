@@ -447,6 +447,12 @@ def test_an_array_of_another_library_is_named(function: str, name: str, place: i
     assert named <= {*arguments, name, "q"}
 
 
+def test_log_sum_exps_of_another_library_than_the_outputs_are_named() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    with pytest.raises(TypeError, match=r"^`lses\[0\]` must be of the array library of `outs\[0\]`"):
+        relskew_core.merge_attention([Q, Q], [strict.asarray(zeros(H, N))] * 2)
+
+
 def test_an_array_on_another_device_is_named() -> None:
     strict = pytest.importorskip("array_api_strict")
     here, there = strict.asarray(Q), strict.asarray(Q, device=strict.Device("device1"))
