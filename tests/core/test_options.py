@@ -130,6 +130,15 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     np.testing.assert_array_equal(nothing, plain)
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    none = np.full(4, -np.inf)
+    for offset in (0, -20):  # the first queries see no key
+        expected = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True)
+        found = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True, sinks=none)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
+
+
 def test_sinks_of_half_precision_are_counted_in_single() -> None:
     """Native kernels of half precision give their output in it and the log-sum-exps in single."""
     rng = np.random.default_rng(8)
