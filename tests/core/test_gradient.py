@@ -269,6 +269,9 @@ def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> No
         options = {**case.call(), "offset": offset}
         actual = gradients_on(NUMPY, case.d_out(), case.arrays(), {**options, "chunk_size": 4})
         check(actual, dense.vjp(case.d_out(), case.arrays(), options))
+    two = dense.Case("two", n=2, m=3, tables="", mask="additive", options={"offset": -1, "causal": True})
+    actual = gradients_on(NUMPY, two.d_out(), two.arrays(), {**two.call(), "chunk_size": 1})
+    check(actual, dense.vjp(two.d_out(), two.arrays(), two.call()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -238,6 +238,17 @@ def test_results_do_not_depend_on_the_chunks_nor_on_the_heads_axis() -> None:
     np.testing.assert_allclose(relative_attention_2d(**one), whole[0, 1], rtol=1e-12)
 
 
+def test_a_bias_by_head_needs_no_batch() -> None:
+    rng = np.random.default_rng(10)
+    q, bias = rng.standard_normal((1, 3, 6, 4)), rng.standard_normal((3, 3, 5))
+    grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "rel_bias": bias}
+    np.testing.assert_array_equal(
+        relative_attention_2d(q[0], q[0], q[0], **grids), relative_attention_2d(q, q, q, **grids)[0]
+    )
+    with pytest.raises(ValueError, match=r"^`table_h` must be given with `table_w`, got None"):
+        relative_attention_2d(q, q, q, None, q[0, 0, :5], q_grid=(2, 3), k_grid=(2, 3))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_factors_by_head_are_those_of_each_head_alone(dtype: str) -> None:
     rng = np.random.default_rng(9)
@@ -249,6 +260,7 @@ def test_factors_by_head_are_those_of_each_head_alone(dtype: str) -> None:
     for factors in every:
         out: Any = relative_attention_2d(q, k, v, **tables, **factors)
         assert out.dtype == q.dtype
+        np.testing.assert_array_equal(relative_attention_2d(q[0], k[0], v[0], **tables, **factors), out[0])
         for head in range(3):
             own: dict[str, Any] = {"q": q[0, head], "k": k[0, head], "v": v[0, head], **tables}
             numbers: dict[str, Any] = {name: float(factor[head]) for name, factor in factors.items()}

@@ -111,6 +111,14 @@ def test_logits(n: int, m: int, offset: int, causal: bool, by_head: bool, beyond
             np.testing.assert_allclose(logits[:, :, i, j], expected, atol=1e-12)
 
 
+def test_a_causal_table_is_long_enough_for_causal_logits_of_keys() -> None:
+    rng = np.random.default_rng(1)
+    k, table = rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
+    logits = relative_logits(k, table, n_queries=3, causal=True, side="key")
+    expected = [[table[j - i + 2] @ k[j] if j <= i else 0.0 for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(logits, expected, atol=1e-14)
+
+
 def test_what_nobody_sees_may_be_anything() -> None:
     case = Case("poison", n=20, m=40, span=Span.full(60), tables="key_table", options={"causal": True, "offset": 3})
     arrays = case.arrays()

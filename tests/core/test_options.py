@@ -266,8 +266,12 @@ def test_logits_by_position_without_heads_and_in_half_precision(side: str) -> No
     given = Q[0, 0] if side == "query" else K[0, 0, :12]
     options: dict[str, Any] = {"positions": positions, "side": side, "causal": True, "span": Span.clipped(3)}
     alone = relskew.relative_logits(given, table, **options)
-    with_heads = relskew.relative_logits(given[None, None], table, **options)
-    np.testing.assert_array_equal(alone, with_heads[0, 0])
+    with_heads = relskew.relative_logits(given[None], table, **options)
+    np.testing.assert_array_equal(with_heads, alone[None], strict=True)
+    np.testing.assert_array_equal(relskew.relative_logits(given[None, None], table, **options), with_heads[None])
+    far: dict[str, Any] = {"positions": (positions[0], positions[1] * 0 + 100), "side": side, "span": Span.full(4)}
+    with pytest.raises(ValueError, match=r"`table` .* queries see 81 … 100"):
+        relskew.relative_logits(given, table, **far)
     half = relskew.relative_logits(given.astype("float16"), table.astype("float16"), **options)
     assert half.dtype == np.float16
     np.testing.assert_allclose(half, alone, rtol=0, atol=2e-2)
@@ -313,6 +317,7 @@ def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
                 weights: Any = attention_weights(q, k, window=window, chunk_size=4, **own)
                 assert (weights.shape, weights.dtype, weights.device) == ((2, 4, n, m), q.dtype, q.device)
                 assert not row.to_numpy(weights)[:, :, 5:].any()
+                assert attention_weights(q[0, ...], k[0, ...], window=window, chunk_size=4, **own).shape == (4, n, m)
 
 
 def test_left_padding_by_positions_is_an_offset_by_item() -> None:
@@ -426,6 +431,8 @@ def test_a_weight_at_the_threshold_is_kept() -> None:
     weights = kept(call.operands(), options, chunk, xp=np)
     assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
     assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
+    by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
+    assert by_place.by_value  # though the positions follow one another
 
 
 def test_keys_behind_an_additive_mask_may_be_anything() -> None:
