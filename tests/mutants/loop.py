@@ -31,7 +31,7 @@ from mutants.record import Mutant
 
 Line: TypeAlias = tuple[str, int]
 
-EXAMPLES = 60  # of Hypothesis, in each test
+EXAMPLES = 100  # of Hypothesis, in each test
 TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
