@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Try every mutant instead of running every test."""
-    option = session.config.getoption
+    option: Any = session.config.getoption
     if session.testsfailed:
         raise session.Interrupted("the tests cannot be collected")
     mutants = [Mutant(**row) for row in json.loads(option("mutants").read_text())]
