@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -59,6 +59,12 @@ def bounds(flags: Any) -> tuple[int, int] | None:
 
 @settings(max_examples=300, deadline=None)
 @given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, options=PATTERNS, part=st.tuples(*[st.integers(0, 8)] * 4))
+@example(n=8, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(0, 8, 0, 8))
+@example(n=2, m=4, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 4))
+@example(n=2, m=5, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 5))
+@example(n=4, m=4, offset=0, options={"window": (3, None)}, part=(0, 4, 0, 4))
+@example(n=4, m=4, offset=0, options={"window": (2, None)}, part=(0, 4, 0, 4))
+@example(n=4, m=4, offset=0, options={"window": (None, 2)}, part=(0, 4, 0, 4))
 def test_a_pattern_is_what_it_says(
     n: int, m: int, offset: int, options: dict[str, Any], part: tuple[int, int, int, int]
 ) -> None:
@@ -100,10 +106,10 @@ def test_a_pattern_is_what_it_says(
     offsets=st.lists(OFFSETS, min_size=1, max_size=3),
     options=PATTERNS,
     part=st.tuples(*[st.integers(0, 7)] * 4),
-    known=st.booleans(),
 )
+@example(n=2, m=7, offsets=[4], options={"block_size": 4, "blocks_before": 0}, part=(0, 2, 0, 7))
 def test_the_pattern_of_a_batch_is_that_of_its_items(
-    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int], known: bool
+    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int]
 ) -> None:
     seen = np.stack([seen_by(n, m, offset, options) for offset in offsets])
     pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
