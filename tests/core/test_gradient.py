@@ -231,6 +231,8 @@ def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
         summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
         expected = x.sum(axis=summed).reshape(*lead, 5, 6)
         np.testing.assert_allclose(sum_to(x, lead, xp=np), expected, atol=1e-13, err_msg=f"{lead}")
+    x = x.reshape(2, 1, 3, 4, 5, 6)
+    np.testing.assert_allclose(sum_to(x, (3, 1), xp=np), x.sum((0, 1, 3))[:, None], atol=1e-13)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])

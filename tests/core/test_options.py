@@ -296,10 +296,15 @@ def test_a_table_of_one_head_is_the_table_where_there_are_no_heads(dtype: str) -
             assert found.dtype == dtype
 
 
+def test_the_first_query_sees_itself() -> None:
+    found = relskew.relative_values(np.asarray([[2.0]]), np.asarray([[3.0]]), causal=True)
+    np.testing.assert_array_equal(found, [[6.0]])
+
+
 def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> None:
     row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
     for dtype in ("float32", "float64"):
-        weights, table = row.asarray(np.ones((2, 4, 3, 5)), dtype), row.asarray(np.ones((1, 7)), dtype)
+        weights, table = row.asarray(np.ones((2, 4, 3, 5)), dtype), row.asarray(np.ones((4, 1, 7)), dtype)
         values: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=-9, causal=True)
         assert (values.shape, values.dtype, values.device) == ((2, 4, 3, 7), weights.dtype, weights.device)
         assert not row.to_numpy(values).any()

@@ -60,6 +60,7 @@ def bounds(flags: Any) -> tuple[int, int] | None:
 @settings(max_examples=300, deadline=None)
 @given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, options=PATTERNS, part=st.tuples(*[st.integers(0, 8)] * 4))
 @example(n=8, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(0, 8, 0, 8))
+@example(n=3, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(2, 3, 0, 8))
 @example(n=2, m=4, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 4))
 @example(n=2, m=5, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 5))
 @example(n=4, m=4, offset=0, options={"window": (3, None)}, part=(0, 4, 0, 4))
