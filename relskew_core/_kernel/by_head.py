@@ -63,8 +63,6 @@ class HeadScales:
             changed["scale"] = 1.0
         if self.rel_scale is not None:
             changed["rel_scale"] = 1.0
-        elif given.rel_scale is None:
-            changed["rel_scale"] = given.q.shape[-1] ** -0.5 if given.scale is None else given.scale
         return replace(given, **changed)
 
     def _has_own_queries(self, given: Arguments) -> bool:

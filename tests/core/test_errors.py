@@ -52,6 +52,11 @@ ATTENTION = [
     Bad("v", *NOT_ARRAYS, zeros(H, N + 1, D), zeros(N, D), zeros(1, N, D), zeros(H, N, D, dtype=np.float16)),
     Bad("rel_k", "text", zeros(D), zeros(1, H, 5, D), zeros(5, D + 1), zeros(3, 5, D), zeros(0, D), zeros(4, D)),
     Bad("rel_k", zeros(3, D), TABLE, span=Span.full(4)),
+    Bad("rel_k", zeros(2, 5, D), q=zeros(N, D), k=zeros(N, D), v=zeros(N, D)),
+    Bad("span", None, rel_k=zeros(4, D)),
+    Bad("rel_bias", zeros(2, 5), q=zeros(4, N, D)),
+    Bad("rel_bias", zeros(3, 1), rel_k=None, span=Span(0, 0, "clip")),
+    Bad("offset", "1", positions=(STEPS, STEPS)),
     Bad("rel_v", "text", zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(7, D), zeros(5, D, dtype=np.float32)),
     Bad("rel_bias", "text", zeros(1, H, 5), zeros(3, 5), zeros(7), zeros(5, dtype=int)),
     Bad("rel_q", "text", zeros(H, N + 1, D), zeros(N, D), zeros(H, N, D, dtype=np.float32)),
@@ -137,6 +142,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("n_keys", *NOT_INTS, None, 0),
             Bad("table", TABLE, n_keys=N + 1),
             Bad("n_queries", N, 0),
+            Bad("n_queries", N, positions=(STEPS, STEPS), n_keys=None),
             Bad("n_queries", *NOT_INTS, None, 0, side="key", n_keys=None),
             Bad("n_keys", N, side="key"),
             Bad("side", "both", None, 1),
@@ -369,6 +375,8 @@ def test_a_bad_argument_is_named(call: Callable[..., Any], arguments: dict[str, 
     with pytest.raises((ValueError, TypeError), match=rf"`{re.escape(name)}(\[.*\])?`") as caught:
         call(**arguments)
     _, got, came = str(caught.value).rpartition(", got ")
+    named = {words.partition("[")[0] for words in str(caught.value).split("`")[1::2] if not set(words) & set(".=")}
+    assert named <= {*inspect.signature(call).parameters, "q", "span"}
     several = re.fullmatch(r"\d+ and \d+|.*=.*", came)
     assert not got or several or came in {told for value in arguments.values() for told in tellings(value)}
 
@@ -384,6 +392,12 @@ def tellings(value: Any) -> Iterator[str]:
 def test_the_good_call_is_good(function: str) -> None:
     call, arguments, _ = CALLS[function]
     call(**arguments)
+
+
+def test_a_table_of_one_head_goes_where_there_is_no_heads_axis() -> None:
+    q = np.ones((N, D))
+    one, none = (relskew_core.relative_attention(q, q, q, table) for table in (np.ones((1, 5, D)), np.ones((5, D))))
+    np.testing.assert_array_equal(one, none)
 
 
 @pytest.mark.parametrize("function", list(CALLS))
@@ -431,6 +445,12 @@ def test_an_array_of_another_library_is_named(function: str, name: str, place: i
     named = {part.partition("[")[0] for part in str(caught.value).split("`")[1:4:2]}
     assert name in named
     assert named <= {*arguments, name, "q"}
+
+
+def test_log_sum_exps_of_another_library_than_the_outputs_are_named() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    with pytest.raises(TypeError, match=r"^`lses\[0\]` must be of the array library of `outs\[0\]`"):
+        relskew_core.merge_attention([Q, Q], [strict.asarray(zeros(H, N))] * 2)
 
 
 def test_an_array_on_another_device_is_named() -> None:

@@ -231,6 +231,8 @@ def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
         summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
         expected = x.sum(axis=summed).reshape(*lead, 5, 6)
         np.testing.assert_allclose(sum_to(x, lead, xp=np), expected, atol=1e-13, err_msg=f"{lead}")
+    x = x.reshape(2, 1, 3, 4, 5, 6)
+    np.testing.assert_allclose(sum_to(x, (3, 1), xp=np), x.sum((0, 1, 3))[:, None], atol=1e-13)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
@@ -251,10 +253,27 @@ def test_what_nobody_sees_gets_no_gradient_and_gives_none(impl: str) -> None:
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 def test_no_queries_and_no_keys(impl: str) -> None:
     for n, m in ((0, 3), (3, 0), (0, 0)):
-        case = dense.Case("empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias")
+        case = dense.Case(
+            "empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias", rel_q_width=2, mask="additive"
+        )
         for row in (NUMPY, TORCH):
             result = gradients_on(row, case.d_out(), case.arrays(), case.call(), impl=impl)
             assert not any(x.any() for x in result.values())
+
+
+@pytest.mark.parametrize("mask_shape", [(2, 2, 20, 3), (2, 1, 1, 3), (20, 1), (3,)], ids=str)
+def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> None:
+    case = dense.Case(
+        "late", n=20, m=3, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table", rel_q_width=2,
+        mask="additive", mask_shape=mask_shape, options={"window": (2, 2)},
+    )  # fmt: skip
+    for offset in (0, -18):  # the last queries come too late, or the first ones too early
+        options = {**case.call(), "offset": offset}
+        actual = gradients_on(NUMPY, case.d_out(), case.arrays(), {**options, "chunk_size": 4})
+        check(actual, dense.vjp(case.d_out(), case.arrays(), options))
+    two = dense.Case("two", n=2, m=3, tables="", mask="additive", options={"offset": -1, "causal": True})
+    actual = gradients_on(NUMPY, two.d_out(), two.arrays(), {**two.call(), "chunk_size": 1})
+    check(actual, dense.vjp(two.d_out(), two.arrays(), two.call()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

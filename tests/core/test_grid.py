@@ -238,6 +238,40 @@ def test_results_do_not_depend_on_the_chunks_nor_on_the_heads_axis() -> None:
     np.testing.assert_allclose(relative_attention_2d(**one), whole[0, 1], rtol=1e-12)
 
 
+def test_a_bias_by_head_needs_no_batch() -> None:
+    rng = np.random.default_rng(10)
+    q, bias = rng.standard_normal((1, 3, 6, 4)), rng.standard_normal((3, 3, 5))
+    grids: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "rel_bias": bias}
+    np.testing.assert_array_equal(
+        relative_attention_2d(q[0], q[0], q[0], **grids), relative_attention_2d(q, q, q, **grids)[0]
+    )
+    with pytest.raises(ValueError, match=r"^`table_h` must be given with `table_w`, got None"):
+        relative_attention_2d(q, q, q, None, q[0, 0, :5], q_grid=(2, 3), k_grid=(2, 3))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_factors_by_head_are_those_of_each_head_alone(dtype: str) -> None:
+    rng = np.random.default_rng(9)
+    q, k, v = (rng.standard_normal((2, 3, 6, 4)).astype(dtype) for _ in range(3))
+    heights, widths = rng.standard_normal((3, 4)).astype(dtype), rng.standard_normal((5, 4)).astype(dtype)
+    scale, rel_scale = (rng.uniform(0.2, 0.9, 3).astype(dtype) for _ in range(2))
+    tables: dict[str, Any] = {"table_h": heights, "table_w": widths, "q_grid": (2, 3), "k_grid": (2, 3)}
+    every: list[dict[str, Any]] = [{"scale": scale}, {"rel_scale": rel_scale}, {"scale": scale, "rel_scale": rel_scale}]
+    for factors in every:
+        out: Any = relative_attention_2d(q, k, v, **tables, **factors)
+        assert out.dtype == q.dtype
+        np.testing.assert_array_equal(relative_attention_2d(q[0], k[0], v[0], **tables, **factors), out[0])
+        for head in range(3):
+            own: dict[str, Any] = {"q": q[0, head], "k": k[0, head], "v": v[0, head], **tables}
+            numbers: dict[str, Any] = {name: float(factor[head]) for name, factor in factors.items()}
+            alone = relative_attention_2d(**own, **numbers)
+            arrays: dict[str, Any] = {name: factor[head : head + 1] for name, factor in factors.items()}
+            same = relative_attention_2d(**own, **arrays)
+            atol = 1e-13 if dtype == "float64" else 2e-3
+            np.testing.assert_allclose(out[0, head], alone, rtol=0, atol=atol)
+            np.testing.assert_allclose(out[0, head], same, rtol=0, atol=atol)
+
+
 def test_the_defaults_are_full_spans_and_the_usual_scale() -> None:
     rng = np.random.default_rng(4)
     q, table_h, table_w = rng.standard_normal((6, 4)), rng.standard_normal((3, 4)), rng.standard_normal((5, 4))

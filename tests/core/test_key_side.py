@@ -29,6 +29,7 @@ CASES = [
          options={"window": (4, 2), "softcap": 3.0, "scale": 0.3, "rel_scale": 0.7, "chunk_size": 34}),
     Case("window, several blocks", n=40, m=50, span=Span.full(50), tables="key_table",
          options={"window": (24, 1), "chunk_size": 20}),
+    Case("no heads, several blocks", heads=None, lead=(), n=3, m=40, tables="key_table"),
     Case("positions, several blocks", n=6, m=40, span=Span(3, 5, "zero"), tables="rel_k key_table",
          labels={"positions": (np.arange(6) * 5 % 7, np.arange(40) * 3 % 11)}, options={"chunk_size": 4}),
     Case("masked", mask="additive with holes", tables="key_table rel_bias", mask_shape=(2, 1, 7, 7)),
@@ -50,7 +51,8 @@ def test_every_library(library: libraries.Library, case: Case) -> None:
     dtype = library.dtypes[0]
     numbers = case.arrays()
     with library.setting():
-        arrays = {name: library.asarray(x, dtype) for name, x in numbers.items()}
+        arrays = {name: dense.each(lambda y: library.asarray(y, dtype if y.dtype.kind == "f" else None), x)
+                  for name, x in numbers.items()}  # fmt: skip
         out, lse = library.call(relative_attention, arrays, return_lse=True, **case.call())
         expected = oracles.relative_attention(**numbers, **plain(case))
         assert oracles.relative_error(library.to_numpy(out), expected.out) <= libraries.GATES[dtype]
@@ -107,6 +109,14 @@ def test_logits(n: int, m: int, offset: int, causal: bool, by_head: bool, beyond
             row = None if causal and r > 0 else oracles.row_of(r, span)
             expected = 0.0 if row is None else np.sum(k[:, :, j] * table[..., row, :], axis=-1)
             np.testing.assert_allclose(logits[:, :, i, j], expected, atol=1e-12)
+
+
+def test_a_causal_table_is_long_enough_for_causal_logits_of_keys() -> None:
+    rng = np.random.default_rng(1)
+    k, table = rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
+    logits = relative_logits(k, table, n_queries=3, causal=True, side="key")
+    expected = [[table[j - i + 2] @ k[j] if j <= i else 0.0 for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(logits, expected, atol=1e-14)
 
 
 def test_what_nobody_sees_may_be_anything() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import dense
+import libraries
 import oracles
 import relskew_core as relskew
 import strategies
@@ -18,7 +20,7 @@ from relskew_core import Span, attention_weights, relative_attention_vjp
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import chunks
-from relskew_core._kernel.dropout import narrowed, signed, threshold
+from relskew_core._kernel.dropout import hashes, kept, narrowed, signed, stirred, threshold
 from relskew_core._kernel.problem import problem
 from strategies import Call, Way
 
@@ -126,6 +128,15 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     np.testing.assert_allclose(lse, np.logaddexp(without, sinks[:, None]), rtol=0, atol=1e-14)
     nothing = relative_attention(Q, K, V, TABLE, sinks=np.full(4, -np.inf))
     np.testing.assert_array_equal(nothing, plain)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    none = np.full(4, -np.inf)
+    for offset in (0, -20):  # the first queries see no key
+        expected = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True)
+        found = relative_attention(Q, K, V, offset=offset, causal=True, return_lse=True, sinks=none)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
 
 
 def test_sinks_of_half_precision_are_counted_in_single() -> None:
@@ -249,6 +260,71 @@ def test_logits_by_position_are_those_of_the_loops(side: str, span: Span) -> Non
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_logits_by_position_without_heads_and_in_half_precision(side: str) -> None:
+    positions, table = (np.arange(40) // 2, np.arange(12) * 3), RNG.standard_normal((1, 7, 8))
+    given = Q[0, 0] if side == "query" else K[0, 0, :12]
+    options: dict[str, Any] = {"positions": positions, "side": side, "causal": True, "span": Span.clipped(3)}
+    alone = relskew.relative_logits(given, table, **options)
+    with_heads = relskew.relative_logits(given[None], table, **options)
+    np.testing.assert_array_equal(with_heads, alone[None], strict=True)
+    np.testing.assert_array_equal(relskew.relative_logits(given[None, None], table, **options), with_heads[None])
+    far: dict[str, Any] = {"positions": (positions[0], positions[1] * 0 + 100), "side": side, "span": Span.full(4)}
+    with pytest.raises(ValueError, match=r"`table` .* queries see 81 … 100"):
+        relskew.relative_logits(given, table, **far)
+    half = relskew.relative_logits(given.astype("float16"), table.astype("float16"), **options)
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half, alone, rtol=0, atol=2e-2)
+    assert not alone[positions[0][:, None] < positions[1]].any()  # the future
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_a_table_of_one_head_is_the_table_where_there_are_no_heads(dtype: str) -> None:
+    q, table = Q[0, 0].astype(dtype), TABLE[:1].astype(dtype)
+    weights = RNG.standard_normal((40, 40)).astype(dtype)
+    for offset, causal in ((0, False), (2, True)):
+        span = Span(39 + offset, 39 - offset)
+        given: dict[str, Any] = {"span": span, "offset": offset, "causal": causal}
+        for found, same in (
+            (
+                relskew.relative_logits(q, table, n_keys=40, **given),
+                relskew.relative_logits(q, table[0], n_keys=40, **given),
+            ),
+            (relskew.relative_values(weights, table, **given), relskew.relative_values(weights, table[0], **given)),
+        ):
+            np.testing.assert_array_equal(found, same, strict=True)
+            assert found.dtype == dtype
+
+
+def test_the_first_query_sees_itself() -> None:
+    found = relskew.relative_values(np.asarray([[2.0]]), np.asarray([[3.0]]), causal=True)
+    np.testing.assert_array_equal(found, [[6.0]])
+
+
+def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> None:
+    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    for dtype in ("float32", "float64"):
+        weights, table = row.asarray(np.ones((2, 4, 3, 5)), dtype), row.asarray(np.ones((4, 1, 7)), dtype)
+        values: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=-9, causal=True)
+        assert (values.shape, values.dtype, values.device) == ((2, 4, 3, 7), weights.dtype, weights.device)
+        assert not row.to_numpy(values).any()
+        some: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=[0, -9], causal=True)
+        assert (some.dtype, some.device) == (weights.dtype, weights.device)
+        np.testing.assert_array_equal(row.to_numpy(some)[:, 0, :, 0], [[1, 2, 3], [0, 0, 0]])
+
+
+def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
+    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    for n, m, window in ((0, 3, None), (12, 3, (2, 2))):
+        for dtype in ("float32", "float64"):
+            q, k, sinks = (row.asarray(x, dtype) for x in (Q[:, :, :n], K[:, :, :m], np.ones(4)))
+            for own in ({}, {"sinks": sinks}):
+                weights: Any = attention_weights(q, k, window=window, chunk_size=4, **own)
+                assert (weights.shape, weights.dtype, weights.device) == ((2, 4, n, m), q.dtype, q.device)
+                assert not row.to_numpy(weights)[:, :, 5:].any()
+                assert attention_weights(q[0, ...], k[0, ...], window=window, chunk_size=4, **own).shape == (4, n, m)
+
+
 def test_left_padding_by_positions_is_an_offset_by_item() -> None:
     pads = np.asarray([0, 6])
     positions = np.arange(40) - pads[:, None]
@@ -350,6 +426,26 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
     a = (kept - rate) / spread
     corners = a[..., ::2, ::2] * a[..., 1::2, ::2] * a[..., ::2, 1::2] * a[..., 1::2, 1::2]
     assert abs(corners.mean().item()) < 5 / corners.numel() ** 0.5
+
+
+def test_a_weight_at_the_threshold_is_kept() -> None:
+    call = problem(Arguments(Q, K, V, dropout=0.5, seed=3))
+    chunk = next(iter(chunks(call.operands(), call.options)))
+    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=np)), xp=np)
+    options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
+    weights = kept(call.operands(), options, chunk, xp=np)
+    assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
+    assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
+    by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
+    assert by_place.by_value  # though the positions follow one another
+
+
+def test_keys_behind_an_additive_mask_may_be_anything() -> None:
+    k, mask = K.copy(), np.zeros(40)
+    k[:, :, 30:], mask[30:] = np.nan, -np.inf
+    found = relative_attention(Q, k, V, TABLE, mask=mask, impl="portable")
+    expected = relative_attention(Q, K[:, :, :30], V[:, :, :30], TABLE, Span.full(40), impl="portable")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_places_wrap_at_32_bits() -> None:

@@ -19,9 +19,12 @@ from relskew_core import (
     attention_block,
     init_weights,
     merge_attention,
+    relative_attention_2d,
     relative_logits,
     relative_values,
+    resize_table,
     skew,
+    toeplitz_2d,
     unskew,
 )
 from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
@@ -363,3 +366,25 @@ def joined(parts: list[oracles.Attention]) -> oracles.Attention:
 
 def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
     return [part.out for part in parts], [part.lse for part in parts]
+
+
+def test_no_heads_at_all_are_nothing() -> None:
+    assert relative_values(np.zeros((0, 3, 5)), np.zeros((9, 2))).shape == (0, 3, 2)
+    assert toeplitz_2d(np.zeros((0, 3, 3)), q_grid=(2, 2), k_grid=(2, 2)).shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, table: resize_table(x, 40, method="cubic"),
+        lambda x, table: relative_attention_2d(x / 16, x, x, table, table, q_grid=(2, 3), k_grid=(2, 3)),
+    ],
+    ids=["resized", "grid"],
+)
+def test_half_precision_is_rounded_once(function: Callable[[Any, Any], Any]) -> None:
+    rng = np.random.default_rng(7)
+    x, table = rng.standard_normal((2, 1, 6, 311)), rng.standard_normal((11, 311))
+    half = [y.astype(np.float16) for y in (x, table)]
+    found, exact = function(*half), function(*(y.astype(np.float64) for y in half))
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, exact, rtol=2**-10, atol=2**-16 * abs(exact).max())

@@ -27,6 +27,17 @@ def test_sinusoids_are_the_formula(order: Any, direction: Any) -> None:
             assert table[r + 30, places[1]] == pytest.approx(math.cos(angle), abs=1e-12)
 
 
+def test_two_sines_are_enough_and_zero_has_no_sign() -> None:
+    table = sinusoidal_table(Span(1, 1), 2, xp=np, dtype=np.float64)
+    np.testing.assert_array_equal(table[1], [0.0, 1.0])
+    assert not np.signbit(table[1]).any()
+
+
+def test_two_rows_are_the_ends() -> None:
+    table = np.random.default_rng(2).standard_normal((5, 3))
+    np.testing.assert_array_equal(resize_table(table, 2, align_corners=True), table[[0, -1]])
+
+
 def test_sinusoids_in_every_library(library: Library) -> None:
     name = {"jax": "jax.numpy", "dask": "dask.array"}.get(library.module, library.module)
     xp = importlib.import_module(name)
@@ -77,6 +88,28 @@ def test_resizing_is_torchs(method: Any, old: int, new: int, align_corners: bool
         want = torch.nn.functional.interpolate(table[:, None], **size)[:, 0]
     got = resize_table(table, new, method=method, align_corners=align_corners)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 7), (7, 7), (9, 4), (5, 11)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_cubic_resizing_is_a_convolution(old: int, new: int, align_corners: bool) -> None:
+    """With the kernel of Keys 1981, equation 4, whose last rows stand for those beyond them."""
+
+    def kernel(x: float, a: float = -0.75) -> float:
+        if x <= 1:
+            return (a + 2) * x**3 - (a + 3) * x**2 + 1
+        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+    table = np.random.default_rng(1).standard_normal((old, 3))
+    expected = np.zeros((new, 3))
+    for row in range(new):
+        place = row * (old - 1) / (new - 1) if align_corners else (row + 0.5) * old / new - 0.5
+        for index in range(-3, old + 3):
+            expected[row] += kernel(abs(place - index)) * table[min(max(index, 0), old - 1)]
+    found = resize_table(table, new, method="cubic", align_corners=align_corners)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    numbers = resize_table(table[:, 0], new, method="cubic", align_corners=align_corners, axis=0)
+    np.testing.assert_allclose(numbers, found[:, 0], rtol=0, atol=1e-14)
 
 
 def test_resizing_any_axis_and_its_gradient() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -18,7 +18,7 @@ from relskew_core import Span
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import SCRATCH_BYTES, chunk_size, chunks, documents_of, keys_seen
-from relskew_core._kernel.problem import check_pattern, problem
+from relskew_core._kernel.problem import Pattern, check_pattern, problem
 from relskew_core._positions.labels import Documents, check_reach_of, consecutive_offsets, known_items
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.visibility import FURTHEST, Visibility
@@ -61,6 +61,13 @@ def bounds(flags: Any) -> tuple[int, int] | None:
 
 @settings(max_examples=300, deadline=None)
 @given(n=LENGTHS, m=LENGTHS, offset=OFFSETS, options=PATTERNS, part=st.tuples(*[st.integers(0, 8)] * 4))
+@example(n=8, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(0, 8, 0, 8))
+@example(n=3, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(2, 3, 0, 8))
+@example(n=2, m=4, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 4))
+@example(n=2, m=5, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 5))
+@example(n=4, m=4, offset=0, options={"window": (3, None)}, part=(0, 4, 0, 4))
+@example(n=4, m=4, offset=0, options={"window": (2, None)}, part=(0, 4, 0, 4))
+@example(n=4, m=4, offset=0, options={"window": (None, 2)}, part=(0, 4, 0, 4))
 def test_a_pattern_is_what_it_says(
     n: int, m: int, offset: int, options: dict[str, Any], part: tuple[int, int, int, int]
 ) -> None:
@@ -102,10 +109,10 @@ def test_a_pattern_is_what_it_says(
     offsets=st.lists(OFFSETS, min_size=1, max_size=3),
     options=PATTERNS,
     part=st.tuples(*[st.integers(0, 7)] * 4),
-    known=st.booleans(),
 )
+@example(n=2, m=7, offsets=[4], options={"block_size": 4, "blocks_before": 0}, part=(0, 2, 0, 7))
 def test_the_pattern_of_a_batch_is_that_of_its_items(
-    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int], known: bool
+    n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int]
 ) -> None:
     seen = np.stack([seen_by(n, m, offset, options) for offset in offsets])
     pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
@@ -145,6 +152,34 @@ def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None
     assert low <= high or not seen
 
 
+def test_sides_that_no_integer_reaches_say_nothing() -> None:
+    edge = Pattern(FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
+    assert edge.of(ONE, 1, 0, xp=XP).sides == (FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
+    assert Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=XP).sides == (None,) * 4
+    assert Pattern(None, 0, 4, FURTHEST // 4 - 1).of(ONE, 1, 0, xp=XP).sides == (None, 0, 4, FURTHEST // 4 - 1)
+    for before in (FURTHEST // 3 + 1, FURTHEST):
+        assert Pattern(None, 0, 3, before).of(ONE, 1, 0, xp=XP).sides == (None, 0, 3, FURTHEST // 3)
+
+
+def test_one_causal_block_before_is_the_default() -> None:
+    def sides(**options: Any) -> Any:
+        return check_pattern(Arguments(ONE, ONE, ONE, block_size=3, **options))
+
+    assert sides() == sides(causal=True) == sides(causal=True, blocks_before=1) == Pattern(None, 0, 3, None)
+    assert sides(causal=True, blocks_before=2) == Pattern(None, 0, 3, 2)
+    assert sides(blocks_before=1) == Pattern(None, None, 3, 1)
+
+
+def test_positions_of_a_batch_of_two_axes() -> None:
+    q, steps = np.zeros((2, 1, 1, 4, 1)), np.arange(4) + np.asarray([[[0]], [[3]]])
+    visibility = problem(Arguments(q, q, q, positions=(steps, np.arange(4)))).options.visibility
+    assert (visibility.by_value, visibility.offset) == (True, 0)
+    nobody, none = q[:0], np.zeros((0, 1, 4), np.int64)
+    assert problem(Arguments(nobody, nobody, nobody, positions=(none, none))).options.visibility == Visibility(4, 4)
+    same = problem(Arguments(q, q, q, positions=(steps * 0 + np.arange(4), np.arange(4)))).options.visibility
+    assert same == Visibility(4, 4)
+
+
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
 def test_nobody_to_see_or_to_be_seen(lengths: tuple[int, int]) -> None:
     assert pattern_of(*lengths, [2, 3], {}).positions() is None
@@ -163,7 +198,7 @@ def test_offsets_are_known_where_they_can_be_read() -> None:
         for offsets, lead in (([3, -2], (2,)), ([[3], [-2]], (2, 1))):
             x = make(np.zeros((*lead, 1, 4, 1)))
             visibility: Any = problem(Arguments(x, x, x, offset=make(offsets))).options.visibility
-            assert visibility.known == (3, -2)
+            assert (visibility.known, visibility.n_queries) == ((3, -2), 4)
     elsewhere = functools.partial(strict.asarray, device=strict.Device("device1"))
     x = elsewhere(np.zeros((2, 1, 4, 1)))
     visibility = problem(Arguments(x, x, x, offset=elsewhere([3, -2]))).options.visibility

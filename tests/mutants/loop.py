@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +31,16 @@ from mutants.record import Mutant
 
 Line: TypeAlias = tuple[str, int]
 
-EXAMPLES = 60  # of Hypothesis, in each test
+EXAMPLES = 100  # of Hypothesis, in each test
 TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
-# Tests of the other array libraries, whose code is the same but for how they start; and those that measure.
-OTHERS = ("torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "limits_of_time")
+# Tests of other array libraries, whose code is the same but for how they start; of other runtimes, which take the same
+# graphs; those that measure; and one that starts Python anew, which does not find mutmut there.
+OTHERS = (
+    "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "portable_runtimes", "ndonnx",
+    "limits_of_time", "same_bytes",
+)  # fmt: skip
 
 # The same examples each time; a failure is enough, no smaller one is looked for.
 settings.register_profile(
@@ -58,6 +62,7 @@ class Reach:
     seconds: list[float] = field(default_factory=list)
     tests: dict[Line, list[int]] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
+    _rare: dict[str, Counter[int]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[int]:
         """Return the tests that come to where a mutant is; to its function where that is no line of its own."""
@@ -65,23 +70,23 @@ class Reach:
         found = ({test for line in span for test in self.tests.get((mutant.module, line), ())} for span in spans)
         return sorted(next(filter(None, found), ()))
 
-    def quick(self, mutant: Mutant, patience: float, kinds: Sequence[object]) -> list[int]:
+    def rare(self, module: str) -> Counter[int]:
+        """Return how much each test sees of a module that few others see."""
+        if module not in self._rare:
+            self._rare[module] = Counter()
+            for (name, _), tests in self.tests.items():
+                if name == module:
+                    self._rare[module].update(dict.fromkeys(tests, 1 / len(tests)))
+        return self._rare[module]
+
+    def quick(self, mutant: Mutant, patience: float) -> list[int]:
         """Return tests that together take as long as there is patience, and one at least.
 
-        Half of it is for the quickest ones. Of the others each kind's quickest come first, then the second ones:
-        another kind sees more than more of the same.
+        Half of it is for the quickest ones, the rest for those that see most of what few others see.
         """
-        found = sorted(self.of(mutant), key=self.seconds.__getitem__)
-        rank: Counter[object] = Counter()
-        ranked = []
-        for test in found:
-            ranked.append((rank[kinds[test]], test))
-            rank[kinds[test]] += 1
+        found, rare = sorted(self.of(mutant), key=self.seconds.__getitem__), self.rare(mutant.module)
         tests: dict[int, None] = {}
-        for order, enough in (
-            (found, patience / 2),
-            ([test for _, test in sorted(ranked, key=lambda pair: pair[0])], patience),
-        ):
+        for order, enough in ((found, patience / 2), (sorted(found, key=lambda test: -rare[test]), patience)):
             total = sum(self.seconds[test] for test in tests)
             for test in order:
                 if test not in tests and total + self.seconds[test] <= enough:
@@ -112,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Try every mutant instead of running every test."""
-    option = session.config.getoption
+    option: Any = session.config.getoption
     if session.testsfailed:
         raise session.Interrupted("the tests cannot be collected")
     mutants = [Mutant(**row) for row in json.loads(option("mutants").read_text())]
@@ -123,8 +128,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     gc.collect()
     gc.freeze()  # forks share what is here as long as they do not write to it
     print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
-    kinds = [getattr(item, "originalname", item.name) for item in session.items]
-    plan = ((mutant.name, reach.quick(mutant, option("patience"), kinds)) for mutant in mutants)
+    plan = ((mutant.name, reach.quick(mutant, option("patience"))) for mutant in mutants)
     with option("verdicts").open("w") as verdicts:
         for number, (mutant, verdict) in enumerate(trial(session.items, plan, reach.seconds, option("workers")), 1):
             print(json.dumps([mutant, verdict]), file=verdicts, flush=True)
@@ -138,16 +142,22 @@ def measure(items: list[pytest.Item]) -> Reach:
     reach, before = Reach(), set(sys.modules)
     for index, item in enumerate(items):
         lines: set[Line] = set()
-        start = time.perf_counter()
+        start = busy()
         with tracing(lines):
             why = failure(item)
         if why:
             raise RuntimeError(f"{item.nodeid} fails without a mutant:\n{why}")
-        reach.seconds.append(time.perf_counter() - start)
+        reach.seconds.append(busy() - start)
         for line in lines:
             reach.tests.setdefault(line, []).append(index)
     reach.modules = [name for name in sys.modules if name not in before and not name.startswith("relskew_core")]
     return reach
+
+
+def busy() -> float:
+    """Return the seconds that this process and those that it waited for have worked, whoever else works here."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @contextmanager
