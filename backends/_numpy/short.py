@@ -84,7 +84,7 @@ def _quietly(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
 def _attend(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     options, (first, end, *_) = plan.options, plan.layout
     scaled, k, v = x.q * options.scale, x.k[..., first:end, :], x.v[..., first:end, :]
-    logits = grouped_matmul(scaled, k.mT, xp=xp)
+    logits = grouped_matmul(scaled, k.swapaxes(-1, -2), xp=xp)
     relative = _relative_terms(x, scaled, plan)
     if relative is not None:
         logits += _skewed(relative, plan)
@@ -119,16 +119,16 @@ def _attend(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
 
 def _relative_terms(x: Operands, scaled: Array, plan: Plan) -> Array | None:
     """Return what depends on the relative position alone, in relative layout (…, n, width)."""
-    bias = None if x.rel_bias is None else _rows(x.rel_bias[..., None], plan).mT
+    bias = None if x.rel_bias is None else _rows(x.rel_bias[..., None], plan).swapaxes(-1, -2)
     if x.rel_k is None:
         return None if bias is None else np.repeat(bias, x.q.shape[-2], axis=-2)
     met = scaled
     if x.rel_q is not None or plan.options.rel_scale != plan.options.scale:
         met = (x.q if x.rel_q is None else x.rel_q) * plan.options.rel_scale
     if plan.rows is None or 2 * x.rel_k.shape[-2] > plan.layout.width:
-        product = met @ _rows(x.rel_k, plan).mT
+        product = met @ _rows(x.rel_k, plan).swapaxes(-1, -2)
     else:  # of a short table it costs less to multiply what is there
-        product = _extended(met @ x.rel_k.mT, plan, -1)
+        product = _extended(met @ x.rel_k.swapaxes(-1, -2), plan, -1)
     return product if bias is None else product + bias
 
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 import dense
 import oracles
 import strategies
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, Library, of_name
 from relskew_core import Span, merge_attention, relative_attention, relative_attention_vjp
+from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.backward import attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.forward import attention
@@ -23,6 +24,7 @@ from relskew_core._kernel.problem import problem
 from relskew_core._kernel.sums import RunningSum, sum_to
 from relskew_core.backends._torch import KNOWN_ON_CPUS
 
+XP = namespace_of(np)
 GATE = 1e-10
 
 STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
@@ -203,8 +205,8 @@ def test_parts_of_half_precision_are_merged_in_single() -> None:
 def test_portable_kernels_stay_in_the_dtype_of_their_arrays(case: dense.Case) -> None:
     call = problem(Arguments(**case.arrays("float32"), **case.call()), return_lse=True)
     operands, d_out = call.operands(), case.d_out().astype("float32")
-    out, lse = attention(operands, call.options, xp=np)
-    gradients = attention_vjp(call.operand(d_out), operands, call.options, xp=np)
+    out, lse = attention(operands, call.options, xp=XP)
+    gradients = attention_vjp(call.operand(d_out), operands, call.options, xp=XP)
     assert {x.dtype for x in (out, lse, *gradients) if x is not None} == {np.dtype("float32")}
 
 
@@ -217,7 +219,7 @@ def test_portable_kernels_stay_in_the_dtype_of_their_arrays(case: dense.Case) ->
 def test_pieces_are_summed_where_they_start(starts: list[int], sizes: list[int], after: int) -> None:
     rng = np.random.default_rng(2)
     expected = np.zeros((2, max([*map(sum, zip(starts, sizes, strict=False)), 0]) + after, 3))
-    running = RunningSum(expected, np)
+    running = RunningSum(expected, XP)
     for start, size in zip(starts, sizes, strict=False):
         piece = rng.standard_normal((2, size, 3))
         expected[:, start : start + size] += piece
@@ -230,9 +232,9 @@ def test_a_sum_goes_to_the_axes_along_which_a_factor_was_broadcast() -> None:
     for lead in ((), (1,), (4, 1), (1, 1), (3, 4, 1), (3, 1, 1), (1, 4, 1), (2, 1, 4, 1), (1, 3, 1, 1), (2, 3, 4, 1)):
         summed = tuple(axis for axis, size in enumerate((1,) * (4 - len(lead)) + lead) if size == 1)
         expected = x.sum(axis=summed).reshape(*lead, 5, 6)
-        np.testing.assert_allclose(sum_to(x, lead, xp=np), expected, atol=1e-13, err_msg=f"{lead}")
+        np.testing.assert_allclose(sum_to(x, lead, xp=XP), expected, atol=1e-13, err_msg=f"{lead}")
     x = x.reshape(2, 1, 3, 4, 5, 6)
-    np.testing.assert_allclose(sum_to(x, (3, 1), xp=np), x.sum((0, 1, 3))[:, None], atol=1e-13)
+    np.testing.assert_allclose(sum_to(x, (3, 1), xp=XP), x.sum((0, 1, 3))[:, None], atol=1e-13)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
@@ -278,7 +280,7 @@ def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> None:
-    row = next(row for row in LIBRARIES if row.name == "array-api-strict, second device")
+    row = of_name("array-api-strict, second device")
     for n, m, options in ((0, 3, {}), (3, 0, {}), (3, 3, {"offset": -9, "causal": True}), (20, 3, {"window": (2, 2)})):
         case = dense.Case("none", n=n, m=m, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table")
         arrays = {name: row.asarray(x, dtype) for name, x in case.arrays().items()}

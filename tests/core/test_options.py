@@ -17,6 +17,7 @@ import oracles
 import relskew_core as relskew
 import strategies
 from relskew_core import Span, attention_weights, relative_attention_vjp
+from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.chunk import chunks
@@ -26,6 +27,7 @@ from strategies import Call, Way
 
 relative_attention: Any = relskew.relative_attention  # which may return a pair
 
+XP = namespace_of(np)
 RNG = np.random.default_rng(7)
 Q, K, V = RNG.standard_normal((3, 2, 4, 40, 8))
 TABLE = RNG.standard_normal((4, 79, 8))
@@ -146,13 +148,13 @@ def test_sinks_of_half_precision_are_counted_in_single() -> None:
     lse, d_lse = rng.standard_normal((2, 4, 5)).astype("float32")
     d_out, out, sinks = (x.astype("float16") for x in (d_out, out, sinks))
     share = np.exp(lse) / (np.exp(lse) + np.exp(sinks.astype("float32"))[:, None])
-    found, total = with_sinks(out, lse, sinks, xp=np)
+    found, total = with_sinks(out, lse, sinks, xp=XP)
     assert (found.dtype, total.dtype) == (np.float16, np.float32)
     np.testing.assert_allclose(found, out * share[..., None], rtol=2e-3)
     np.testing.assert_allclose(total, lse - np.log(share), rtol=1e-5)
     delta = (d_out.astype("float64") * out).sum(-1) - d_lse
     expected = -((1 - share) * delta).sum(-1)
-    gradient = sinks_gradient(sinks, d_out, out, total, d_lse, xp=np)
+    gradient = sinks_gradient(sinks, d_out, out, total, d_lse, xp=XP)
     assert gradient.dtype == np.float32
     np.testing.assert_allclose(gradient, expected, rtol=1e-4)
 
@@ -302,7 +304,7 @@ def test_the_first_query_sees_itself() -> None:
 
 
 def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> None:
-    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    row = libraries.of_name("array-api-strict, second device")
     for dtype in ("float32", "float64"):
         weights, table = row.asarray(np.ones((2, 4, 3, 5)), dtype), row.asarray(np.ones((4, 1, 7)), dtype)
         values: Any = relskew.relative_values(weights, table, Span(0, 0, "clip"), offset=-9, causal=True)
@@ -314,7 +316,7 @@ def test_values_of_which_nothing_is_seen_are_zeros_where_their_arrays_are() -> N
 
 
 def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
-    row = next(row for row in libraries.LIBRARIES if row.name == "array-api-strict, second device")
+    row = libraries.of_name("array-api-strict, second device")
     for n, m, window in ((0, 3, None), (12, 3, (2, 2))):
         for dtype in ("float32", "float64"):
             q, k, sinks = (row.asarray(x, dtype) for x in (Q[:, :, :n], K[:, :, :m], np.ones(4)))
@@ -431,9 +433,9 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
 def test_a_weight_at_the_threshold_is_kept() -> None:
     call = problem(Arguments(Q, K, V, dropout=0.5, seed=3))
     chunk = next(iter(chunks(call.operands(), call.options)))
-    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=np)), xp=np)
+    drawn = stirred(np.bitwise_xor(*hashes(call.operands(), call.options, chunk, xp=XP)), xp=XP)
     options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
-    weights = kept(call.operands(), options, chunk, xp=np)
+    weights = kept(call.operands(), options, chunk, xp=XP)
     assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
     assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
     by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
@@ -451,7 +453,7 @@ def test_keys_behind_an_additive_mask_may_be_anything() -> None:
 def test_places_wrap_at_32_bits() -> None:
     far = [0, 5, -1, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32 + 7, 3 * 2**31, 2**62 + 3]
     numbers = np.asarray(far)
-    np.testing.assert_array_equal(narrowed(numbers, xp=np), numbers.astype(np.int32), strict=True)
+    np.testing.assert_array_equal(narrowed(numbers, xp=XP), numbers.astype(np.int32), strict=True)
     assert [signed(number) for number in far] == numbers.astype(np.int32).tolist()
     assert threshold(0.0) == -(2**31)
     assert threshold(0.25) == -(2**30)

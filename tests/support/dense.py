@@ -150,7 +150,7 @@ def vjp(d_out: NDArray[Any], arrays: Mapping[str, Any], options: Mapping[str, An
     wanted = {name: x.requires_grad_() for name, x in given.items() if name in floating(arrays)}
     out = attention(**given, **options).out
     gradients = torch.autograd.grad(out, list(wanted.values()), torch.tensor(d_out), materialize_grads=True)
-    return {name: x.numpy() for name, x in zip(wanted, gradients, strict=True)}
+    return {name: x.detach().numpy() for name, x in zip(wanted, gradients, strict=True)}
 
 
 def each(function: Callable[[Any], Any], x: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import ArrayLike, NDArray
 
 Array = Any
@@ -70,6 +71,8 @@ class Library:
         """Why the row cannot be tested on this machine; ``None`` if it can."""
         if importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
+        if self.name == "array-api-strict, second device" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+            return "array-api-strict has devices of its own with NumPy 2 alone"
         return _no_cuda(self.module) if self.gpu else None
 
     def asarray(self, data: ArrayLike, dtype: str | None = None) -> Array:
@@ -300,3 +303,11 @@ def table() -> str:
 
 if __name__ == "__main__":
     print(table(), end="")
+
+
+def of_name(name: str) -> Library:
+    """Return a row of the matrix, or skip the test with the reason why it cannot be tested."""
+    row = next(row for row in LIBRARIES if row.name == name)
+    if (reason := row.missing()) is not None:
+        pytest.skip(reason)
+    return row
