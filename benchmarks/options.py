@@ -27,7 +27,7 @@ from benchmarks.timing import interleave
 from relskew_core import Span, relative_attention
 from relskew_core.cli._measure import resident_peak
 
-HEADS, DIM, REACH, DROPOUT = 8, 64, 64, 0.1
+HEADS, DIM, REACH, DROPOUT, SOFTCAP = 8, 64, 64, 0.1, 30.0
 PAGE = ROOT / "docs" / "options.md"
 
 
@@ -90,6 +90,11 @@ def _dense_sinks(x: Inputs) -> Tensor:
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
+def _dense_softcap(x: Inputs) -> Tensor:
+    sums = x.q @ x.k.mT * DIM**-0.5 + (x.q * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).expand(1, HEADS, -1, -1))
+    return ((sums / SOFTCAP).tanh() * SOFTCAP).masked_fill(~_causal(x), -torch.inf).softmax(-1) @ x.v
+
+
 def _dense_blocks(x: Inputs) -> Tensor:
     block = torch.arange(x.q.shape[-2]) // 128
     behind = block[:, None] - block[None, :]
@@ -122,6 +127,7 @@ class Option:
 OPTIONS = {
     "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _causal(x), _rows(x)))),
     "sinks": Option("sinks=(H,)", lambda x: _ours(x, causal=True, sinks=x.sinks), _dense_sinks),
+    "softcap": Option("softcap=30", lambda x: _ours(x, causal=True, softcap=SOFTCAP), _dense_softcap),
     "segments": Option(
         "segments, 64 documents",
         lambda x: _ours(x, causal=True, segments=x.documents),

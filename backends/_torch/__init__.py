@@ -11,7 +11,7 @@ from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
 
-KNOWN_ON_CPUS = COMMON | {"blocks_before", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
+KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know."""
 
 

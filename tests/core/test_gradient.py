@@ -194,8 +194,9 @@ def test_a_library_without_a_native_path_says_so() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_querys_nan_stays_in_its_own_gradient(
-    impl: str, causal: bool, window: tuple[int, int] | None, chunk_size: int | None
+    impl: str, causal: bool, window: tuple[int, int] | None, chunk_size: int | None, softcap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -208,7 +209,7 @@ def test_a_querys_nan_stays_in_its_own_gradient(
     gradients = [
         relative_attention_vjp(
             d_out, queries, k, v, rel_k, rel_v=rel_v, span=Span(6, 6), causal=causal, window=window,
-            chunk_size=chunk_size, impl=impl,
+            chunk_size=chunk_size, softcap=softcap, impl=impl,
         )
         for queries in (q, spoiled)
     ]  # fmt: skip

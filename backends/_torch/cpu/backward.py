@@ -171,7 +171,8 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
     chunk, logits, weights = views.chunk, views.logits, views.weights
     d_out = own.d_out[views.number]
 
-    write_logits(call, views, stack)
+    slope = None if options.softcap is None else scratch.absolute("slope", chunk)
+    write_logits(call, views, stack, slope)
     write_softmax(call, views)
     if own.lse is not None:
         sums_here = log_sum_exp(logits, weights).unsqueeze(-1)
@@ -191,6 +192,8 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
     if sums.mask is not None:
         target = of_mask(sums.mask, stack.place)[(slice(None), *chunk.of_mask(sums.mask))]
         target.add_(logits.sum_to_size(target.shape))
+    if slope is not None:
+        logits.mul_(slope)
 
     _add_product(views.keys(own.k), logits.mT, stack.q[views.number], options.scale)
     d_q = own.q[views.number]

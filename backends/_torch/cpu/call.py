@@ -87,6 +87,11 @@ class StackedCall:
         return 1 - self.options.dropout
 
     @property
+    def unit(self) -> float:
+        """What logits are multiplied by before a softcap: it is worked out from ``2 · logits / softcap``."""
+        return 1.0 if self.options.softcap is None else 2 / self.options.softcap
+
+    @property
     def group(self) -> int:
         """How many heads have one key head."""
         return _group(self.q, self.k)

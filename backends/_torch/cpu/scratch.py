@@ -21,6 +21,9 @@ from relskew_core.backends._in_place import fill, regions
 from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall
 from relskew_core.backends._torch.cpu.look_up import LookUp
 
+LOW_SOFTCAP = 64.0
+"""Up to here the sigmoid, rounded near 1/2, is as good as rounding a logit at the cap: 1e-5 in float32."""
+
 
 class Scratch:
     """The buffers of one worker, as long as the longest chunk needs them, and every chunk's views of them."""
@@ -174,23 +177,12 @@ class Product:
         fill(self.edges, self.zeros)
 
 
-def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
-    """Write a chunk's logits in absolute layout, into the views' memory."""
-    options, logits = call.options, views.logits
-    beta = 1
-    if views.product is not None and stack.rel_k is not None:
-        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale)
-    if call.tables.rel_bias is not None:
-        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp)
-        bias = spread[stack.place.heads] if spread.ndim == 3 and spread.shape[0] > 1 else spread
-        views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
-    elif views.product is None:
-        beta = 0
-    write_labels(call, views, stack.place)
-    if views.look_up is not None and (call.tables.rel_k is not None or call.tables.rel_bias is not None):
-        views.look_up.gather(views.whole, logits)
-    columns = views.keys(stack.k_columns, axis=-1)
-    torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale, out=logits)
+def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | None = None) -> None:
+    """Write a chunk's logits in absolute layout, into the views' memory, and the slope of their softcap."""
+    logits, softcap = views.logits, call.options.softcap
+    write_sums(call, views, stack)
+    if softcap is not None:
+        cap(logits, softcap, slope)
     views.hide(-math.inf)
     if stack.mask is not None:
         mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
@@ -199,6 +191,37 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
             logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
         else:
             logits.masked_fill_(~mask, -math.inf)
+
+
+def write_sums(call: StackedCall, views: Views, stack: Stack) -> None:
+    """Write the sums that logits are before softcap and masks, times ``call.unit``."""
+    options, logits = call.options, views.logits
+    beta = 1
+    if views.product is not None and stack.rel_k is not None:
+        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale * call.unit)
+    if call.tables.rel_bias is not None:
+        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp) * call.unit
+        bias = spread[stack.place.heads] if spread.ndim == 3 and spread.shape[0] > 1 else spread
+        views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
+    elif views.product is None:
+        beta = 0
+    write_labels(call, views, stack.place)
+    if views.look_up is not None and (call.tables.rel_k is not None or call.tables.rel_bias is not None):
+        views.look_up.gather(views.whole, logits)
+    columns = views.keys(stack.k_columns, axis=-1)
+    torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale * call.unit, out=logits)
+
+
+def cap(logits: Tensor, softcap: float, slope: Tensor | None) -> None:
+    """Put ``softcap · tanh(x)`` over ``2 x``, and its slope ``1 - tanh(x)²`` where asked for."""
+    if softcap <= LOW_SOFTCAP:
+        logits.sigmoid_().sub_(0.5)  # half of tanh(x), in a fifth of its time
+    else:
+        logits.mul_(0.5).tanh_().mul_(0.5)
+    if slope is not None:
+        torch.addcmul(slope.new_ones(()), logits, logits, value=-4, out=slope)
+        slope.nan_to_num_(0.0)  # what is hidden need not be finite
+    logits.mul_(2 * softcap)
 
 
 def logits_of(chunk: Chunk) -> int:
