@@ -6,6 +6,7 @@ table, ready for the matrix products that follow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from relskew_core._array.softmax import share_of
 from relskew_core._kernel.backward import attention_vjp as portable
-from relskew_core._kernel.call import TABLES, Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import KINDS, TABLES, Gradients, Kind, Operands, Options, names_of
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import by_batch
@@ -29,6 +30,7 @@ from relskew_core.backends._torch.cpu.call import (
     run,
     undisturbed,
 )
+from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
 from relskew_core.backends._torch.cpu.scratch import (
     Product,
     Scratch,
@@ -57,13 +59,21 @@ def attention_vjp(
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
-    call = StackedCall.of(operands, options)
+    whole = _Whole.of(flattened(operands), options, d_out, out, lse, d_lse, mask_gradient="mask" in wanted)
+    tables: dict[str, Tensor] = {}
+    for part in parts(flattened(operands), options):
+        for name, gradient in _pull_back(StackedCall.of(part.operands, part.options), whole.part(part)).items():
+            tables[name] = tables[name] + gradient if name in tables else gradient
+    return whole.gradients(operands, tables)
+
+
+def _pull_back(call: StackedCall, whole: _Whole) -> dict[str, Tensor]:
+    """Add to the gradients of whole sequences and of the mask, and return those of the tables."""
     shares = call.shares()
     workers = max(1, min(torch.get_num_threads(), len(shares)))
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
     # Every worker owns a fixed run of heads and its own sums for what they share: no two write one place.
-    whole = _Whole.of(call, d_out, out, lse, d_lse)
-    sums = [_WorkerSums.of(call, mask_gradient="mask" in wanted) for _ in range(workers)]
+    sums = [_WorkerSums.of(call, mask=whole.mask) for _ in range(workers)]
 
     def work(index: int) -> None:
         scratch = Scratch(call)
@@ -75,7 +85,9 @@ def attention_vjp(
                     _backward(call, scratch, stack, chunk, own, sums[index])
 
     run(work, range(workers), workers)
-    return _collect(call, whole, sums, operands)
+    if whole.mask is not None:
+        whole.mask.add_(_total(sums, "mask"))
+    return {name: _of_table(call, sums, name) for name in TABLES if getattr(sums[0], name, None) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +103,42 @@ class _Whole:
     v: Tensor
     rel_q: Tensor | None
 
+    mask: Tensor | None
+
     @classmethod
     def of(
-        cls, call: StackedCall, d_out: Tensor, out: Tensor | None, lse: Tensor | None, d_lse: Tensor | None
+        cls,
+        operands: Operands,
+        options: Options,
+        d_out: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
+        d_lse: Tensor | None,
+        *,
+        mask_gradient: bool,
     ) -> _Whole:
+        """Take what came, and zeros for what goes, of flattened operands."""
+        mask = operands.mask if mask_gradient else None
+
         def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.reshape(call.q.shape[:-1])
+            return None if x is None else x.reshape(operands.q.shape[:-1])
+
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
         return cls(
-            d_out=by_batch(d_out / call.share_kept if call.drawn else d_out, xp=xp),
+            d_out=by_batch(d_out / (1 - options.dropout) if options.dropout else d_out, xp=xp),
             delta=rows(None if out is None else (d_out * out).sum(-1)),
             lse=rows(lse),
             d_lse=rows(d_lse),
-            q=torch.zeros_like(call.q, memory_format=torch.contiguous_format),
-            k=torch.zeros_like(call.k, memory_format=torch.contiguous_format),
-            v=torch.zeros_like(call.v, memory_format=torch.contiguous_format),
-            rel_q=None if call.rel_q is None else torch.zeros_like(call.rel_q, memory_format=torch.contiguous_format),
+            mask=None if mask is None or mask.dtype == torch.bool else zeros(mask),
+            **{name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)},
         )
+
+    def part(self, part: Part) -> _Whole:
+        """Return views of what belongs to a part."""
+        like = {name: name if name in KINDS else "q" for name in self.__slots__}
+        return _Whole(**{name: part.cut(operand, getattr(self, name)) for name, operand in like.items()})
 
     def at(self, call: StackedCall, place: HeadPlace) -> _Own:
         """Return what belongs to some heads of one batch entry."""
@@ -126,6 +157,20 @@ class _Whole:
             k=self.k[batch, key_heads],
             v=self.v[batch, key_heads],
             rel_q=q if self.rel_q is None else call.by_chunk(self.rel_q[batch, heads]),
+        )
+
+    def gradients(self, operands: Operands, tables: dict[str, Tensor]) -> Gradients:
+        """Return everything in the shapes of the call's operands."""
+        mask = self.mask
+        if mask is not None and operands.mask is not None:
+            if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
+                mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
+            mask = mask.reshape(operands.mask.shape)
+        of_heads = {name: getattr(self, name) for name in names_of(Kind.SEQUENCE)}
+        return Gradients(
+            **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
+            **tables,
+            mask=mask,
         )
 
 
@@ -153,16 +198,15 @@ class _WorkerSums:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, call: StackedCall, *, mask_gradient: bool) -> _WorkerSums:
+    def of(cls, call: StackedCall, *, mask: Tensor | None) -> _WorkerSums:
         def rows(table: Table | None) -> Tensor | None:
             return None if table is None else call.q.new_zeros(table.columns.mT.shape)
 
-        mask = call.mask if mask_gradient else None
         return cls(
             rows(call.tables.rel_k),
             rows(call.tables.rel_v),
             rows(call.tables.rel_bias),
-            None if mask is None or mask.dtype == torch.bool else call.q.new_zeros(mask.shape),
+            None if mask is None else torch.zeros_like(mask),
         )
 
 
@@ -286,26 +330,10 @@ def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     return rows[place.heads] if rows.shape[0] > 1 else rows
 
 
-def _collect(call: StackedCall, whole: _Whole, sums: list[_WorkerSums], operands: Operands) -> Gradients:
-    def total(name: str) -> Tensor | None:
-        parts = [part for worker in sums if (part := getattr(worker, name)) is not None]
-        return sum(parts[1:], parts[0]) if parts else None
+def _total(sums: list[_WorkerSums], name: str) -> Tensor:
+    return functools.reduce(torch.add, [getattr(worker, name) for worker in sums])
 
-    def table(name: str) -> Tensor | None:
-        rows = total(name)
-        if rows is None:
-            return None
-        gradient: Tensor = getattr(call.tables, name).gradient(rows.mT, xp=xp)
-        return gradient[..., 0] if name == "rel_bias" else gradient
 
-    mask = total("mask")
-    if mask is not None and operands.mask is not None:
-        if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
-            mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
-        mask = mask.reshape(operands.mask.shape)
-    of_heads = {name: getattr(whole, name) for name in names_of(Kind.SEQUENCE)}
-    return Gradients(
-        **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
-        **{name: table(name) for name in TABLES if getattr(sums[0], name, None) is not None},
-        mask=mask,
-    )
+def _of_table(call: StackedCall, sums: list[_WorkerSums], name: str) -> Tensor:
+    gradient: Tensor = getattr(call.tables, name).gradient(_total(sums, name).mT, xp=xp)
+    return gradient[..., 0] if name == "rel_bias" else gradient

@@ -186,11 +186,15 @@ def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | 
     views.hide(-math.inf)
     if stack.mask is not None:
         mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
-        if mask.dtype != torch.bool:
-            logits.add_(mask)
-            logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
-        else:
+        if mask.dtype == torch.bool:
             logits.masked_fill_(~mask, -math.inf)
+        else:
+            logits.add_(mask)
+            if mask.shape[-2] > 1:
+                logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
+    if stack.bound is not None:  # a fifth of the time that filling takes
+        logits.nan_to_num_(math.inf, math.inf, -math.inf)  # a NaN is the largest: its row stays NaN where it is seen
+        torch.minimum(logits, stack.bound[(slice(None), *views.chunk.of_mask(stack.bound))], out=logits)
 
 
 def write_sums(call: StackedCall, views: Views, stack: Stack) -> None:
@@ -264,8 +268,8 @@ def write_softmax(call: StackedCall, views: Views) -> None:
     logits, weights = views.logits, views.weights
     torch._softmax(logits, -1, False, out=weights)
     torch.threshold_(weights, math.exp(NEGLIGIBLE), 0.0)  # no subnormals into the products
-    if call.dead_rows:
-        weights.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
+    if call.dead_rows and bool((dead := logits.amax(-1, keepdim=True) == -math.inf).any()):
+        weights.masked_fill_(dead, 0.0)
 
 
 def log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:
