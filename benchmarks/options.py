@@ -95,6 +95,10 @@ def _dense_softcap(x: Inputs) -> Tensor:
     return ((sums / SOFTCAP).tanh() * SOFTCAP).masked_fill(~_causal(x), -torch.inf).softmax(-1) @ x.v
 
 
+def _padding(x: Inputs) -> Tensor:
+    return (torch.arange(x.q.shape[-2]) < x.q.shape[-2] * 7 // 8)[None, None, None]
+
+
 def _dense_blocks(x: Inputs) -> Tensor:
     block = torch.arange(x.q.shape[-2]) // 128
     behind = block[:, None] - block[None, :]
@@ -128,6 +132,11 @@ OPTIONS = {
     "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _causal(x), _rows(x)))),
     "sinks": Option("sinks=(H,)", lambda x: _ours(x, causal=True, sinks=x.sinks), _dense_sinks),
     "softcap": Option("softcap=30", lambda x: _ours(x, causal=True, softcap=SOFTCAP), _dense_softcap),
+    "padding": Option(
+        "mask=(B, 1, 1, L), not causal",
+        lambda x: _ours(x, mask=_padding(x)),
+        lambda x: _sdpa(x, _bias(x, _padding(x), _rows(x))),
+    ),
     "segments": Option(
         "segments, 64 documents",
         lambda x: _ours(x, causal=True, segments=x.documents),
