@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from relskew_core._kernel.call import Kind, Operands, names_of
+from relskew_core._kernel.call import Kind, Operands, Options, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
 
-KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
-"""The arrays and options that the kernels for CPUs know."""
+KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
+"""The arrays and options that the kernels for CPUs know, most of them."""
+
+
+def known_on_cpus(options: Options) -> frozenset[str]:
+    """Return what the kernels for CPUs know beside some options."""
+    # What keys look up stays with the portable code.
+    return KNOWN_ON_CPUS - {"key_table"} if options.visibility.by_value else KNOWN_ON_CPUS
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -21,7 +27,7 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cpu":
-        return Path(cpu.attention, cpu.attention_vjp, knows=KNOWN_ON_CPUS)
+        return Path(cpu.attention, cpu.attention_vjp, knows=known_on_cpus(call.options))
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 

@@ -18,7 +18,7 @@ from libraries import LIBRARIES, Library
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch import KNOWN_ON_CPUS
+from relskew_core.backends._torch import known_on_cpus
 
 GATE = 1e-10
 
@@ -85,7 +85,7 @@ def test_jax_has_them_too(case: dense.Case) -> None:
 def test_the_native_path_has_them_too(case: dense.Case, chunk_size: int) -> None:
     options = {**case.call(), "chunk_size": chunk_size}
     call = problem(Arguments(**case.arrays(), **case.call()))
-    names = unknown(call.given, call.options, KNOWN_ON_CPUS)
+    names = unknown(call.given, call.options, known_on_cpus(call.options))
     if names:
         with pytest.raises(ValueError, match=rf"no native path for this call: .*`{names[0]}`"):
             gradients_on(TORCH, case.d_out(), case.arrays(), options, impl="native")

@@ -31,8 +31,8 @@ from relskew_core.backends._torch.cpu.call import (
     undisturbed,
 )
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
+from relskew_core.backends._torch.cpu.product import Product
 from relskew_core.backends._torch.cpu.scratch import (
-    Product,
     Scratch,
     Views,
     log_sum_exp,
@@ -195,6 +195,7 @@ class _WorkerSums:
     rel_k: Tensor | None
     rel_v: Tensor | None
     rel_bias: Tensor | None
+    key_table: Tensor | None
     mask: Tensor | None
 
     @classmethod
@@ -206,6 +207,7 @@ class _WorkerSums:
             rows(call.tables.rel_k),
             rows(call.tables.rel_v),
             rows(call.tables.rel_bias),
+            rows(call.tables.key_table),
             None if mask is None else torch.zeros_like(mask),
         )
 
@@ -242,6 +244,7 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
     _add_product(views.keys(own.k), logits.mT, stack.q[views.number], options.scale)
     d_q = own.q[views.number]
     torch.baddbmm(d_q, logits, views.keys(stack.k), beta=0, alpha=options.scale, out=d_q)
+    _add_key_side(stack, views, own, sums, options.rel_scale)
     _add_relative_terms(call, stack, views, own, sums)
 
 
@@ -280,7 +283,7 @@ def _write_d_weights(
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.values(stack.v)
-    if rel_v is None:
+    if rel_v is None or stack.rel_v is None:
         return torch.bmm(d_out, v.mT, out=scratch.absolute("d_weights", chunk))
     relative = views.fold(weights, scratch.relative("relative", chunk))
     seen, low, high = visible_columns(relative, chunk, call.options)
@@ -292,7 +295,7 @@ def _write_d_weights(
     relative.zero_()
     if low <= high:
         place = relative[..., low - chunk.low : high - chunk.low + 1]
-        Product.of(rel_v, low, high, place).write(d_out, call.of_table(rel_v, stack.place), 1.0)
+        Product.of(rel_v, low, high, place).write(d_out, stack.rel_v, 1.0)
     d_weights: Tensor
     if views.look_up is None:
         d_weights = chunk.absolute(relative, xp=xp)
@@ -322,6 +325,17 @@ def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own
         own.rel_q[views.number].baddbmm_(core, rows, alpha=scale)
 
 
+def _add_key_side(stack: Stack, views: Views, own: _Own, sums: _WorkerSums, scale: float) -> None:
+    """Add the gradients of ``key_table`` and of the keys that meet it."""
+    for block in views.key_side:
+        core = block.folded()
+        if core is not None and stack.key_table is not None:
+            start, count = block.extension.start, core.shape[-1]
+            target = _of_rows(sums.key_table, stack.place).narrow(-2, start, count)
+            _add_product(target, core.mT, stack.k[:, block.keys], scale)
+            _add_product(own.k[:, block.keys], core, stack.key_table.narrow(-1, start, count).mT, scale)
+
+
 def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     """Return the rows of some heads, (stack or 1, rows, D), of sums that are there."""
     assert rows is not None
@@ -336,4 +350,6 @@ def _total(sums: list[_WorkerSums], name: str) -> Tensor:
 
 def _of_table(call: StackedCall, sums: list[_WorkerSums], name: str) -> Tensor:
     gradient: Tensor = getattr(call.tables, name).gradient(_total(sums, name).mT, xp=xp)
+    if name == "key_table":  # its columns descend
+        return gradient.flip(-2)
     return gradient[..., 0] if name == "rel_bias" else gradient

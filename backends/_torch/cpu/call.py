@@ -123,13 +123,17 @@ class StackedCall:
             k=k,
             k_columns=k.mT,
             v=v,
-            rel_k=None if self.tables.rel_k is None else self.of_table(self.tables.rel_k, place),
+            rel_k=self.of_table(self.tables.rel_k, place),
+            rel_v=self.of_table(self.tables.rel_v, place),
+            key_table=self.of_table(self.tables.key_table, place),
             mask=None if self.mask is None else of_mask(self.mask, place),
             bound=None if self.bound is None else of_mask(self.bound, place),
         )
 
-    def of_table(self, table: Table, place: HeadPlace) -> Tensor:
+    def of_table(self, table: Table | None, place: HeadPlace) -> Tensor | None:
         """Return the columns of a table for some heads, (stack, D, rows)."""
+        if table is None:
+            return None
         columns: Tensor = table.columns
         if columns.ndim == 3 and columns.shape[0] > 1:
             return columns[place.heads]
@@ -160,6 +164,8 @@ class Stack:
     k_columns: Tensor  # (stack, D, Lk)
     v: Tensor
     rel_k: Tensor | None  # columns of the table, (stack, D, rows)
+    rel_v: Tensor | None
+    key_table: Tensor | None
     mask: Tensor | None  # (stack or 1, Lq or 1, Lk or 1)
     bound: Tensor | None  # (stack or 1, 1, Lk or 1)
 

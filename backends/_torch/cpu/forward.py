@@ -75,10 +75,10 @@ def _attend_chunk(call: StackedCall, scratch: Scratch, stack: Stack, index: int,
         kept = write_kept(call, scratch, stack.place, index)
         weights = torch.mul(weights, kept, out=kept)
     torch.bmm(weights, views.values(stack.v), out=out)
-    if call.tables.rel_v is not None:
+    if call.tables.rel_v is not None and stack.rel_v is not None:
         relative = views.fold(weights, scratch.relative("relative", chunk))
         seen, low, high = visible_columns(relative, chunk, call.options)
         if low <= high:
             extension = call.tables.rel_v.plan(low, high)
-            rows = call.of_table(call.tables.rel_v, stack.place)[..., extension.start : extension.stop].mT
+            rows = stack.rel_v[..., extension.start : extension.stop].mT
             out.baddbmm_(extension.fold(seen, xp=xp), rows)

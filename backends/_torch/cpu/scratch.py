@@ -16,10 +16,10 @@ from torch import Tensor
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel import dropout
 from relskew_core._kernel.chunk import Chunk
-from relskew_core._positions.table import Table
-from relskew_core.backends._in_place import fill, regions
 from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall
+from relskew_core.backends._torch.cpu.key_side import Block, cut
 from relskew_core.backends._torch.cpu.look_up import LookUp
+from relskew_core.backends._torch.cpu.product import Product
 
 LOW_SOFTCAP = 64.0
 """Up to here the sigmoid, rounded near 1/2, is as good as rounding a logit at the cap: 1e-5 in float32."""
@@ -55,6 +55,13 @@ class Scratch:
         """Return a buffer of integers of 64 bits, (n, m)."""
         return self._buffer("columns", chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.int64)[0]
 
+    def transposed(self, n_keys: int, width: int) -> Tensor:
+        """Return a buffer in the relative layout of some keys, (stack, n_keys, width)."""
+        size = self._call.stack * n_keys * width
+        if "keys" not in self._flat or self._flat["keys"].numel() < size:
+            self._flat["keys"] = self._call.q.new_empty(size)
+        return self._flat["keys"][:size].view(self._call.stack, n_keys, width)
+
     def views(self, index: int) -> Views:
         """Return a chunk's views."""
         if index not in self._views:
@@ -85,6 +92,7 @@ class Views:
     hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
     product: Product | None  # the product with `rel_k`
     strange: Tensor | None  # which keys the labels hide from a query, (n, m), written for each batch entry
+    key_side: list[Block]  # where keys meet a table of their own
     look_up: LookUp | None  # where positions come in any order; logits have memory of their own then
 
     @classmethod
@@ -100,7 +108,7 @@ class Views:
                 LookUp.of(chunk, call.options, scratch.columns(chunk)),
             )
             relative = whole[..., :-1]
-        table = call.tables.rel_k
+        table, key_table = call.tables.rel_k, call.tables.key_table
         return cls(
             chunk=chunk,
             number=chunk.start // (call.options.chunk_size or 1),
@@ -112,6 +120,7 @@ class Views:
             hidden_logits=[(logits[..., columns], hidden) for columns, hidden in call.hidden[index]],
             product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
             strange=scratch.pairs("strange", chunk) if call.has_labels else None,
+            key_side=[] if key_table is None else [*cut(chunk, logits, key_table, call.options, scratch.transposed)],
             look_up=look_up,
         )
 
@@ -156,27 +165,6 @@ class Views:
         return v.masked_fill(unseen[:, None], 0.0) if bool(unseen.any()) else v
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Where ``q · e_r`` for ``r = low … high`` goes, past the ends of a short table too."""
-
-    start: int  # the table's first column that is multiplied …
-    count: int  # … and how many are
-    core: Tensor  # their place
-    edges: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
-    zeros: list[Tensor]  # places beyond a table that counts for nothing there
-
-    @classmethod
-    def of(cls, table: Table, low: int, high: int, x: Tensor) -> Product:
-        extension = table.plan(low, high)
-        return cls(extension.start, extension.stop - extension.start, *regions(extension, x))
-
-    def write(self, q: Tensor, columns: Tensor, scale: float) -> None:
-        """Multiply queries (stack, n, D) by the columns of a table (stack, D, rows)."""
-        torch.baddbmm(self.core, q, columns.narrow(-1, self.start, self.count), beta=0, alpha=scale, out=self.core)
-        fill(self.edges, self.zeros)
-
-
 def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | None = None) -> None:
     """Write a chunk's logits in absolute layout, into the views' memory, and the slope of their softcap."""
     logits, softcap = views.logits, call.options.softcap
@@ -214,6 +202,9 @@ def write_sums(call: StackedCall, views: Views, stack: Stack) -> None:
         views.look_up.gather(views.whole, logits)
     columns = views.keys(stack.k_columns, axis=-1)
     torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale * call.unit, out=logits)
+    for block in views.key_side:
+        assert stack.key_table is not None
+        block.add(stack.k, stack.key_table, options.rel_scale * call.unit)
 
 
 def cap(logits: Tensor, softcap: float, slope: Tensor | None) -> None:
