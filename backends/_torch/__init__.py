@@ -10,6 +10,7 @@ from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
+from relskew_core.backends._torch.cpu import ragged
 
 KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know, most of them."""
@@ -17,6 +18,8 @@ KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_ta
 
 def known_on_cpus(options: Options) -> frozenset[str]:
     """Return what the kernels for CPUs know beside some options."""
+    if ragged.serves(options):
+        return KNOWN_ON_CPUS | {"offset_by_item"}
     # What keys look up stays with the portable code.
     return KNOWN_ON_CPUS - {"key_table"} if options.visibility.by_value else KNOWN_ON_CPUS
 
@@ -27,7 +30,8 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cpu":
-        return Path(cpu.attention, cpu.attention_vjp, knows=known_on_cpus(call.options))
+        kernels = ragged if isinstance(call.options.visibility, RaggedVisibility) else cpu
+        return Path(kernels.attention, kernels.attention_vjp, knows=known_on_cpus(call.options))
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 

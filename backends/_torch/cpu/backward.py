@@ -30,7 +30,7 @@ from relskew_core.backends._torch.cpu.call import (
     run,
     undisturbed,
 )
-from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
+from relskew_core.backends._torch.cpu.parts import Part, flattened, mask_of_call, parts
 from relskew_core.backends._torch.cpu.product import Product
 from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
@@ -161,16 +161,11 @@ class _Whole:
 
     def gradients(self, operands: Operands, tables: dict[str, Tensor]) -> Gradients:
         """Return everything in the shapes of the call's operands."""
-        mask = self.mask
-        if mask is not None and operands.mask is not None:
-            if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
-                mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
-            mask = mask.reshape(operands.mask.shape)
         of_heads = {name: getattr(self, name) for name in names_of(Kind.SEQUENCE)}
         return Gradients(
             **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
             **tables,
-            mask=mask,
+            mask=None if self.mask is None else mask_of_call(self.mask, operands),
         )
 
 

@@ -14,7 +14,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core.backends._in_place import by_batch, mask_by_batch
 
 OfItems = TypeVar("OfItems", Tensor, Tensor | None)
@@ -42,16 +42,29 @@ class Part:
 
 
 def flattened(operands: Operands) -> Operands:
-    """Return operands with one batch axis; that of labels and masks may be 1."""
+    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
+    lead = operands.q.ndim - 3
 
     def flat(name: str, x: Tensor) -> Tensor:
-        if KINDS[name] is Kind.SEQUENCE:
+        kind = KINDS[name]
+        if kind is Kind.SEQUENCE:
             return by_batch(x, xp=xp)
-        if KINDS[name] is Kind.MASK:
+        if kind is Kind.MASK:
             return mask_by_batch(x, operands.q, xp=xp)
-        return x.reshape(-1, x.shape[-1]) if KINDS[name] is Kind.LABEL else x
+        if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
+            return x.flatten(0, lead - 1)
+        return x.reshape(-1, x.shape[-1]) if kind is Kind.LABEL else x
 
     return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
+
+
+def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
+    """Return the gradient of a flattened mask as that of the call's."""
+    mask = operands.mask
+    assert mask is not None
+    if x.numel() != mask.numel():  # it broadcasts along some of the batch axes
+        x = x.reshape(*operands.q.shape[:-3], *x.shape[1:]).sum_to_size(mask.shape)
+    return x.reshape(mask.shape)
 
 
 def parts(operands: Operands, options: Options) -> Iterator[Part]:
