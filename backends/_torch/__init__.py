@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from relskew_core._array.known import varies
 from relskew_core._kernel.call import Kind, Operands, Options, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
@@ -13,15 +14,19 @@ from relskew_core.backends._torch.cpu import operator as cpu
 from relskew_core.backends._torch.cpu import ragged
 
 KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
-"""The arrays and options that the kernels for CPUs know, most of them."""
+"""The arrays and options that the kernels for CPUs know, though not all together."""
 
 
 def known_on_cpus(options: Options) -> frozenset[str]:
     """Return what the kernels for CPUs know beside some options."""
+    known = KNOWN_ON_CPUS
     if ragged.serves(options):
-        return KNOWN_ON_CPUS | {"offset_by_item"}
-    # What keys look up stays with the portable code.
-    return KNOWN_ON_CPUS - {"key_table"} if options.visibility.by_value else KNOWN_ON_CPUS
+        known |= {"offset_by_item"}
+    if options.visibility.by_value:  # what keys look up stays with the portable code
+        known -= {"key_table"}
+    if varies(options.softcap):  # the operator would be compiled anew for each
+        known -= {"softcap"}
+    return known
 
 
 def serve(function: str, call: Problem) -> Path | str:

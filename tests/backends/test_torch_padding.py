@@ -44,14 +44,13 @@ def results(mask: Tensor, impl: str, **options: Any) -> list[Tensor]:
         return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).requires_grad_()
 
     GENERATOR.manual_seed(0)
-    given = [draw(7, 4, LENGTH, 3), draw(7, 2, LENGTH, 3), draw(7, 2, LENGTH, 3), draw(4, 9, 3)]
-    tables = {"rel_v": draw(9, 3), "rel_bias": draw(9)}
+    given: dict[str, Any] = {name: draw(7, 4 if name == "q" else 2, LENGTH, 3) for name in "qkv"}
+    given |= {"rel_k": draw(4, 9, 3), "rel_v": draw(9, 3), "rel_bias": draw(9)}
     if mask.dtype != torch.bool:
         mask = mask.clone().requires_grad_()
-    out, lse = relative_attention(
-        *given, Span.clipped(4), **tables, mask=mask, return_lse=True, impl=impl, chunk_size=5, **options
-    )  # fmt: skip
-    wanted = [*given, *tables.values(), *([mask] if mask.requires_grad else [])]
+    given |= {"span": Span.clipped(4), "mask": mask, "impl": impl, "chunk_size": 5, **options}
+    out, lse = relative_attention(**given, return_lse=True)
+    wanted = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
     seen = lse > -torch.inf
     return [out, lse, *torch.autograd.grad(out.sin().sum() + lse[seen].cos().sum(), wanted)]
 

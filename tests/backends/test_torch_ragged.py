@@ -89,7 +89,7 @@ def test_two_axes_before_the_heads() -> None:
 
 
 def test_half_precision_and_autocast() -> None:
-    half = {name: x.detach().to(torch.bfloat16) for name, x in arrays().items()}
+    half: dict[str, Any] = {name: x.detach().to(torch.bfloat16) for name, x in arrays().items()}
     options: dict[str, Any] = {"span": Span.clipped(4), "offset": OFFSETS, "causal": True}
     found, expected = (relative_attention(**half, **options, impl=impl) for impl in ("native", "portable"))
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import array_api_compat.torch as xp
 import torch
@@ -102,7 +103,6 @@ class _Whole:
     k: Tensor
     v: Tensor
     rel_q: Tensor | None
-
     mask: Tensor | None
 
     @classmethod
@@ -126,13 +126,14 @@ class _Whole:
         def zeros(x: Tensor | None) -> Tensor | None:
             return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
+        gradients: dict[str, Any] = {name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)}
         return cls(
             d_out=by_batch(d_out / (1 - options.dropout) if options.dropout else d_out, xp=xp),
             delta=rows(None if out is None else (d_out * out).sum(-1)),
             lse=rows(lse),
             d_lse=rows(d_lse),
             mask=None if mask is None or mask.dtype == torch.bool else zeros(mask),
-            **{name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)},
+            **gradients,
         )
 
     def part(self, part: Part) -> _Whole:
