@@ -95,6 +95,23 @@ def _dense_softcap(x: Inputs) -> Tensor:
     return ((sums / SOFTCAP).tanh() * SOFTCAP).masked_fill(~_causal(x), -torch.inf).softmax(-1) @ x.v
 
 
+def _dense_key_table(x: Inputs) -> Tensor:
+    of_keys = (x.k * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).mT.expand(1, HEADS, -1, -1)).mT
+    return _sdpa(x, _bias(x, torch.ones_like(_causal(x)), _rows(x)) + of_keys)
+
+
+def _offsets(x: Inputs, offset: Any) -> Any:
+    """Attend with the heads as the items of a batch."""
+    q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
+    return relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset).movedim(0, 1)
+
+
+def _dense_offsets(x: Inputs) -> Tensor:
+    steps = torch.arange(x.q.shape[-2])
+    r = steps[None, :] - (steps + torch.arange(HEADS)[:, None])[..., None]
+    return _sdpa(x, _bias(x, r <= 0, r.clamp(-REACH, REACH) + REACH))
+
+
 def _padding(x: Inputs) -> Tensor:
     return (torch.arange(x.q.shape[-2]) < x.q.shape[-2] * 7 // 8)[None, None, None]
 
@@ -137,6 +154,8 @@ OPTIONS = {
         lambda x: _ours(x, mask=_padding(x)),
         lambda x: _sdpa(x, _bias(x, _padding(x), _rows(x))),
     ),
+    "key_table": Option("key_table=(R, D), not causal", lambda x: _ours(x, key_table=x.table), _dense_key_table),
+    "offsets": Option("offset, by item", lambda x: _offsets(x, [*range(HEADS)]), _dense_offsets),
     "segments": Option(
         "segments, 64 documents",
         lambda x: _ours(x, causal=True, segments=x.documents),
