@@ -103,7 +103,8 @@ def _dense_key_table(x: Inputs) -> Tensor:
 def _offsets(x: Inputs, offset: Any) -> Any:
     """Attend with the heads as the items of a batch."""
     q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
-    return relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset).movedim(0, 1)
+    out: Any = relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset)
+    return out.movedim(0, 1)
 
 
 def _dense_offsets(x: Inputs) -> Tensor:
