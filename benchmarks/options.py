@@ -27,7 +27,7 @@ from benchmarks.timing import interleave
 from relskew_core import Span, relative_attention
 from relskew_core.cli._measure import resident_peak
 
-HEADS, DIM, REACH, DROPOUT = 8, 64, 64, 0.1
+HEADS, DIM, REACH, DROPOUT, SOFTCAP = 8, 64, 64, 0.1, 30.0
 PAGE = ROOT / "docs" / "options.md"
 
 
@@ -90,6 +90,33 @@ def _dense_sinks(x: Inputs) -> Tensor:
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
+def _dense_softcap(x: Inputs) -> Tensor:
+    sums = x.q @ x.k.mT * DIM**-0.5 + (x.q * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).expand(1, HEADS, -1, -1))
+    return ((sums / SOFTCAP).tanh() * SOFTCAP).masked_fill(~_causal(x), -torch.inf).softmax(-1) @ x.v
+
+
+def _dense_key_table(x: Inputs) -> Tensor:
+    of_keys = (x.k * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).mT.expand(1, HEADS, -1, -1)).mT
+    return _sdpa(x, _bias(x, torch.ones_like(_causal(x)), _rows(x)) + of_keys)
+
+
+def _offsets(x: Inputs, offset: Any) -> Any:
+    """Attend with the heads as the items of a batch."""
+    q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
+    out: Any = relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset)
+    return out.movedim(0, 1)
+
+
+def _dense_offsets(x: Inputs) -> Tensor:
+    steps = torch.arange(x.q.shape[-2])
+    r = steps[None, :] - (steps + torch.arange(HEADS)[:, None])[..., None]
+    return _sdpa(x, _bias(x, r <= 0, r.clamp(-REACH, REACH) + REACH))
+
+
+def _padding(x: Inputs) -> Tensor:
+    return (torch.arange(x.q.shape[-2]) < x.q.shape[-2] * 7 // 8)[None, None, None]
+
+
 def _dense_blocks(x: Inputs) -> Tensor:
     block = torch.arange(x.q.shape[-2]) // 128
     behind = block[:, None] - block[None, :]
@@ -122,6 +149,14 @@ class Option:
 OPTIONS = {
     "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _causal(x), _rows(x)))),
     "sinks": Option("sinks=(H,)", lambda x: _ours(x, causal=True, sinks=x.sinks), _dense_sinks),
+    "softcap": Option("softcap=30", lambda x: _ours(x, causal=True, softcap=SOFTCAP), _dense_softcap),
+    "padding": Option(
+        "mask=(B, 1, 1, L), not causal",
+        lambda x: _ours(x, mask=_padding(x)),
+        lambda x: _sdpa(x, _bias(x, _padding(x), _rows(x))),
+    ),
+    "key_table": Option("key_table=(R, D), not causal", lambda x: _ours(x, key_table=x.table), _dense_key_table),
+    "offsets": Option("offset, by item", lambda x: _offsets(x, [*range(HEADS)]), _dense_offsets),
     "segments": Option(
         "segments, 64 documents",
         lambda x: _ours(x, causal=True, segments=x.documents),

@@ -86,7 +86,7 @@ def _step(
         row, column = chunk.mask_starts(sums.mask)
         piece = _sum_mask(d_logits, sums.mask)
         new["mask"] = _add(sums.mask, piece, {-2: row, -1: column})
-    d_logits = capped_gradient(d_logits, capped, options)
+    d_logits = capped_gradient(d_logits, capped, options, xp=jnp)
 
     d_k = grouped_outer(q, d_logits, k.shape[-3], xp=jnp)
     if call.key_table is not None:

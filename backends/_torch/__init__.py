@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from relskew_core._kernel.call import Kind, Operands, names_of
+from relskew_core._array.known import varies
+from relskew_core._kernel.call import Kind, Operands, Options, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
+from relskew_core.backends._torch.cpu import ragged
 from relskew_core.backends._torch.cpu import short as short
 
-KNOWN_ON_CPUS = COMMON | {"blocks_before", "dropout", "seed", "by_value", *names_of(Kind.LABEL)}
-"""The arrays and options that the kernels for CPUs know."""
+KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
+"""The arrays and options that the kernels for CPUs know, though not all together."""
+
+
+def known_on_cpus(options: Options) -> frozenset[str]:
+    """Return what the kernels for CPUs know beside some options."""
+    known = KNOWN_ON_CPUS
+    if ragged.serves(options):
+        known |= {"offset_by_item"}
+    if options.visibility.by_value:  # what keys look up stays with the portable code
+        known -= {"key_table"}
+    if varies(options.softcap):  # the operator would be compiled anew for each
+        known -= {"softcap"}
+    return known
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -22,7 +36,8 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function():
         return "torch.func.grad and jvp go through the portable code alone"
     if device == "cpu":
-        return Path(cpu.attention, cpu.attention_vjp, knows=KNOWN_ON_CPUS)
+        kernels = ragged if isinstance(call.options.visibility, RaggedVisibility) else cpu
+        return Path(kernels.attention, kernels.attention_vjp, knows=known_on_cpus(call.options))
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 

@@ -114,7 +114,7 @@ def _backward(
 
     d_logits = weights * (d_weights - cotangents.delta(weights, d_weights, queries, xp=xp))
     sums.add_mask(chunk, d_logits)
-    d_logits = capped_gradient(d_logits, logits, options)
+    d_logits = capped_gradient(d_logits, logits, options, xp=xp)
 
     d_k = grouped_outer(d_logits, q, k.shape[-3], xp=xp)
     if tables.key_table is not None:

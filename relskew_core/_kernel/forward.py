@@ -113,12 +113,12 @@ def capped(logits: Array, options: Options, *, xp: Namespace) -> Array:
     return logits if options.softcap is None else xp.tanh(logits * (1 / options.softcap)) * options.softcap
 
 
-def capped_gradient(d_logits: Array, capped: Array, options: Options) -> Array:
-    """Return the adjoint of :func:`capped`, from its result."""
+def capped_gradient(d_logits: Array, capped: Array, options: Options, *, xp: Namespace) -> Array:
+    """Return the adjoint of :func:`capped`, from its result; nothing of what is hidden, finite or not."""
     if options.softcap is None:
         return d_logits
     ratio = capped * (1 / options.softcap)
-    return d_logits * (1 - ratio * ratio)
+    return xp.where(d_logits == 0, d_logits, d_logits * (1 - ratio * ratio))
 
 
 def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array | None:

@@ -472,10 +472,10 @@ def test_expanded_arrays_and_gradients() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
-def test_softcap_has_no_native_path_and_the_reason_is_given() -> None:
-    case = BY_NAME["softcap"]
-    with pytest.raises(ValueError, match=r"no native path for this call: .*`softcap`"):
-        attend(case)(*tensors(case).values())
+def test_offsets_by_item_in_blocks_have_no_native_path_and_the_reason_is_given() -> None:
+    x = torch.zeros(2, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"no native path for this call: .*`offset_by_item`"):
+        relative_attention(x, x, x, offset=[0, 1], block_size=2, impl="native")
 
 
 @pytest.mark.usefixtures("two_threads")

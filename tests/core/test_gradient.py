@@ -22,7 +22,7 @@ from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.forward import attention
 from relskew_core._kernel.problem import problem
 from relskew_core._kernel.sums import RunningSum, sum_to
-from relskew_core.backends._torch import KNOWN_ON_CPUS
+from relskew_core.backends._torch import known_on_cpus
 
 XP = namespace_of(np)
 GATE = 1e-10
@@ -89,7 +89,7 @@ def test_jax_has_them_too(case: dense.Case) -> None:
 def test_the_native_path_has_them_too(case: dense.Case, chunk_size: int) -> None:
     options = {**case.call(), "chunk_size": chunk_size}
     call = problem(Arguments(**case.arrays(), **case.call()))
-    names = unknown(call.given, call.options, KNOWN_ON_CPUS)
+    names = unknown(call.given, call.options, known_on_cpus(call.options))
     if names:
         with pytest.raises(ValueError, match=rf"no native path for this call: .*`{names[0]}`"):
             gradients_on(TORCH, case.d_out(), case.arrays(), options, impl="native")
@@ -328,8 +328,9 @@ def test_a_library_without_a_native_path_says_so() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_querys_nan_stays_in_its_own_gradient(
-    impl: str, causal: bool, window: tuple[int, int] | None, chunk_size: int | None
+    impl: str, causal: bool, window: tuple[int, int] | None, chunk_size: int | None, softcap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -342,7 +343,7 @@ def test_a_querys_nan_stays_in_its_own_gradient(
     gradients = [
         relative_attention_vjp(
             d_out, queries, k, v, rel_k, rel_v=rel_v, span=Span(6, 6), causal=causal, window=window,
-            chunk_size=chunk_size, impl=impl,
+            chunk_size=chunk_size, softcap=softcap, impl=impl,
         )
         for queries in (q, spoiled)
     ]  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,6 +118,22 @@ def test_a_causal_table_is_long_enough_for_causal_logits_of_keys() -> None:
     logits = relative_logits(k, table, n_queries=3, causal=True, side="key")
     expected = [[table[j - i + 2] @ k[j] if j <= i else 0.0 for j in range(3)] for i in range(3)]
     np.testing.assert_allclose(logits, expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("span", [Span.clipped(3), Span(5, 2, "zero"), Span(0, 9, "clip"), Span.full(100)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (20, 4)}, {"offset": -25}, {"offset": 40}], ids=str
+)
+def test_torch_meets_the_tables_ends_once_for_all_keys_beyond_them(span: Span, options: dict[str, Any]) -> None:
+    case = Case("far", n=50, m=60, span=span, heads=4, kv_heads=2, tables="rel_k key_table", own_tables=False)
+    results = []
+    for impl in ("native", "portable"):
+        given: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
+        call = {**given, "span": span, "chunk_size": 16, "impl": impl, **options}
+        out = relative_attention(**call)
+        gradients = relative_attention_vjp(torch.tensor(case.d_out()), **call)
+        results.append([out, gradients.q, gradients.k, gradients.rel_k, gradients.key_table])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
 
 
 def test_what_nobody_sees_may_be_anything() -> None:

@@ -118,6 +118,19 @@ def test_values_that_documents_and_window_hide_together_may_be_anything(impl: st
     assert not bool(out.isnan().any())
 
 
+# Softcap
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 1.5, 64.0, 65.0, 1e6])
+def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> None:
+    """torch's native path takes two ways, for low and for high ones."""
+    exact, lse = relative_attention(Q, K, V, TABLE, softcap=softcap, return_lse=True)
+    single = [torch.tensor(x, dtype=torch.float32) for x in (Q, K, V, TABLE)]
+    found, sums = relative_attention(*single, softcap=softcap, return_lse=True, impl="native")
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(sums, lse, rtol=0, atol=2e-5)
+
+
 # Sinks
 
 

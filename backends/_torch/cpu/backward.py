@@ -6,8 +6,10 @@ table, ready for the matrix products that follow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import array_api_compat.torch as xp
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from relskew_core._array.softmax import share_of
 from relskew_core._kernel.backward import attention_vjp as portable
-from relskew_core._kernel.call import TABLES, Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import KINDS, TABLES, Gradients, Kind, Operands, Options, names_of
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import by_batch
@@ -29,8 +31,9 @@ from relskew_core.backends._torch.cpu.call import (
     run,
     undisturbed,
 )
+from relskew_core.backends._torch.cpu.parts import Part, flattened, mask_of_call, parts
+from relskew_core.backends._torch.cpu.product import Product
 from relskew_core.backends._torch.cpu.scratch import (
-    Product,
     Scratch,
     Views,
     log_sum_exp,
@@ -57,13 +60,21 @@ def attention_vjp(
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
-    call = StackedCall.of(operands, options)
+    whole = _Whole.of(flattened(operands), options, d_out, out, lse, d_lse, mask_gradient="mask" in wanted)
+    tables: dict[str, Tensor] = {}
+    for part in parts(flattened(operands), options):
+        for name, gradient in _pull_back(StackedCall.of(part.operands, part.options), whole.part(part)).items():
+            tables[name] = tables[name] + gradient if name in tables else gradient
+    return whole.gradients(operands, tables)
+
+
+def _pull_back(call: StackedCall, whole: _Whole) -> dict[str, Tensor]:
+    """Add to the gradients of whole sequences and of the mask, and return those of the tables."""
     shares = call.shares()
     workers = max(1, min(torch.get_num_threads(), len(shares)))
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
     # Every worker owns a fixed run of heads and its own sums for what they share: no two write one place.
-    whole = _Whole.of(call, d_out, out, lse, d_lse)
-    sums = [_WorkerSums.of(call, mask_gradient="mask" in wanted) for _ in range(workers)]
+    sums = [_WorkerSums.of(call, mask=whole.mask) for _ in range(workers)]
 
     def work(index: int) -> None:
         scratch = Scratch(call)
@@ -75,7 +86,9 @@ def attention_vjp(
                     _backward(call, scratch, stack, chunk, own, sums[index])
 
     run(work, range(workers), workers)
-    return _collect(call, whole, sums, operands)
+    if whole.mask is not None:
+        whole.mask.add_(_total(sums, "mask"))
+    return {name: _of_table(call, sums, name) for name in TABLES if getattr(sums[0], name, None) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +103,43 @@ class _Whole:
     k: Tensor
     v: Tensor
     rel_q: Tensor | None
+    mask: Tensor | None
 
     @classmethod
     def of(
-        cls, call: StackedCall, d_out: Tensor, out: Tensor | None, lse: Tensor | None, d_lse: Tensor | None
+        cls,
+        operands: Operands,
+        options: Options,
+        d_out: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
+        d_lse: Tensor | None,
+        *,
+        mask_gradient: bool,
     ) -> _Whole:
-        def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.reshape(call.q.shape[:-1])
+        """Take what came, and zeros for what goes, of flattened operands."""
+        mask = operands.mask if mask_gradient else None
 
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.reshape(operands.q.shape[:-1])
+
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+        gradients: dict[str, Any] = {name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)}
         return cls(
-            d_out=by_batch(d_out / call.share_kept if call.drawn else d_out, xp=xp),
+            d_out=by_batch(d_out / (1 - options.dropout) if options.dropout else d_out, xp=xp),
             delta=rows(None if out is None else (d_out * out).sum(-1)),
             lse=rows(lse),
             d_lse=rows(d_lse),
-            q=torch.zeros_like(call.q, memory_format=torch.contiguous_format),
-            k=torch.zeros_like(call.k, memory_format=torch.contiguous_format),
-            v=torch.zeros_like(call.v, memory_format=torch.contiguous_format),
-            rel_q=None if call.rel_q is None else torch.zeros_like(call.rel_q, memory_format=torch.contiguous_format),
+            mask=None if mask is None or mask.dtype == torch.bool else zeros(mask),
+            **gradients,
         )
+
+    def part(self, part: Part) -> _Whole:
+        """Return views of what belongs to a part."""
+        like = {name: name if name in KINDS else "q" for name in self.__slots__}
+        return _Whole(**{name: part.cut(operand, getattr(self, name)) for name, operand in like.items()})
 
     def at(self, call: StackedCall, place: HeadPlace) -> _Own:
         """Return what belongs to some heads of one batch entry."""
@@ -126,6 +158,15 @@ class _Whole:
             k=self.k[batch, key_heads],
             v=self.v[batch, key_heads],
             rel_q=q if self.rel_q is None else call.by_chunk(self.rel_q[batch, heads]),
+        )
+
+    def gradients(self, operands: Operands, tables: dict[str, Tensor]) -> Gradients:
+        """Return everything in the shapes of the call's operands."""
+        of_heads = {name: getattr(self, name) for name in names_of(Kind.SEQUENCE)}
+        return Gradients(
+            **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
+            **tables,
+            mask=None if self.mask is None else mask_of_call(self.mask, operands),
         )
 
 
@@ -150,19 +191,20 @@ class _WorkerSums:
     rel_k: Tensor | None
     rel_v: Tensor | None
     rel_bias: Tensor | None
+    key_table: Tensor | None
     mask: Tensor | None
 
     @classmethod
-    def of(cls, call: StackedCall, *, mask_gradient: bool) -> _WorkerSums:
+    def of(cls, call: StackedCall, *, mask: Tensor | None) -> _WorkerSums:
         def rows(table: Table | None) -> Tensor | None:
             return None if table is None else call.q.new_zeros(table.columns.mT.shape)
 
-        mask = call.mask if mask_gradient else None
         return cls(
             rows(call.tables.rel_k),
             rows(call.tables.rel_v),
             rows(call.tables.rel_bias),
-            None if mask is None or mask.dtype == torch.bool else call.q.new_zeros(mask.shape),
+            rows(call.tables.key_table),
+            None if mask is None else torch.zeros_like(mask),
         )
 
 
@@ -171,7 +213,8 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
     chunk, logits, weights = views.chunk, views.logits, views.weights
     d_out = own.d_out[views.number]
 
-    write_logits(call, views, stack)
+    slope = None if options.softcap is None else scratch.absolute("slope", chunk)
+    write_logits(call, views, stack, slope)
     write_softmax(call, views)
     if own.lse is not None:
         sums_here = log_sum_exp(logits, weights).unsqueeze(-1)
@@ -191,10 +234,13 @@ def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own
     if sums.mask is not None:
         target = of_mask(sums.mask, stack.place)[(slice(None), *chunk.of_mask(sums.mask))]
         target.add_(logits.sum_to_size(target.shape))
+    if slope is not None:
+        logits.mul_(slope)
 
     _add_product(views.keys(own.k), logits.mT, stack.q[views.number], options.scale)
     d_q = own.q[views.number]
     torch.baddbmm(d_q, logits, views.keys(stack.k), beta=0, alpha=options.scale, out=d_q)
+    _add_key_side(stack, views, own, sums, options.rel_scale)
     _add_relative_terms(call, stack, views, own, sums)
 
 
@@ -233,7 +279,7 @@ def _write_d_weights(
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.values(stack.v)
-    if rel_v is None:
+    if rel_v is None or stack.rel_v is None:
         return torch.bmm(d_out, v.mT, out=scratch.absolute("d_weights", chunk))
     relative = views.fold(weights, scratch.relative("relative", chunk))
     seen, low, high = visible_columns(relative, chunk, call.options)
@@ -245,7 +291,7 @@ def _write_d_weights(
     relative.zero_()
     if low <= high:
         place = relative[..., low - chunk.low : high - chunk.low + 1]
-        Product.of(rel_v, low, high, place).write(d_out, call.of_table(rel_v, stack.place), 1.0)
+        Product.of(rel_v, low, high, place).write(d_out, stack.rel_v, 1.0)
     d_weights: Tensor
     if views.look_up is None:
         d_weights = chunk.absolute(relative, xp=xp)
@@ -275,6 +321,17 @@ def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own
         own.rel_q[views.number].baddbmm_(core, rows, alpha=scale)
 
 
+def _add_key_side(stack: Stack, views: Views, own: _Own, sums: _WorkerSums, scale: float) -> None:
+    """Add the gradients of ``key_table`` and of the keys that meet it."""
+    for block in views.key_side:
+        core = block.folded()
+        if core is not None and stack.key_table is not None:
+            start, count = block.extension.start, core.shape[-1]
+            target = _of_rows(sums.key_table, stack.place).narrow(-2, start, count)
+            _add_product(target, core.mT, stack.k[:, block.keys], scale)
+            _add_product(own.k[:, block.keys], core, stack.key_table.narrow(-1, start, count).mT, scale)
+
+
 def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     """Return the rows of some heads, (stack or 1, rows, D), of sums that are there."""
     assert rows is not None
@@ -283,26 +340,12 @@ def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
     return rows[place.heads] if rows.shape[0] > 1 else rows
 
 
-def _collect(call: StackedCall, whole: _Whole, sums: list[_WorkerSums], operands: Operands) -> Gradients:
-    def total(name: str) -> Tensor | None:
-        parts = [part for worker in sums if (part := getattr(worker, name)) is not None]
-        return sum(parts[1:], parts[0]) if parts else None
+def _total(sums: list[_WorkerSums], name: str) -> Tensor:
+    return functools.reduce(torch.add, [getattr(worker, name) for worker in sums])
 
-    def table(name: str) -> Tensor | None:
-        rows = total(name)
-        if rows is None:
-            return None
-        gradient: Tensor = getattr(call.tables, name).gradient(rows.mT, xp=xp)
-        return gradient[..., 0] if name == "rel_bias" else gradient
 
-    mask = total("mask")
-    if mask is not None and operands.mask is not None:
-        if mask.numel() != operands.mask.numel():  # it broadcasts along some of the batch axes
-            mask = mask.reshape(*operands.q.shape[:-3], *mask.shape[1:]).sum_to_size(operands.mask.shape)
-        mask = mask.reshape(operands.mask.shape)
-    of_heads = {name: getattr(whole, name) for name in names_of(Kind.SEQUENCE)}
-    return Gradients(
-        **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
-        **{name: table(name) for name in TABLES if getattr(sums[0], name, None) is not None},
-        mask=mask,
-    )
+def _of_table(call: StackedCall, sums: list[_WorkerSums], name: str) -> Tensor:
+    gradient: Tensor = getattr(call.tables, name).gradient(_total(sums, name).mT, xp=xp)
+    if name == "key_table":  # its columns descend
+        return gradient.flip(-2)
+    return gradient[..., 0] if name == "rel_bias" else gradient

@@ -21,7 +21,7 @@ from relskew_core._kernel.dropout import hashes
 from relskew_core._kernel.forward import Tables, has_dead_rows
 from relskew_core._positions.table import Table
 from relskew_core.backends import _parallel
-from relskew_core.backends._in_place import by_batch, chunk_size, hidden_columns, mask_by_batch
+from relskew_core.backends._in_place import by_batch, chunk_size, hidden_columns
 from relskew_core.backends._torch.cpu import threads
 
 T = TypeVar("T")
@@ -35,13 +35,14 @@ SHORT = 2**14
 
 @dataclass(frozen=True, slots=True)
 class StackedCall:
-    """The operands with their leading axes flattened to one batch axis, and what all chunks share."""
+    """Flattened operands, and what all chunks share."""
 
     q: Tensor  # (B, H, Lq, D), unscaled
     k: Tensor  # (B, Hkv, Lk, D)
     v: Tensor
     rel_q: Tensor | None
     mask: Tensor | None  # four axes, each whole or 1
+    bound: Tensor | None  # where a mask is the same for all queries, -inf for what it hides and inf for all else
     tables: Tables
     options: Options
     chunks: list[Chunk]  # those that see a key
@@ -54,21 +55,22 @@ class StackedCall:
 
     @classmethod
     def of(cls, operands: Operands, options: Options) -> StackedCall:
-        """Flatten a call and cut its queries into chunks."""
+        """Cut the queries of a call of flattened operands into chunks."""
         if options.chunk_size is None:
             options = replace(options, chunk_size=chunk_size(options, operands.q.element_size()))
         laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
-        q, k = by_batch(operands.q, xp=xp), by_batch(operands.k, xp=xp)
+        mask, bound = _mask_and_bound(operands)
         return cls(
-            q=q,
-            k=k,
-            v=by_batch(operands.v, xp=xp),
-            rel_q=None if operands.rel_q is None else by_batch(operands.rel_q, xp=xp),
-            mask=None if operands.mask is None else mask_by_batch(operands.mask, operands.q, xp=xp),
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            rel_q=operands.rel_q,
+            mask=mask,
+            bound=bound,
             tables=Tables.of(operands, options, laid, xp=xp),
             options=options,
             chunks=laid,
-            stack=_stack_size(q, k, laid),
+            stack=_stack_size(operands.q, operands.k, laid),
             hidden=[_hidden(options, chunk, operands.q.device) for chunk in laid],
             dead_rows=has_dead_rows(operands, options),
             segments=_labels(operands.q_segments, operands.k_segments),
@@ -85,6 +87,11 @@ class StackedCall:
     def share_kept(self) -> float:
         """Which share of the weights is kept."""
         return 1 - self.options.dropout
+
+    @property
+    def unit(self) -> float:
+        """What logits are multiplied by before a softcap: it is worked out from ``2 · logits / softcap``."""
+        return 1.0 if self.options.softcap is None else 2 / self.options.softcap
 
     @property
     def group(self) -> int:
@@ -116,12 +123,17 @@ class StackedCall:
             k=k,
             k_columns=k.mT,
             v=v,
-            rel_k=None if self.tables.rel_k is None else self.of_table(self.tables.rel_k, place),
+            rel_k=self.of_table(self.tables.rel_k, place),
+            rel_v=self.of_table(self.tables.rel_v, place),
+            key_table=self.of_table(self.tables.key_table, place),
             mask=None if self.mask is None else of_mask(self.mask, place),
+            bound=None if self.bound is None else of_mask(self.bound, place),
         )
 
-    def of_table(self, table: Table, place: HeadPlace) -> Tensor:
+    def of_table(self, table: Table | None, place: HeadPlace) -> Tensor | None:
         """Return the columns of a table for some heads, (stack, D, rows)."""
+        if table is None:
+            return None
         columns: Tensor = table.columns
         if columns.ndim == 3 and columns.shape[0] > 1:
             return columns[place.heads]
@@ -152,7 +164,10 @@ class Stack:
     k_columns: Tensor  # (stack, D, Lk)
     v: Tensor
     rel_k: Tensor | None  # columns of the table, (stack, D, rows)
+    rel_v: Tensor | None
+    key_table: Tensor | None
     mask: Tensor | None  # (stack or 1, Lq or 1, Lk or 1)
+    bound: Tensor | None  # (stack or 1, 1, Lk or 1)
 
 
 def is_short(operands: Operands) -> bool:
@@ -172,8 +187,19 @@ def _hidden(options: Options, chunk: Chunk, device: torch.device) -> list[tuple[
     return [] if options.visibility.by_value else hidden_columns(options, chunk, xp=xp, device=device)
 
 
+def _mask_and_bound(operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask, or what is left of it to add, and the bound of logits instead of what it hides."""
+    mask = operands.mask
+    if mask is None or mask.shape[-2] > 1:
+        return mask, None
+    boolean = mask.dtype == torch.bool
+    visible = mask if boolean else mask != -torch.inf
+    bound = operands.q.new_full((), torch.inf).where(visible, -torch.inf)
+    return None if boolean else mask, None if bool(visible.all()) else bound
+
+
 def _labels(*labels: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    queries, keys = (None if x is None else x.reshape(-1, x.shape[-1]) for x in labels)
+    queries, keys = labels
     return None if queries is None or keys is None else (queries, keys)
 
 

@@ -16,10 +16,13 @@ from torch import Tensor
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel import dropout
 from relskew_core._kernel.chunk import Chunk
-from relskew_core._positions.table import Table
-from relskew_core.backends._in_place import fill, regions
 from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall
+from relskew_core.backends._torch.cpu.key_side import Block, cut
 from relskew_core.backends._torch.cpu.look_up import LookUp
+from relskew_core.backends._torch.cpu.product import Product
+
+LOW_SOFTCAP = 64.0
+"""Up to here the sigmoid, rounded near 1/2, is as good as rounding a logit at the cap: 1e-5 in float32."""
 
 
 class Scratch:
@@ -52,6 +55,13 @@ class Scratch:
         """Return a buffer of integers of 64 bits, (n, m)."""
         return self._buffer("columns", chunk.stop - chunk.start, chunk.end - chunk.first, dtype=torch.int64)[0]
 
+    def transposed(self, n_keys: int, width: int) -> Tensor:
+        """Return a buffer in the relative layout of some keys, (stack, n_keys, width)."""
+        size = self._call.stack * n_keys * width
+        if "keys" not in self._flat or self._flat["keys"].numel() < size:
+            self._flat["keys"] = self._call.q.new_empty(size)
+        return self._flat["keys"][:size].view(self._call.stack, n_keys, width)
+
     def views(self, index: int) -> Views:
         """Return a chunk's views."""
         if index not in self._views:
@@ -82,6 +92,7 @@ class Views:
     hidden_logits: list[tuple[Tensor, Tensor]]  # the places of the logits for these
     product: Product | None  # the product with `rel_k`
     strange: Tensor | None  # which keys the labels hide from a query, (n, m), written for each batch entry
+    key_side: list[Block]  # where keys meet a table of their own
     look_up: LookUp | None  # where positions come in any order; logits have memory of their own then
 
     @classmethod
@@ -97,7 +108,7 @@ class Views:
                 LookUp.of(chunk, call.options, scratch.columns(chunk)),
             )
             relative = whole[..., :-1]
-        table = call.tables.rel_k
+        table, key_table = call.tables.rel_k, call.tables.key_table
         return cls(
             chunk=chunk,
             number=chunk.start // (call.options.chunk_size or 1),
@@ -109,6 +120,7 @@ class Views:
             hidden_logits=[(logits[..., columns], hidden) for columns, hidden in call.hidden[index]],
             product=None if table is None else Product.of(table, chunk.low, chunk.high, relative),
             strange=scratch.pairs("strange", chunk) if call.has_labels else None,
+            key_side=[] if key_table is None else [*cut(chunk, logits, key_table, call.options, scratch.transposed)],
             look_up=look_up,
         )
 
@@ -153,35 +165,34 @@ class Views:
         return v.masked_fill(unseen[:, None], 0.0) if bool(unseen.any()) else v
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Where ``q · e_r`` for ``r = low … high`` goes, past the ends of a short table too."""
+def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | None = None) -> None:
+    """Write a chunk's logits in absolute layout, into the views' memory, and the slope of their softcap."""
+    logits, softcap = views.logits, call.options.softcap
+    write_sums(call, views, stack)
+    if softcap is not None:
+        cap(logits, softcap, slope)
+    views.hide(-math.inf)
+    if stack.mask is not None:
+        mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
+        if mask.dtype == torch.bool:
+            logits.masked_fill_(~mask, -math.inf)
+        else:
+            logits.add_(mask)
+            if mask.shape[-2] > 1:
+                logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
+    if stack.bound is not None:  # a fifth of the time that filling takes
+        logits.nan_to_num_(math.inf, math.inf, -math.inf)  # a NaN is the largest: its row stays NaN where it is seen
+        torch.minimum(logits, stack.bound[(slice(None), *views.chunk.of_mask(stack.bound))], out=logits)
 
-    start: int  # the table's first column that is multiplied …
-    count: int  # … and how many are
-    core: Tensor  # their place
-    edges: list[tuple[Tensor, Tensor]]  # places beyond a clipped table, and the product at its edge
-    zeros: list[Tensor]  # places beyond a table that counts for nothing there
 
-    @classmethod
-    def of(cls, table: Table, low: int, high: int, x: Tensor) -> Product:
-        extension = table.plan(low, high)
-        return cls(extension.start, extension.stop - extension.start, *regions(extension, x))
-
-    def write(self, q: Tensor, columns: Tensor, scale: float) -> None:
-        """Multiply queries (stack, n, D) by the columns of a table (stack, D, rows)."""
-        torch.baddbmm(self.core, q, columns.narrow(-1, self.start, self.count), beta=0, alpha=scale, out=self.core)
-        fill(self.edges, self.zeros)
-
-
-def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
-    """Write a chunk's logits in absolute layout, into the views' memory."""
+def write_sums(call: StackedCall, views: Views, stack: Stack) -> None:
+    """Write the sums that logits are before softcap and masks, times ``call.unit``."""
     options, logits = call.options, views.logits
     beta = 1
     if views.product is not None and stack.rel_k is not None:
-        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale)
+        views.product.write(stack.rel_q[views.number], stack.rel_k, options.rel_scale * call.unit)
     if call.tables.rel_bias is not None:
-        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp)
+        spread = call.tables.rel_bias.spread(views.chunk.low, views.chunk.high, xp=xp) * call.unit
         bias = spread[stack.place.heads] if spread.ndim == 3 and spread.shape[0] > 1 else spread
         views.relative.copy_(bias.expand_as(views.relative)) if views.product is None else views.relative.add_(bias)
     elif views.product is None:
@@ -190,15 +201,22 @@ def write_logits(call: StackedCall, views: Views, stack: Stack) -> None:
     if views.look_up is not None and (call.tables.rel_k is not None or call.tables.rel_bias is not None):
         views.look_up.gather(views.whole, logits)
     columns = views.keys(stack.k_columns, axis=-1)
-    torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale, out=logits)
-    views.hide(-math.inf)
-    if stack.mask is not None:
-        mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
-        if mask.dtype != torch.bool:
-            logits.add_(mask)
-            logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
-        else:
-            logits.masked_fill_(~mask, -math.inf)
+    torch.baddbmm(logits, stack.q[views.number], columns, beta=beta, alpha=options.scale * call.unit, out=logits)
+    for block in views.key_side:
+        assert stack.key_table is not None
+        block.add(stack.k, stack.key_table, options.rel_scale * call.unit)
+
+
+def cap(logits: Tensor, softcap: float, slope: Tensor | None) -> None:
+    """Put ``softcap · tanh(x)`` over ``2 x``, and its slope ``1 - tanh(x)²`` where asked for."""
+    if softcap <= LOW_SOFTCAP:
+        logits.sigmoid_().sub_(0.5)  # half of tanh(x), in a fifth of its time
+    else:
+        logits.mul_(0.5).tanh_().mul_(0.5)
+    if slope is not None:
+        torch.addcmul(slope.new_ones(()), logits, logits, value=-4, out=slope)
+        slope.nan_to_num_(0.0)  # what is hidden need not be finite
+    logits.mul_(2 * softcap)
 
 
 def logits_of(chunk: Chunk) -> int:
@@ -241,8 +259,8 @@ def write_softmax(call: StackedCall, views: Views) -> None:
     logits, weights = views.logits, views.weights
     torch._softmax(logits, -1, False, out=weights)
     torch.threshold_(weights, math.exp(NEGLIGIBLE), 0.0)  # no subnormals into the products
-    if call.dead_rows:
-        weights.masked_fill_(logits.amax(-1, keepdim=True) == -math.inf, 0.0)
+    if call.dead_rows and bool((dead := logits.amax(-1, keepdim=True) == -math.inf).any()):
+        weights.masked_fill_(dead, 0.0)
 
 
 def log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""torch on CPU: a batch cut where a mask hides ends of the keys, the padding of shorter items.
+
+Items that keep the same keys are a call of their own, without the others: padding costs less than no mask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
+from relskew_core.backends._in_place import by_batch, mask_by_batch
+
+OfItems = TypeVar("OfItems", Tensor, Tensor | None)
+
+AXES_OF_KEYS = {"k": -2, "v": -2, "mask": -1, "k_segments": -1, "k_positions": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some items of a batch, one after the other, and some keys, one after the other."""
+
+    operands: Operands
+    options: Options
+    items: slice
+    first: int
+    count: int
+
+    def cut(self, name: str, x: OfItems) -> OfItems:
+        """Return what the part has of an array that belongs to the whole, named as an operand of its axes."""
+        if x is None or KINDS[name] in (Kind.TABLE, Kind.BIAS, Kind.SEED):
+            return x
+        x = x[self.items] if x.shape[0] > 1 else x
+        axis = AXES_OF_KEYS.get(name)
+        return x if axis is None or x.shape[axis] <= self.count else x.narrow(axis, self.first, self.count)
+
+
+def flattened(operands: Operands) -> Operands:
+    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
+    lead = operands.q.ndim - 3
+
+    def flat(name: str, x: Tensor) -> Tensor:
+        kind = KINDS[name]
+        if kind is Kind.SEQUENCE:
+            return by_batch(x, xp=xp)
+        if kind is Kind.MASK:
+            return mask_by_batch(x, operands.q, xp=xp)
+        if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
+            return x.flatten(0, lead - 1)
+        return x.reshape(-1, x.shape[-1]) if kind is Kind.LABEL else x
+
+    return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
+
+
+def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
+    """Return the gradient of a flattened mask as that of the call's."""
+    mask = operands.mask
+    assert mask is not None
+    if x.numel() != mask.numel():  # it broadcasts along some of the batch axes
+        x = x.reshape(*operands.q.shape[:-3], *x.shape[1:]).sum_to_size(mask.shape)
+    return x.reshape(mask.shape)
+
+
+def parts(operands: Operands, options: Options) -> Iterator[Part]:
+    """Cut a call of flattened operands."""
+    mask, pattern = operands.mask, options.visibility
+    kept = None if mask is None or options.dropout else _kept(mask, pattern.n_keys, pattern.block_size or 1)
+    if kept is None:  # dropout is drawn by the places of items and keys
+        yield Part(operands, options, slice(None), 0, pattern.n_keys)
+        return
+    stop = 0
+    for (first, end, full), run in groupby(kept):
+        start, stop = stop, stop + sum(1 for _ in run)
+        items = slice(start, stop) if len(kept) > 1 else slice(None)
+        own = replace(pattern, n_keys=end - first, offset=pattern.offset - first)
+        part = Part(operands, replace(options, visibility=own), items, first, end - first)
+        cut = {name: part.cut(name, x) for name, x in operands._asdict().items()}
+        yield replace(part, operands=Operands(**cut)._replace(**({"mask": None} if full else {})))
+
+
+def _kept(mask: Tensor, n_keys: int, block_size: int) -> list[tuple[int, int, bool]] | None:
+    """Return for each item the first key that a mask leaves, where they end, and whether it says nothing else."""
+    if mask.shape[-3:] != (1, 1, n_keys):
+        return None
+    visible = (mask if mask.dtype == torch.bool else mask != -torch.inf)[:, 0, 0]
+    keys = torch.arange(n_keys)
+    end = torch.where(visible, keys + 1, 0).amax(-1)
+    first = torch.minimum(torch.where(visible, keys, n_keys).amin(-1), end) // block_size * block_size
+    full = (visible.sum(-1) == end - first).logical_and(torch.tensor(mask.dtype == torch.bool))
+    return list(zip(first.tolist(), end.tolist(), full.tolist(), strict=True))

@@ -1,0 +1,102 @@
+"""torch on CPU: batches that are cut where masks hide ends of the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from relskew_core import Span, relative_attention
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core.backends._torch.cpu.parts import flattened, parts
+
+LENGTH, KEPT = 24, [(0, 24), (0, 20), (5, 24), (3, 9), (0, 0), (0, 20), (0, 20)]
+GENERATOR = torch.Generator().manual_seed(0)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True, "offset": -2},
+    "window": {"window": (4, 2)},
+    "blocks": {"block_size": 4, "blocks_before": 1},
+    "documents": {"segments": torch.arange(LENGTH) // 7},
+    "documents by item": {"segments": torch.arange(7 * LENGTH).reshape(7, LENGTH) // 5},
+    "positions": {"positions": (torch.arange(LENGTH) * 2, torch.arange(LENGTH).flip(0)), "causal": True},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout": 0.3, "seed": 1},
+}
+
+
+def visible(holes: bool) -> Tensor:
+    """Return which keys items keep, (7, 1, 1, 24)."""
+    keys = torch.arange(LENGTH)
+    rows = torch.stack([(keys >= first) & (keys < end) for first, end in KEPT])
+    return (rows & (keys % 5 != 1) if holes else rows)[:, None, None]
+
+
+def results(mask: Tensor, impl: str, **options: Any) -> list[Tensor]:
+    """Return the output, the log-sum-exp and all gradients."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).requires_grad_()
+
+    GENERATOR.manual_seed(0)
+    given: dict[str, Any] = {name: draw(7, 4 if name == "q" else 2, LENGTH, 3) for name in "qkv"}
+    given |= {"rel_k": draw(4, 9, 3), "rel_v": draw(9, 3), "rel_bias": draw(9)}
+    if mask.dtype != torch.bool:
+        mask = mask.clone().requires_grad_()
+    given |= {"span": Span.clipped(4), "mask": mask, "impl": impl, "chunk_size": 5, **options}
+    out, lse = relative_attention(**given, return_lse=True)
+    wanted = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+    seen = lse > -torch.inf
+    return [out, lse, *torch.autograd.grad(out.sin().sum() + lse[seen].cos().sum(), wanted)]
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("holes", [False, True], ids=["ends alone", "holes"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_padding_is_what_the_portable_code_makes_of_it(kind: str, holes: bool, options: dict[str, Any]) -> None:
+    mask = visible(holes)
+    if kind == "additive":
+        mask = torch.where(mask, torch.linspace(-1, 1, LENGTH, dtype=torch.float64), -torch.inf)
+    torch.testing.assert_close(
+        results(mask, "native", **options), results(mask, "portable", **options), rtol=0, atol=1e-11
+    )
+
+
+def cut(mask: Tensor, **options: Any) -> list[tuple[int, int, bool]]:
+    """Return for each part how many items and keys it has, and whether it has a mask."""
+    x = torch.zeros(7, 1, LENGTH, 4)
+    call = problem(Arguments(x, x, x, mask=mask, **options))
+    return [
+        (part.operands.q.shape[0], part.operands.k.shape[-2], part.operands.mask is not None)
+        for part in parts(flattened(call.operands()), call.options)
+    ]
+
+
+def test_items_keep_the_keys_that_masks_leave_and_no_mask() -> None:
+    expected = [(1, 24, False), (1, 20, False), (1, 19, False), (1, 6, False), (1, 0, False), (2, 20, False)]
+    assert cut(visible(holes=False)) == expected
+    assert cut(visible(holes=False)[1:2]) == [(7, 20, False)]
+    assert cut(visible(holes=True)[3:4]) == [(7, 6, True)]
+    assert cut(visible(holes=False)[2:3], block_size=4) == [(7, 20, True)]
+    assert cut(visible(holes=False)[1:2], dropout=0.1, seed=0) == [(7, 24, True)]
+    assert cut(visible(holes=False).expand(-1, 1, LENGTH, -1)) == [(7, 24, True)]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_keys_that_are_hidden_from_all_may_be_anything(poison: float) -> None:
+    x = torch.randn(2, 2, LENGTH, 4, generator=GENERATOR)
+    mask = torch.arange(LENGTH) % 3 != 1
+    spoiled = x.masked_fill(~mask[:, None], poison)
+    for kept in (mask, torch.where(mask, 0.5, -torch.inf)):
+        expected = relative_attention(x, x, x, mask=kept, impl="native")
+        assert isinstance(expected, Tensor)
+        found = relative_attention(x, spoiled, x, mask=kept, impl="native")
+        np.testing.assert_array_equal(found, expected)
+    seen = relative_attention(x, x.index_fill(-2, torch.tensor([0]), torch.nan), x, mask=mask, impl="native")
+    assert isinstance(seen, Tensor)
+    assert bool(seen.isnan().all())

@@ -1,0 +1,101 @@
+"""torch on CPU: ragged batches, worked off as a call for each offset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from relskew_core import Span, relative_attention, relative_attention_vjp
+
+OFFSETS = [3, -4, -4, 0, 9, -30]
+LENGTH, KEYS = 11, 14
+CALLS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 2), "causal": False},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "segments": {"segments": (torch.arange(LENGTH) // 4, torch.arange(6 * KEYS).reshape(6, KEYS) // 5)},
+    "padded": {"mask": (torch.arange(KEYS) >= torch.arange(6)[:, None])[:, None, None], "causal": True},
+    "mask": {"mask": torch.linspace(-1, 1, LENGTH * KEYS, dtype=torch.float64).reshape(LENGTH, KEYS)},
+    "mask by item": {"mask": torch.linspace(-1, 1, 6 * KEYS, dtype=torch.float64).reshape(6, 1, 1, KEYS)},
+}
+
+
+def arrays(lead: tuple[int, ...] = (6,)) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return {
+        "q": draw(*lead, 4, LENGTH, 3), "k": draw(*lead, 2, KEYS, 3), "v": draw(*lead, 2, KEYS, 5),
+        "rel_k": draw(4, 9, 3), "rel_v": draw(9, 5), "rel_bias": draw(4, 9), "key_table": draw(9, 3),
+    }  # fmt: skip
+
+
+def by_autograd(impl: str, given: dict[str, Any], **options: Any) -> list[Tensor]:
+    options = {name: x.clone().requires_grad_() if is_additive(x) else x for name, x in options.items()}
+    out, lse = relative_attention(**given, span=Span.clipped(4), return_lse=True, impl=impl, **options)
+    wanted = [*given.values(), *(x for x in options.values() if is_additive(x))]
+    seen = lse > -torch.inf
+    return [out, lse, *torch.autograd.grad(out.sin().sum() + lse[seen].cos().sum(), wanted)]
+
+
+def is_additive(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+@pytest.mark.usefixtures("both_ways_of_torch")
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_ragged_batches_are_what_the_portable_code_makes_of_them(options: dict[str, Any]) -> None:
+    found = by_autograd("native", arrays(), offset=OFFSETS, **options)
+    torch.testing.assert_close(found, by_autograd("portable", arrays(), offset=OFFSETS, **options), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("given", [(), ("out", "lse", "d_lse")], ids=["alone", "with the forward's results"])
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_so_are_their_explicit_gradients(options: dict[str, Any], given: tuple[str, ...]) -> None:
+    tensors = {name: x.detach() for name, x in arrays().items()}
+    call: dict[str, Any] = {**tensors, "span": Span.clipped(4), "offset": torch.tensor(OFFSETS), **options}
+    out, lse = relative_attention(**call, return_lse=True)
+    results = {"out": out, "lse": lse, "d_lse": lse.nan_to_num(0, 0, 0).cos()}
+    chosen: dict[str, Any] = {name: results[name] for name in given}
+    found, expected = (
+        relative_attention_vjp(out.sin(), **call, **chosen, impl=impl) for impl in ("native", "portable")
+    )
+    for name in found._fields:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
+
+
+def test_two_axes_before_the_heads() -> None:
+    offsets = torch.tensor(OFFSETS).reshape(2, 3)
+    mask = torch.linspace(-1, 1, 3 * KEYS, dtype=torch.float64).reshape(3, 1, 1, KEYS)  # for all along the first
+    found, expected = (
+        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, causal=True) for impl in ("native", "portable")
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    detached: dict[str, Any] = {name: x.detach() for name, x in arrays((2, 3)).items()}
+    vjps = [
+        relative_attention_vjp(
+            expected[0].detach(), **detached, span=Span.clipped(4), offset=offsets, mask=mask, impl=impl
+        )
+        for impl in ("native", "portable")
+    ]  # fmt: skip
+    for name in vjps[0]._fields:
+        torch.testing.assert_close(getattr(vjps[0], name), getattr(vjps[1], name), rtol=0, atol=1e-11)
+
+
+def test_half_precision_and_autocast() -> None:
+    half: dict[str, Any] = {name: x.detach().to(torch.bfloat16) for name, x in arrays().items()}
+    options: dict[str, Any] = {"span": Span.clipped(4), "offset": OFFSETS, "causal": True}
+    found, expected = (relative_attention(**half, **options, impl=impl) for impl in ("native", "portable"))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    single: dict[str, Any] = {name: x.detach().float() for name, x in arrays().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = relative_attention(**single, **options, impl="native")
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, found, rtol=0.05, atol=0.05)
