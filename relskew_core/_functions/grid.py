@@ -86,8 +86,10 @@ def relative_logits_2d(
     span_h = _check_axis("table_h", table_h, span_h, "span_h", q)
     span_w = _check_axis("table_w", table_w, span_w, "span_w", q)
     q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
-    Visibility(_extent(qh, q_step[0]), _extent(kh, k_step[0]), offset[0]).check_reach("table_h", span_h)
-    Visibility(_extent(qw, q_step[1]), _extent(kw, k_step[1]), offset[1]).check_reach("table_w", span_w)
+    heights = Visibility(_extent(qh, q_step[0]), _extent(kh, k_step[0]), offset[0])
+    widths = Visibility(_extent(qw, q_step[1]), _extent(kw, k_step[1]), offset[1])
+    heights.check_reach("table_h", span_h, span_name="span_h")
+    widths.check_reach("table_w", span_w, span_name="span_w")
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table_h, table_w = (xp.astype(x, xp.float32) for x in (q, table_h, table_w))
@@ -177,8 +179,8 @@ def check_grid_spans(
     """Return the spans of a bias ``(..., Rh, Rw)``, refusing those that do not fit it or the grids."""
     height = check_span(name, bias.shape[-2], span_h, span_name="span_h")
     width = check_span(name, bias.shape[-1], span_w, span_name="span_w")
-    for span, n, m, start in zip((height, width), q_grid, k_grid, offset, strict=True):
-        Visibility(n, m, start).check_reach(name, span)
+    for span_name, span, n, m, start in zip(("span_h", "span_w"), (height, width), q_grid, k_grid, offset, strict=True):
+        Visibility(n, m, start).check_reach(name, span, span_name=span_name)
     return height, width
 
 

@@ -241,7 +241,7 @@ def relative_values(
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
     span = _check_table(weights, table, span, causal=causal)
     n, m = weights.shape[-2:]
-    visibility = Pattern(right=0 if causal else None).of(weights, m, offset, xp=xp)
+    visibility = Pattern(right=0 if causal else None).of(weights, m, offset, name="weights", xp=xp)
     visibility.check_reach("table", span)
     dtype = weights.dtype
     if is_half(dtype, xp=xp):

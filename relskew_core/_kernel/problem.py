@@ -157,7 +157,9 @@ class Pattern:
     block_size: int | None = None
     blocks_before: int | None = None
 
-    def of(self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, xp: Namespace) -> Visibility:
+    def of(
+        self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, name: str = "q", xp: Namespace
+    ) -> Visibility:
         """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
         sides = (self.left, self.right, self.block_size, self.blocks_before)
         # Further than any offset is from any key, and than integers can be counted from.
@@ -171,7 +173,7 @@ class Pattern:
         if not is_ragged(offset):
             offset = check_offset("offset", offset)
             return Visibility(q.shape[-2], n_keys, offset, left, right, block_size, before, by_value)
-        offsets, known = ragged_offsets(offset, q, xp=xp)
+        offsets, known = ragged_offsets(offset, q, name=name, xp=xp)
         bounds: dict[str, Any] = {"left": left, "right": right, "block_size": block_size, "blocks_before": before}
         return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
 

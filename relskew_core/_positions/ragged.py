@@ -49,10 +49,10 @@ class RaggedVisibility(Visibility):
         """Return the range of relative positions, as of offset 0, that the items' windows cover."""
         return (1 - self.n_queries, self.n_keys - 1) if self.n_queries and self.n_keys else None
 
-    def check_reach(self, name: str, span: Span) -> None:
+    def check_reach(self, name: str, span: Span, *, span_name: str = "span") -> None:
         """Refuse a table that is too short for an item whose offset is known."""
         for pattern in self.each():
-            pattern.check_reach(name, span)
+            pattern.check_reach(name, span, span_name=span_name)
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m), ``None`` if all."""
@@ -152,24 +152,21 @@ def is_ragged(offset: Any) -> bool:
     return False
 
 
-def ragged_offsets(offset: Any, q: Array, *, xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
+def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> tuple[Array, tuple[int, ...] | None]:
     """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
     lead = tuple(q.shape[:-3])
+    expected = f"`offset` must be an int, or one for each item of the leading axes of `{name}`, {lead}"
     wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
     if isinstance(offset, (list, tuple)):
         known = tuple(check_offset(f"offset[{index}]", value) for index, value in enumerate(offset))
         if (len(known),) != lead:
-            raise ValueError(
-                f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {len(known)}"
-            )
+            raise ValueError(f"{expected}, got {len(known)}")
         return xp.asarray(known, dtype=wide, device=device(q)), known
-    check_companion("offset", offset, "q", q, xp=xp)
+    check_companion("offset", offset, name, q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
     if tuple(offset.shape) not in ((), lead):
-        raise ValueError(
-            f"`offset` must be an int, or one for each item of the leading axes of `q`, {lead}, got {describe(offset)}"
-        )
+        raise ValueError(f"{expected}, got {describe(offset)}")
     return offset if offset.dtype == wide else xp.astype(offset, wide), _values(offset, xp=xp)
 
 

@@ -135,19 +135,20 @@ class Visibility:
             high = min(high, self.block_size - 1)
         return low, high
 
-    def check_reach(self, name: str, span: Span) -> None:
+    def check_reach(self, name: str, span: Span, *, span_name: str = "span") -> None:
         """Refuse a table too short for the visible relative positions when ``span.beyond`` is ``"error"``."""
         positions = None if self.by_value else self.positions()
         if span.beyond == "error" and positions is not None:
-            self.refuse_unreached(name, span, *positions)
+            self.refuse_unreached(name, span, *positions, span_name=span_name)
 
-    def refuse_unreached(self, name: str, span: Span, low: int, high: int) -> None:
+    def refuse_unreached(self, name: str, span: Span, low: int, high: int, *, span_name: str = "span") -> None:
         """Refuse a table too short for the relative positions ``low … high``."""
         if low < -span.left or high > span.right:
+            ahead = high > span.right == 0 and span_name == "span"  # an axis of a grid is never causal
             raise ValueError(
                 f"`{name}` reaches the relative positions {-span.left} … {span.right}, but queries see "
-                f"{low} … {high}: give a longer table, or a `span` with beyond='clip' or beyond='zero'"
-                + (", or pass causal=True if no query may see its future" if high > span.right == 0 else "")
+                f"{low} … {high}: give a longer table, or a `{span_name}` with beyond='clip' or beyond='zero'"
+                + (", or pass causal=True if no query may see its future" if ahead else "")
             )
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:

@@ -511,3 +511,11 @@ def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
     for name, arrays in {"q": (q, q, q), "k": (plain, q, q), "v": (plain, plain, q)}.items():
         with pytest.raises(TypeError, match=rf"^`{name}` .* nested tensor of 2 items: .*`mask`.*`unbind\(\)`"):
             relskew_core.relative_attention(*arrays)
+
+
+def test_advice_names_arguments_that_the_function_has() -> None:
+    with pytest.raises(ValueError, match=r"^`table_h` .*or a `span_h` with beyond='clip' or beyond='zero'$"):
+        relskew_core.relative_logits_2d(Q, zeros(1, 4), zeros(9, 4), q_grid=(1, 3), k_grid=(3, 1))
+    weights = zeros(2, 2, 3, 3)
+    with pytest.raises(ValueError, match=r"^`offset` .* leading axes of `weights`, \(2,\), got 3$"):
+        relskew_core.relative_values(weights, TABLE, Span(4, 0, "clip"), offset=[1, 2, 3])
