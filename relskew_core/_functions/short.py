@@ -56,7 +56,10 @@ def kind_of(given: Arguments, *, return_lse: bool) -> Hashable | None:
     arrays = _arrays(given)
     if not kernels.TYPES.issuperset(map(type, arrays)) or given.k is None or given.v is None:
         return None
-    shapes: list[Any] = [x if x is None else x.shape for x in arrays]
+    try:
+        shapes: list[Any] = [x if x is None else x.shape for x in arrays]
+    except RuntimeError:  # nested tensors have none
+        return None
     others = [kernels.about(x) for x in arrays if x is not None]
     q, k, v, *_, mask, _ = shapes
     if q[-2:-1] == (1,):
