@@ -255,15 +255,11 @@ def main(
 
 def write(found: list[Cell], about: dict[str, Any]) -> None:
     """Put the table between the page's marks."""
-    begin, end = "<!-- measured: python -m benchmarks.short -->\n", "<!-- end of measured -->"
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    _, _, after = rest.partition(end)
     versions = ", ".join(
         f"{name} {about['versions'][name]}" for name in ("torch", "numpy", "jax") if name in about["versions"]
     )
     where = f"{about['cpu']}, {versions}, load {about['load_average']}, commit {about['commit']}, {about['date'][:10]}."
-    text = f"{where} {summary(found)}\n\n{report.markdown(table(found))}\n"
-    PAGE.write_text(f"{before}{begin}{text}{end}{after}", encoding="utf-8")
+    report.put(PAGE, "benchmarks.short", f"{where} {summary(found)}\n\n{report.markdown(table(found))}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks import machine, report, short
 
+ROOT = Path(__file__).parents[2]
 SMALL = {(cell.library, cell.way): cell for cell in reversed(list(short.cells())) if cell.threads == 1}
 
 
@@ -23,7 +25,7 @@ def test_all_compute_the_same(which: tuple[str, str]) -> None:
 def test_the_page_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "short.md"
     monkeypatch.setattr(short, "PAGE", page)
-    page.write_text("a\n<!-- measured: python -m benchmarks.short -->\nold\n<!-- end of measured -->\nb\n")
+    page.write_text("a\n<!-- measured: python -m benchmarks.short --docs -->\nold\n<!-- end of measured -->\nb\n")
     torch, numpy = (short.Cell(library, "decoding", 1, 8, 101, 64) for library in ("torch", "numpy"))
     cells = [replace(torch, seconds=(2e-5, 1e-5)), replace(numpy, seconds=(1e-5, 1e-5))]
     short.write(cells, machine.describe())
@@ -34,6 +36,16 @@ def test_the_page_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "2 cells, 1 of them above 1.05×." in text
     assert "| decoding, B1 H8 L101 D64 | 20 µs (2.00×) | 10 µs (1.00×) |" in text
     assert report.markdown(short.table(cells)) in text
+
+
+def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored is what the page shows."""
+    stored = json.loads(sorted((ROOT / "benchmarks" / "records").glob("short-*.json"))[-1].read_text())
+    shown, page = short.PAGE.read_text(), tmp_path / "short.md"
+    page.write_text(shown)
+    monkeypatch.setattr(short, "PAGE", page)
+    short.write([short.Cell(**row | {"seconds": tuple(row["seconds"])}) for row in stored["rows"]], stored["machine"])
+    assert page.read_text() == shown
 
 
 def test_there_are_enough_cells() -> None:
