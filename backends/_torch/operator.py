@@ -166,9 +166,9 @@ class Operator:
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
         q, v = operands.q, operands.v
-        dtype = torch.float32 if q.dtype.itemsize == 2 else q.dtype
-        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=dtype)
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+        wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
+        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=wide)
+        return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide if options.part.of_more else q.dtype), lse
 
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any

@@ -1,0 +1,92 @@
+"""How keys and values come to the queries: around a ring, a part at a time, or all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relskew_core.distributed._layout import Layout, Run, runs
+from relskew_core.distributed.torch._ranks import Ranks
+from relskew_core.distributed.torch._sequence import joined, taken_apart
+
+Held = Sequence[Tensor]
+"""What travels: keys and values, and the keys' labels where there are some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Every rank passes what it holds on, and meets what it is passed (Liu et al. 2023, "Ring Attention").
+
+    Only rounds in which some rank sees something take place: what a window hides is never sent.
+    """
+
+    ranks: Ranks
+    keys: Sequence[Sequence[Run]]  # of each rank
+    distances: Sequence[int]  # how far around what is met has come, in each round
+
+    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+        """Meet what every rank holds, while the next is on its way; return what the backward pass wants back."""
+        own, at = held, 0
+        for index, distance in enumerate(self.distances):
+            if distance > at:  # the first round is not this rank's own
+                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+            coming = None
+            if index + 1 < len(self.distances):
+                coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
+            meet(self._keys(distance), held)
+            held = held if coming is None else coming.arrived()
+        return own
+
+    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+        """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks."""
+        gradients: Held | None = None
+        at = 0
+        for index, distance in enumerate(self.distances):
+            if distance > at:
+                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+            coming = None
+            if index + 1 < len(self.distances):
+                hops, at = self.distances[index + 1] - at, self.distances[index + 1]
+                coming = self.ranks.send_round(held, hops)
+            found = meet(self._keys(distance), held)
+            if gradients is not None:
+                found = [one + other for one, other in zip(found, gradients, strict=True)]
+            back = self.ranks.size - distance if coming is None else self.distances[index + 1] - distance
+            gradients = found if back % self.ranks.size == 0 else self.ranks.send_round(found, back).arrived()
+            held = held if coming is None else coming.arrived()
+        return [torch.zeros_like(x) for x in like] if gradients is None else gradients
+
+    def _keys(self, distance: int) -> Sequence[Run]:
+        return self.keys[(self.ranks.rank - distance) % self.ranks.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Every rank has all keys and values: more memory than a ring takes, and fewer, larger messages."""
+
+    ranks: Ranks
+    keys: Sequence[Run]  # of all, in the order of `layout`
+    layout: Layout
+
+    @classmethod
+    def of(cls, ranks: Ranks, layout: Layout, count: int) -> Gathered:
+        """Lay the parts out in their order in the whole; stripes side by side, each a run."""
+        if layout != "striped":
+            return cls(ranks, [Run(0, 1, ranks.size * count)], layout)
+        stripes = [run for index in range(ranks.size) for run in runs("striped", ranks.size, index, count)]
+        side_by_side = [Run(run.start, run.step, count, index * count) for index, run in enumerate(stripes)]
+        return cls(ranks, side_by_side, "contiguous")
+
+    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+        """Meet everything at once; return it."""
+        held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
+        meet(self.keys, held)
+        return held
+
+    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+        """Return the gradients of what was held here before."""
+        size, found = self.ranks.size, meet(self.keys, held)
+        return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]
