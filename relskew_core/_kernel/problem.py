@@ -35,7 +35,6 @@ from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ra
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST, Visibility
 
-
 WHOLE = Part()
 
 

@@ -93,7 +93,7 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     -----
     Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Jacobs et al. 2023,
     "DeepSpeed Ulysses"; Brandon et al. 2023, "Striped Attention". Two shares are a Toeplitz problem at distance zero
-    with other rows of the tables. A ring sends ``2 (P - 1)`` shares of keys forward and ``2 (P - 1) + 2 P`` backward,
+    with other rows of the tables. A ring sends ``2 (P - 1)`` shares of keys forward and ``4 (P - 1)`` backward,
     gathering ``2 (P - 1)`` each, heads ``4 (P - 1) / P`` each (with as many key heads as heads); with a window fewer.
 
     Examples
@@ -109,10 +109,10 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     True
     >>> torch.distributed.destroy_process_group()
     """
-    return _attend(given)
+    found: Tensor | tuple[Tensor, Tensor] = _untraced(given)
+    return found
 
 
-@torch.compiler.disable(reason="what ranks send each other is not traced")
 def _attend(given: _Parallel) -> Any:
     outer, inner = groups(given.group)
     everyone = [Ranks.of(group) for group in (outer, inner) if group is not None]
@@ -138,20 +138,26 @@ def _attend(given: _Parallel) -> Any:
     out: Any
     lse: Any
     if given.method == "heads":
-        out, lse = attend(problem(arguments, return_lse=True, part=part), arguments.impl)
+        wants_lse = given.return_lse or sinks is not None
+        out, lse = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
     else:
         call = problem(replace(arguments, mask=None))
         plan = _plan(arguments, call, ring, given, part)
         pair = arguments.segments if isinstance(arguments.segments, tuple) else (arguments.segments,) * 2
         seed = arguments.seed if is_array(arguments.seed) else None
         arrays = [*arguments.arrays().values(), *pair, seed]
-        out, lse = PartsAttention.apply(plan, *arrays)
+        apply: Any = PartsAttention.apply
+        out, lse = apply(plan, *arrays)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, xp=xp)
     out = out.to(arguments.q.dtype)
     if heads is not None:
-        out, lse = to_positions(out, heads, within), to_positions(lse[..., None], heads, within)[..., 0]
+        out = to_positions(out, heads, within)
+        lse = to_positions(lse[..., None], heads, within)[..., 0] if given.return_lse else None
     return (out, lse) if given.return_lse else out
+
+
+_untraced: Any = torch.compiler.disable(_attend, reason="what ranks send each other is not traced")
 
 
 def _plain(given: _Parallel) -> Arguments:
@@ -170,13 +176,16 @@ def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, pa
         rounds = Ring(ranks, keys, needed(queries, keys, *bounds))
     else:
         rounds = Gathered.of(ranks, layout, given.k.shape[-2])
-    options = replace(given, **dict.fromkeys(DIFFERENTIABLE), segments=None)
+    nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
+    options = replace(given, **nothing, segments=None)
     return Plan(options, call.options.span, *bounds, queries[ranks.rank], rounds, part)
 
 
 def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
     """Check this rank's call; return what has to be the same everywhere."""
-    method, layout = check_choice("method", given.method, METHODS), check_choice("layout", given.layout, LAYOUTS)
+    method, layout = given.method, given.layout
+    check_choice("method", method, METHODS)
+    check_choice("layout", layout, LAYOUTS)
     check_bool("return_lse", given.return_lse)
     if len(everyone) > 1 and method == "heads":
         raise ValueError("`method` must be 'ring' or 'gather' along a mesh of two axes, of which the second is heads'")

@@ -24,12 +24,12 @@ class _Exchange(torch.autograd.Function):
     """Some heads (…, H / P, L, D) of all positions, from all heads (…, H, L / P, D) of some; or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, back: bool) -> Tensor:  # noqa: FBT001
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, back: bool) -> Tensor:
         ctx.rest = ranks, layout, back
         return _exchanged(x, ranks, layout, back=back)
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, layout, back = ctx.rest
         return _exchanged(d_x, ranks, layout, back=not back), None, None, None
 
@@ -42,16 +42,20 @@ def _exchanged(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor
     return joined(ranks.exchanged(parts), -2, layout)
 
 
+def _exchange(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor:
+    apply: Any = _Exchange.apply
+    found: Tensor = apply(x, ranks, layout, back)
+    return found
+
+
 def to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Return all positions of this rank's share of the heads."""
-    found: Tensor = _Exchange.apply(x, ranks, layout, False)
-    return found
+    return _exchange(x, ranks, layout, back=False)
 
 
 def to_positions(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Return all heads of this rank's share of the positions."""
-    found: Tensor = _Exchange.apply(x, ranks, layout, True)
-    return found
+    return _exchange(x, ranks, layout, back=True)
 
 
 def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:

@@ -100,7 +100,7 @@ class PartsAttention(torch.autograd.Function):
     """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and meets the keys again for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, plan: Plan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q, v = arrays[0], x["v"]
         assert q is not None
@@ -125,8 +125,9 @@ class PartsAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        plan, arrays, (*held, out, lse) = ctx.plan, ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        plan, saved = ctx.plan, ctx.saved_tensors  # read once: what a checkpoint gave is gone then
+        arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]
         wanted = {name for name, asked in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if asked}

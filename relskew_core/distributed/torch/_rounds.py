@@ -41,26 +41,37 @@ class Ring:
         return own
 
     def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
-        """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks."""
-        gradients: Held | None = None
+        """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
+
+        Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
+        """
+        own: Held | None = None
+        travelling: Held | None = None
         at = 0
         for index, distance in enumerate(self.distances):
             if distance > at:
                 held, at = self.ranks.send_round(held, distance - at).arrived(), distance
-            coming = None
+            coming, ahead = None, self.ranks.size
             if index + 1 < len(self.distances):
-                hops, at = self.distances[index + 1] - at, self.distances[index + 1]
-                coming = self.ranks.send_round(held, hops)
+                ahead = self.distances[index + 1]
+                coming, at = self.ranks.send_round(held, ahead - distance), ahead
             found = meet(self._keys(distance), held)
-            if gradients is not None:
-                found = [one + other for one, other in zip(found, gradients, strict=True)]
-            back = self.ranks.size - distance if coming is None else self.distances[index + 1] - distance
-            gradients = found if back % self.ranks.size == 0 else self.ranks.send_round(found, back).arrived()
+            if distance == 0:
+                own = found
+            else:
+                found = found if travelling is None else _sum(found, travelling)
+                travelling = self.ranks.send_round(found, ahead - distance).arrived()
             held = held if coming is None else coming.arrived()
-        return [torch.zeros_like(x) for x in like] if gradients is None else gradients
+        if own is None or travelling is None:
+            return own or travelling or [torch.zeros_like(x) for x in like]
+        return _sum(own, travelling)
 
     def _keys(self, distance: int) -> Sequence[Run]:
         return self.keys[(self.ranks.rank - distance) % self.ranks.size]
+
+
+def _sum(some: Held, others: Held) -> Held:
+    return [one + other for one, other in zip(some, others, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

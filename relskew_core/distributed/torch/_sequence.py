@@ -136,12 +136,13 @@ class _Whole(torch.autograd.Function):
         return joined(ranks.gathered(x), axis, layout)
 
     @staticmethod
-    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, axis, layout = ctx.rest
         return ranks.exchanged(taken_apart(d_whole, ranks.size, axis, layout)).sum(0), None, None, None
 
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
     """Return the whole of a rank's part, differentiably."""
-    found: Tensor = _Whole.apply(x, ranks, axis, layout)
+    apply: Any = _Whole.apply
+    found: Tensor = apply(x, ranks, axis, layout)
     return found
