@@ -129,8 +129,8 @@ def _attend(given: _Parallel) -> Any:
     arguments = replace(arguments if scales is None else scales.applied(arguments), sinks=None)
     ring, layout, part = everyone[0], given.layout, Part()
     heads = everyone[-1] if inner is not None or given.method == "heads" else None
+    within: Layout = "contiguous" if inner is not None else layout
     if heads is not None:
-        within: Layout = "contiguous" if inner is not None else layout
         count = arguments.q.shape[HEADS]
         part = Part(head=heads.rank * count // heads.size, heads=count)
         arguments = of_heads(replace(arguments, sinks=sinks), heads, within)

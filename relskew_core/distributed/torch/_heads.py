@@ -29,9 +29,9 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(x, ranks, layout, back=back)
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, layout, back = ctx.rest
-        return _exchanged(d_x, ranks, layout, back=not back), None, None, None
+        return _exchanged(grad_outputs[0], ranks, layout, back=not back), None, None, None
 
 
 def _exchanged(x: Tensor, ranks: Ranks, layout: Layout, *, back: bool) -> Tensor:

@@ -125,7 +125,8 @@ class PartsAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        d_out, d_lse = grad_outputs
         plan, saved = ctx.plan, ctx.saved_tensors  # read once: what a checkpoint gave is gone then
         arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))

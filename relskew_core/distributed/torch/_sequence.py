@@ -136,9 +136,9 @@ class _Whole(torch.autograd.Function):
         return joined(ranks.gathered(x), axis, layout)
 
     @staticmethod
-    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, axis, layout = ctx.rest
-        return ranks.exchanged(taken_apart(d_whole, ranks.size, axis, layout)).sum(0), None, None, None
+        return ranks.exchanged(taken_apart(grad_outputs[0], ranks.size, axis, layout)).sum(0), None, None, None
 
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
