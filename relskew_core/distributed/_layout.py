@@ -7,9 +7,14 @@ distance zero, with other rows of the tables: any kernel serves them, wherever i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
+from relskew_core._array.checks import describe
+from relskew_core._array.typing import Namespace
+from relskew_core._kernel.call import TABLES, Arguments
+from relskew_core._kernel.problem import Problem, check_mask
 from relskew_core._positions.span import Beyond, Span
 
 Layout = Literal["contiguous", "zigzag", "striped"]
@@ -153,3 +158,25 @@ def needed(
         )
 
     return [distance for distance in range(parts) if met(distance)]
+
+
+def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, xp: Namespace, outer: int = 1) -> None:
+    """Refuse a call that a share of is fine, but that the whole, of ``size`` shares, is not.
+
+    ``outer`` of the shares are laid out, each of ``size / outer`` neighbours.
+    """
+    q, k = given.q, given.k
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-2] * (size // outer) % (divisor(layout, outer) // outer):
+            raise ValueError(
+                f"`{name}` must have an even number of positions with layout={layout!r}, got {describe(x)}"
+            )
+    pattern = call.options.visibility
+    lengths = {"n_queries": size * pattern.n_queries, "n_keys": size * pattern.n_keys}
+    of_all = replace(pattern, **lengths)
+    for name in TABLES:
+        if getattr(given, name) is not None:
+            of_all.check_reach(name, call.options.span)
+    if given.mask is not None:
+        keys = SimpleNamespace(shape=(*k.shape[:-2], size * k.shape[-2], 1))
+        check_mask(given.mask, q, keys, xp=xp)

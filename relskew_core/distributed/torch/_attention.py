@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from math import prod
 from typing import Any, Literal, get_args
 
 import array_api_compat.torch as xp
@@ -13,10 +14,9 @@ from torch import Tensor
 from relskew_core._array.checks import check_bool, check_choice, describe, is_array
 from relskew_core._functions.attention import attend
 from relskew_core._kernel.by_head import HeadScales, with_sinks
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Part, takes
-from relskew_core._kernel.problem import Problem, check_mask, problem
-from relskew_core._positions.visibility import Visibility
-from relskew_core.distributed._layout import LAYOUTS, Layout, divisor, needed, runs
+from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Part, takes
+from relskew_core._kernel.problem import Problem, problem
+from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._agreement import agreed
 from relskew_core.distributed.torch._heads import HEADS, of_heads, to_positions
 from relskew_core.distributed.torch._parts import PartsAttention, Plan
@@ -198,23 +198,9 @@ def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
     if given.block_size is not None and method != "heads":
         raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")
     call = problem(replace(_plain(given), mask=None))
-    size = 1
-    for ranks in everyone:
-        size *= ranks.size
-    for name, x in (("q", given.q), ("k", given.k)):
-        times = divisor(layout, everyone[0].size) // everyone[0].size
-        if x.shape[-2] * (size // everyone[0].size) % times:
-            raise ValueError(f"`{name}` must have an even number of positions with layout='zigzag', got {describe(x)}")
+    size = prod(ranks.size for ranks in everyone)
+    check_whole(_plain(given), call, size, layout, xp=xp, outer=everyone[0].size)
     _check_heads(given, everyone[-1] if len(everyone) > 1 or method == "heads" else None)
-    keys = torch.empty((*given.k.shape[:-2], size * given.k.shape[-2], 1), device="meta")
-    if given.mask is not None:
-        check_mask(given.mask, given.q, keys, xp=xp)
-    pattern = call.options.visibility
-    counts = (size * given.q.shape[-2], size * given.k.shape[-2])
-    of_all = Visibility(*counts, pattern.offset, pattern.left, pattern.right, pattern.block_size, pattern.blocks_before)
-    for name in TABLES:
-        if getattr(given, name) is not None:
-            of_all.check_reach(name, call.options.span)
     facts = {field.name: getattr(given, field.name) for field in fields(given) if field.name != "group"}
     return {name: describe(x) if is_array(x) or isinstance(x, tuple) else repr(x) for name, x in facts.items()}
 
