@@ -172,8 +172,7 @@ def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, x
                 f"`{name}` must have an even number of positions with layout={layout!r}, got {describe(x)}"
             )
     pattern = call.options.visibility
-    lengths = {"n_queries": size * pattern.n_queries, "n_keys": size * pattern.n_keys}
-    of_all = replace(pattern, **lengths)
+    of_all = replace(pattern, n_queries=size * pattern.n_queries, n_keys=size * pattern.n_keys)
     for name in TABLES:
         if getattr(given, name) is not None:
             of_all.check_reach(name, call.options.span)

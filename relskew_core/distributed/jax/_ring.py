@@ -90,7 +90,7 @@ class Ring:
             return (out, lse), (arrays, out, lse)
 
         def backward(kept: Any, cotangents: Any) -> tuple[Arrays]:
-            return (self._backward(*kept, *cotangents, axes),)
+            return (self._backward(*kept, *cotangents, axes=axes),)
 
         function.defvjp(forward, backward)
         # Here, so that the sums of the tables' gradients over the devices are JAX's affair.
@@ -119,7 +119,7 @@ class Ring:
         _, sums = self._round(_held(x), sums, meet)
         return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([lse for _, lse in sums], -1)
 
-    def _backward(self, x: Arrays, out: Any, lse: Any, d_out: Any, d_lse: Any, axes: frozenset[str]) -> Arrays:
+    def _backward(self, x: Arrays, out: Any, lse: Any, d_out: Any, d_lse: Any, *, axes: frozenset[str]) -> Arrays:
         wide = lse.dtype
         named = [name for name in x if name in DIFFERENTIABLE and jnp.issubdtype(x[name].dtype, jnp.floating)]
         sums = varying({name: jnp.zeros(x[name].shape, wide) for name in named if name not in "kv"}, axes)
