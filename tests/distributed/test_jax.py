@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from relskew_core.distributed.jax import ring_attention
 
@@ -42,8 +42,8 @@ def test_a_ring() -> None:
     ],
 )
 def test_errors_name_their_argument(options: dict[str, Any], message: str) -> None:
-    mesh, x = jax.make_mesh((1,), ("ring",)), jnp.ones((2, 4, 8))
-    call = partial(ring_attention, **{"axis_name": "ring", **options})
+    mesh, x = jax.make_mesh((1,), ("ring",), axis_types=(AxisType.Auto,)), jnp.ones((2, 4, 8))
+    call: Any = partial(ring_attention, **{"axis_name": "ring", **options})
     split = PartitionSpec(None, "ring")
     with pytest.raises((ValueError, TypeError), match=message):
         jax.shard_map(call, mesh=mesh, in_specs=(split,) * 3, out_specs=split)(x, x, x)

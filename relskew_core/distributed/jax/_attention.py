@@ -78,15 +78,17 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
 
     >>> import jax
     >>> from functools import partial
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import NamedSharding, PartitionSpec
     >>> from relskew_core import relative_attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4))
     >>> table = jax.random.normal(jax.random.key(1), (8, 4))
     >>> mesh = jax.make_mesh((1,), ("ring",))
     >>> attend = partial(ring_attention, causal=True, axis_name="ring")
-    >>> split = P(None, "ring")
-    >>> ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(split, split, split, P()), out_specs=split))
-    >>> bool(abs(ring(q, k, v, table) - relative_attention(q, k, v, table, causal=True)).max() < 1e-5)
+    >>> split, whole = PartitionSpec(None, "ring"), PartitionSpec()
+    >>> specs = split, split, split, whole
+    >>> ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=split))
+    >>> given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, v, table), specs)]
+    >>> bool(abs(ring(*given) - relative_attention(q, k, v, table, causal=True)).max() < 1e-5)
     True
     """
     check_choice("layout", given.layout, LAYOUTS)
