@@ -94,11 +94,17 @@ def balance(rank: int, processes: int, length: int) -> None:
     rows = []
     for layout in ("contiguous", "zigzag", "striped"):
         q, k, v = (torch.randn(4, length, 32, requires_grad=True) for _ in range(3))
-        for turn in range(2):  # the first one warms up
+        for _ in range(2):  # the first one warms up
             distributed.barrier()
             start = time.thread_time()
             out: Any = context_parallel_attention(
-                q, k, v, table, causal=True, group=distributed.group.WORLD, layout=layout  # type: ignore[arg-type]
+                q,
+                k,
+                v,
+                table,
+                causal=True,
+                group=distributed.group.WORLD,
+                layout=layout,  # type: ignore[arg-type]
             )
             out.sum().backward()
             spent = torch.tensor([time.thread_time() - start])
