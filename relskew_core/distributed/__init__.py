@@ -2,3 +2,5 @@
 
 Nothing is imported here: each needs its own library.
 """
+
+__all__: list[str] = []
