@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import reduce
 
 from relskew_core import backends
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
-from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
-from relskew_core._array.softmax import softmax
+from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions import short
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, Part, takes
+from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import WHOLE, Problem, problem
 
 
@@ -310,10 +308,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
             raise ValueError(f"`outs[{index}]` must have the shape (..., Lq, Dv) of `outs[0]`, got {describe(out)}")
         if tuple(lse.shape) != tuple(out.shape[:-1]):
             raise ValueError(f"`lses[{index}]` must have shape {tuple(out.shape[:-1])}, got {describe(lse)}")
-    shares, lse = softmax(xp.stack(lses, axis=-1), dead_rows=True, lse=True, xp=xp)
-    wide = xp.float32 if is_half(outs[0].dtype, xp=xp) else outs[0].dtype
-    parts = [xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)]
-    return xp.astype(reduce(operator.add, parts), outs[0].dtype), lse
+    return merged(outs, lses, xp=xp)
 
 
 def _listed(name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -19,9 +19,10 @@ from jax import lax
 from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
 from relskew_core._kernel.problem import problem
+from relskew_core._positions.pairs import Pairs, Run
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax.manual import axes_of, varying
-from relskew_core.distributed._layout import Layout, Pairs, Run, needed, runs
+from relskew_core.distributed._layout import Layout, needed, runs
 
 Arrays = dict[str, Any]
 QUERIES = ("q", "rel_q")

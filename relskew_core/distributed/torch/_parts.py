@@ -14,8 +14,8 @@ from torch import Tensor
 from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Part
 from relskew_core._kernel.problem import problem
+from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
-from relskew_core.distributed._layout import Pairs, Rows, Run
 from relskew_core.distributed.torch._rounds import Gathered, Held, Ring
 
 LABELS = ("q_segments", "k_segments", "seed")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relskew_core.distributed._layout import Layout, Run, runs
+from relskew_core._positions.pairs import Run
+from relskew_core.distributed._layout import Layout, runs
 from relskew_core.distributed.torch._ranks import Ranks
 from relskew_core.distributed.torch._sequence import joined, taken_apart
 
