@@ -8,6 +8,7 @@ from typing import Any
 
 import dask.array
 import numpy as np
+from dask.delayed import delayed as untyped_delayed
 
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind, Operands, Options, Part, unknown
@@ -18,7 +19,7 @@ from relskew_core.backends import _cupy, _numpy
 from relskew_core.backends._path import PORTABLE, Path
 
 arrays_of: Any = dask.array  # whose functions have no types
-delayed: Any = dask.delayed
+delayed: Any = untyped_delayed
 
 HEADS, LENGTH, WIDTH = -3, -2, -1
 LIBRARIES = {"cupy": _cupy, "numpy": _numpy}
@@ -82,7 +83,7 @@ class Pair:
             if name in arrays:
                 arrays[name] = self._of_table(name, arrays[name])
         span = self.rows.span if any(name in arrays for name in TABLES) else None
-        given = Arguments(**arrays, span=span, segments=segments, **self.options)  # type: ignore[arg-type]
+        given = Arguments(**arrays, span=span, segments=segments, **self.options)
         call = problem(given, return_lse=True, part=Part(of_more=True))
         out, lse = kernels(call).attention(call.operands(), call.options, xp=call.xp)
         return out, lse
