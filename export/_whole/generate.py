@@ -70,10 +70,9 @@ def generate(
         If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables; the message says
         how far they reach.
 
-    Examples
-    --------
-    >>> generate("decoder.onnx", [1, 2, 3], 20, temperature=0.8, top_p=0.9, seed=0)  # doctest: +SKIP
-    array([...])
+    Notes
+    -----
+    The example of :func:`decoder_to_onnx` ends in tokens.
     """
     sampler = Sampler.of(temperature, top_k, top_p, seed)
     n = check_int("n", n, minimum=0)

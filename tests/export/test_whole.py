@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relskew_core import BlockSpec, Span, relative_attention
-from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx
+from relskew_core import BlockSpec, Span, init_weights, relative_attention
+from relskew_core.export import decoder_to_onnx, generate, save, to_onnx, torch_to_onnx
 from relskew_core.export._whole import compare, convert, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -265,9 +265,10 @@ def test_past_the_table_the_runtime_names_it(made: tuple[Decoder, Path]) -> None
 
 
 def test_other_graphs_are_no_decoders(tmp_path: Path) -> None:
-    save(torch_to_onnx(nn.Linear(3, 4), torch.zeros(2, 3), check=False), tmp_path / "linear.onnx")
-    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes.*got inputs \['input'\]"):
-        generate(tmp_path / "linear.onnx", [1], 1)
+    spec = BlockSpec(4, 2, Span.causal(8), causal=True)
+    save(to_onnx(spec, init_weights(spec, seed=0)), tmp_path / "block.onnx")
+    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes.*got inputs \['x'\]"):
+        generate(tmp_path / "block.onnx", [1], 1)
 
 
 class Bare(nn.Module):
