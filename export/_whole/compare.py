@@ -19,7 +19,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 """Relative L2 errors: of many layers, and far below what a wrong position costs."""
 
 
-def runner(path: Path, names: Sequence[str]) -> Callable[[Sequence[Tensor]], Arrays]:
+def runner(path: Path, names: Sequence[str]) -> Callable[[Sequence[Tensor], str], Arrays]:
     """Return what runs the file at ``path`` on the tensors that its inputs are called."""
     try:
         import onnxruntime
@@ -30,9 +30,12 @@ def runner(path: Path, names: Sequence[str]) -> Callable[[Sequence[Tensor]], Arr
     session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     taken = {value.name for value in session.get_inputs()}  # not those that no output depends on
 
-    def run(inputs: Sequence[Tensor]) -> Arrays:
+    def run(inputs: Sequence[Tensor], case: str) -> Arrays:
         given = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in taken}
-        return list(session.run(None, given))
+        try:
+            return list(session.run(None, given))
+        except Exception as error:  # of the runtime's own kind
+            raise RuntimeError(f"the exported graph fails where `model` does not, for {case}: {error}") from error
 
     return run
 

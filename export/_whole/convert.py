@@ -37,7 +37,7 @@ class Flat(nn.Module):
         self.output_names: list[str] = []
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the tensors that were given, each in memory of its own: torch takes one tensor for one input."""
+        """Return the tensors that were given, each its own: torch takes one tensor for one input."""
         return tuple(self._given[place].detach().clone() for place in self._places)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -49,12 +49,7 @@ class Flat(nn.Module):
         paths = pytree.tree_flatten_with_path(self.model(*args, **kwargs))[0]
         found = [(path, value) for path, value in paths if isinstance(value, Tensor)]
         self.output_names = [_output_name(path) for path, _ in found]
-        seen = {id(value) for value in inputs}
-        results = []
-        for _, value in found:  # a graph has one name for each output
-            results.append(value.clone() if id(value) in seen else value)
-            seen.add(id(value))
-        return tuple(results)
+        return tuple(value for _, value in found)
 
 
 @dataclass(frozen=True, slots=True)

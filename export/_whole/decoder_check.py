@@ -38,11 +38,11 @@ def check_decoder(
             torch.randn(shape, generator=generator).to(like.dtype) for shape, like in zip(shapes, shown, strict=True)
         ]
 
-    def same(given: Arrays, wanted: Sequence[Tensor], case: str) -> None:
-        check_equal(names, given, wanted, case, tolerance)
+    def same(given: Sequence[Tensor], wanted: Sequence[Tensor], case: str) -> None:
+        check_equal(names, run(given, case), wanted, case, tolerance)
 
     one = [drawn(1, 1), *caches(1, 0)]
-    same(run(one), results_of(flat, one), "one token")
+    same(one, results_of(flat, one), "one token")
     prompt = [drawn(3, min(LONGEST, reach or LONGEST)), *caches(3, 0)]
     while True:
         try:
@@ -54,15 +54,15 @@ def check_decoder(
                 raise
             prompt[0] = prompt[0][:, : length // 2]
     length = prompt[0].shape[1]
-    same(run(prompt), wanted, f"a prompt of {length}")
+    same(prompt, wanted, f"a prompt of {length}")
     logits, past = [], prompt[1:]
     cuts = sorted({0, length // 2, min(length // 2 + 1, length), length})
     for start, stop in pairwise(cuts):
-        results = run([prompt[0][:, start:stop], *past])
+        results = run([prompt[0][:, start:stop], *past], f"positions {start} … {stop - 1} of a prompt")
         logits.append(torch.from_numpy(results[0]))
         past = [torch.from_numpy(array) for array in results[1:]]
     whole = [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]
-    same(whole, wanted, f"a prompt of {length} in pieces")
+    check_equal(names, whole, wanted, f"a prompt of {length} in pieces", tolerance)
     far = FAR if reach is None else reach - 1
     if 2 * (far + 1) * sum(like[0, :, 0].nbytes for like in shown) > LARGEST:
         return
@@ -73,15 +73,15 @@ def check_decoder(
         if reach is None:  # as above
             return
         raise
-    same(run(later), wanted, f"one token after {far}")
+    same(later, wanted, f"one token after {far}")
     if reach is not None:
         _check_end(run, [drawn(1, 1), *caches(1, reach)], reach)
 
 
-def _check_end(run: Callable[[Sequence[Tensor]], Arrays], inputs: Sequence[Tensor], reach: int) -> None:
+def _check_end(run: Callable[[Sequence[Tensor], str], Arrays], inputs: Sequence[Tensor], reach: int) -> None:
     try:
-        run(inputs)
-    except Exception:
+        run(inputs, "one token past the tables")
+    except RuntimeError:
         return
     raise RuntimeError(
         f"the exported graph gives numbers for position {reach}, although its tables reach {reach} positions"

@@ -434,6 +434,23 @@ def test_other_lengths_are_checked() -> None:
     assert shapes((*graph.input, *graph.output)) == {"x": ["batch", 3], "y": ["batch", 3], "sum": ["batch", 3]}
 
 
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(20), causal=True))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        y, (keys, values) = self.attention(x, past=(keys, values))
+        return y, keys, values, keys
+
+
+def test_one_tensor_may_be_given_and_returned_twice() -> None:
+    """torch alone would take the two inputs for one; the check at other lengths has other numbers in each."""
+    nothing = torch.randn(2, 2, 3, 4)
+    graph = torch_to_onnx(Cached(), (torch.randn(2, 5, 8), nothing, nothing)).graph
+    assert [len(shapes(values)) for values in (graph.input, graph.output)] == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "error", "message"),
     [
