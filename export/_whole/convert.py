@@ -38,7 +38,7 @@ class Flat(nn.Module):
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the tensors that were given, each its own: torch takes one tensor for one input."""
-        return tuple(self._given[place].detach().clone() for place in self._places)
+        return tuple(self._given[place].detach() for place in self._places)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Call the model."""

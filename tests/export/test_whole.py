@@ -274,15 +274,15 @@ def test_other_graphs_are_no_decoders(tmp_path: Path) -> None:
 class Bare(nn.Module):
     """Attention called as a function, twice with tables of its own, and caches that the model makes."""
 
-    def __init__(self, wrong: bool = False) -> None:
+    def __init__(self, span: Span = Span.causal(12), wrong: bool = False) -> None:  # noqa: B008
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Parameter(torch.randn(VOCABULARY, 8))
-        self.tables = nn.Parameter(torch.randn(2, 2, 12, 4))
-        self.wrong = wrong
+        self.embedding, self.head = nn.Parameter(torch.randn(VOCABULARY, 8)), nn.Parameter(torch.randn(8, VOCABULARY))
+        self.tables = nn.Parameter(torch.randn(2, 2, span.rows, 4))
+        self.span, self.wrong = span, wrong
 
     def empty_cache(self, batch: int) -> tuple[tuple[Tensor, Tensor]]:
-        nothing = torch.zeros(batch, 2, 0, 4)
+        nothing = self.tables.new_zeros(batch, 2, 0, 4)
         return ((nothing, nothing),)  # one tensor for both
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
@@ -291,11 +291,12 @@ class Bare(nn.Module):
         q = x.unflatten(-1, (2, 4)).transpose(1, 2)
         keys, values = torch.cat([keys, q + 1], dim=2), torch.cat([values, q * 2], dim=2)
         offset = keys.shape[2] - q.shape[2]
-        one, two = (relative_attention(q, keys, values, table, causal=True, offset=offset) for table in self.tables)
-        y: Tensor = one + two  # type: ignore[assignment]
+        calls = ((q, keys, values, table, self.span) for table in self.tables)
+        results: list[Any] = [relative_attention(*call, causal=True, offset=offset) for call in calls]
+        y = torch.sin(2 * torch.stack(results).sum(0))
         if self.wrong and torch.onnx.is_in_onnx_export():
             y = y * 1.01
-        return y.transpose(1, 2).flatten(2) @ self.embedding.T, ((keys, values),)
+        return y.transpose(1, 2).flatten(2) @ self.head, ((keys, values),)
 
 
 def test_a_decoder_of_bare_calls(tmp_path: Path) -> None:
@@ -307,6 +308,15 @@ def test_a_decoder_of_bare_calls(tmp_path: Path) -> None:
     assert onnx.load(path).ir_version == 8
     with pytest.raises(ValueError, match="tables reach 12 positions, got 12"):
         generate(path, [1, 2], 12)
+
+
+def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> None:
+    model = Bare(Span(5, 0, "clip")).double()
+    path = decoder_to_onnx(model, tmp_path / "bare.onnx", external_threshold=0)
+    assert [file.suffix for file in sorted(tmp_path.iterdir())] == [".onnx", ".data"]
+    got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
+    assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
+    assert len(np.unique(got)) > 4
 
 
 def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
