@@ -23,10 +23,10 @@ def check_decoder(
     flat: Flat, file: Path, model: onnx.ModelProto, *, reach: int | None, tolerance: float | None
 ) -> None:
     """Raise unless the graph at ``file`` gives torch's logits and caches."""
-    _, *shown = flat.inputs()
+    tokens, *shown = flat.inputs()
     names = [value.name for value in model.graph.output]
     run = runner(file, [value.name for value in model.graph.input])
-    vocabulary = model.graph.output[0].type.tensor_type.shape.dim[2].dim_value
+    vocabulary = results_of(flat, [tokens, *shown])[0].shape[2]
     generator = torch.Generator().manual_seed(0)
 
     def drawn(batch: int, length: int) -> Tensor:
