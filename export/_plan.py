@@ -19,10 +19,12 @@ class Profile:
     opset: int
     fused: bool = False  # one Attention node, or its parts
     slice_window: bool = False  # the window of the table by Slice, or by Gather
+    pads: bool = False  # the edges of a window by Pad, or by Expand and Concat
     causal_attribute: bool = False  # Attention's is_causal, or causality in the mask
     cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
     dead_rows: bool = False  # Attention gives zeros where everything is masked by -inf
     branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
+    contrib: bool = False  # onnxruntime's own GroupQueryAttention
 
 
 PROFILES = {
@@ -31,10 +33,21 @@ PROFILES = {
         23,
         fused=True,
         slice_window=True,
+        pads=True,
         causal_attribute=True,
         cache_inputs=True,
         dead_rows=True,
         branches=True,
+    ),
+    "ort-contrib": Profile(
+        "ort-contrib",
+        21,
+        fused=True,
+        slice_window=True,
+        pads=True,
+        causal_attribute=True,
+        cache_inputs=True,
+        contrib=True,
     ),
     "portable": Profile("portable", 18),
     "trt": Profile("trt", 23, fused=True),
@@ -136,20 +149,6 @@ class GraphPlan:
         return int(self.right.past_edge in ("zero", "hidden"))
 
     @property
-    def gathers(self) -> bool:
-        """Whether the tables' windows are gathered: stored by position then, and clamped past soft edges."""
-        limited = self.left.past_edge == "limited" and (self.one_sided or self.right.past_edge == "limited")
-        return self.in_place or (not self.local and not (self.profile.slice_window and limited))
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether the keys' table is stored by position, one node more than by its columns.
-
-        A short window then is read from one place, and not from all over the table; the loop's ones are short.
-        """
-        return self.gathers or self.chunk_size is not None
-
-    @property
     def dead_rows(self) -> bool:
         """Some query may see no key at all, and its weights count.
 
@@ -221,6 +220,8 @@ def make_plan(
         raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are no one sequence, got cross=True")
     if check_bool("past", past):
         _check_past(spec)
+    if form.contrib:
+        _check_contrib(spec, dtype, mask, chunk_size)
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, minimum=1)
         if spec.block_size is not None:
@@ -243,7 +244,6 @@ def make_plan(
     limited = "limited" in (left.past_edge, right.past_edge)
     few = spec.blocks_before is None or spec.blocks_before <= MOST_BLOCKS
     local = spec.block_size is not None and few and not (limited or mask or past)
-    guarded = chunk_size is not None or in_place
     return GraphPlan(
         spec,
         form,
@@ -258,7 +258,7 @@ def make_plan(
         chunk_size,
         projections,
         in_place,
-        guarded,
+        chunk_size is not None,
         chunk_size is not None,
         segments,
     )
@@ -275,10 +275,35 @@ def _check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -
         raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
     if past is not True:
         raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
-    if profile != "ort":
-        raise ValueError(f"`in_place=True` requires `profile='ort'`: it is made of TensorScatter, got {profile!r}")
+    if profile not in ("ort", "ort-contrib"):
+        raise ValueError(
+            f"`in_place=True` requires `profile='ort'` or 'ort-contrib': it is made of TensorScatter, got {profile!r}"
+        )
     if chunk_size is not None:
         raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
+
+
+def _check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size: Any) -> None:
+    """Refuse what GroupQueryAttention cannot do."""
+    wanted = "`profile='ort-contrib'`, which is made of GroupQueryAttention,"
+    if not spec.causal or spec.cross:
+        raise ValueError(
+            f"{wanted} requires causal self-attention, got causal={spec.causal} and cross={spec.cross} in `spec`"
+        )
+    refused = {
+        "spec.rel_values": spec.rel_values,
+        "spec.sinks": spec.sinks,
+        "spec.block_size": spec.block_size,
+        "mask": mask,
+        "chunk_size": chunk_size,
+    }
+    for name, given in refused.items():
+        if given is not None and given is not False:
+            raise ValueError(f"{wanted} excludes `{name}`, got {given!r}")
+    if dtype == np.float64:
+        raise ValueError(f"{wanted} excludes `dtype` float64")
+    if spec.head_dim % 8:
+        raise ValueError(f"{wanted} requires a `spec.head_dim` that 8 divides, got {spec.head_dim}")
 
 
 def _check_past(spec: BlockSpec) -> None:

@@ -77,10 +77,7 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
     layout = {}
     for key, array in weights.items():
         if key in ("rel_k", "rel_v"):
-            columns, order = _columns(plan, array), "(position, head_dim)"
-            if key == "rel_k" and not plan.by_rows:
-                columns, order = np.swapaxes(columns, -1, -2), "(head_dim, position)"
-            layout[key] = (columns, f"{order}; relative position 0 is at {_zero(plan)}")
+            layout[key] = (_columns(plan, array), f"(position, head_dim); relative position 0 is at {_zero(plan)}")
         elif key == "rel_bias":
             columns = _columns(plan, np.atleast_2d(array)[..., None])[..., 0]
             layout[key] = (columns, f"(head, position); relative position 0 is at {_zero(plan)}")

@@ -116,12 +116,12 @@ def test_form_of_the_file(form: str, profile: str) -> None:
 
 
 NODES = {
-    "full": (23, 38, 27),
-    "causal": (19, 42, 31),
-    "cache": (21, 47, 42),
-    "cross": (24, 39, 28),
-    "clip": (27, 38, 27),
-    "full, grouped": (23, 47, 27),
+    "full": (24, 38, 28),
+    "causal": (20, 42, 31),
+    "cache": (22, 47, 42),
+    "cross": (25, 39, 29),
+    "clip": (30, 47, 38),
+    "full, grouped": (24, 47, 28),
     "full, values": (51, 59, 59),
     "blocks": (61, 72, 61),
 }
@@ -192,10 +192,10 @@ def stored(model: onnx.ModelProto, key: str) -> np.ndarray[Any, Any]:
 
 def test_max_length_trims_the_stored_rows() -> None:
     weights = random_weights(CAUSAL)
-    assert stored(to_onnx(CAUSAL, weights), "rel_k").shape == (2, 4, 10)
+    assert stored(to_onnx(CAUSAL, weights), "rel_k").shape == (2, 10, 4)
     trimmed = stored(to_onnx(CAUSAL, weights, max_length=4), "rel_k")
-    assert trimmed.shape == (2, 4, 5)
-    np.testing.assert_array_equal(trimmed[:, :, 1:], np.swapaxes(weights["rel_k"][:, -4:], 1, 2))
+    assert trimmed.shape == (2, 5, 4)
+    np.testing.assert_array_equal(trimmed[:, 1:], weights["rel_k"][:, -4:])
     assert stored(export("window", max_length=100), "rel_k").shape == (2, 6, 4)
     assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
     # Trimmed rows that a longer input would read are missed loudly, also where the table's end is soft.
@@ -220,7 +220,7 @@ def test_max_length_trims_the_stored_rows() -> None:
         (FORMS["stream"][0], {"past": True, "max_length": 2}, "requires a table that reaches 2 into the future"),
         (FORMS["stream"][0], {"past": True, "in_place": True, "opset": 24}, "`in_place=True` requires `spec.causal`"),
         (CROSS, {"segments": True}, "`segments=True` excludes `spec.cross`"),
-        (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'portable', 'trt'"),
+        (CAUSAL, {"profile": "tensorrt"}, "`profile` must be one of 'ort', 'ort-contrib', 'portable', 'trt'"),
         (CAUSAL, {"opset": 22}, "`opset` must be 23 … 24 for profile='ort', got 22"),
         (CAUSAL, {"opset": 17, "profile": "portable"}, "`opset` must be 18"),
         (CAUSAL, {"opset": 99}, "`opset` must be"),
