@@ -119,17 +119,9 @@ class GraphPlan:
         return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
 
     @property
-    def stored_columns(self) -> int:
-        """Number of stored columns, of blocks too."""
-        if not self.local:
-            return self.columns
-        return self.block_keys + (1 if self.one_sided else self.spec.block_size or 0)
-
-    @property
-    def block_keys(self) -> int:
-        """Number of keys that a block of queries may see: its own and those of the blocks before."""
-        before = 1 if self.spec.blocks_before is None else self.spec.blocks_before
-        return (1 + before) * (self.spec.block_size or 0)
+    def blocks_before(self) -> int:
+        """How many blocks before its own a query sees, if there are blocks."""
+        return 1 if self.spec.blocks_before is None else self.spec.blocks_before
 
     @property
     def kept_rows(self) -> tuple[int, int]:

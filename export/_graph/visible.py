@@ -37,7 +37,7 @@ def visible(
         keys = g.index("Div", [positions.keys, size], "visible/key_block", positions.keys.shape)
         queries = g.index("Div", [positions.queries, size], "visible/query_block", positions.queries.shape)
         if plan.left.past_edge != "limited":  # else no input is so long that a block of its past is hidden
-            before = g.constant(plan.block_keys // plan.spec.block_size - 1)
+            before = g.constant(plan.blocks_before)
             furthest = g.index("Sub", [queries, before], "visible/furthest_block", queries.shape)
             compare("GreaterOrEqual", keys, furthest, "block")
         if not plan.one_sided:

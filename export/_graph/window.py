@@ -50,10 +50,8 @@ class TableWindow:
         self._index: Value | None = None
         self._repeats: tuple[Dim, Dim] = (0, 0)
         self.one_sided = plan.one_sided
-        self.symbol: int | str = plan.stored_columns if plan.local else "window"
-        self._stored_symbol = self.symbol
-        if not plan.local:
-            self._choose(lengths)
+        self.symbol = self._stored_symbol = "window"
+        self._choose(lengths)
 
     def logits(self, queries: Value, count: Dim, *, hide: bool) -> Value:
         """Return what depends on the relative position, by column, ``(batch, H, queries, window)``.
@@ -146,7 +144,7 @@ class TableWindow:
         if table is None:
             if self._tables.rel_k is not None:
                 return None
-            table = g.constant(np.zeros((1, self._plan.stored_columns)), g.dtype)
+            table = g.constant(np.zeros((1, self._plan.columns)), g.dtype)
         cut = self._cut(table, 1, "rel_bias")
         shape = (table.shape[0], 1, self._stored_symbol)
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
@@ -193,7 +191,7 @@ class TableWindow:
             added[0] = plan.masked_value
         if plan.right.past_edge == "hidden" and not plan.one_sided:
             added[-1] = plan.masked_value
-        if plan.local or not added.any():
+        if not added.any():
             return logits
         cut = self._cut(g.constant(added, g.dtype), 0, "hidden")
         return g.compute("Add", [logits, cut], "relative/hide", logits.shape)

@@ -123,7 +123,7 @@ NODES = {
     "clip": (30, 47, 38),
     "full, grouped": (24, 47, 28),
     "full, values": (51, 59, 59),
-    "blocks": (61, 72, 61),
+    "blocks": (75, 88, 79),
 }
 
 
