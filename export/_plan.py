@@ -141,6 +141,14 @@ class GraphPlan:
         return int(self.right.past_edge in ("zero", "hidden"))
 
     @property
+    def reach(self) -> str:
+        """How the name of a node ends that fails where an input goes past a table: runtimes show it in their errors."""
+        sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
+        ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
+        table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
+        return f"/{table}_reaches_{'_and_'.join(ends)}" if ends else ""
+
+    @property
     def dead_rows(self) -> bool:
         """Some query may see no key at all, and its weights count.
 

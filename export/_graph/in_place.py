@@ -155,7 +155,9 @@ class _Rows:
             return x
         # onnxruntime leaves out a reshape between equal symbolic shapes, and takes a lone unknown length for a -1.
         shape = (*x.shape[:3], "total_and_1")
-        return g.compute("Reshape", [x, g.dims("relative/named_shape", 0, 0, self._n, count)], "relative/named", shape)
+        return g.compute(
+            "Reshape", [x, g.dims("relative/named_shape", 0, 0, self._n, count)], f"relative/named{plan.reach}", shape
+        )
 
     def _placed(self, x: Value, width: Dim, first: Value, filling: float, name: str) -> Value:
         """Return rows of ``x`` in wider ones, where each row of the batch starts at its own place."""

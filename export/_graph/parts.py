@@ -86,7 +86,7 @@ def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWi
     A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
     """
     logits = window.logits(queries, lengths.queries, hide=not hides_by_condition(plan))
-    return skew(g, logits, lengths, one_sided=window.one_sided)
+    return skew(g, logits, lengths, one_sided=window.one_sided, reach=plan.reach)
 
 
 def weighted_heads(
