@@ -9,6 +9,7 @@ from __future__ import annotations
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
+    from relskew_core.export._caches import caches_in_place
     from relskew_core.export._from_torch.translation import torch_translation_table
     from relskew_core.export._model import to_onnx
     from relskew_core.export._save import save
@@ -17,4 +18,4 @@ try:
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.export", "onnx", error) from error
 
-__all__ = ["Check", "Report", "save", "to_onnx", "torch_translation_table", "validate"]
+__all__ = ["Check", "Report", "caches_in_place", "save", "to_onnx", "torch_translation_table", "validate"]
