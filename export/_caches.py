@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -253,8 +254,8 @@ class _Writer:
             kv_num_heads=kv_heads, **kept,
         )  # fmt: skip
         yield helper.make_node("Reshape", [joined, _name(f"apart/{heads}")], [apart], name=apart)
-        turn = {"name": f"{node.name}/heads", "perm": [0, 2, 1, 3]}
-        yield helper.make_node("Transpose", [apart], list(node.output[:1]), **turn)
+        name, out = f"{node.name}/heads", list(node.output[:1])
+        yield helper.make_node("Transpose", [apart], out, name=name, perm=[0, 2, 1, 3])
 
     def _dims(self, name: str) -> list[onnx.TensorShapeProto.Dimension]:
         (value,) = (value for value in self._graph.input if value.name == name)
@@ -271,7 +272,7 @@ def _name(name: str) -> str:
     return f"relskew/shape/caches/{name}"
 
 
-def _node(op_type: str, inputs: list[str], name: str, **attributes: int) -> onnx.NodeProto:
+def _node(op_type: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
     return helper.make_node(op_type, inputs, [_name(name)], name=_name(name), **attributes)
 
 

@@ -15,7 +15,7 @@ from relskew_core import BlockSpec, Span
 from relskew_core.export import caches_in_place, to_onnx
 
 SPEC = BlockSpec(32, 4, Span.causal(20), causal=True, num_kv_heads=2)
-NAMES = {"past": "past_", "present": "present_"}
+NAMES: dict[str, Any] = {"past": "past_", "present": "present_"}
 ROOM = 12
 
 
