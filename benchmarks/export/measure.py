@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,27 +54,17 @@ def measure(
     """Export every contender of a form, check it at every length, and time what is right in turns."""
     longest = max(lengths)
     weights = init_weights(form.spec, seed=0)
-    rows, sessions = _exported(name, form.title, contenders(form, weights, longest), threads, tell)
+    rows, files = _exported(name, form.title, contenders(form, weights, longest), tell)
     for length in lengths:
         tell(f"{form.title}: L = {length}")
         x = np.random.default_rng(length).standard_normal((1, length, form.spec.embed_dim)).astype(np.float32)
         expected = np.asarray(attention_block(x, weights, form.spec))
-        calls = {}
-        for row in rows:
-            if row.label not in sessions:
-                continue
-            call = caller(sessions[row.label], x)
-            problem = wrong(call, None if row.label.startswith(BARE) else expected)
-            if problem:
-                row.failed[length] = problem
-            else:
-                calls[row.label] = call
-        _time(rows, calls, length, rounds, budget)
+        _time(rows, files, threads, partial(caller, x=x), expected, length, rounds, budget)
     if form.spec.span.beyond == "error" and form.spec.block_size is None:
         x = np.ones((1, longest + 1, form.spec.embed_dim), np.float32)
         for row in rows:
-            if row.label in sessions and not row.label.startswith(BARE):
-                row.past_the_end = past_the_end(caller(sessions[row.label], x))
+            if row.label in files and not row.label.startswith(BARE):
+                row.past_the_end = past_the_end(caller(open_session(files[row.label], threads), x))
     yield from rows
 
 
@@ -89,7 +80,7 @@ def measure_decoding(
 ) -> Iterator[Row]:
     """Time one token behind pasts of several lengths, with caches that grow and with caches in place."""
     weights = init_weights(spec, seed=0)
-    rows, sessions = _exported("decoding", "Decoding", decoders(spec, weights), threads, tell)
+    rows, files = _exported("decoding", "Decoding", decoders(spec, weights), tell)
     for past in pasts:
         tell(f"Decoding: a past of {past}")
         draw = np.random.default_rng(past)
@@ -97,17 +88,8 @@ def measure_decoding(
         shape = (1, spec.num_kv_heads, cache_length, spec.head_dim)
         caches = [draw.standard_normal(shape).astype(np.float32) for _ in range(2)]
         expected, _ = attention_block(x, weights, spec, past=(caches[0][:, :, :past], caches[1][:, :, :past]))
-        calls = {}
-        for row in rows:
-            if row.label not in sessions:
-                continue
-            call = step(sessions[row.label], x, caches, past)
-            problem = wrong(call, None if row.label.startswith(BARE) else np.asarray(expected))
-            if problem:
-                row.failed[past] = problem
-            else:
-                calls[row.label] = call
-        _time(rows, calls, past, rounds, budget)
+        bind = partial(step, x=x, caches=caches, past=past)
+        _time(rows, files, threads, bind, np.asarray(expected), past, rounds, budget)
     yield from rows
 
 
@@ -136,10 +118,10 @@ def step(
 
 
 def _exported(
-    name: str, title: str, made: Mapping[str, Callable[[], bytes]], threads: int, tell: Callable[[str], None]
-) -> tuple[list[Row], dict[str, onnxruntime.InferenceSession]]:
-    """Make and open every graph."""
-    rows, sessions = [], {}
+    name: str, title: str, made: Mapping[str, Callable[[], bytes]], tell: Callable[[str], None]
+) -> tuple[list[Row], dict[str, bytes]]:
+    """Make every graph, and see that it loads."""
+    rows, files = [], {}
     for label, make in made.items():
         tell(f"{title}: {label}, export")
         row = Row(name, label)
@@ -152,18 +134,39 @@ def _exported(
             row.export_seconds = time.perf_counter() - began
             row.bytes = len(content)
             row.nodes = count_nodes(onnx.load_from_string(content).graph)
-            sessions[label] = open_session(content, threads)
+            open_session(content, 1)
+            files[label] = content
         except Exception as error:  # what a table of comparisons is for
             row.refused = reason(error)
-    return rows, sessions
+    return rows, files
 
 
-def _time(rows: Sequence[Row], calls: Mapping[str, Callable[[], Any]], key: int, rounds: int, budget: float) -> None:
-    """Time the calls in turns and write down, by length or past, what each took."""
-    taken = paired(calls, BARE, rounds=rounds, budget=budget * len(calls))
+def _time(
+    rows: Sequence[Row],
+    files: Mapping[str, bytes],
+    threads: int,
+    bind: Callable[[onnxruntime.InferenceSession], Callable[[], Any]],
+    expected: np.ndarray[Any, Any],
+    key: int,
+    rounds: int,
+    budget: float,
+) -> None:
+    """Time every graph beside the bare one and write down, by length or past, what it took.
+
+    No third session is open meanwhile: the memory that sessions keep would slow the longest inputs down.
+    """
+    bare = bind(open_session(files[BARE], threads))
+    bare()
     for row in rows:
-        if row.label in taken:
-            row.seconds[key], row.multiples[key] = taken[row.label]
+        if row.label not in files:
+            continue
+        call = bare if row.label == BARE else bind(open_session(files[row.label], threads))
+        problem = wrong(call, None if row.label.startswith(BARE) else expected)
+        if problem:
+            row.failed[key] = problem
+            continue
+        taken = paired({BARE: bare, row.label: call}, BARE, rounds=rounds, budget=budget)
+        row.seconds[key], row.multiples[key] = taken[row.label]
 
 
 def past_the_end(call: Callable[[], Any]) -> str:

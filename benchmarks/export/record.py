@@ -74,10 +74,10 @@ def targets(record: Record) -> Table:
                 verdict = "met" if ratio <= TARGETS[name] else "MISSED"
                 lines.append((f"{name}, L = 1024", f"≤ {TARGETS[name]}×", f"{ratio:.2f}×", verdict))
             slower = [
-                f"{length} ({taken / textbook.seconds[length]:.2f}×)"
+                f"{length} ({taken / textbook.multiples[length]:.2f}×)"
                 for textbook in textbooks
-                for length, taken in row.seconds.items()
-                if taken > textbook.seconds.get(length, float("inf"))
+                for length, taken in row.multiples.items()
+                if taken > textbook.multiples.get(length, float("inf"))
             ]
             told = "at L = " + ", ".join(slower) if slower else "nowhere"
             verdict = "MISSED" if slower else "met"

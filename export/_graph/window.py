@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._plan import GraphPlan
 
 
@@ -64,8 +64,8 @@ class TableWindow:
             assert row is not None
             row = self._extended(self._hidden(row) if hide else row, 2, "window/bias")
             whole = g.dims("relative/bias_shape", 1, 1, count, 1)
-            shape = (1, row.shape[0], queries.shape[2], self.symbol)
-            return g.compute("Expand", [row, whole], "relative/logits", shape)
+            wide: Shape = (1, row.shape[0], queries.shape[2], self.symbol)
+            return g.compute("Expand", [row, whole], "relative/logits", wide)
         rows = self._cut(table, len(table.shape) - 2, "rel_k")
         rank = len(rows.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
@@ -87,7 +87,9 @@ class TableWindow:
 
     def _choose(self, lengths: Lengths) -> None:
         g, plan = self._g, self._plan
-        before, after, symbols = lengths.keys, 1, ("window", 1)
+        before: Dim = lengths.keys
+        after: Dim = 1
+        symbols: Shape = ("window", 1)
         if not plan.one_sided:
             before = g.plus(lengths.queries, lengths.past, "window/before")
             after = g.minus(lengths.keys, lengths.past, "window/after")
