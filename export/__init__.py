@@ -9,6 +9,7 @@ from __future__ import annotations
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
+    from relskew_core.export._caches import caches_in_place
     from relskew_core.export._from_torch.translation import torch_translation_table
     from relskew_core.export._model import to_onnx
     from relskew_core.export._save import save
@@ -23,6 +24,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Check",
     "Report",
+    "caches_in_place",
     "decoder_to_onnx",
     "generate",
     "save",

@@ -150,11 +150,6 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
         after.append(zeros(spare[1]))
     if before or after:
         stored = g.compute("Concat", [*before, stored, *after], f"{name}/stored", with_rows(plan.columns), axis=axis)
-    if name == "rel_k" and not plan.by_rows:
-        rank = len(shape)
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        turned = tuple(stored.shape[index] for index in perm)
-        stored = g.compute("Transpose", [stored], f"{name}/columns", turned, perm=perm)
     return stored
 
 

@@ -14,7 +14,8 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import DOMAIN
-from relskew_core.export._plan import PROFILES, GraphPlan, check_spec, make_plan
+from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
+from relskew_core.export._plan import PROFILES, GraphPlan, Profile, check_spec, make_plan
 from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
@@ -46,8 +47,8 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     answer("file", "")
     check_spec(spec)
     model = source.model
-    answer("standard", _not_standard(model))
     metadata, unreadable = read_metadata(model)
+    answer("standard", _not_standard(model, PROFILES[metadata.profile or "portable"]))
     answer("metadata", unreadable)
     other = metadata.spec is not None and metadata.spec != spec
     answer("spec", f"the model was made for {metadata.spec}, asked for is {spec}" if other else "")
@@ -71,14 +72,15 @@ def _load(model_or_path: Any) -> Source:
     return Source(onnx.load(path), path)
 
 
-def _not_standard(model: onnx.ModelProto) -> str:
+def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
     """Say what only some runtimes would understand."""
     ours = {function.name for function in model.functions if function.domain == DOMAIN}
-    domains = {"", "ai.onnx", *([DOMAIN] if ours else [])}
+    domains = {"", "ai.onnx", *([DOMAIN] if ours else []), *([CONTRIB] if profile.contrib else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
     problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
-    foreign = [node for node in nodes if node.domain and not (node.domain == DOMAIN and node.op_type in ours)]
+    known = {(DOMAIN, name) for name in ours} | ({(CONTRIB, "GroupQueryAttention")} if profile.contrib else set())
+    foreign = [node for node in nodes if node.domain and (node.domain, node.op_type) not in known]
     problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
     return "; ".join(problems)
 

@@ -151,7 +151,7 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[str, typer.Option(help="ort, portable or trt: the runtimes that it is for.")] = "ort",
+    profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Trim the table to inputs up to this length.")] = None,
