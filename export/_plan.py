@@ -126,6 +126,16 @@ class GraphPlan:
         return max(0, self.left.rows - span.left), max(0, right - span.right)
 
     @property
+    def spare_rows(self) -> tuple[tuple[int, bool], tuple[int, bool]]:
+        """What stands at either end beyond the rows: how many positions, and whether they repeat the edge."""
+        left, right = self.left, self.right
+        if not self.local:
+            return (left.spare, False), (0 if self.one_sided else self.right_spare, False)
+        # The blocks' window is always the same: just that is stored.
+        after = 0 if self.one_sided else (self.spec.block_size or 0) - 1 - right.rows
+        return (self.block_keys - left.rows, left.past_edge == "clip"), (after, right.past_edge == "clip")
+
+    @property
     def right_spare(self) -> int:
         """1 if a column of zeros follows the rows on the right; a limited right end needs none."""
         return int(self.right.past_edge in ("zero", "hidden"))

@@ -106,7 +106,6 @@ def _zero(plan: GraphPlan) -> int:
 
 def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     """Trim a table to the rows that can be seen and add the columns for the positions past them."""
-    left, right = plan.left, plan.right
     start, stop = plan.kept_rows
     rows = table[..., start:stop, :]
     edge = int(plan.spec.span.beyond == "clip")
@@ -115,15 +114,9 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
         for end, count in zip((rows[..., :1, :], rows[..., -1:, :]), plan.added_rows, strict=True)
     ]
     rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
-    if plan.local:
-        # The blocks' window is always the same: store just that.
-        before = plan.block_keys - left.rows
-        after = 0 if plan.one_sided else (plan.spec.block_size or 0) - 1 - right.rows
-    else:
-        before, after = left.spare, 0 if plan.one_sided else plan.right_spare
     head, tail = (
-        np.repeat(end, count, axis=-2) * rows.dtype.type(plan.local and side.past_edge == "clip")
-        for end, count, side in ((rows[..., :1, :], before, left), (rows[..., -1:, :], after, right))
+        np.repeat(end, count, axis=-2) * rows.dtype.type(of_edge)
+        for end, (count, of_edge) in zip((rows[..., :1, :], rows[..., -1:, :]), plan.spare_rows, strict=True)
     )
     return np.concatenate([head, rows, tail], axis=-2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unknown
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.visibility import Visibility
 from relskew_core.export import torch_translation_table
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_exports import VARY, assert_same, export, operators, random, session
@@ -147,6 +151,9 @@ CROSS: dict[str, dict[str, Any]] = {
     "causal": {"rel_k": random(12, 6), "span": Span.causal(12), "causal": True},
     "causal, offset": {"rel_k": random(14, 6), "span": Span.causal(14), "causal": True, "offset": 2},
     "offset, clip": {"rel_k": random(4, 6), "span": CLIP, "offset": 3, "rel_v": random(4, 5)},
+    "before all keys": {"rel_k": random(4, 6), "span": CLIP, "offset": -2, "rel_v": random(4, 5)},
+    "blocks across": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "blocks_before": 1, "rel_v": random(4, 5)},
+    "blocks across, before all keys": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "offset": -1},
     "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
     "softcap": {"rel_k": random(4, 6), "span": CLIP, "softcap": 1.3},
     "softcap, window, values": {
@@ -194,6 +201,8 @@ class Across(nn.Module):
             *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, return_lse=True),
             *relative_attention(q[0], k[0], v[0], table, CLIP, return_lse=True),
             relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
+            # More queries than keys: the first ones stand before all keys.
+            relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
         ]
         return tuple(results)
 
@@ -241,6 +250,8 @@ ALONG: dict[str, dict[str, Any]] = {
     "bias": {"rel_bias": random(4, 4), "span": CLIP, "causal": True},
     "blocks": {"rel_k": random(6, 6), "span": Span.causal(6), "block_size": 3},
     "blocks, clip": {"rel_k": random(2, 6), "span": Span(1, 0, "clip"), "block_size": 3, "rel_v": random(2, 6)},
+    "blocks, zero": {"rel_k": random(4, 6), "span": ZERO, "block_size": 4, "blocks_before": 0},
+    "blocks, bias": {"rel_bias": random(4), "span": CLIP, "block_size": 3},
     "stream": {"rel_k": random(4, 11, 6), "span": Span(8, 2), "block_size": 3, "blocks_before": 2},
     "stream, causal, values": {
         "rel_k": random(3, 6), "span": Span(2, 0, "clip"), "block_size": 3, "blocks_before": 2, "causal": True,
@@ -331,6 +342,33 @@ def test_positions_and_segments(opset: int) -> None:
         assert_same(run(*placed(*shape)), model, *placed(*shape))
 
 
+REFUSED = {"seed", "dropout"}
+"""Fields of a call that no graph has, since they belong to training."""
+
+
+def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
+    q, k, v, mask = across(2, 5, 7)
+    at, keys_at, of, keys_of = placed(2, 5, 7)[3:]
+    alike, none = (q, q[:, :2], q[:, :2]), {"positions": None, "segments": None}
+    labels = {"positions": (at, keys_at), "segments": (of, keys_of)}
+    tried: set[str] = set()
+    for arrays, more, calls in (((q, k, v), {"mask": mask}, CROSS), (alike, none, ALONG), ((q, k, v), labels, PLACED)):
+        for call in calls.values():
+            options = dict(call)
+            asks = options.pop("return_lse", False)
+            checked = problem(Arguments(*arrays, **options, **more), return_lse=asks)
+            tried.update(unknown(checked.given, checked.options, frozenset()))
+    tried.add("rel_q")  # of `Across`
+    fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
+    fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
+    fields.remove("by_value")
+    assert fields - tried == REFUSED
+
+
+def defaults_of(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
+
+
 class Short(nn.Module):
     """A table of positions that only values tell, ``beyond="error"``; only what is seen has to have a row."""
 
@@ -388,17 +426,16 @@ class One(nn.Module):
         self.options = options
 
     def forward(self, q: Tensor, k: Tensor) -> Any:
-        return relative_attention(q, k, k, TABLE, CLIP, **self.options)
+        return relative_attention(q[:, None], k[:, None], k[:, None], TABLE, CLIP, **self.options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dropout": 0.5, "seed": 1}, "`dropout` belongs to training"),
-        ({"offset": -2}, "`offset` must be at least 0"),
-        ({"block_size": 2}, "`block_size` can be exported to ONNX only where torch knows"),
+        ({"mask": random(2, 1, 4, 1, 1)}, "`mask` can be exported to ONNX with one leading axis"),
     ],
-    ids=["dropout", "offset", "block_size"],
+    ids=["dropout", "mask by head"],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     inputs = random(2, 4, 5, 6), random(2, 2, 7, 6)
