@@ -21,7 +21,7 @@ from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
-from relskew_core.export._plan import IR_VERSION, GraphPlan, check_spec, make_plan
+from relskew_core.export._plan import GraphPlan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 
 
@@ -134,7 +134,9 @@ def to_onnx(
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
     (_block if plan.projections else _core)(g, plan, layout)
-    model = g.model(name, plan.opset, IR_VERSION, _summary(plan))
+    # The types of a function's values can be written down since version 10.
+    ir_version = max(plan.ir_version, 10) if functions else plan.ir_version
+    model = g.model(name, plan.opset, ir_version, f"{_summary(plan)} Weights: SHA-256 {_digest(layout)}.")
     model.producer_name = "relskew"
     model.producer_version = __version__
     described = {
@@ -143,7 +145,6 @@ def to_onnx(
         "relskew.profile": plan.profile.name,
         "relskew.dtype": plan.dtype.name,
         "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
-        "relskew.weights_sha256": _digest(layout),
     }
     if plan.chunk_size is not None:
         described["relskew.chunk_size"] = str(plan.chunk_size)

@@ -43,7 +43,7 @@ MOST_BLOCKS = 8
 """Blocks before its own whose keys a block is given: of more, a dense attention makes fewer copies."""
 NEWEST_OPSET = 24
 IN_PLACE_OPSET = 24  # of TensorScatter
-IR_VERSION = 10
+IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that brought these opsets; later ones need no more than 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ class GraphPlan:
     looped: bool  # attention goes over chunks, as chunk_size asks; not so in the branch for short inputs
     segments: bool = False  # a query sees its own segment
     in_parts: bool = False  # what Attention cannot do is asked for: softcap, the log-sum-exp
+
+    @property
+    def ir_version(self) -> int:
+        """The oldest version of the file's form that the opset may have, for the sake of old runtimes."""
+        return IR_VERSIONS.get(self.opset, 10)
 
     @property
     def one_sided(self) -> bool:
