@@ -156,7 +156,8 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
     if (start, stop) != (0, rows):
         stored = cut(stored, start, stop, "kept")
     rows = stop - start
-    before, after = [], []
+    before: list[Value] = []
+    after: list[Value] = []
     ends = zip((before, after), plan.added_rows, plan.spare_rows, (0, rows - 1), ("first", "last"), strict=True)
     for pieces, added, (spare, of_edge), place, part in ends:
         edges = (added if plan.spec.span.beyond == "clip" else 0) + (spare if of_edge else 0)

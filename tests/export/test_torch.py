@@ -349,14 +349,18 @@ REFUSED = {"seed", "dropout"}
 def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
     q, k, v, mask = across(2, 5, 7)
     at, keys_at, of, keys_of = placed(2, 5, 7)[3:]
-    alike, none = (q, q[:, :2], q[:, :2]), {"positions": None, "segments": None}
     labels = {"positions": (at, keys_at), "segments": (of, keys_of)}
+    groups: list[tuple[tuple[Tensor, ...], dict[str, Any], dict[str, dict[str, Any]]]] = [
+        ((q, k, v), {"mask": mask}, CROSS),
+        ((q, q[:, :2], q[:, :2]), {}, ALONG),
+        ((q, k, v), labels, PLACED),
+    ]
     tried: set[str] = set()
-    for arrays, more, calls in (((q, k, v), {"mask": mask}, CROSS), (alike, none, ALONG), ((q, k, v), labels, PLACED)):
+    for (queries, keys, values), more, calls in groups:
         for call in calls.values():
-            options = dict(call)
+            options = call | more
             asks = options.pop("return_lse", False)
-            checked = problem(Arguments(*arrays, **options, **more), return_lse=asks)
+            checked = problem(Arguments(queries, keys, values, **options), return_lse=asks)
             tried.update(unknown(checked.given, checked.options, frozenset()))
     tried.add("rel_q")  # of `Across`
     fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
