@@ -11,6 +11,7 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 try:
     from relskew_core.export._from_torch.translation import torch_translation_table
     from relskew_core.export._model import to_onnx
+    from relskew_core.export._quantise import quantize
     from relskew_core.export._save import save
     from relskew_core.export._validate.report import Check, Report
     from relskew_core.export._validate.validate import validate
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "decoder_to_onnx",
     "generate",
+    "quantize",
     "save",
     "to_onnx",
     "torch_to_onnx",
