@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core.export._save import save
 
 KINDS = ("dynamic", "static", "weights-8", "weights-4")
+MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
+"""What torch's exporter leaves to the runtime before a weight or a table is read."""
 LEAST = 1024
 """Numbers from which a table is worth its scales."""
 BLOCK = 32
@@ -84,10 +87,46 @@ def quantize(
     given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
     if isinstance(model, onnx.ModelProto):
         given.CopyFrom(model)
+    _move(given)
     with _quietly():
         made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
     _tables(made)
     return save(made, path, overwrite=overwrite)
+
+
+def _move(model: onnx.ModelProto) -> None:
+    """Store what nodes only move about as it is read."""
+    graph = model.graph
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    outputs = {value.name for value in graph.output}
+    nodes = []
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            known[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        constant = node.op_type in MOVED and not node.domain and all(name in known for name in node.input if name)
+        if not constant or node.output[0] in outputs:
+            nodes.append(node)
+            continue
+        given = {name: known[name] for name in node.input if name}
+        results: Any = ReferenceEvaluator(node, opsets={"": opset}).run(None, given)
+        known[node.output[0]] = results[0]
+        graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    read = {name for part in _graphs(graph) for node in part.node for name in node.input} | outputs
+    stored = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(stored)
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Walk a graph, and those of its branches and loops."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
 
 
 @contextmanager
@@ -159,27 +198,18 @@ def _tables(model: onnx.ModelProto) -> None:
     stored = {tensor.name: tensor for tensor in graph.initializer}
     constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if tensor.dims == [1]}
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    for part in _graphs(graph):
+        for node in part.node:
+            for name in node.input:
+                readers.setdefault(name, []).append(node)
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
         axes = {_axis(node, name, constants) for node in readers.get(name, [])}
         large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= LEAST
         if large and axes and None not in axes and len({axis == 0 for axis in axes}) == 1:
             cut[name] = -1 if 0 in axes else 0
-    nodes = []
-    for node in graph.node:
-        nodes.append(node)
-        name = node.input[0] if node.input else ""
-        if name in cut:
-            made, whole = node.output[0], f"{node.output[0]}_int8"
-            node.input[0], node.output[0] = f"{name}_int8", whole
-            axis = cut[name]
-            scaled = [whole, f"{name}_scale"]
-            nodes.append(helper.make_node("DequantizeLinear", scaled, [made], f"{node.name}/dequantize", axis=axis))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    for part in _graphs(graph):
+        _cut_as_int8(part, cut)
     for name, axis in cut.items():
         table = numpy_helper.to_array(stored[name])
         others = tuple(place for place in range(table.ndim) if place != axis % table.ndim)
@@ -187,6 +217,22 @@ def _tables(model: onnx.ModelProto) -> None:
         graph.initializer.remove(stored[name])
         graph.initializer.append(numpy_helper.from_array(np.rint(table / scale).astype(np.int8), f"{name}_int8"))
         graph.initializer.append(numpy_helper.from_array(scale.reshape(-1).astype(np.float32), f"{name}_scale"))
+
+
+def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
+    """Let nodes read the int8 tables, and make numbers of what they read; ``cut`` has the axis of the scales."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        name = node.input[0] if node.input else ""
+        if name in cut:
+            made, whole = node.output[0], f"{node.output[0]}_int8"
+            node.input[0], node.output[0] = f"{name}_int8", whole
+            scaled = [whole, f"{name}_scale"]
+            path = f"{node.name}/dequantize"
+            nodes.append(helper.make_node("DequantizeLinear", scaled, [made], path, axis=cut[name]))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _axis(node: onnx.NodeProto, name: str, constants: Mapping[str, np.ndarray]) -> int | None:

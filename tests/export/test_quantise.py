@@ -52,6 +52,14 @@ def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
         assert "y" in {check.name for check in wrong.failures}
 
 
+@pytest.mark.parametrize("profile", ["ort", "portable"])
+def test_tables_of_branches_and_loops(profile: str, tmp_path: Path) -> None:
+    model = to_onnx(SPEC, WEIGHTS, profile=profile, chunk_size=16)
+    made = onnx.load(quantize(model, tmp_path / "chunks.onnx", "weights-8"))
+    assert "rel_k_int8" in {tensor.name for tensor in made.graph.initializer}
+    assert validate(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03).ok
+
+
 @pytest.mark.parametrize("factor", [1.0, 20.0])
 def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile="portable")
@@ -68,28 +76,30 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     arrays = {
         "embedding": rng.standard_normal((100, 16)) * np.logspace(-3, 3, 16),
-        "both": rng.standard_normal((100, 16)),  # looked up and multiplied: what reads the whole keeps it
+        "both": rng.standard_normal((100, 16)),  # something reads the whole
         "small": rng.standard_normal((100, 2)),
         "zeros": np.zeros((100, 16)),
     }
     nodes = [helper.make_node("Gather", [name, "tokens"], [f"{name}_row"], name=name) for name in arrays]
-    nodes.append(helper.make_node("MatMul", ["both_row", "both_t"], ["logits"], name="logits"))
-    nodes.insert(-1, helper.make_node("Transpose", ["both"], ["both_t"], name="turn", perm=[1, 0]))
-    outputs = [*(f"{name}_row" for name in arrays), "logits"]
+    nodes.append(helper.make_node("Exp", ["both"], ["whole"], name="whole"))
+    nodes.append(helper.make_node("Transpose", ["turned"], ["table"], name="turn", perm=[1, 0]))  # as torch leaves it
+    nodes.append(helper.make_node("Gather", ["table", "tokens"], ["table_row"], name="table"))
+    outputs = [*(f"{name}_row" for name in arrays), "whole", "table_row"]
+    stored = arrays | {"turned": rng.standard_normal((16, 100))}
     graph = helper.make_graph(
         nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()],
+        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in stored.items()],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
     onnx.save(model, tmp_path / "lookups.onnx")
     path = quantize(tmp_path / "lookups.onnx", tmp_path / "int8.onnx", "dynamic")
-    stored = {tensor.name for tensor in onnx.load(path).graph.initializer}
-    assert {"embedding_int8", "zeros_int8", "both", "small"} <= stored
+    kept = {tensor.name for tensor in onnx.load(path).graph.initializer if tensor.name[-6:] != "_scale"}
+    assert kept == {"embedding_int8", "zeros_int8", "table_int8", "both", "small"}
     tokens = rng.integers(0, 100, (3, 5))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = dict(zip(outputs, session.run(None, {"tokens": tokens}), strict=True))
-    for name, array in arrays.items():  # each column has a scale of its own
+    for name, array in (arrays | {"table": stored["turned"].T}).items():  # each column has a scale of its own
         bound = np.max(np.abs(array), axis=0) / 250 + 1e-6
         assert np.all(np.abs(found[f"{name}_row"] - array[tokens]) <= bound), name
 
