@@ -20,7 +20,7 @@ from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.parts import content_logits, grouped_product, hide, softmax_weights
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
 
-KNOWS = COMMON | {
+KNOWS = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
 }  # fmt: skip
 """The arrays and options that have a translation."""

@@ -17,6 +17,7 @@ from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unknown
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
 from relskew_core.export import torch_translation_table
+from relskew_core.export._from_torch.translation import KNOWS
 from relskew_core.layers.torch import RelativeMultiheadAttention
 from torch_exports import VARY, assert_same, export, operators, random, session
 
@@ -342,8 +343,8 @@ def test_positions_and_segments(opset: int) -> None:
         assert_same(run(*placed(*shape)), model, *placed(*shape))
 
 
-REFUSED = {"seed", "dropout"}
-"""Fields of a call that no graph has, since they belong to training."""
+REFUSED = {"seed", "dropout", "part"}
+"""Fields of a call that no graph has: they belong to training, or to a call that is split over processes."""
 
 
 def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
@@ -367,6 +368,7 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
     fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
     fields.remove("by_value")
     assert fields - tried == REFUSED
+    assert not REFUSED & KNOWS
 
 
 def defaults_of(kind: Any) -> list[str]:
