@@ -12,6 +12,7 @@ try:
     from relskew_core.export._caches import caches_in_place
     from relskew_core.export._from_torch.translation import torch_translation_table
     from relskew_core.export._model import to_onnx
+    from relskew_core.export._quantise import quantize
     from relskew_core.export._save import save
     from relskew_core.export._validate.report import Check, Report
     from relskew_core.export._validate.validate import validate
@@ -27,6 +28,7 @@ __all__ = [
     "caches_in_place",
     "decoder_to_onnx",
     "generate",
+    "quantize",
     "save",
     "to_onnx",
     "torch_to_onnx",

@@ -136,6 +136,11 @@ class GraphPlan:
         return max(0, self.left.rows - span.left), max(0, right - span.right)
 
     @property
+    def spare_rows(self) -> tuple[int, int]:
+        """How many columns of zeros stand before the rows and after them."""
+        return self.left.spare, 0 if self.one_sided else self.right_spare
+
+    @property
     def right_spare(self) -> int:
         """1 if a column of zeros follows the rows on the right; a limited right end needs none."""
         return int(self.right.past_edge in ("zero", "hidden"))

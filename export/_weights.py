@@ -107,8 +107,7 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
         for end, count in zip((rows[..., :1, :], rows[..., -1:, :]), plan.added_rows, strict=True)
     ]
     rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
-    spare = plan.left.spare, 0 if plan.one_sided else plan.right_spare
-    head, tail = (np.zeros_like(rows[..., :1, :]).repeat(count, axis=-2) for count in spare)
+    head, tail = (np.zeros_like(rows[..., :1, :]).repeat(count, axis=-2) for count in plan.spare_rows)
     return np.concatenate([head, rows, tail], axis=-2)
 
 

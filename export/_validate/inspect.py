@@ -32,7 +32,9 @@ class Subject:
     outputs: tuple[str, ...]
 
 
-def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None]) -> Subject | None:
+def inspect_model(
+    model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None], tolerance: float | None = None
+) -> Subject | None:
     """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
 
     def answer(name: str, problem: str, detail: str = "") -> bool:
@@ -48,7 +50,8 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     check_spec(spec)
     model = source.model
     metadata, unreadable = read_metadata(model)
-    answer("standard", _not_standard(model, PROFILES[metadata.profile or "portable"]))
+    foreign = _not_standard(model, PROFILES[metadata.profile or "portable"])
+    answer("standard", *((foreign, "") if tolerance is None else ("", foreign)))
     answer("metadata", unreadable)
     other = metadata.spec is not None and metadata.spec != spec
     answer("spec", f"the model was made for {metadata.spec}, asked for is {spec}" if other else "")
@@ -58,7 +61,7 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
     # Without our metadata the layout of the tables is unknown: any profile's will do.
     plans = [plan] if metadata.profile else [replace(plan, profile=profile) for profile in PROFILES.values()]
-    answer("weights", *min(_other_weights(model, possible, rounded) for possible in plans))
+    answer("weights", *min(_other_weights(model, possible, rounded, tolerance) for possible in plans))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 
 
@@ -151,8 +154,10 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
 
 
-def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
-    """Compare the stored weights bit for bit: a changed bias of the keys would not show in ``y``."""
+def _other_weights(
+    model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray], tolerance: float | None
+) -> tuple[str, str]:
+    """Compare the stored weights bit for bit, unless told otherwise: a changed bias of the keys would not show."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = graph_layout(plan, rounded)
     present = [key for key in expected if key in stored]
@@ -163,5 +168,7 @@ def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str
             problems.append(f"{key} is {array.dtype} {array.shape}, expected {wanted.dtype} {wanted.shape}")
         elif array.tobytes() != wanted.tobytes():
             difference = float(np.max(np.abs(array.astype(np.float64) - wanted.astype(np.float64))))
-            problems.append(f"{key} differs by up to {difference:.3g}")
-    return "; ".join(problems), f"{len(present)} of {len(expected)} stored under their names and equal"
+            if tolerance is None or not difference <= tolerance * float(np.max(np.abs(wanted.astype(np.float64)))):
+                problems.append(f"{key} differs by up to {difference:.3g}")
+    equal = "and equal" if tolerance is None else f"within {tolerance:g}"
+    return "; ".join(problems), f"{len(present)} of {len(expected)} stored under their names {equal}"

@@ -25,10 +25,17 @@ _LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
 class Questions:
     """The questions to one loaded model; ``tell`` gets every answer."""
 
-    def __init__(self, subject: Subject, runner: Runner, tell: Callable[[Check], None], atol: float | None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        runner: Runner,
+        tell: Callable[[Check], None],
+        atol: float | None,
+        tolerance: float | None,
+    ) -> None:
         self._subject, self._runner, self._tell = subject, runner, tell
         self._atol = float("inf") if atol is None else atol
-        self._tolerance = TOLERANCES[subject.plan.dtype.name]
+        self._tolerance = TOLERANCES[subject.plan.dtype.name] if tolerance is None else tolerance
 
     def placement(self) -> None:
         """Ask whether every node that works on data runs on the provider asked for."""

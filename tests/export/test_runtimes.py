@@ -1,0 +1,93 @@
+"""The table of runtimes at small cost: how a graph is tried, rules of runtimes that are not here, the page's record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from benchmarks.runtimes.__main__ import RECORD, RELEASES, ROOT
+from benchmarks.runtimes.cases import FORMS, Case, cases
+from benchmarks.runtimes.table import opset_table, reasons, release_table, write
+from benchmarks.runtimes.trial import RUNTIMES, attempt
+
+BUILT_BY_QNN = set(
+    re.findall(
+        r"\w+",
+        """Add And Cast Clip Concat Div Equal Expand Gather GatherElements Greater GreaterOrEqual Less LessOrEqual Log
+        MatMul Max Min Mod Mul Neg Not Or Pow Reciprocal ReduceMax ReduceSum Reshape ScatterElements Sigmoid Slice
+        Softmax Split Squeeze Sub Tanh Tile Transpose Unsqueeze Where""",
+    )
+)
+"""Of what onnxruntime-qnn has a builder for (its op_builder_factory.cc, March 2026), what ours could use."""
+NEEDS_CONSTANT_AXES = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1}
+"""In TensorRT, by the table of operators of onnx-tensorrt 10.0."""
+
+
+@pytest.fixture(scope="module")
+def portable() -> dict[str, Case]:
+    return {case.name: case for case in cases("portable")}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino", "onnxscript"])
+def test_graphs_are_tried_as_the_table_says(runtime: str, portable: dict[str, Case], tmp_path: Path) -> None:
+    for name in ("cache", "blocks"):
+        portable[name].save(tmp_path)
+        assert attempt(RUNTIMES[runtime], tmp_path / f"{name}.onnx") == ""
+
+
+def test_what_goes_wrong_is_told(portable: dict[str, Case], tmp_path: Path) -> None:
+    portable["full"].save(tmp_path)
+    graph, calls = tmp_path / "full.onnx", tmp_path / "full.npz"
+    stored = dict(np.load(calls))
+    np.savez(calls, **stored | {"0/out/0": stored["0/out/0"] + 1})
+    assert attempt(RUNTIMES["onnxruntime"], graph).startswith("wrong by 1.0e+00")
+    np.savez(calls, **stored | {"0/out/0": stored["0/out/0"][:1]})
+    assert attempt(RUNTIMES["onnxruntime"], graph).startswith("a result of shape")
+    graph.write_bytes(b"no model")
+    assert "InvalidProtobuf" in attempt(RUNTIMES["onnxruntime"], graph)
+
+
+def test_qnn_has_the_operators_of_portable_graphs(portable: dict[str, Case]) -> None:
+    """Shapes are fixed there, so that what works on lengths is folded; loops are not for it."""
+    for name, case in portable.items():
+        if name != "chunks":
+            used = {node.op_type for node in case.model.graph.node if node.name.startswith("relskew/compute/")}
+            assert used <= BUILT_BY_QNN, name
+
+
+def test_tensorrt_has_the_operators_of_its_graphs() -> None:
+    for case in cases("trt"):
+        constants = {tensor.name for tensor in case.model.graph.initializer}
+        for node in case.model.graph.node:
+            axes = node.input[NEEDS_CONSTANT_AXES.get(node.op_type, len(node.input)) :][:1]
+            assert set(axes) <= constants, node.name
+            if node.op_type == "Attention":
+                causal = [attribute.i for attribute in node.attribute if attribute.name == "is_causal"]
+                assert (len(node.input), len(node.output), any(causal)) == (4, 1, False), case.name
+            assert node.domain == ""
+
+
+def test_the_page_is_what_the_record_says(tmp_path: Path) -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert record["forms"] == list(FORMS)
+    here = ("onnxruntime", "openvino", "onnxscript")
+    apart = {f"{each.runtime} {each.version}" for each in RELEASES if each.packages}
+    assert {name for name in record["releases"] if name.split()[0] not in here} <= apart
+    assert len(release_table(record).rows) == len(RELEASES)
+    assert len(opset_table(record).rows) == 11
+    assert reasons(record)
+    page = ROOT / "docs" / "runtimes.md"
+    again = tmp_path / "runtimes.md"
+    again.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    write(record, again)
+    assert again.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
+def test_old_releases_may_read_portable_graphs(portable: dict[str, Case]) -> None:
+    assert {case.model.ir_version for case in portable.values()} == {8}
+    assert onnx.helper.find_min_ir_version_for(portable["full"].model.opset_import) == 8
