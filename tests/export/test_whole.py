@@ -366,7 +366,7 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
         (Bare(), {"genai": 1}, TypeError, "`genai` must be a bool or a mapping"),
     ],
-    ids=lambda value: None if isinstance(value, nn.Module) else str(value)[:40],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",  # addresses would differ between workers
 )
 def test_what_decoders_are_refused(
     tmp_path: Path, model: Any, options: dict[str, Any], error: type[Exception], message: str
