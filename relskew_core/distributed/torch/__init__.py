@@ -4,5 +4,13 @@ from relskew_core.distributed.torch._attention import context_parallel_attention
 from relskew_core.distributed.torch._sequence import shard_sequence, unshard_sequence
 from relskew_core.distributed.torch._sharding import register_sharding
 from relskew_core.distributed.torch._style import ContextParallel
+from relskew_core.distributed.torch._tables import shard_table
 
-__all__ = ["ContextParallel", "context_parallel_attention", "register_sharding", "shard_sequence", "unshard_sequence"]
+__all__ = [
+    "ContextParallel",
+    "context_parallel_attention",
+    "register_sharding",
+    "shard_sequence",
+    "shard_table",
+    "unshard_sequence",
+]

@@ -22,6 +22,7 @@ from relskew_core.distributed.torch._heads import HEADS, of_heads, to_positions
 from relskew_core.distributed.torch._parts import PartsAttention, Plan
 from relskew_core.distributed.torch._ranks import Ranks, groups
 from relskew_core.distributed.torch._rounds import Gathered, Ring
+from relskew_core.distributed.torch._tables import as_if_whole, check_sharded
 
 Method = Literal["ring", "gather", "heads"]
 METHODS = get_args(Method)
@@ -33,6 +34,7 @@ class _Parallel(Arguments):
     group: Any
     method: Method = "ring"
     layout: Layout = "contiguous"
+    tables: Literal["whole", "sharded"] = "whole"
     return_lse: bool = False
     check: bool = True
 
@@ -71,6 +73,9 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
         ``"heads"``: ranks exchange positions for heads, of which there must be a multiple of the ranks.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
         As in :func:`shard_sequence`. The last two make causal attention cost every rank the same.
+    tables : {"whole", "sharded"}, default "whole"
+        ``"sharded"``, with ``layout="striped"`` and a ring: every rank has the rows that :func:`shard_table` gave it,
+        and gives them to all in one round. Its gradients of them are whole, and no share of a sum.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
     check : bool, default True
@@ -141,7 +146,8 @@ def _attend(given: _Parallel) -> Any:
         wants_lse = given.return_lse or sinks is not None
         out, lse = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
     else:
-        call = problem(replace(arguments, mask=None))
+        sharded = given.tables == "sharded"
+        call = problem(replace(as_if_whole(arguments, ring) if sharded else arguments, mask=None))
         plan = _plan(arguments, call, ring, given, part)
         pair = arguments.segments if isinstance(arguments.segments, tuple) else (arguments.segments,) * 2
         seed = arguments.seed if is_array(arguments.seed) else None
@@ -178,7 +184,9 @@ def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, pa
         rounds = Gathered.of(ranks, layout, given.k.shape[-2])
     nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
     options = replace(given, **nothing, segments=None)
-    return Plan(options, call.options.span, *bounds, queries[ranks.rank], rounds, part)
+    return Plan(
+        options, call.options.span, *bounds, queries[ranks.rank], rounds, part, sharded=parallel.tables == "sharded"
+    )
 
 
 def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
@@ -197,6 +205,9 @@ def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
         raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
     if given.block_size is not None and method != "heads":
         raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")
+    check_choice("tables", given.tables, ("whole", "sharded"))
+    if given.tables == "sharded":
+        given = check_sharded(given, everyone[0])
     call = problem(replace(_plain(given), mask=None))
     size = prod(ranks.size for ranks in everyone)
     check_whole(_plain(given), call, size, layout, xp=xp, outer=everyone[0].size)

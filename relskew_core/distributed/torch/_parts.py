@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
 from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Part
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Part
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
 from relskew_core.distributed.torch._rounds import Gathered, Held, Ring
+from relskew_core.distributed.torch._tables import ShardedTables, Tables
 
 LABELS = ("q_segments", "k_segments", "seed")
 
@@ -33,6 +33,13 @@ class Plan:
     queries: Sequence[Run]  # of this rank
     rounds: Ring | Gathered
     part: Part  # which heads
+    sharded: bool  # every rank has some rows of the tables
+
+    def tables(self, x: dict[str, Any]) -> Tables:
+        """Return the tables of the call."""
+        if not self.sharded:
+            return Tables.of(x, self.span)
+        return ShardedTables.of_rows(x, self.span, self.rounds.ranks, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +53,12 @@ class OnePart:
     rows: Rows
 
     @classmethod
-    def of(cls, plan: Plan, x: dict[str, Any], held: Held, queries: Run, keys: Run) -> OnePart | None:
+    def of(cls, plan: Plan, x: dict[str, Any], tables: Tables, held: Held, queries: Run, keys: Run) -> OnePart | None:
         """Return the call, ``None`` if no query sees a key."""
         pairs = Pairs.of(queries, keys, plan.offset, plan.left, plan.right)
         if pairs is None:
             return None
-        rows = pairs.rows(plan.span)
+        rows = tables.rows(pairs)
         k, v, *labels = held
         arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
         arrays |= {"k": k[..., keys.here, :], "v": v[..., keys.here, :]}
@@ -60,9 +67,7 @@ class OnePart:
             if array is None or name in ("k", "v"):
                 continue
             if name in TABLES:
-                columns = array[..., None] if KINDS[name] is Kind.BIAS else array
-                columns = rows.of_table(columns, plan.span.beyond, xp=xp)
-                arrays[name] = columns[..., 0] if KINDS[name] is Kind.BIAS else columns
+                arrays[name] = tables.part(name, rows)
             else:
                 arrays[name] = array[of_mask(array, queries, keys)] if name == "mask" else array[..., queries.here, :]
         segments = None
@@ -109,16 +114,18 @@ class PartsAttention(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
 
-        def meet(keys: Sequence[Run], held: Held) -> None:
+        def meet(distance: int | None, keys: Sequence[Run], held: Held) -> None:
+            tables.begin(distance)
             for run in plan.queries:
                 for other in keys:
-                    call = OnePart.of(plan, x, held, run, other)
+                    call = OnePart.of(plan, x, tables, held, run, other)
                     if call is not None:
                         rows, row = (..., run.here, slice(None)), (..., run.here)
                         more, more_lse = call.attend()
                         out[rows], lse[row] = merge_attention([out[rows], more], [lse[row], more_lse])
 
         with without_autocast(q):
+            tables = plan.tables(x)
             held = plan.rounds.forward(_held(x), meet)
         ctx.save_for_backward(*arrays, *held, out, lse)
         ctx.plan, ctx.count = plan, len(arrays)
@@ -132,13 +139,15 @@ class PartsAttention(torch.autograd.Function):
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]
         wanted = {name for name, asked in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if asked}
-        sums = {name: torch.zeros_like(x[name], dtype=lse.dtype) for name in wanted - {"k", "v"}}
+        others = wanted - {"k", "v", *TABLES}
+        sums = {name: torch.zeros_like(x[name], dtype=lse.dtype) for name in others}
 
-        def meet(keys: Sequence[Run], given: Held) -> Held:
+        def meet(distance: int | None, keys: Sequence[Run], given: Held) -> Held:
+            tables.begin(distance)
             d_k, d_v = (torch.zeros_like(part, dtype=lse.dtype) for part in given[:2])
             for run in plan.queries:
                 for other in keys:
-                    call = OnePart.of(plan, x, given, run, other)
+                    call = OnePart.of(plan, x, tables, given, run, other)
                     if call is None:
                         continue
                     rows, row = (..., run.here, slice(None)), (..., run.here)
@@ -149,12 +158,18 @@ class PartsAttention(torch.autograd.Function):
                     d_k[..., other.here, :] += found.k
                     d_v[..., other.here, :] += found.v
                     for name, total in sums.items():
-                        _add(total, name, getattr(found, name), call, x)
+                        where = of_mask(x[name], run, other) if name == "mask" else rows
+                        total[where] += getattr(found, name)
+                    for name in wanted.intersection(TABLES):
+                        tables.add(name, getattr(found, name), call.rows)
+            tables.end(distance)
             return [d_k, d_v]
 
         with without_autocast(q):
+            tables = plan.tables(x)
+            tables.want(wanted, lse.dtype)
             d_held = plan.rounds.backward(held, _like(x, lse.dtype), meet)
-        sums |= dict(zip("kv", d_held, strict=True))
+            sums |= {**tables.gradients(), **dict(zip("kv", d_held, strict=True))}
         gradients = [sums[name].to(x[name].dtype) if name in wanted else None for name in DIFFERENTIABLE]
         return (None, *gradients, *(None for _ in LABELS))
 
@@ -165,28 +180,6 @@ def _held(x: dict[str, Any]) -> Held:
 
 def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
     return [x[name].to(dtype) for name in "kv"]
-
-
-def _add(total: Tensor, name: str, gradient: Tensor, call: OnePart, x: dict[str, Any]) -> None:
-    """Add a part's gradient to the whole's."""
-    if name in TABLES:
-        bias = KINDS[name] is Kind.BIAS
-        _add_rows(total[..., None] if bias else total, gradient[..., None] if bias else gradient, call.rows)
-    elif name == "mask":
-        total[of_mask(x["mask"], call.queries, call.keys)] += gradient
-    else:
-        total[..., call.queries.here, :] += gradient
-
-
-def _add_rows(total: Tensor, gradient: Tensor, rows: Rows) -> None:
-    """Add the gradient of the rows of a part of a table; what stands for an edge is the edge's."""
-    edges = rows.span.beyond == "clip"
-    if edges and rows.before:
-        total[..., 0, :] += gradient[..., : rows.before, :].sum(-2)
-    if rows.count:
-        total[..., rows.here, :] += gradient[..., rows.before : rows.before + rows.count, :]
-    if edges and rows.after:
-        total[..., -1, :] += gradient[..., -rows.after :, :].sum(-2)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from relskew_core.distributed.torch._sequence import joined, taken_apart
 
 Held = Sequence[Tensor]
 """What travels: keys and values, and the keys' labels where there are some."""
+
+Meet = Callable[[int | None, Sequence[Run], Held], Any]
+"""``meet(distance, keys, held)``: how far around the ring what is held has come, and which keys it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Ring:
     keys: Sequence[Sequence[Run]]  # of each rank
     distances: Sequence[int]  # how far around what is met has come, in each round
 
-    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+    def forward(self, held: Held, meet: Meet) -> Held:
         """Meet what every rank holds, while the next is on its way; return what the backward pass wants back."""
         own, at = held, 0
         for index, distance in enumerate(self.distances):
@@ -37,11 +41,11 @@ class Ring:
             coming = None
             if index + 1 < len(self.distances):
                 coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
-            meet(self._keys(distance), held)
+            meet(distance, self._keys(distance), held)
             held = held if coming is None else coming.arrived()
         return own
 
-    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+    def backward(self, held: Held, like: Held, meet: Meet) -> Held:
         """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
 
         Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
@@ -56,7 +60,7 @@ class Ring:
             if index + 1 < len(self.distances):
                 ahead = self.distances[index + 1]
                 coming, at = self.ranks.send_round(held, ahead - distance), ahead
-            found = meet(self._keys(distance), held)
+            found = meet(distance, self._keys(distance), held)
             if distance == 0:
                 own = found
             else:
@@ -92,13 +96,13 @@ class Gathered:
         side_by_side = [Run(run.start, run.step, count, index * count) for index, run in enumerate(stripes)]
         return cls(ranks, side_by_side, "contiguous")
 
-    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+    def forward(self, held: Held, meet: Meet) -> Held:
         """Meet everything at once; return it."""
         held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
-        meet(self.keys, held)
+        meet(None, self.keys, held)
         return held
 
-    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+    def backward(self, held: Held, like: Held, meet: Meet) -> Held:
         """Return the gradients of what was held here before."""
-        size, found = self.ranks.size, meet(self.keys, held)
+        size, found = self.ranks.size, meet(None, self.keys, held)
         return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]

@@ -9,12 +9,19 @@ import torch.distributed
 from torch import Tensor
 
 from relskew_core import Span, relative_attention
-from relskew_core.distributed.torch import _ranks, context_parallel_attention, shard_sequence, unshard_sequence
+from relskew_core.distributed.torch import (
+    _ranks,
+    context_parallel_attention,
+    shard_sequence,
+    shard_table,
+    unshard_sequence,
+)
 
 distributed: Any = torch.distributed
 H, D = 6, 4
 METHODS, LAYOUTS = ("ring", "gather", "heads"), ("contiguous", "zigzag", "striped")
 SEQUENCES = ("q", "k", "v", "rel_q")
+TABLES = ("rel_k", "rel_v", "rel_bias", "key_table")
 
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True, "rel_k": "table"},
@@ -89,7 +96,7 @@ def gradients(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, arrays: di
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, arrays.values(), strict=True)]
 
 
-def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method: Any) -> None:
+def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method: Any, tables: Any = "whole") -> None:
     """Compare a call in parts with the whole: output, log-sum-exp, every gradient."""
     torch.manual_seed(0)
     arrays, options = made(length, case)
@@ -100,15 +107,23 @@ def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method
     def row(x: Tensor) -> Tensor:
         return shard_sequence(x, group, axis=-1, layout=layout)
 
-    parts = {name: own(name, x.detach(), group, layout).requires_grad_() for name, x in arrays.items()}
+    parts = {name: own(name, x.detach(), group, layout) for name, x in arrays.items()}
+    sharded = [name for name in TABLES if name in arrays] if tables == "sharded" else []
+    for name in sharded:
+        parts[name] = shard_table(parts[name], group, options["span"], bias=name == "rel_bias")
+    parts = {name: x.requires_grad_() for name, x in parts.items()}
     options = {name: own(name, x, group, layout) for name, x in options.items()}
-    how: dict[str, Any] = {"group": group, "layout": layout, "method": method}
+    how: dict[str, Any] = {"group": group, "layout": layout, "method": method, "tables": tables}
     part, part_lse = context_parallel_attention(**parts, **options, **how, return_lse=True)
     torch.testing.assert_close(part, own("q", out, group, layout), rtol=0, atol=1e-12)
     torch.testing.assert_close(part_lse, row(lse), rtol=0, atol=1e-12)
     actual = gradients(part, part_lse, own("q", d_out, group, layout), row(d_lse), parts)
     for name, one, other in zip(parts, actual, expected, strict=True):
-        error = float((whole(name, one, group, layout) - other).abs().max())
+        if name in sharded:
+            other = shard_table(other, group, options["span"], bias=name == "rel_bias")
+        else:
+            one = whole(name, one, group, layout)
+        error = float((one - other).abs().max()) if other.numel() else 0.0
         assert error < 1e-11, f"the gradient of {name}: {error}"
 
 

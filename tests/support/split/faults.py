@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from relskew_core import Span
-from relskew_core.distributed.torch import context_parallel_attention, shard_sequence, unshard_sequence
+from relskew_core.distributed.torch import context_parallel_attention, shard_sequence, shard_table, unshard_sequence
 
 distributed: Any = torch.distributed
 
@@ -60,6 +60,17 @@ def errors_are_everyones(p: int) -> None:
         shard_sequence(torch.zeros(1, 5, 8), group, layout="zigzag")
     with pytest.raises(TypeError, match="`x` must be a Tensor"):
         unshard_sequence([1, 2], group)  # type: ignore[arg-type]
+    sharded = {"tables": "sharded", "layout": "striped"}
+    for refused, name in (
+        ({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"),
+        (sharded, "span"),
+        (sharded | {"span": Span.causal(1, "clip")}, "span"),
+        (sharded | {"span": Span.causal(4 * p)}, "rel_k"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
+            call(x, x, x, rel_k=table, **refused)
+    with pytest.raises(ValueError, match="`table` must have the 3 rows"):
+        shard_table(table, group, Span.full(2))
     call(x, x, x, table)  # and nobody is out of step
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import torch
 import torch.distributed
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.distributed.torch import ContextParallel, register_sharding, shard_sequence
 from relskew_core.layers.torch import RelativeMultiheadAttention
+from relskew_core.layers.torch.parallel import TableParallel
 
 distributed: Any = torch.distributed
+checkpoints: Any = torch.distributed.checkpoint
 
 
 class Model(nn.Module):
@@ -103,3 +107,40 @@ def dtensors_agree(p: int) -> None:
             torch.testing.assert_close(z.full_tensor(), y, rtol=0, atol=1e-12)
             for one, other in zip(actual, expected, strict=True):
                 torch.testing.assert_close(one.full_tensor(), other, rtol=0, atol=1e-12)
+
+
+def tensor_and_context_parallel_agree(p: int) -> None:
+    """Heads split along one axis of a mesh, the sequence along the other; a checkpoint of it; compiled."""
+    mesh = init_device_mesh("cpu", (p // 2, 2), mesh_dim_names=("sequence", "heads"))
+    ring = mesh["sequence"]
+    torch.manual_seed(0)
+    model = nn.Sequential(RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(5), causal=True))).double()
+    part = copy.deepcopy(model)
+    plan = {"0": TableParallel(), "0.[qkv]_proj": ColwiseParallel(), "0.out_proj": RowwiseParallel()}
+    parallelize_module(part, mesh["heads"], plan)
+    parallelize_module(part, ring, {"0": ContextParallel(layout="striped")})
+    x = torch.randn(2, 8, 16).double()
+    y = model(x)
+    y.sin().sum().backward()
+    own, expected = (shard_sequence(z, ring, layout="striped") for z in (x, y))
+    z = part(own)
+    torch.testing.assert_close(z, expected, rtol=0, atol=1e-12)
+    z.sin().sum().backward()
+    for (name, one), other in zip(part.named_parameters(), model.parameters(), strict=True):
+        gradient: Any = one.grad
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        distributed.all_reduce(gradient, group=ring.get_group())
+        assert float((gradient - other.grad).abs().max()) < 1e-11, name
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        distributed.broadcast_object_list(folders)
+        state = part.state_dict()
+        checkpoints.save(state, checkpoint_id=folders[0])
+        for parameter in state.values():
+            parameter.zero_()
+        checkpoints.load(state, checkpoint_id=folders[0])
+        distributed.barrier()
+    with torch.no_grad():
+        torch.testing.assert_close(part(own), expected, rtol=0, atol=1e-12)
+        compiled = torch.compile(part, backend="eager")
+        torch.testing.assert_close(compiled(own), expected, rtol=0, atol=1e-12)

@@ -22,6 +22,9 @@ def everything(p: int) -> None:
         tried += _agrees(world, 6 * p, name, case, layout, method)
     for layout in calls.LAYOUTS:
         tried += _agrees(world, 6 * p, "blocks", calls.WITH_BLOCKS, layout, "heads")
+    for name, case in calls.CASES.items():
+        if any(table in case for table in calls.TABLES):
+            tried += _agrees(world, 6 * p, name, case, "striped", "ring", tables="sharded")
     calls.sends_what_theory_says(world, p)
     calls.merges_in_float32(world, p)
     models.modules_agree(p)
@@ -35,6 +38,7 @@ def a_mesh_of_two_axes(p: int) -> None:
     for (name, case), method in itertools.product(calls.CASES.items(), ("ring", "gather")):
         layout = calls.LAYOUTS[tried % 3]
         tried += _agrees(mesh, 24, name, case, layout, method)
+    models.tensor_and_context_parallel_agree(p)
     print(f"{tried} calls agree")
 
 
@@ -43,11 +47,13 @@ def all_faults(p: int) -> None:
     faults.a_death_is_noticed(p)
 
 
-def _agrees(group: Any, length: int, name: str, case: dict[str, Any], layout: str, method: str) -> int:
+def _agrees(
+    group: Any, length: int, name: str, case: dict[str, Any], layout: str, method: str, tables: str = "whole"
+) -> int:
     try:
-        calls.agrees(group, length, case, layout=layout, method=method)
+        calls.agrees(group, length, case, layout=layout, method=method, tables=tables)
     except BaseException as error:
-        error.add_note(f"{name}, {layout}, {method}")
+        error.add_note(f"{name}, {layout}, {method}, {tables}")
         raise
     return 1
 

@@ -1,0 +1,241 @@
+"""Tables of which every rank has some of the rows.
+
+Stripes that are ``s`` ranks apart meet the relative positions ``r = -s - offset`` modulo the number of ranks and no
+others, whichever ranks they are. So a rank that has every such row of a table gives it to all in one round of the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._array.checks import describe
+from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind
+from relskew_core._positions.pairs import Pairs, Rows
+from relskew_core._positions.span import Span, check_span_given
+from relskew_core.distributed.torch._ranks import Ranks, distributed, groups
+
+
+def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) -> Tensor:
+    """Return this rank's rows of a table: those of the relative positions that its number is, modulo all ranks.
+
+    Parameters
+    ----------
+    table : Tensor, shape (R, D) or (H, R, D), or of a bias (R,) or (H, R)
+        Whole.
+    group : ProcessGroup or DeviceMesh
+        The ranks that share it: those of :func:`context_parallel_attention`, of a mesh of two axes those of the first.
+    span : Span
+        Which relative positions its rows stand for.
+    bias : bool, default False
+        Whether it is a table of numbers, whose last axis are the rows.
+
+    Returns
+    -------
+    Tensor
+        In memory of its own, for ``context_parallel_attention(…, layout="striped", tables="sharded")``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> shard_table(torch.ones(5, 2), torch.distributed.group.WORLD, Span.full(3)).shape
+    torch.Size([5, 2])
+    >>> torch.distributed.destroy_process_group()
+    """
+    if not isinstance(table, Tensor):
+        raise TypeError(f"`table` must be a Tensor, got {describe(table)}")
+    check_span_given(span)
+    axis = -1 if bias else -2
+    if table.ndim < -axis or table.shape[axis] != span.rows:
+        raise ValueError(f"`table` must have the {span.rows} rows of {span} on its axis {axis}, got {describe(table)}")
+    ranks = Ranks.of(groups(group)[0])
+    rows = slice(_first(ranks.rank, ranks, span), None, ranks.size)
+    own = table[..., rows] if bias else table[..., rows, :]
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _first(position: int, ranks: Ranks, span: Span) -> int:
+    """Return the first row whose relative position is ``position`` modulo the number of ranks."""
+    return (position + span.left) % ranks.size
+
+
+def _count(position: int, ranks: Ranks, span: Span) -> int:
+    return len(range(_first(position, ranks, span), span.rows, ranks.size))
+
+
+def check_sharded(given: Any, ranks: Ranks) -> Any:
+    """Return a call whose tables are as if they were whole, to be checked, from one of this rank's rows."""
+    check_span_given(given.span)
+    if given.layout != "striped" or given.method != "ring":
+        raise ValueError(
+            "`tables` may be 'sharded' with layout='striped' and method='ring', "
+            f"got layout={given.layout!r} and method={given.method!r}"
+        )
+    if given.span.rows < ranks.size:
+        raise ValueError(f"`span` must have a row for each of {ranks.size} ranks to be sharded, got {given.span}")
+    return _as_if_whole(given, given.span, ranks)
+
+
+def _as_if_whole(given: Any, span: Span, ranks: Ranks) -> Any:
+    changed = {}
+    for name in TABLES:
+        table, axis = getattr(given, name), -1 if KINDS[name] is Kind.BIAS else -2
+        if table is None:
+            continue
+        expected = _count(ranks.rank, ranks, span)
+        if table.ndim < -axis or table.shape[axis] != expected:
+            raise ValueError(f"`{name}` must have {expected} rows on rank {ranks.rank}, got {describe(table)}")
+        shape = list(table.shape)
+        shape[axis] = span.rows
+        changed[name] = table.narrow(axis, 0, 1).expand(shape)
+    return replace(given, **changed)
+
+
+def as_if_whole(given: Arguments, ranks: Ranks) -> Arguments:
+    """Return a call that has passed its checks with tables that only their shapes are asked of."""
+    assert given.span is not None
+    found: Arguments = _as_if_whole(given, given.span, ranks)
+    return found
+
+
+@dataclass(slots=True)
+class Tables:
+    """What a part of a call meets of tables that are whole on every rank, and the sums of their gradients."""
+
+    span: Span
+    given: dict[str, Tensor]  # with an axis of one for the numbers of a bias
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: dict[str, Any], span: Span) -> Tables:
+        """Return the tables of a call."""
+        return cls(span, _columns(x))
+
+    def begin(self, distance: int | None) -> None:
+        """Get ready for a round of the ring."""
+
+    def rows(self, pairs: Pairs) -> Rows:
+        """Return the rows that some pairs meet."""
+        return pairs.rows(self.span)
+
+    def part(self, name: str, rows: Rows) -> Tensor:
+        """Return these rows of a table."""
+        found: Tensor = rows.of_table(self.given[name], self.span.beyond, xp=xp)
+        return found[..., 0] if KINDS[name] is Kind.BIAS else found
+
+    def want(self, names: set[str], dtype: torch.dtype) -> None:
+        """Make room for gradients."""
+        self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
+
+    def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
+        """Add the gradient of the rows of a part; what stands for an edge is the edge's."""
+        total, edges = self.sums[name], rows.span.beyond == "clip"
+        gradient = gradient[..., None] if KINDS[name] is Kind.BIAS else gradient
+        if edges and rows.before:
+            total[..., 0, :] += gradient[..., : rows.before, :].sum(-2)
+        if rows.count:
+            total[..., rows.here, :] += gradient[..., rows.before : rows.before + rows.count, :]
+        if edges and rows.after:
+            total[..., -1, :] += gradient[..., -rows.after :, :].sum(-2)
+
+    def end(self, distance: int | None) -> None:
+        """Finish a round of gradients."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of all tables asked for."""
+        return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.sums.items()}
+
+
+@dataclass(slots=True)
+class ShardedTables(Tables):
+    """The same of tables of which this rank has some rows: a round's are sent to all, their gradients sent back."""
+
+    ranks: Ranks = None  # type: ignore[assignment]
+    offset: int = 0
+    own: dict[str, Tensor] = field(default_factory=dict)
+    edges: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    of_edges: dict[str, Tensor] = field(default_factory=dict)
+    owner: int = 0
+
+    @classmethod
+    def of_rows(cls, x: dict[str, Any], span: Span, ranks: Ranks, offset: int) -> ShardedTables:
+        """Return the tables of a call, and fetch the edges that a clipped one repeats."""
+        tables = cls(span, {}, ranks=ranks, offset=offset, own=_columns(x))
+        if span.beyond == "clip":
+            for name, own in tables.own.items():
+                ends = ((-span.left, slice(0, 1)), (span.right, slice(-1, None)))
+                first, last = (tables._from(position, own[..., rows, :], 1) for position, rows in ends)
+                tables.edges[name] = first, last
+        return tables
+
+    def _from(self, position: int, rows: Tensor, count: int) -> Tensor:
+        """Return what the rank has that a relative position belongs to."""
+        owner = position % self.ranks.size
+        shape = (*rows.shape[:-2], count, rows.shape[-1])
+        found = rows.contiguous() if owner == self.ranks.rank else rows.new_empty(shape)
+        distributed.broadcast(found, group_src=owner, group=self.ranks.group)
+        return found
+
+    def begin(self, distance: int | None) -> None:
+        """Fetch the rows that stripes at a distance meet."""
+        assert distance is not None
+        self.owner = (-distance - self.offset) % self.ranks.size
+        count = _count(self.owner, self.ranks, self.span)
+        for name, own in self.own.items():
+            found = self._from(self.owner, own, count)
+            first, last = self.edges.get(name, (None, None))
+            self.given[name] = found if first is None or last is None else torch.cat([first, found, last], dim=-2)
+            if name in self.totals:
+                self.sums[name] = torch.zeros_like(self.given[name], dtype=self.totals[name].dtype)
+
+    def rows(self, pairs: Pairs) -> Rows:
+        """Return the rows among those that were fetched."""
+        before = int(bool(self.edges))
+        count = _count(self.owner, self.ranks, self.span)
+        zero = (pairs.zero + self.span.left - _first(self.owner, self.ranks, self.span)) // self.ranks.size
+        return Rows.of(zero + before, 1, pairs.low, pairs.high, Span(count - 1 + 2 * before, 0, self.span.beyond))
+
+    def want(self, names: set[str], dtype: torch.dtype) -> None:
+        """Make room for gradients of this rank's rows, and of the edges."""
+        self.totals = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.own.items() if name in names}
+        for name, total in self.totals.items():
+            if name in self.edges:
+                self.of_edges[name] = total.new_zeros((2, *self.edges[name][0].shape))
+
+    def end(self, distance: int | None) -> None:
+        """Send the gradients of a round's rows to the rank that has them."""
+        for name, total in self.totals.items():
+            found = self.sums[name]
+            if name in self.edges:
+                self.of_edges[name][0] += found[..., :1, :]
+                self.of_edges[name][1] += found[..., -1:, :]
+                found = found[..., 1:-1, :]
+            found = found.contiguous()
+            distributed.reduce(found, group_dst=self.owner, group=self.ranks.group)
+            if self.owner == self.ranks.rank:
+                total += found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of this rank's rows, of all ranks."""
+        for name, found in self.of_edges.items():
+            distributed.all_reduce(found, group=self.ranks.group)
+            for edge, position, row in ((0, -self.span.left, 0), (1, self.span.right, -1)):
+                if position % self.ranks.size == self.ranks.rank:
+                    self.totals[name][..., row, :] += found[edge][..., 0, :]
+        return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.totals.items()}
+
+
+def _columns(x: dict[str, Any]) -> dict[str, Tensor]:
+    given = {name: x[name] for name in TABLES if x[name] is not None}
+    return {name: table[..., None] if KINDS[name] is Kind.BIAS else table for name, table in given.items()}
