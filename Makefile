@@ -1,5 +1,7 @@
 # Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
 #   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
+#   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
+#   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
 #   make test           every test, with coverage
 #   make test-peers     the same numbers as other code bases, which it installs
 #   make test-web       exported graphs in onnxruntime-web; needs Node
@@ -33,6 +35,9 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 
 .PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
+.PHONY: bench bench-families bench-options bench-short example-devices release-check
+.PHONY: help demo example example-full test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: bench bench-families bench-options bench-short release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +45,12 @@ help:
 
 demo: .venv/demo.stamp
 	$(BIN)/relskew demo
+
+example: .venv/example.stamp
+	$(BIN)/python -m examples.chorales
+
+example-full: .venv/example.stamp
+	$(BIN)/python -m examples.chorales.full --docs
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
@@ -98,7 +109,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -106,6 +117,10 @@ $(BIN)/python:
 
 .venv/demo.stamp: $(BIN)/python $(INPUTS)
 	$(PIP) --editable '.[numpy,onnx,onnxruntime,cli]'
+	@touch $@
+
+.venv/example.stamp: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.[numpy,torch-onnx,onnxruntime,cli,plot]' mido
 	@touch $@
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS)
