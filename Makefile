@@ -2,9 +2,10 @@
 #   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
 #   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
+#   make web            that graph in a browser, with onnxruntime-web; needs Node
 #   make test           every test, with coverage
 #   make test-peers     the same numbers as other code bases, which it installs
-#   make test-web       exported graphs in onnxruntime-web; needs Node
+#   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
@@ -37,6 +38,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 .PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
 .PHONY: bench bench-families bench-options bench-short example-devices release-check
 .PHONY: help demo example example-full test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: help demo example example-full web test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-families bench-options bench-short release-check
 .DELETE_ON_ERROR:
 
@@ -51,6 +53,12 @@ example: .venv/example.stamp
 
 example-full: .venv/example.stamp
 	$(BIN)/python -m examples.chorales.full --docs
+
+web: example-output/decoder.onnx .venv-web/stamp
+	$(BIN)/python -m examples.web
+
+example-output/decoder.onnx: .venv/example.stamp
+	$(BIN)/python -m examples.chorales
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
