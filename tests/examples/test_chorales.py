@@ -309,7 +309,7 @@ def test_a_page_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(full, "PICTURE", tmp_path / "five.png")
     monkeypatch.setattr(full, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(full, "by_position", lambda model, music: np.arange(512.0) / 100)
-    measured = full.measure(melodies(), 1, 60.0, seeds=(0,))
+    measured = full.measure(melodies(), 1, 600.0, seeds=1)
     assert measured["steps"] == 1
     full.write(measured)
     assert page.read_text().startswith("a\n<!-- measured")
@@ -337,3 +337,14 @@ def test_a_part_of_a_score_is_read() -> None:
     assert full.voice(part(*tied)) == [(60, 6), (60, 1), (None, 4)]
     assert full.voice(part(note(1 / 3, 60))) is None
     assert full.voice(part(note(4.0, None))) is None
+
+
+def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored is what the page shows."""
+    shown, page = full.PAGE.read_text(), tmp_path / "chorales.md"
+    page.write_text(shown)
+    measured = json.loads(full.RECORD.read_text())
+    for name, path in (("PAGE", page), ("PICTURE", tmp_path / "five.png"), ("RECORD", tmp_path / "record.json")):
+        monkeypatch.setattr(full, name, path)
+    full.write(measured)
+    assert page.read_text() == shown
