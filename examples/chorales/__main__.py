@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from examples.chorales import deploy, pictures, sample, sound
+from examples.chorales import pictures, sample, sound
 from examples.chorales.data import melodies
 from examples.chorales.model import Decoder
 from examples.chorales.tokens import decode, encode
 from examples.chorales.train import CROP, RANGES, by_position, by_range, train
 from examples.chorales.tunes import tunes
+from relskew_core.export import decoder_to_onnx, generate
 
 TUNE = "London Bridge"
 """Held out: no model has seen it."""
@@ -74,8 +75,11 @@ def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
     title = f"{TUNE}: given, and made from the line on. What one head of layer {look.layer + 1} looks at"
     pictures.plot_roll(out / "roll.png", shown, prompt=len(prompt), look=look, title=title)
 
-    path = deploy.export(model, out / "decoder.onnx")
-    again, rate_onnx = timed(lambda: deploy.go_on(path, prompt, n, sample.Choice(seed=seed)), n)
+    path = decoder_to_onnx(model, out / "decoder.onnx", overwrite=True)
+    chance = sample.Choice(seed=seed)
+    again, rate_onnx = timed(
+        lambda: generate(path, prompt, n, temperature=chance.temperature, top_k=chance.top, seed=seed).tolist(), n
+    )
     if again != new:
         raise SystemExit(f"the graph made other tokens than torch, from place {differ(again, new)} on")
     console.print(

@@ -12,7 +12,7 @@ from examples.chorales.model import Decoder
 
 
 class Choice:
-    """The next token: by chance among the likeliest, the same for the same seed; the likeliest with ``top=1``."""
+    """The next token, by chance among the likeliest: drawn from the seed as `relskew_core.export.generate` draws."""
 
     def __init__(self, *, seed: int = 0, temperature: float = 0.9, top: int = 8) -> None:
         self.rng, self.temperature, self.top = np.random.default_rng(seed), temperature, top

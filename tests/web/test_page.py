@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from chromium import PROGRAM, Chromium
-from examples.chorales import deploy
 from examples.chorales.data import Music
 from examples.chorales.model import Decoder, Size
-from examples.chorales.sample import Choice
 from examples.chorales.tokens import encode
 from examples.chorales.train import train
 from examples.web.__main__ import RUNTIME, server
+from relskew_core.export import decoder_to_onnx, generate
 
 pytestmark = pytest.mark.skipif(
     PROGRAM is None or not RUNTIME.is_dir(), reason="needs Chromium and onnxruntime-web: make test-web"
@@ -50,7 +49,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     size = Size(width=32, heads=4, layers=2, hidden=64, reach=32, window=64)
     model = train(Decoder("relative", size), Music([[WAVES]], [], 1), 60, seed=0)
-    return deploy.export(model, tmp_path_factory.mktemp("decoder") / "decoder.onnx")
+    return decoder_to_onnx(model, tmp_path_factory.mktemp("decoder") / "decoder.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def greedy(browser: Chromium, provider: str, n: int) -> list[int]:
 def test_the_tokens_are_those_of_python(browser: Chromium, decoder: Path) -> None:
     until(browser, "Ready on WebAssembly.")
     made = greedy(browser, "wasm", 40)
-    assert made == deploy.go_on(decoder, PROMPT, 40, Choice(top=1))
+    assert made == generate(decoder, PROMPT, 40).tolist()
     assert len(set(made)) > 3
 
 
@@ -97,7 +96,7 @@ def test_the_tokens_are_those_of_python_on_webgpu(url: str, decoder: Path) -> No
         until(browser, "Ready on WebAssembly.")
         if not browser.run("navigator.gpu ? navigator.gpu.requestAdapter().then(Boolean) : false"):
             pytest.skip("this Chromium has no WebGPU in software")
-        assert greedy(browser, "webgpu", 8) == deploy.go_on(decoder, PROMPT, 8, Choice(top=1))
+        assert greedy(browser, "webgpu", 8) == generate(decoder, PROMPT, 8).tolist()
         browser.run("choice = document.getElementById('provider'); choice.value = 'webgpu'")
         browser.run("choice.dispatchEvent(new Event('change'))")
         assert until(browser, "Ready on WebGPU") == "Ready on WebGPU."
