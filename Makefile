@@ -2,7 +2,7 @@
 #   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
 #   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
-#   make web            that graph in a browser, with onnxruntime-web; needs Node
+#   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
 #   make test           every test, with coverage
 #   make test-peers     the same numbers as other code bases, which it installs
 #   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
@@ -39,7 +39,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 .PHONY: bench bench-families bench-options bench-short example-devices release-check
 .PHONY: help demo example example-full test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: help demo example example-full web test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short release-check
+.PHONY: bench bench-families bench-options bench-short example-devices release-check
 .DELETE_ON_ERROR:
 
 help:
