@@ -348,3 +348,19 @@ def test_the_record_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(full, name, path)
     full.write(measured)
     assert page.read_text() == shown
+
+
+def test_the_look_is_the_furthest() -> None:
+    tokens = [30, 31, HELD, 33, 34, 35, 36, 37]
+    weights = np.zeros((2, 8, 8))
+    weights[0, 7, 5] = 0.9  # two steps back, which is near
+    weights[0, 6, 2] = 0.8  # at what is held
+    weights[0, 2, 0] = 0.7  # before the first note that counts
+    weights[1, 5, 0], weights[1, 5, 1] = 0.3, 0.2
+    weights[1, 6, 1] = 0.4
+    look = pictures.furthest_look([weights], tokens, first=3, near=2)
+    assert look[:3] == (0, 1, 5)
+
+
+def test_names_stay_apart() -> None:
+    assert pictures.apart({"a": 1.0, "b": 0.9, "c": 3.0, "d": 1.05}, 0.5) == {"b": 0.9, "a": 1.4, "d": 1.9, "c": 3.0}
