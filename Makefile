@@ -34,12 +34,8 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
-.PHONY: bench bench-families bench-options bench-short example-devices release-check
-.PHONY: help demo example example-full test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: help demo example example-full web test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short example-devices release-check
+.PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
 help:
