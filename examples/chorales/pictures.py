@@ -36,6 +36,7 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
     axis = figure.add_axes((0.09, 0.16, 0.74, 0.72))
     axis.axvspan(0, trained, color="#e8eef4", lw=0)
     top = max(curve.max() for curve in curves.values())
+    length = max(len(curve) for curve in curves.values())
     axis.text(trained / 2, 1.01, "trained", color=FAINT, ha="center", va="bottom", transform=axis.get_xaxis_transform())
     for name, curve in curves.items():
         points = curve[: len(curve) // SMOOTH * SMOOTH].reshape(-1, SMOOTH).mean(axis=1)
@@ -44,9 +45,9 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
     ends = {name: float(curve[-4 * SMOOTH :].mean()) for name, curve in curves.items()}
     for name, place in apart(ends, 0.065 * top).items():
         axis.text(1.01, place, name, color=COLOURS[name], va="center", transform=axis.get_yaxis_transform())
-    axis.set(xlim=(0, len(curve)), ylim=(0, 1.05 * top), xlabel="position of the token")
+    axis.set(xlim=(0, length), ylim=(0, 1.05 * top), xlabel="position of the token")
     axis.set_ylabel("negative log-likelihood, nats")
-    axis.set_xticks(range(0, len(curve) + 1, trained))
+    axis.set_xticks(range(0, length + 1, trained))
     plain(axis)
     with whole(path) as part:
         figure.savefig(part)

@@ -47,7 +47,7 @@ class Page(SimpleHTTPRequestHandler):
         self.wfile.write(body)
         return None
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002
         """Say nothing."""
 
 
