@@ -1,8 +1,11 @@
 # Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
 #   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
+#   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
+#   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
+#   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
 #   make test           every test, with coverage
 #   make test-peers     the same numbers as other code bases, which it installs
-#   make test-web       exported graphs in onnxruntime-web; needs Node
+#   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
@@ -31,7 +34,7 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: help demo example example-full web test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
@@ -40,6 +43,18 @@ help:
 
 demo: .venv/demo.stamp
 	$(BIN)/relskew demo
+
+example: .venv/example.stamp
+	$(BIN)/python -m examples.chorales
+
+example-full: .venv/example.stamp
+	$(BIN)/python -m examples.chorales.full --docs
+
+web: example-output/decoder.onnx .venv-web/stamp
+	$(BIN)/python -m examples.web
+
+example-output/decoder.onnx: .venv/example.stamp
+	$(BIN)/python -m examples.chorales
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
@@ -98,7 +113,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output *.egg-info
+	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -106,6 +121,10 @@ $(BIN)/python:
 
 .venv/demo.stamp: $(BIN)/python $(INPUTS)
 	$(PIP) --editable '.[numpy,onnx,onnxruntime,cli]'
+	@touch $@
+
+.venv/example.stamp: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.[numpy,torch-onnx,onnxruntime,cli,plot]' mido
 	@touch $@
 
 .venv/dev.stamp: $(BIN)/python $(INPUTS)

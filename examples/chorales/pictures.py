@@ -1,0 +1,150 @@
+"""Likelihood by position, and a piano roll with arcs of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from examples.chorales.files import whole
+from examples.chorales.model import Decoder
+from examples.chorales.tokens import HELD, LOWEST
+from relskew_core import attention_weights
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+INK, FAINT = "#222233", "#8a8a99"
+COLOURS = {
+    "relative": "#0072b2",
+    "sinusoids": "#d55e00",
+    "learned bias": "#009e73",
+    "ALiBi": "#cc79a7",
+    "none": "#8a8a99",
+}
+"""Told apart by every eye."""
+
+SMOOTH = 16
+"""Positions that a point of the curves is the mean of."""
+
+
+def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> None:
+    """Draw the negative log-likelihood by position, with the trained range shaded."""
+    figure = Figure(figsize=(7.2, 3.6), dpi=100)
+    axis = figure.add_axes((0.09, 0.16, 0.74, 0.72))
+    axis.axvspan(0, trained, color="#e8eef4", lw=0)
+    top = max(curve.max() for curve in curves.values())
+    length = max(len(curve) for curve in curves.values())
+    axis.text(trained / 2, 1.01, "trained", color=FAINT, ha="center", va="bottom", transform=axis.get_xaxis_transform())
+    for name, curve in curves.items():
+        points = curve[: len(curve) // SMOOTH * SMOOTH].reshape(-1, SMOOTH).mean(axis=1)
+        places = (np.arange(len(points)) + 0.5) * SMOOTH
+        axis.plot(places, points, color=COLOURS[name], lw=2)
+    ends = {name: float(curve[-4 * SMOOTH :].mean()) for name, curve in curves.items()}
+    for name, place in apart(ends, 0.065 * top).items():
+        axis.text(1.01, place, name, color=COLOURS[name], va="center", transform=axis.get_yaxis_transform())
+    axis.set(xlim=(0, length), ylim=(0, 1.05 * top), xlabel="position of the token")
+    axis.set_ylabel("negative log-likelihood, nats")
+    axis.set_xticks(range(0, length + 1, trained))
+    plain(axis)
+    with whole(path) as part:
+        figure.savefig(part)
+
+
+Array = np.ndarray[Any, Any]
+
+
+def apart(places: Mapping[str, float], gap: float) -> dict[str, float]:
+    """Move places up until no two are closer than ``gap``."""
+    moved: dict[str, float] = {}
+    last = -np.inf
+    for name in sorted(places, key=places.__getitem__):
+        last = moved[name] = max(places[name], last + gap)
+    return moved
+
+
+class Look(NamedTuple):
+    """One token, and how much one head attends to those before it."""
+
+    layer: int
+    head: int
+    query: int
+    weights: Array
+
+
+@torch.no_grad()
+def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
+    """Return every layer's weights, ``(heads, queries, keys)``, worked out beside the layer's own attention."""
+    seen: list[Array] = []
+    for block in model.attentions:
+
+        def attend(q: Any, k: Any, v: Any, *, block: RelativeMultiheadAttention = block, **options: Any) -> Any:
+            given = {"rel_k": block.tables_of(q)["rel_k"], **{name: x for name, x in options.items() if x is not None}}
+            seen.append(attention_weights(q, k, **given)[0].numpy())
+            return type(block).attend(block, q, k, v, **options)
+
+        block.attend = attend  # type: ignore[method-assign]
+    try:
+        model(torch.tensor([list(tokens)]))
+    finally:
+        for block in model.attentions:
+            del block.attend
+    return seen
+
+
+def furthest_look(weights: Sequence[Array], tokens: Sequence[int], *, first: int, near: int) -> Look:
+    """Choose the note, from ``first`` on, that attends most to notes more than ``near`` before it, in one head."""
+    struck = np.asarray(tokens) > HELD
+    distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+    far = struck[:, None] & struck & (distance > near)
+    far[:first] = False
+    shares = np.stack([(one * far).sum(axis=-1) for one in weights])  # layers, heads, queries
+    layer, head, query = (int(x) for x in np.unravel_index(shares.argmax(), shares.shape))
+    return Look(layer, head, query, weights[layer][head, query])
+
+
+def plot_roll(path: Path, tokens: Sequence[int], *, prompt: int, look: Look, title: str, arcs: int = 8) -> None:
+    """Draw a melody, the part that was made darker, with arcs from one note to those that it attends to."""
+    figure = Figure(figsize=(9.6, 3.4), dpi=100)
+    axis = figure.add_axes((0.05, 0.13, 0.93, 0.74))
+    notes: list[list[int]] = []  # pitch, beginning, end
+    for place, token in enumerate(tokens):
+        if token > HELD:
+            notes.append([token - 3 + LOWEST, place, place + 1])
+        elif token == HELD and notes and notes[-1][2] == place:
+            notes[-1][2] += 1
+    for pitch, start, stop in notes:
+        axis.barh(pitch, stop - start - 0.2, left=start, align="center", height=0.8, color=shade(start, prompt))
+    pitches = {start: pitch for pitch, start, _ in notes}
+    heard = [key for key in np.argsort(-look.weights) if key in pitches and key < look.query][:arcs]
+    for key in heard:
+        share = float(look.weights[key])
+        style = f"arc3,rad=-{0.35 if look.query - key < 24 else 0.22}"
+        arrow = {"arrowstyle": "-", "connectionstyle": style, "color": COLOURS["sinusoids"]}
+        ends = (look.query + 0.4, pitches[look.query] + 0.4), (key + 0.4, pitches[key] + 0.4)
+        axis.annotate("", *ends, arrowprops={**arrow, "lw": 0.8 + 4 * share, "alpha": min(1, 0.35 + share)})
+    axis.barh(pitches[look.query], 0.8, left=look.query, height=0.8, color=COLOURS["sinusoids"])
+    axis.axvline(prompt - 0.1, color=FAINT, lw=1, ls=(0, (4, 3)))
+    top, low = max(pitches.values()), min(pitches.values())
+    axis.set(xlim=(0, len(tokens)), ylim=(low - 1.5, top + 0.4 * (top - low) + 3))
+    axis.set_xlabel("eighths")
+    octaves = [pitch for pitch in range(low, top + 1) if pitch % 12 == 0]
+    axis.set_yticks(octaves, [f"C{pitch // 12 - 1}" for pitch in octaves])
+    figure.text(0.05, 0.93, title, color=INK, va="center")
+    plain(axis)
+    with whole(path) as part:
+        figure.savefig(part)
+
+
+def shade(start: int, prompt: int) -> str:
+    """Return the colour of a note: given or made."""
+    return "#9fb8cc" if start < prompt else COLOURS["relative"]
+
+
+def plain(axis: Any) -> None:
+    """Leave away what says nothing."""
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(colors=INK, length=3)
