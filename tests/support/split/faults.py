@@ -39,6 +39,7 @@ def errors_are_everyones(p: int) -> None:
     message = "`mask` must broadcast" if last else rf"rank {p - 1} of the group failed: `mask` must broadcast"
     with pytest.raises(ValueError, match=message):
         call(x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
+    refused: dict[str, Any]
     for refused, name in (
         ({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
         ({"block_size": 2}, "block_size"),
@@ -60,7 +61,7 @@ def errors_are_everyones(p: int) -> None:
         shard_sequence(torch.zeros(1, 5, 8), group, layout="zigzag")
     with pytest.raises(TypeError, match="`x` must be a Tensor"):
         unshard_sequence([1, 2], group)  # type: ignore[arg-type]
-    sharded = {"tables": "sharded", "layout": "striped"}
+    sharded: dict[str, Any] = {"tables": "sharded", "layout": "striped"}
     for refused, name in (
         ({"tables": "sharded", "span": Span.causal(4 * p)}, "tables"),
         (sharded, "span"),
