@@ -71,12 +71,14 @@ def quantize(
 
     Examples
     --------
+    >>> import tempfile
     >>> from relskew_core import BlockSpec, Span, init_weights
     >>> from relskew_core.export import quantize, to_onnx, validate
     >>> spec = BlockSpec(64, 4, Span.causal(256), causal=True)
     >>> weights = init_weights(spec, seed=0)
-    >>> path = quantize(to_onnx(spec, weights), "block-8.onnx", "weights-8")
-    >>> validate(path, spec, weights, batches=(2,), tolerance=0.02).ok
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = quantize(to_onnx(spec, weights), f"{folder}/block-8.onnx", "weights-8")
+    ...     validate(path, spec, weights, batches=(2,), tolerance=0.02).ok
     True
     """
     check_choice("kind", kind, KINDS)
