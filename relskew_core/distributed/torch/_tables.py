@@ -156,17 +156,17 @@ class Tables:
         return {name: x[..., 0] if KINDS[name] is Kind.BIAS else x for name, x in self.sums.items()}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ShardedTables(Tables):
     """The same of tables of which this rank has some rows: a round's are sent to all, their gradients sent back."""
 
-    ranks: Ranks = None  # type: ignore[assignment]
-    offset: int = 0
-    own: dict[str, Tensor] = field(default_factory=dict)
+    ranks: Ranks
+    offset: int
+    own: dict[str, Tensor]  # this rank's rows
     edges: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    totals: dict[str, Tensor] = field(default_factory=dict)
-    of_edges: dict[str, Tensor] = field(default_factory=dict)
-    owner: int = 0
+    totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's rows …
+    of_edges: dict[str, Tensor] = field(default_factory=dict)  # … and of what stands for the table's ends
+    owner: int = 0  # of this round's rows
 
     @classmethod
     def of_rows(cls, x: dict[str, Any], span: Span, ranks: Ranks, offset: int) -> ShardedTables:
