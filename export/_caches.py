@@ -178,6 +178,11 @@ class _Writer:
             yield _node("Concat", [_name("batch"), _name(length)], f"{name}_shape", axis=0)
             yield _node("Expand", [_name("none"), _name(f"{name}_shape")], name)
         yield _node("TensorScatter", [_name("room"), _name("fresh"), _name("starts")], "written", axis=1)
+        # Shapes of the same names let onnxruntime write into the room; else it copies it, and warns at every step.
+        rows = self._dims(first.past)[0]
+        for name in ("room", "written"):
+            shape = (rows.dim_param or rows.dim_value or None, CACHE_LENGTH)
+            self._graph.value_info.append(helper.make_tensor_value_info(_name(name), TensorProto.UINT8, shape))
         yield _node("Shape", [_name("written")], "rows", start=0, end=1)
         yield _node("Sub", [_name("total_length"), _name("one")], "last")
         yield _node("Expand", [_name("last"), _name("rows")], "lasts")

@@ -213,7 +213,7 @@ def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, c
     if length is not None and reach is not None and length > reach:
         raise ValueError(f"`length` must be at most {reach}, the positions that the model's tables reach, got {length}")
     fixed = caches_in_place(growing, contrib=contrib)
-    for value in (*fixed.graph.input, *fixed.graph.output):
+    for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if length is not None and size.dim_param == CACHE_LENGTH:
                 size.dim_value = length
