@@ -17,6 +17,9 @@ from relskew_core.export._plan import IN_PLACE_OPSET
 PAST_LENGTH = "past_length"
 """The input that says how many places of the caches are filled."""
 
+CACHE_LENGTH = "cache_length"
+"""What the caches' one length is called, as long as it is not a number."""
+
 
 def caches_in_place(
     model: onnx.ModelProto, *, past: str = "past_key_values.", present: str = "present.", contrib: bool = False
@@ -124,7 +127,7 @@ def _declare(model: onnx.ModelProto, caches: list[_Cache]) -> None:
     names = {name for cache in caches for name in (cache.past, cache.present)}
     for value in (*model.graph.input, *model.graph.output):
         if value.name in names:
-            value.type.tensor_type.shape.dim[2].dim_param = "cache_length"
+            value.type.tensor_type.shape.dim[2].dim_param = CACHE_LENGTH
     doc = "how many places of the caches are filled, where the tokens go on"
     model.graph.input.append(helper.make_tensor_value_info(PAST_LENGTH, TensorProto.INT64, (1,), doc_string=doc))
     for entry in model.metadata_props:
@@ -175,6 +178,11 @@ class _Writer:
             yield _node("Concat", [_name("batch"), _name(length)], f"{name}_shape", axis=0)
             yield _node("Expand", [_name("none"), _name(f"{name}_shape")], name)
         yield _node("TensorScatter", [_name("room"), _name("fresh"), _name("starts")], "written", axis=1)
+        # Shapes of the same names let onnxruntime write into the room; else it copies it, and warns at every step.
+        rows = self._dims(first.past)[0]
+        for name in ("room", "written"):
+            shape = (rows.dim_param or rows.dim_value or None, CACHE_LENGTH)
+            self._graph.value_info.append(helper.make_tensor_value_info(_name(name), TensorProto.UINT8, shape))
         yield _node("Shape", [_name("written")], "rows", start=0, end=1)
         yield _node("Sub", [_name("total_length"), _name("one")], "last")
         yield _node("Expand", [_name("last"), _name("rows")], "lasts")
@@ -212,7 +220,7 @@ class _Writer:
         """Return by output each attention's caches and number of heads."""
         inferred = onnx.shape_inference.infer_shapes(model).graph
         shapes = {value.name: value.type.tensor_type.shape.dim for value in (*inferred.value_info, *inferred.input)}
-        calls, served = {}, set()
+        calls, served = {}, []
         for node in self._graph.node:
             pair = [self._joins.get(name) for name in node.input[1:3]]
             if node.op_type != "Attention" or None in pair:
@@ -228,9 +236,9 @@ class _Writer:
                     f"`model` must give {node.name} queries (batch, heads, length, D) for contrib=True, 8 dividing D"
                 )
             calls[node.output[0]] = keys, values, dims[1].dim_value
-            served |= {keys.present, values.present}
+            served += [keys.present, values.present]
         for cache in self._caches:
-            if cache.present not in served:
+            if served.count(cache.present) != 1:
                 raise ValueError(f"`model` must attend to {cache.present} by one Attention for contrib=True")
         return calls
 

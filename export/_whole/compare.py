@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,79 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.extras import needs_extra
+from relskew_core.export._caches import PAST_LENGTH
 
 Arrays = list[np.ndarray[Any, Any]]
+Run = Callable[[Sequence[Tensor], str], Arrays]
+"""Runs a graph on inputs; the text says for which case, in an error."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative L2 errors: of many layers, and far below what a wrong position costs."""
 
 
-def runner(path: Path, names: Sequence[str]) -> Callable[[Sequence[Tensor], str], Arrays]:
+def runner(path: Path, names: Sequence[str]) -> Run:
     """Return what runs the file at ``path`` on the tensors that its inputs are called."""
+    session = _opened(path)
+    taken = {value.name for value in session.get_inputs()}  # not those that no output depends on
+
+    def run(inputs: Sequence[Tensor], case: str) -> Arrays:
+        given = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in taken}
+        with _told(case):
+            return list(session.run(None, given))
+
+    return run
+
+
+def runner_in_place(path: Path, names: Sequence[str], length: int | None) -> Run:
+    """Return what runs a decoder whose caches have one length as if they grew, in one buffer for past and present."""
+    import onnxruntime
+
+    session = _opened(path)
+    outputs = [value.name for value in session.get_outputs()]
+
+    def run(inputs: Sequence[Tensor], case: str, length: int | None = length) -> Arrays:
+        tokens, *pasts = (value.numpy() for value in inputs)
+        filled = pasts[0].shape[2]
+        total = filled + tokens.shape[1]
+        binding = session.io_binding()
+        binding.bind_cpu_input(names[0], np.ascontiguousarray(tokens))
+        binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
+        binding.bind_output(outputs[0])
+        buffers = []
+        for name, output, past in zip(names[1:], outputs[1:], pasts, strict=True):
+            batch, heads, _, width = past.shape
+            # Zeros cost no memory until they are written to, however long a cache is.
+            buffer = np.zeros((batch, heads, length or total + 5, width), past.dtype)
+            buffer[:, :, :filled] = past
+            buffer[:, :, filled : total + 5] = 7  # what nothing may see
+            held = onnxruntime.OrtValue.ortvalue_from_numpy(buffer)
+            binding.bind_ortvalue_input(name, held)
+            binding.bind_ortvalue_output(output, held)
+            buffers.append(buffer)
+        with _told(case):
+            session.run_with_iobinding(binding)
+        return [binding.get_outputs()[0].numpy(), *(buffer[:, :, :total] for buffer in buffers)]
+
+    return run
+
+
+def _opened(path: Path) -> Any:
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise needs_extra("the check of an export", "onnxruntime", error) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # some cases must fail
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-    taken = {value.name for value in session.get_inputs()}  # not those that no output depends on
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: Sequence[Tensor], case: str) -> Arrays:
-        given = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in taken}
-        try:
-            return list(session.run(None, given))
-        except Exception as error:  # of the runtime's own kind
-            raise RuntimeError(f"the exported graph fails where `model` does not, for {case}: {error}") from error
 
-    return run
+@contextmanager
+def _told(case: str) -> Iterator[None]:
+    """Say for which case a runtime fails."""
+    try:
+        yield
+    except Exception as error:  # of the runtime's own kind
+        raise RuntimeError(f"the exported graph fails where `model` does not, for {case}: {error}") from error
 
 
 def results_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relskew_core._array.checks import check_bool, describe
+import onnx
+
+from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core.export._caches import CACHE_LENGTH, caches_in_place
+from relskew_core.export._plan import IN_PLACE_OPSET
 from relskew_core.export._publish import check_target
 from relskew_core.export._save import write
 from relskew_core.export._whole.genai import check_config, config_text, write_config
@@ -18,13 +22,19 @@ if TYPE_CHECKING:
 GROWING = "growing"
 """The caches of a graph: all keys and values so far, one longer with every token."""
 
+IN_PLACE = "in_place"
+"""The caches of a graph: buffers of one length, of which the input ``past_length`` says how much is filled."""
+
 
 def decoder_to_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    opset: int = 23,
+    opset: int | None = None,
     past: Callable[[int], Any] | None = None,
+    in_place: bool = False,
+    length: int | None = None,
+    contrib: bool = False,
     genai: bool | Mapping[str, Any] = False,
     tolerance: float | None = None,
     check: bool = True,
@@ -46,20 +56,32 @@ def decoder_to_onnx(
         and values, in a list or tuple. On the CPU; exported in evaluation, and left in the mode it was in.
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
-    opset : int, default 23
-        Version of the standard operators, 18 … 24.
+    opset : int, optional
+        Version of the standard operators, 18 … 24; by default 23, and 24, the only one, with ``in_place``.
     past : callable, optional
         ``past(batch)`` returns the caches of a first call: pairs of tensors ``(batch, heads, 0, D)``. By default
         that is ``model.empty_cache(batch)`` if the model has it, else a list of ``empty_cache(batch)`` of every
         causal ``RelativeMultiheadAttention`` without ``cross``, in the order of ``model.modules()``.
+    in_place : bool, default False
+        Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input, ``past_length
+        (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A runtime writes
+        into the buffer that is bound as past and as present, and copies nothing, where caches that grow are copied at
+        every step. The runtime must know ``TensorScatter``.
+    length : int, optional
+        Positions that the caches have room for, with ``in_place``; by default the runtime takes any ``cache_length``.
+        At most what the tables reach.
+    contrib : bool, default False
+        Attend by onnxruntime's own ``GroupQueryAttention``, with ``in_place``. It reads caches where they lie, and is
+        the faster one in onnxruntime, so take it where no other runtime must run the file. It takes heads whose width 8
+        divides, attention without relative values, and several tokens behind a past for a batch of one alone.
     genai : bool or mapping, default False
         Also write ``genai_config.json`` beside the file, with which onnxruntime-genai runs the folder. A mapping gives
-        entries of its ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``.
+        entries of its ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. Not with ``in_place``.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True
         Compare logits and caches with torch in onnxruntime: single tokens, whole prompts, prompts in pieces, other
-        batches, long pasts; and see that it fails past the tables.
+        batches, long pasts; and see that it fails past the tables, and where a cache is full.
     overwrite : bool, default False
         Replace files that are there.
     external_threshold : int, default 2**30
@@ -100,16 +122,20 @@ def decoder_to_onnx(
     ...         return y @ self.embedding.weight.T, [cache]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = decoder_to_onnx(Decoder(), Path(folder) / "decoder.onnx")
-    ...     len(generate(path, [1, 2, 3], 5))
-    5
+    ...     tokens = generate(path, [1, 2, 3], 5)
+    ...     fixed = decoder_to_onnx(Decoder(), Path(folder) / "fixed.onnx", in_place=True, length=12)
+    ...     len(tokens), len(generate(fixed, [1, 2, 3], 5))
+    (5, 5)
     """
     import torch
 
+    from relskew_core.export._whole.compare import runner, runner_in_place
     from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating
-    from relskew_core.export._whole.decoder_check import check_decoder
+    from relskew_core.export._whole.decoder_check import check_decoder, check_full
 
     check_model(model)
     check_bool("check", check)
+    opset = _opset(opset, in_place, length, contrib, genai)
     target = Path(path)
     check_target(target, check_bool("overwrite", overwrite))
     if genai is not False:
@@ -121,27 +147,36 @@ def decoder_to_onnx(
     caches = flat.inputs()[1:]
     layers = len(caches) // 2
     kinds = [(layer, kind) for layer in range(layers) for kind in ("key", "value")]
+    input_names = ["input_ids", *(f"past_key_values.{layer}.{kind}" for layer, kind in kinds)]
+    output_names = ["logits", *(f"present.{layer}.{kind}" for layer, kind in kinds)]
     vary, cached = torch.export.Dim.DYNAMIC, range(1, 1 + len(caches))
     converted = convert(
         flat,
         [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in caches)],
         opset=opset,
-        input_names=["input_ids", *(f"past_key_values.{layer}.{kind}" for layer, kind in kinds)],
-        output_names=["logits", *(f"present.{layer}.{kind}" for layer, kind in kinds)],
+        input_names=input_names,
+        output_names=output_names,
         lengths={(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
     )
 
+    graph, reach = converted.model, converted.reach
+    if in_place:
+        graph = _in_place(graph, reach, length, contrib)
+
     def compare(file: Path) -> None:
+        run = runner_in_place(file, input_names, length) if in_place else runner(file, input_names)
         with evaluating(flat):
-            check_decoder(flat, file, converted.model, reach=converted.reach, tolerance=tolerance)
+            check_decoder(flat, run, output_names, reach=length or reach, tolerance=tolerance, grouped=contrib)
+            if in_place and length is None:  # else that was the end
+                check_full(flat, run)
 
     config = None
     if genai is not False:
-        config = config_text(target.name, converted.model, {} if genai is True else genai, converted.reach)
+        config = config_text(target.name, graph, {} if genai is True else genai, reach)
     saved = write(
-        converted.model,
+        graph,
         target,
         overwrite=overwrite,
         external_threshold=external_threshold,
@@ -150,6 +185,39 @@ def decoder_to_onnx(
     if config is not None:
         write_config(saved.parent, config)
     return saved
+
+
+def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, genai: Any) -> int:
+    """Return the version of the operators, if the arguments that are for caches in place fit together."""
+    check_bool("in_place", in_place)
+    check_bool("contrib", contrib)
+    if not in_place:
+        for name, value, unset in (("length", length, None), ("contrib", contrib, False)):
+            if value != unset:
+                raise ValueError(f"`{name}` requires `in_place=True`: caches that grow have none, got {name}={value!r}")
+        return 23 if opset is None else opset
+    if genai is not False:
+        raise ValueError(
+            "`in_place=True` excludes `genai`: onnxruntime-genai gives no `past_length` to a graph, got genai="
+            f"{describe(genai)}"
+        )
+    if opset not in (None, IN_PLACE_OPSET):
+        raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}`, of TensorScatter, got opset={opset!r}")
+    if length is not None:
+        check_int("length", length, minimum=1)
+    return IN_PLACE_OPSET
+
+
+def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, contrib: bool) -> onnx.ModelProto:
+    """Return a decoder with caches in place, of ``length`` if there is one."""
+    if length is not None and reach is not None and length > reach:
+        raise ValueError(f"`length` must be at most {reach}, the positions that the model's tables reach, got {length}")
+    fixed = caches_in_place(growing, contrib=contrib)
+    for value in (*fixed.graph.input, *fixed.graph.output, *fixed.graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if length is not None and size.dim_param == CACHE_LENGTH:
+                size.dim_value = length
+    return fixed
 
 
 def _empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
-import onnx
 import torch
 from torch import Tensor
 
-from relskew_core.export._whole.compare import Arrays, check_equal, results_of, runner
+from relskew_core.export._whole.compare import Arrays, Run, check_equal, results_of
 from relskew_core.export._whole.convert import Flat
 
 LONGEST = 40
 FAR = 300
+FULL = 4
 LARGEST = 2**29
 """Bytes of caches that are tried."""
 
 
 def check_decoder(
-    flat: Flat, file: Path, model: onnx.ModelProto, *, reach: int | None, tolerance: float | None
+    flat: Flat, run: Run, names: Sequence[str], *, reach: int | None, tolerance: float | None, grouped: bool
 ) -> None:
-    """Raise unless the graph at ``file`` gives torch's logits and caches."""
+    """Raise unless a graph gives torch's logits and caches, its outputs ``names``.
+
+    ``reach`` is where its tables or its caches end. ``grouped`` graphs take several tokens behind a past for one row.
+    """
     tokens, *shown = flat.inputs()
-    names = [value.name for value in model.graph.output]
-    run = runner(file, [value.name for value in model.graph.input])
     vocabulary = results_of(flat, [tokens, *shown])[0].shape[2]
     generator = torch.Generator().manual_seed(0)
 
@@ -55,14 +55,12 @@ def check_decoder(
             prompt[0] = prompt[0][:, : length // 2]
     length = prompt[0].shape[1]
     same(prompt, wanted, f"a prompt of {length}")
-    logits, past = [], prompt[1:]
-    cuts = sorted({0, length // 2, min(length // 2 + 1, length), length})
-    for start, stop in pairwise(cuts):
-        results = run([prompt[0][:, start:stop], *past], f"positions {start} … {stop - 1} of a prompt")
-        logits.append(torch.from_numpy(results[0]))
-        past = [torch.from_numpy(array) for array in results[1:]]
-    whole = [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]
-    check_equal(names, whole, wanted, f"a prompt of {length} in pieces", tolerance)
+    pieces = {0, length // 2, min(length // 2 + 1, length), length}
+    tried = [(3, pieces)] if not grouped else [(1, pieces), (3, {0, *range(max(length - 2, 0), length + 1)})]
+    for rows, cuts in tried:
+        whole = _in_pieces(run, [tensor[:rows] for tensor in prompt], cuts)
+        right = [tensor[:rows] for tensor in wanted]
+        check_equal(names, whole, right, f"a prompt of {length} in pieces", tolerance)
     far = FAR if reach is None else reach - 1
     if 2 * (far + 1) * sum(like[0, :, 0].nbytes for like in shown) > LARGEST:
         return
@@ -78,11 +76,33 @@ def check_decoder(
         _check_end(run, [drawn(1, 1), *caches(1, reach)], reach)
 
 
-def _check_end(run: Callable[[Sequence[Tensor], str], Arrays], inputs: Sequence[Tensor], reach: int) -> None:
+def check_full(flat: Flat, run: Callable[..., Arrays]) -> None:
+    """Raise unless a graph with caches of any one length fails where they are full."""
+    tokens, *shown = flat.inputs()
+    caches = [like.new_zeros((1, like.shape[1], FULL, like.shape[3])) for like in shown]
     try:
-        run(inputs, "one token past the tables")
+        run([tokens[:1, :1], *caches], "one token more than the caches hold", length=FULL)
+    except RuntimeError:
+        return
+    raise RuntimeError(f"the exported graph gives numbers for position {FULL}, although its caches hold {FULL}")
+
+
+def _in_pieces(run: Run, prompt: Sequence[Tensor], cuts: Iterable[int]) -> Arrays:
+    """Return logits and caches of a prompt that is cut."""
+    tokens, *past = prompt
+    logits = []
+    for start, stop in pairwise(sorted(cuts)):
+        results = run([tokens[:, start:stop], *past], f"positions {start} … {stop - 1} of a prompt")
+        logits.append(torch.from_numpy(results[0]))
+        past = [torch.from_numpy(array) for array in results[1:]]
+    return [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]
+
+
+def _check_end(run: Run, inputs: Sequence[Tensor], reach: int) -> None:
+    try:
+        run(inputs, "one token past the end")
     except RuntimeError:
         return
     raise RuntimeError(
-        f"the exported graph gives numbers for position {reach}, although its tables reach {reach} positions"
+        f"the exported graph gives numbers for position {reach}, although its tables or caches end after {reach}"
     )

@@ -12,6 +12,8 @@ import numpy as np
 
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
+from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._whole.decoder import GROWING, IN_PLACE
 from relskew_core.export._whole.sampling import Array, Sampler
 
 _CACHED = re.compile(r"past_key_values\.(\d+)\.(key|value)")
@@ -33,7 +35,9 @@ def generate(
 ) -> np.ndarray[Any, Any]:
     """Continue a prompt by a decoder's graph: greedily, or drawing tokens.
 
-    Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step.
+    Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step. Of
+    a decoder with ``in_place`` each is one buffer, bound as past and as present, so that nothing is copied; its length
+    is what the graph fixes, else what the prompt and ``n`` tokens need.
 
     Parameters
     ----------
@@ -42,7 +46,8 @@ def generate(
     prompt : sequence of int, or array of ints of shape (length,) or (batch, length)
         Tokens to continue. Those of a batch are of one length: nothing says that a token is padding.
     n : int
-        How many tokens to add at most. The prompt and all of them but the last must fit the tables.
+        How many tokens to add at most. The prompt and all of them but the last must fit the tables, and the
+        caches where the graph fixes their length.
     temperature : float, optional
         Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
     top_k : int, optional
@@ -67,8 +72,8 @@ def generate(
     Raises
     ------
     ValueError, TypeError, FileNotFoundError
-        If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables; the message says
-        how far they reach.
+        If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables or the caches; the
+        message says how far they reach.
 
     Notes
     -----
@@ -102,7 +107,7 @@ def generate(
 
 
 class _Decoder:
-    """A session, what it calls its caches, and how far its tables reach."""
+    """A session, what it calls its caches, and how far they and its tables reach."""
 
     def __init__(self, model: Any, providers: Sequence[Any]) -> None:
         try:
@@ -123,35 +128,43 @@ class _Decoder:
             name: f"present.{match[1]}.{match[2]}" for name in inputs if (match := _CACHED.fullmatch(name)) is not None
         }
         missing = {"input_ids"} - set(inputs) | {"logits", *self._caches.values()} - set(outputs)
-        unknown = set(inputs) - {"input_ids", *self._caches}
+        meta = self._session.get_modelmeta().custom_metadata_map
+        kind = meta.get("relskew.decoder", IN_PLACE if PAST_LENGTH in inputs else GROWING)
+        if kind not in (GROWING, IN_PLACE):
+            raise ValueError(f"`model` must have caches that are {GROWING!r} or {IN_PLACE!r}, got {kind!r}")
+        self._in_place = kind == IN_PLACE
+        counted = {PAST_LENGTH} if self._in_place else set()
+        missing |= counted - set(inputs)
+        unknown = set(inputs) - {"input_ids", *self._caches} - counted
         if missing or unknown or not self._caches:
             raise ValueError(
                 "`model` must be what decoder_to_onnx writes, from input_ids and past_key_values.N.key/.value to "
                 f"logits and present.N.key/.value, got inputs {list(inputs)} and outputs {list(outputs)}"
             )
-        meta = self._session.get_modelmeta().custom_metadata_map
-        kind = meta.get("relskew.decoder", "growing")
-        if kind != "growing":
-            raise ValueError(f"`model` must have caches that grow, got caches that are {kind!r}")
         self._inputs, self._ort = inputs, onnxruntime
         self._vocabulary = outputs["logits"].shape[2]
-        self._reach = int(meta["relskew.reach"]) if "relskew.reach" in meta else None
+        self._ends = {"tables reach": int(meta["relskew.reach"])} if "relskew.reach" in meta else {}
+        lengths = [size for name in self._caches if isinstance(size := inputs[name].shape[2], int)]
+        self._length = min(lengths) if self._in_place and lengths else None
+        if self._length is not None:
+            self._ends["caches hold"] = self._length
 
     def check(self, rows: Array, n: int) -> None:
-        """Refuse tokens that are none, and more of them than the tables reach."""
+        """Refuse tokens that are none, and more of them than tables and caches reach."""
         low, high, size = rows.min(), rows.max(), self._vocabulary
         if low < 0 or (isinstance(size, int) and high >= size):
             known = f"0 … {size - 1}" if isinstance(size, int) else "of at least 0"
             raise ValueError(f"`prompt` must hold tokens {known}, got {low} … {high}")
-        length, reach = rows.shape[1], self._reach
-        if reach is None:
+        if not self._ends:
             return
-        if length > reach:
-            raise ValueError(f"`prompt` must be at most {reach} tokens, which the model's tables reach, got {length}")
-        if n > reach - length + 1:
+        what, end = min(self._ends.items(), key=lambda item: item[1])
+        length = rows.shape[1]
+        if length > end:
+            raise ValueError(f"`prompt` must be at most {end} tokens, which the model's {what}, got {length}")
+        if n > end - length + 1:
             raise ValueError(
-                f"`n` must be at most {reach - length + 1} after a prompt of {length}: the model's tables reach "
-                f"{reach} positions, got {n}"
+                f"`n` must be at most {end - length + 1} after a prompt of {length}: the model's {what} {end} "
+                f"positions, got {n}"
             )
 
     def steps(self, rows: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
@@ -159,26 +172,36 @@ class _Decoder:
         binding = self._session.io_binding()
         device = "cuda" if self._session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         value = self._ort.OrtValue
+        room = (self._length or rows.shape[1] + n - 1) if self._in_place else 0
+        caches = {}
         for name in self._caches:
             _, heads, _, width = self._inputs[name].shape
-            shape = (len(rows), heads, 0, width)
-            binding.bind_ortvalue_input(
-                name, value.ortvalue_from_shape_and_type(shape, _TYPES[self._inputs[name].type], device, 0)
-            )
+            nothing = np.zeros((len(rows), heads, room, width), _TYPES[self._inputs[name].type])
+            caches[name] = value.ortvalue_from_numpy(nothing, device, 0)
+        kept = {self._caches[name]: cache for name, cache in caches.items()} if self._in_place else {}
         names = [output.name for output in self._session.get_outputs()]
+        filled = 0
         for step in range(n):
             fed = rows if step == 0 else made[-1][:, None]
             binding.bind_ortvalue_input("input_ids", value.ortvalue_from_numpy(np.ascontiguousarray(fed), device, 0))
-            for name in names:  # anew: the lengths are others
-                binding.bind_output(name, "cpu" if name == "logits" else device, 0)
+            if self._in_place:
+                binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
+            for name, cache in caches.items():
+                binding.bind_ortvalue_input(name, cache)
+            for name in names:  # anew: the lengths of what grows are others
+                if name in kept:
+                    binding.bind_ortvalue_output(name, kept[name])
+                else:
+                    binding.bind_output(name, "cpu" if name == "logits" else device, 0)
             self._session.run_with_iobinding(binding)
             results = dict(zip(names, binding.get_outputs(), strict=True))
             logits = results["logits"].numpy()[:, -1]
             if np.isnan(logits).any():
                 raise ValueError(f"`model` gives NaN after {rows.shape[1] + step} tokens")
             yield logits
-            for name, present in self._caches.items():
-                binding.bind_ortvalue_input(name, results[present])
+            filled += fed.shape[1]
+            if not self._in_place:
+                caches = {name: results[present] for name, present in self._caches.items()}
 
 
 def _tokens(name: str, given: Any, most_axes: int) -> Array:

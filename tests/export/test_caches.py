@@ -127,6 +127,14 @@ def asks_for_all_of_a_shape() -> onnx.ModelProto:
     return model
 
 
+def attends_twice() -> onnx.ModelProto:
+    model = growing()
+    (again,) = (node for node in model.graph.node if node.op_type == "Attention")
+    model.graph.node.append(again)
+    model.graph.node[-1].output[0] = "more"
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -134,6 +142,7 @@ def asks_for_all_of_a_shape() -> onnx.ModelProto:
         (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… of the same endings"),
         (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
         (primitives, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
+        (attends_twice, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
         (narrow, {**NAMES, "contrib": True}, "queries .batch, heads, length, D. for contrib=True, 8 dividing D"),
         (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
         (asks_for_all_of_a_shape, NAMES, "must ask for a cache's length alone where it asks for it, got more"),

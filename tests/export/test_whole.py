@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, init_weights, relative_attention
-from relskew_core.export import decoder_to_onnx, generate, save, to_onnx, torch_to_onnx
-from relskew_core.export._whole import compare, convert, genai
+from relskew_core.export import caches_in_place, decoder_to_onnx, generate, save, to_onnx, torch_to_onnx
+from relskew_core.export._whole import compare, convert, decoder, decoder_check, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 VOCABULARY = 30
@@ -27,10 +27,11 @@ REACH = 20
 
 
 class Layer(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, heads: int, **options: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.attention = RelativeMultiheadAttention(BlockSpec(16, 4, causal=True, num_kv_heads=2, **options))
+        spec = BlockSpec(16, heads, causal=True, num_kv_heads=heads // 2, **options)
+        self.attention = RelativeMultiheadAttention(spec)
         self.feed = nn.Linear(16, 16)
 
     def forward(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
@@ -41,13 +42,12 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A table by head, and one for all heads that clips; queries in groups, one layer with a window."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(
-            [Layer(span=Span.causal(REACH)), Layer(span=Span(3, 0, "clip"), shared_table=True, window=(6, None))]
-        )
+        clipped: dict[str, Any] = {"span": Span(3, 0, "clip"), "shared_table": True, "window": (6, None)}
+        self.layers = nn.ModuleList([Layer(heads, span=Span.causal(REACH)), Layer(heads, **clipped)])
         self.head = nn.Linear(16, VOCABULARY)
         for x in self.parameters():  # so that everything counts
             nn.init.normal_(x, std=0.5, generator=torch.Generator().manual_seed(x.numel()))
@@ -123,6 +123,87 @@ def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> N
         "relskew.reach",
     }
     assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
+
+
+@pytest.fixture(scope="module", params=[{"length": 18}, {"contrib": True}], ids=str)
+def fixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Decoder, Path, int]:
+    """Caches in place, and how many positions they or the tables take: heads are of 8, as `contrib` wants them."""
+    model = Decoder(heads=2)
+    path = tmp_path_factory.mktemp("fixed") / "decoder.onnx"
+    decoder_to_onnx(model, path, in_place=True, **request.param)
+    return model.eval(), path, request.param.get("length", REACH)
+
+
+def test_caches_in_place_give_the_tokens_of_torch(
+    fixed: tuple[Decoder, Path, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, path, end = fixed
+    prompt = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
+    want = greedy(model, caches_of(model), prompt, end - 3)
+    assert len(want.unique()) > 8
+    session = onnxruntime.InferenceSession(path)
+    assert np.array_equal(generate(session, prompt, end - 3), want.numpy())
+    assert np.array_equal(generate(session, prompt[1], 1), want[1, :1].numpy())
+    assert generate(session, [1], 0).shape == (0,)
+    assert "copying" not in capfd.readouterr().err  # which onnxruntime says where it does not write in place
+    what = "tables reach" if end == REACH else "caches hold"
+    with pytest.raises(
+        ValueError, match=f"`n` must be at most {end - 1} after a prompt of 2: .* {what} {end} positions"
+    ):
+        generate(session, [1, 2], end)
+    with pytest.raises(ValueError, match=f"at most {end} tokens, which the model's {what}, got {end + 1}"):
+        generate(session, [1] * (end + 1), 1)
+    size = "cache_length" if end == REACH else end
+    graph = onnx.load(path).graph
+    interface = shapes((*graph.input, *graph.output))
+    assert interface.pop("past_length") == [1]
+    assert {tuple(shape) for name, shape in interface.items() if "." in name} == {("batch", 1, size, 8)}
+
+
+def test_caches_that_anyone_fixed_make_tokens(made: tuple[Decoder, Path], tmp_path: Path) -> None:
+    """`caches_in_place` of a graph that says nothing of its caches; of another kind they are refused."""
+    model = Bare().eval()
+    growing = onnx.load(decoder_to_onnx(model, tmp_path / "growing.onnx", opset=24))
+    del growing.metadata_props[:]
+    save(caches_in_place(growing), tmp_path / "fixed.onnx")
+    prompt = np.asfortranarray([[3, 1, 2], [4, 1, 5]])
+    assert np.array_equal(generate(tmp_path / "fixed.onnx", prompt, 9), greedy(model, model.empty_cache, prompt, 9))
+    onnx.helper.set_model_props(growing, {"relskew.decoder": "ring"})
+    save(growing, tmp_path / "ring.onnx")
+    with pytest.raises(ValueError, match="`model` must have caches that are 'growing' or 'in_place', got 'ring'"):
+        generate(tmp_path / "ring.onnx", [1], 1)
+    onnx.helper.set_model_props(growing, {"relskew.decoder": "in_place"})
+    save(growing, tmp_path / "ring.onnx", overwrite=True)
+    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes"):
+        generate(tmp_path / "ring.onnx", [1], 1)
+
+
+def test_wrong_caches_in_place_do_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **options: Any) -> onnx.ModelProto:
+        model = caches_in_place(*args, **options)
+        for node in model.graph.node:
+            if node.op_type == "TensorScatter":
+                del node.input[2]  # writes where the cache starts
+        return model
+
+    monkeypatch.setattr(decoder, "caches_in_place", wrong)
+    with pytest.raises(RuntimeError, match="output 'logits' for a prompt of 12 in pieces differs by"):
+        decoder_to_onnx(Bare(), tmp_path / "bare.onnx", in_place=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_cache_must_fail() -> None:
+    model = Bare()
+    flat = convert.Flat(model, (torch.zeros(2, 3, dtype=torch.int64), model.empty_cache(2)), {})
+    seen: dict[str, Any] = {}
+
+    def never_fails(inputs: Any, case: str, length: int) -> list[Any]:
+        seen.update(tokens=inputs[0].shape, filled=inputs[1].shape[2], length=length)
+        return []
+
+    with pytest.raises(RuntimeError, match="gives numbers for position 4, although its caches hold 4"):
+        decoder_check.check_full(flat, never_fails)
+    assert seen == {"tokens": (1, 1), "filled": 4, "length": 4}
 
 
 def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
@@ -365,6 +446,18 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
         (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
         (Bare(), {"genai": 1}, TypeError, "`genai` must be a bool or a mapping"),
+        (
+            Bare(),
+            {"in_place": True, "genai": True},
+            ValueError,
+            "`in_place=True` excludes `genai`: .* genai=bool True",
+        ),
+        (Bare(), {"in_place": True, "opset": 23}, ValueError, "`in_place=True` requires `opset=24`, .* got opset=23"),
+        (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
+        (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
+        (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
+        (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
+        (Bare(), {"contrib": True}, ValueError, "`contrib` requires `in_place=True`: .* got contrib=True"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",  # addresses would differ between workers
 )
