@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
-from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
 from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, TableWindow
@@ -16,7 +15,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
     All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
     query, and what it has in common with the one before is dropped.
     """
-    lengths = guarded(g, plan, inputs.lengths)
+    lengths = inputs.lengths
     n = g.dim(lengths.queries)
     size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
     over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
@@ -27,7 +26,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         step = body.index("Mul", [size, iteration], "chunk/step")
         start = body.index("Min", [step, last], "chunk/start")
         end = body.index("Add", [start, size], "chunk/end")
-        rows = _cut(body, heads.queries, 2, start, end, "chunk", "queries")
+        rows = cut(body, heads.queries, 2, start, end, "chunk", "chunk/queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
         seen = Lengths(
             size,
@@ -39,16 +38,16 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         whole = first == 0 and stop is lengths.keys
         if whole:
             seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
-        k = heads.keys if whole else _cut(body, heads.keys, 3, first, stop, "chunk_keys", "keys")
-        v = heads.values if whole else _cut(body, heads.values, 2, first, stop, "chunk_keys", "values")
+        k = heads.keys if whole else cut(body, heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
+        v = heads.values if whole else cut(body, heads.values, 2, first, stop, "chunk_keys", "chunk/values")
         window = TableWindow(body, plan, inputs.tables, seen)
         mask = _mask_of(body, inputs.mask, start, end, first, stop)
         segments = None
         if inputs.segments is not None:
             of_keys = inputs.segments.keys
             segments = Segments(
-                _cut(body, inputs.segments.queries, 1, start, end, "chunk", "segments_of_queries"),
-                of_keys if whole else _cut(body, of_keys, 1, first, stop, "chunk_keys", "segments_of_keys"),
+                cut(body, inputs.segments.queries, 1, start, end, "chunk", "chunk/segments_of_queries"),
+                of_keys if whole else cut(body, of_keys, 1, first, stop, "chunk_keys", "chunk/segments_of_keys"),
             )
         condition = visible(body, plan, seen, mask, segments)
         return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
@@ -99,12 +98,13 @@ def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Di
         if low != 0:
             final = g.minus(g.length(mask, axis, f"chunk/mask_{name}"), 1, f"chunk/mask_final_{name}")
             begin = g.index("Min", [g.dim(low), g.dim(final)], f"chunk/mask_first_{name}")
-        mask = _cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"mask_{name}")
+        mask = cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"chunk/mask_{name}")
     return mask
 
 
-def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, name: str) -> Value:
+def cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
+    """Return the part ``start … end - 1`` of an axis, which has the symbol then."""
     shape = list(x.shape)
     shape[axis] = symbol
     bounds = [g.dim(start), g.dim(end), g.constant([axis])]
-    return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), x.dtype)
+    return g.compute("Slice", [x, *bounds], name, tuple(shape), x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,14 @@ class Lengths:
     row_symbol: str = "batch"
 
 
+class HeadRange(NamedTuple):
+    """Some heads that follow each other: ``first … stop - 1``, ``count`` of them."""
+
+    first: Value
+    stop: Value
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTables:
     """The stored tables: ``rel_k`` and ``rel_v (…, position, head_dim)``, ``rel_bias (H or 1, position)``."""
@@ -32,6 +41,7 @@ class StoredTables:
     rel_k: Value | None
     rel_v: Value | None
     rel_bias: Value | None
+    heads: HeadRange | None = None  # of tables for each head those to take, with a window by Slice
 
 
 class TableWindow:
@@ -115,6 +125,12 @@ class TableWindow:
             self._repeats, self._stored_symbol = (repeats[0], repeats[1]), "stored_window"
         if plan.profile.slice_window:
             self._bounds = g.dim(start), g.dim(INT64_MAX if plan.one_sided else end)
+            if self._tables.heads is not None:
+                first, stop, _ = self._tables.heads
+                self._bounds_with_heads = (
+                    g.dims("window/starts", first, self._bounds[0]),
+                    g.dims("window/ends", stop, self._bounds[1]),
+                )
         elif plan.guarded or (soft[0] and (soft[1] or plan.one_sided)):
             self._index = _range(g, start, end, "window", self._stored_symbol)
         elif plan.one_sided:
@@ -148,7 +164,7 @@ class TableWindow:
                 return None
             table = g.constant(np.zeros((1, self._plan.columns)), g.dtype)
         cut = self._cut(table, 1, "rel_bias")
-        shape = (table.shape[0], 1, self._stored_symbol)
+        shape = (cut.shape[0], 1, self._stored_symbol)
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
@@ -156,7 +172,11 @@ class TableWindow:
         g, shape = self._g, list(table.shape)
         shape[axis] = self._stored_symbol
         if self._bounds is not None:
-            inputs = [table, *self._bounds, g.constant([axis])]
+            bounds, axes = self._bounds, [axis]
+            if self._tables.heads is not None and axis == 1:
+                shape[0] = self._tables.heads.count
+                bounds, axes = self._bounds_with_heads, [0, 1]
+            inputs = [table, *bounds, g.constant(axes)]
             return g.compute("Slice", inputs, f"window/{name}", tuple(shape))
         if self._index is not None:
             return g.compute("Gather", [table, self._index], f"window/{name}", tuple(shape), axis=axis)
