@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relskew_core.export._graph.chunks import attend_chunks, cut
+from relskew_core.export._graph.chunks import Chunks, attend_chunks, cut
 from relskew_core.export._graph.emitter import Emitter, Value
 from relskew_core.export._graph.parts import AttentionInputs, Heads
 from relskew_core.export._graph.window import HeadRange
 from relskew_core.export._plan import GraphPlan
 
 
-def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads) -> Value:
+def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
     """Return the heads side by side, ``(batch, queries, H * D)``, from a loop over key heads around that over chunks.
 
     A turn has the query heads that share a key head, and of the tables only what is theirs.
@@ -38,7 +38,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
             final = body.minus(body.length(mask, 1, "head/mask_heads"), 1, "head/mask_final")
             first = body.index("Min", [query_heads.first, body.dim(final)], "head/mask_first")
             mask = cut(body, mask, 1, first, query_heads.stop, "mask_head", "head/mask")
-        return attend_chunks(body, of_turn, replace(inputs, tables=tables, mask=mask), own)
+        return attend_chunks(body, of_turn, replace(inputs, tables=tables, mask=mask), own, chunks)
 
     count = g.constant(spec.num_kv_heads)
     turns = g.loop(count, "heads", turn)

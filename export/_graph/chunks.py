@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
 from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
 from relskew_core.export._graph.visible import Segments, visible
@@ -9,18 +11,37 @@ from relskew_core.export._graph.window import Lengths, TableWindow
 from relskew_core.export._plan import GraphPlan
 
 
-def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads) -> Value:
-    """Return the heads side by side, ``(batch, queries, H * D)``.
+class Chunks(NamedTuple):
+    """All have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last query.
 
-    All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
-    query, and what it has in common with the one before is dropped.
+    What it has in common with the one before is dropped.
     """
+
+    size: Value
+    count: Value
+    last: Value  # where the last one starts
+    condition: Value | None  # which keys the last one sees, where the same columns from the end serve the others
+
+
+def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
+    """Return the chunks of an attention, made before any loop."""
     lengths = inputs.lengths
     n = g.dim(lengths.queries)
     size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
     over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
     count = g.index("Div", [over, size], "chunks/count")
     last = g.index("Sub", [n, size], "chunks/last_start")
+    condition = None
+    if plan.one_sided and inputs.mask is None and inputs.segments is None:
+        offset = g.plus(lengths.past, last, "chunks/last_position")
+        condition = visible(g, plan, Lengths(size, lengths.keys, offset, "chunk", lengths.key_symbol), None)
+    return Chunks(size, count, last, condition)
+
+
+def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
+    """Return the heads side by side, ``(batch, queries, H * D)``."""
+    lengths, (size, count, last, causal) = inputs.lengths, chunks
+    n = g.dim(lengths.queries)
 
     def chunk(body: Emitter, iteration: Value) -> Value:
         step = body.index("Mul", [size, iteration], "chunk/step")
@@ -49,7 +70,11 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
                 cut(body, inputs.segments.queries, 1, start, end, "chunk", "chunk/segments_of_queries"),
                 of_keys if whole else cut(body, of_keys, 1, first, stop, "chunk_keys", "chunk/segments_of_keys"),
             )
-        condition = visible(body, plan, seen, mask, segments)
+        if causal is None:
+            condition = visible(body, plan, seen, mask, segments)
+        else:
+            columns = body.minus(lengths.keys, seen.keys, "chunk/unseen")
+            condition = cut(body, causal, 1, columns, INT64_MAX, "chunk_keys", "chunk/visible")
         return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)

@@ -201,8 +201,8 @@ def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Valu
 def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     """Return ``logits`` where ``condition``, else what no softmax sees."""
     hidden = g.constant(plan.masked_value, g.dtype)
-    if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
-        # A hidden half-precision logit may have overflowed, so it is replaced, not lowered.
+    if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
+        # A hidden half-precision logit may have overflowed, so it is replaced; for one head that is cheaper.
         return g.compute(
             "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
         )
