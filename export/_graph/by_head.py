@@ -22,7 +22,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
 
     def turn(body: Emitter, iteration: Value) -> Value:
         def take(x: Value, axis: int, bounds: HeadRange, name: str) -> Value:
-            return cut(body, x, axis, bounds.first, bounds.stop, bounds.count, name)
+            return cut(body, x, axis, bounds.first, bounds.stop, bounds.size, name)
 
         key_head = _range(body, iteration, 1, "key_head")
         query_heads = key_head if group == 1 else _range(body, iteration, group, "query_heads")
@@ -32,13 +32,13 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
             take(heads.values, 1, key_head, "head/values"),
             None if heads.sinks is None else take(heads.sinks, 0, query_heads, "head/sinks"),
         )
-        tables = inputs.tables if spec.shared_table else replace(inputs.tables, heads=query_heads)
         mask = inputs.mask
         if mask is not None:  # a mask for all heads stays as it is
             final = body.minus(body.length(mask, 1, "head/mask_heads"), 1, "head/mask_final")
             first = body.index("Min", [query_heads.first, body.dim(final)], "head/mask_first")
             mask = cut(body, mask, 1, first, query_heads.stop, "mask_head", "head/mask")
-        return attend_chunks(body, of_turn, replace(inputs, tables=tables, mask=mask), own, chunks)
+        own_tables = None if spec.shared_table else query_heads
+        return attend_chunks(body, of_turn, replace(inputs, mask=mask, heads=own_tables), own, chunks)
 
     count = g.constant(spec.num_kv_heads)
     turns = g.loop(count, "heads", turn)
@@ -53,6 +53,6 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
     return g.compute("Reshape", [turned, g.constant([0, 0, whole[2]])], "heads/joined", whole)
 
 
-def _range(g: Emitter, iteration: Value, count: int, name: str) -> HeadRange:
-    first = g.index("Mul", [iteration, g.constant([count])], f"head/first_{name}")
-    return HeadRange(first, g.plus(first, count, f"head/after_{name}"), count)
+def _range(g: Emitter, iteration: Value, size: int, name: str) -> HeadRange:
+    first = g.index("Mul", [iteration, g.constant([size])], f"head/first_{name}")
+    return HeadRange(first, g.dim(g.plus(first, size, f"head/after_{name}")), size)

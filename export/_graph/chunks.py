@@ -18,7 +18,7 @@ class Chunks(NamedTuple):
     """
 
     size: Value
-    count: Value
+    number: Value
     last: Value  # where the last one starts
     condition: Value | None  # which keys the last one sees, where the same columns from the end serve the others
 
@@ -61,7 +61,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
             seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
         k = heads.keys if whole else cut(body, heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
         v = heads.values if whole else cut(body, heads.values, 2, first, stop, "chunk_keys", "chunk/values")
-        window = TableWindow(body, plan, inputs.tables, seen)
+        window = TableWindow(body, plan, inputs.tables, seen, inputs.heads)
         mask = _mask_of(body, inputs.mask, start, end, first, stop)
         segments = None
         if inputs.segments is not None:

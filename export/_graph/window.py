@@ -27,11 +27,11 @@ class Lengths:
 
 
 class HeadRange(NamedTuple):
-    """Some heads that follow each other: ``first … stop - 1``, ``count`` of them."""
+    """Some heads that follow each other: ``first … stop - 1``, ``size`` of them."""
 
     first: Value
     stop: Value
-    count: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class StoredTables:
     rel_k: Value | None
     rel_v: Value | None
     rel_bias: Value | None
-    heads: HeadRange | None = None  # of tables for each head those to take, with a window by Slice
 
 
 class TableWindow:
@@ -51,17 +50,21 @@ class TableWindow:
     ``r = -(queries + past) … keys - past - 1``. The first column is the skew's spare one: it is never read. An input
     too long for a limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
 
+    ``heads``: those to take of tables that have one for each, where the window is a Slice.
+
     Past the other ends nothing is multiplied: what comes of the last column that is stored is repeated.
     """
 
-    def __init__(self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths) -> None:
-        self._g, self._plan, self._tables = g, plan, tables
+    def __init__(
+        self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, heads: HeadRange | None = None
+    ) -> None:
+        self._g, self._plan, self._tables, self._heads = g, plan, tables, heads
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
         self._repeats: tuple[Dim, Dim] = (0, 0)
         self.one_sided = plan.one_sided
         self.symbol = self._stored_symbol = "window"
-        self._choose(lengths)
+        self._choose(lengths, heads)
 
     def logits(self, queries: Value, count: Dim, *, hide: bool) -> Value:
         """Return what depends on the relative position, by column, ``(batch, H, queries, window)``.
@@ -95,7 +98,7 @@ class TableWindow:
         axis = len(table.shape) - 2
         return self._extended(self._cut(table, axis, "rel_v"), axis, "window/values")
 
-    def _choose(self, lengths: Lengths) -> None:
+    def _choose(self, lengths: Lengths, heads: HeadRange | None) -> None:
         g, plan = self._g, self._plan
         before: Dim = lengths.keys
         after: Dim = 1
@@ -125,8 +128,8 @@ class TableWindow:
             self._repeats, self._stored_symbol = (repeats[0], repeats[1]), "stored_window"
         if plan.profile.slice_window:
             self._bounds = g.dim(start), g.dim(INT64_MAX if plan.one_sided else end)
-            if self._tables.heads is not None:
-                first, stop, _ = self._tables.heads
+            if heads is not None:
+                first, stop, _ = heads
                 self._bounds_with_heads = (
                     g.dims("window/starts", first, self._bounds[0]),
                     g.dims("window/ends", stop, self._bounds[1]),
@@ -173,8 +176,8 @@ class TableWindow:
         shape[axis] = self._stored_symbol
         if self._bounds is not None:
             bounds, axes = self._bounds, [axis]
-            if self._tables.heads is not None and axis == 1:
-                shape[0] = self._tables.heads.count
+            if self._heads is not None and axis == 1:
+                shape[0] = self._heads.size
                 bounds, axes = self._bounds_with_heads, [0, 1]
             inputs = [table, *bounds, g.constant(axes)]
             return g.compute("Slice", inputs, f"window/{name}", tuple(shape))
