@@ -70,7 +70,8 @@ def to_onnx(
     chunk_size : int, optional
         Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
         ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
-        ``"ort"`` runs shorter inputs as without. No control flow by default.
+        ``"ort"`` takes one key head after the other too, and runs shorter inputs as without. No control flow by
+        default.
     projections : bool, default True
         The whole block from ``x`` to ``y``; else attention alone, from heads ``q (batch, H, query_length, D)``,
         ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape

@@ -24,6 +24,7 @@ class Profile:
     cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
     dead_rows: bool = False  # Attention gives zeros where everything is masked by -inf
     branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
+    by_head: bool = False  # chunks of one key head after the other, or of all heads at once
     contrib: bool = False  # onnxruntime's own GroupQueryAttention
 
 
@@ -38,6 +39,7 @@ PROFILES = {
         cache_inputs=True,
         dead_rows=True,
         branches=True,
+        by_head=True,
     ),
     "ort-contrib": Profile(
         "ort-contrib",

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
-from relskew_core.export._graph.chunks import attend_chunks
+from relskew_core.export._graph.by_head import attend_by_head
+from relskew_core.export._graph.chunks import attend_chunks, chunks_of
 from relskew_core.export._graph.emitter import BOOL, Emitter, Value
 from relskew_core.export._graph.grouped import attend_grouped
+from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import (
     AttentionInputs,
     Heads,
@@ -66,7 +68,9 @@ def _in_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Va
     count, width, projected = plan.spec.num_heads, plan.spec.head_dim, inputs.projected
     queries = split_heads(g, projected.q, count, width, "q")
     keys, values, present = keys_and_values(g, plan, projected, inputs.past)
-    heads = attend_chunks(g, plan, inputs, Heads(queries, keys, values, inputs.sinks))
+    inputs = replace(inputs, lengths=guarded(g, plan, inputs.lengths))
+    form = attend_by_head if plan.profile.by_head and plan.spec.num_kv_heads > 1 else attend_chunks
+    heads = form(g, plan, inputs, Heads(queries, keys, values, inputs.sinks), chunks_of(g, plan, inputs))
     if len(projected.q.shape) == 4:
         heads = split_heads(g, heads, count, width, "out")
     return heads, present

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
-from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import AttentionInputs, Heads, merge_heads, weighted_heads
 from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, TableWindow
 from relskew_core.export._plan import GraphPlan
 
 
-def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads) -> Value:
-    """Return the heads side by side, ``(batch, queries, H * D)``.
+class Chunks(NamedTuple):
+    """All have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last query.
 
-    All chunks have one size, ``min(chunk_size, queries)``; the last one starts early enough to end with the last
-    query, and what it has in common with the one before is dropped.
+    What it has in common with the one before is dropped.
     """
-    lengths = guarded(g, plan, inputs.lengths)
+
+    size: Value
+    number: Value
+    last: Value  # where the last one starts
+    condition: Value | None  # which keys the last one sees, where the same columns from the end serve the others
+
+
+def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
+    """Return the chunks of an attention, made before any loop."""
+    lengths = inputs.lengths
     n = g.dim(lengths.queries)
     size = g.index("Min", [n, g.constant([plan.chunk_size])], "chunks/size")
     over = g.index("Sub", [g.index("Add", [n, size], "chunks/next"), g.constant([1])], "chunks/over")
     count = g.index("Div", [over, size], "chunks/count")
     last = g.index("Sub", [n, size], "chunks/last_start")
+    condition = None
+    if plan.one_sided and inputs.mask is None and inputs.segments is None:
+        offset = g.plus(lengths.past, last, "chunks/last_position")
+        condition = visible(g, plan, Lengths(size, lengths.keys, offset, "chunk", lengths.key_symbol), None)
+    return Chunks(size, count, last, condition)
+
+
+def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
+    """Return the heads side by side, ``(batch, queries, H * D)``."""
+    lengths, (size, count, last, causal) = inputs.lengths, chunks
+    n = g.dim(lengths.queries)
 
     def chunk(body: Emitter, iteration: Value) -> Value:
         step = body.index("Mul", [size, iteration], "chunk/step")
         start = body.index("Min", [step, last], "chunk/start")
         end = body.index("Add", [start, size], "chunk/end")
-        rows = _cut(body, heads.queries, 2, start, end, "chunk", "queries")
+        rows = cut(body, heads.queries, 2, start, end, "chunk", "chunk/queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
         seen = Lengths(
             size,
@@ -39,18 +59,22 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         whole = first == 0 and stop is lengths.keys
         if whole:
             seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
-        k = heads.keys if whole else _cut(body, heads.keys, 3, first, stop, "chunk_keys", "keys")
-        v = heads.values if whole else _cut(body, heads.values, 2, first, stop, "chunk_keys", "values")
-        window = TableWindow(body, plan, inputs.tables, seen)
+        k = heads.keys if whole else cut(body, heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
+        v = heads.values if whole else cut(body, heads.values, 2, first, stop, "chunk_keys", "chunk/values")
+        window = TableWindow(body, plan, inputs.tables, seen, inputs.heads)
         mask = _mask_of(body, inputs.mask, start, end, first, stop)
         segments = None
         if inputs.segments is not None:
             of_keys = inputs.segments.keys
             segments = Segments(
-                _cut(body, inputs.segments.queries, 1, start, end, "chunk", "segments_of_queries"),
-                of_keys if whole else _cut(body, of_keys, 1, first, stop, "chunk_keys", "segments_of_keys"),
+                cut(body, inputs.segments.queries, 1, start, end, "chunk", "chunk/segments_of_queries"),
+                of_keys if whole else cut(body, of_keys, 1, first, stop, "chunk_keys", "chunk/segments_of_keys"),
             )
-        condition = visible(body, plan, seen, mask, segments)
+        if causal is None:
+            condition = visible(body, plan, seen, mask, segments)
+        else:
+            columns = body.minus(lengths.keys, seen.keys, "chunk/unseen")
+            condition = cut(body, causal, 1, columns, INT64_MAX, "chunk_keys", "chunk/visible")
         return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
@@ -99,12 +123,13 @@ def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Di
         if low != 0:
             final = g.minus(g.length(mask, axis, f"chunk/mask_{name}"), 1, f"chunk/mask_final_{name}")
             begin = g.index("Min", [g.dim(low), g.dim(final)], f"chunk/mask_first_{name}")
-        mask = _cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"mask_{name}")
+        mask = cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"chunk/mask_{name}")
     return mask
 
 
-def _cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: str, name: str) -> Value:
+def cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
+    """Return the part ``start … end - 1`` of an axis, which has the symbol then."""
     shape = list(x.shape)
     shape[axis] = symbol
     bounds = [g.dim(start), g.dim(end), g.constant([axis])]
-    return g.compute("Slice", [x, *bounds], f"chunk/{name}", tuple(shape), x.dtype)
+    return g.compute("Slice", [x, *bounds], name, tuple(shape), x.dtype)

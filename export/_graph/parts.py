@@ -11,7 +11,7 @@ from onnx import TensorProto
 from relskew_core.export._graph.emitter import BOOL, Emitter, Shape, Value, element_type
 from relskew_core.export._graph.skew import skew, unskew
 from relskew_core.export._graph.visible import Segments, broadcast, hides_by_condition
-from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
+from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
 
 FLOAT32 = np.dtype(np.float32)
@@ -63,6 +63,7 @@ class AttentionInputs:
     past: Present | None = None
     condition: Value | None = None
     sinks: Value | None = None
+    heads: HeadRange | None = None  # which the tables are read for; None: all
 
 
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
@@ -201,8 +202,8 @@ def beside_sinks(g: Emitter, out: Value, softmax: Softmax, sinks: Value) -> Valu
 def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     """Return ``logits`` where ``condition``, else what no softmax sees."""
     hidden = g.constant(plan.masked_value, g.dtype)
-    if g.dtype.itemsize == 2 or plan.dead_rows or condition.shape == logits.shape:
-        # A hidden half-precision logit may have overflowed, so it is replaced, not lowered.
+    if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
+        # A hidden half-precision logit may have overflowed, so it is replaced; for one head that is cheaper.
         return g.compute(
             "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
         )

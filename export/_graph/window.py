@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,14 @@ class Lengths:
     row_symbol: str = "batch"
 
 
+class HeadRange(NamedTuple):
+    """Some heads that follow each other: ``first … stop - 1``, ``size`` of them."""
+
+    first: Value
+    stop: Value
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTables:
     """The stored tables: ``rel_k`` and ``rel_v (…, position, head_dim)``, ``rel_bias (H or 1, position)``."""
@@ -41,17 +50,21 @@ class TableWindow:
     ``r = -(queries + past) … keys - past - 1``. The first column is the skew's spare one: it is never read. An input
     too long for a limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
 
+    ``heads``: those to take of tables that have one for each, where the window is a Slice.
+
     Past the other ends nothing is multiplied: what comes of the last column that is stored is repeated.
     """
 
-    def __init__(self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths) -> None:
-        self._g, self._plan, self._tables = g, plan, tables
+    def __init__(
+        self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, heads: HeadRange | None = None
+    ) -> None:
+        self._g, self._plan, self._tables, self._heads = g, plan, tables, heads
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
         self._repeats: tuple[Dim, Dim] = (0, 0)
         self.one_sided = plan.one_sided
         self.symbol = self._stored_symbol = "window"
-        self._choose(lengths)
+        self._choose(lengths, heads)
 
     def logits(self, queries: Value, count: Dim, *, hide: bool) -> Value:
         """Return what depends on the relative position, by column, ``(batch, H, queries, window)``.
@@ -85,7 +98,7 @@ class TableWindow:
         axis = len(table.shape) - 2
         return self._extended(self._cut(table, axis, "rel_v"), axis, "window/values")
 
-    def _choose(self, lengths: Lengths) -> None:
+    def _choose(self, lengths: Lengths, heads: HeadRange | None) -> None:
         g, plan = self._g, self._plan
         before: Dim = lengths.keys
         after: Dim = 1
@@ -115,6 +128,12 @@ class TableWindow:
             self._repeats, self._stored_symbol = (repeats[0], repeats[1]), "stored_window"
         if plan.profile.slice_window:
             self._bounds = g.dim(start), g.dim(INT64_MAX if plan.one_sided else end)
+            if heads is not None:
+                first, stop, _ = heads
+                self._bounds_with_heads = (
+                    g.dims("window/starts", first, self._bounds[0]),
+                    g.dims("window/ends", stop, self._bounds[1]),
+                )
         elif plan.guarded or (soft[0] and (soft[1] or plan.one_sided)):
             self._index = _range(g, start, end, "window", self._stored_symbol)
         elif plan.one_sided:
@@ -148,7 +167,7 @@ class TableWindow:
                 return None
             table = g.constant(np.zeros((1, self._plan.columns)), g.dtype)
         cut = self._cut(table, 1, "rel_bias")
-        shape = (table.shape[0], 1, self._stored_symbol)
+        shape = (cut.shape[0], 1, self._stored_symbol)
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
@@ -156,7 +175,11 @@ class TableWindow:
         g, shape = self._g, list(table.shape)
         shape[axis] = self._stored_symbol
         if self._bounds is not None:
-            inputs = [table, *self._bounds, g.constant([axis])]
+            bounds, axes = self._bounds, [axis]
+            if self._heads is not None and axis == 1:
+                shape[0] = self._heads.size
+                bounds, axes = self._bounds_with_heads, [0, 1]
+            inputs = [table, *bounds, g.constant(axes)]
             return g.compute("Slice", inputs, f"window/{name}", tuple(shape))
         if self._index is not None:
             return g.compute("Gather", [table, self._index], f"window/{name}", tuple(shape), axis=axis)
