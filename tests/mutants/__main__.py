@@ -17,10 +17,12 @@ from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
 CORE = ("_positions", "_kernel", "_functions")
-EXPORT = ("_graph", "_validate", "_model", "_plan", "_publish", "_save", "_weights")  # all but what torch calls
+SAVING, VALIDATION, GRAPHS = ("_publish", "_save"), ("_validate",), ("_graph", "_model", "_plan", "_weights")
 SUITES = {  # the modules, and the tests that are to notice their mutants
     "core": (tuple(f"relskew_core/{name}" for name in CORE), ("tests/core",)),
-    "export": (tuple(f"relskew_core/export/{name}" for name in EXPORT), ("tests/export",)),
+    "saving": (tuple(f"relskew_core/export/{name}" for name in SAVING), ("tests/export/test_save.py",)),
+    "validation": (tuple(f"relskew_core/export/{name}" for name in VALIDATION), ("tests/export/test_validate.py",)),
+    "graphs": (tuple(f"relskew_core/export/{name}" for name in GRAPHS), ("tests/export",)),
 }
 RECORD = Path(__file__).with_name("survivors.md")
 

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from _pytest.runner import runtestprotocol
+from _pytest.warnings import catch_warnings_for_item
 from hypothesis import HealthCheck, Phase, settings
 from mutmut.mutation.trampoline import set_mutant_under_test
 
@@ -236,7 +237,8 @@ def attempt(items: list[pytest.Item], tests: list[int], mutant: str, seconds: fl
 
 def failure(item: pytest.Item) -> str:
     """Run a test with its fixtures, and return why it failed."""
-    reports = runtestprotocol(item, log=False, nextitem=None)
+    with catch_warnings_for_item(item.config, item.ihook, "runtest", item):
+        reports = runtestprotocol(item, log=False, nextitem=None)
     return "".join(report.longreprtext for report in reports if report.failed)
 
 
