@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -343,6 +344,27 @@ def test_every_step_may_fail(
     age(tmp_path)
     save(model(1), path, external_threshold=threshold, overwrite=True)
     assert len(names(tmp_path)) == (2 if threshold == 0 else 1)
+
+
+def test_contents_are_flushed_before_they_get_names_and_names_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut loses what no flush has written."""
+    steps: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def flush(handle: int) -> None:
+        steps.append("flush folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "flush file")
+        fsync(handle)
+
+    def name(source: Path, target: Path) -> None:
+        steps.append(f"name {target.suffix}")
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "link", name)
+    save(model(), tmp_path / "block.onnx", external_threshold=0)
+    assert steps == ["flush file", "flush file", "name .data", "flush folder", "name .onnx", "flush folder"]
 
 
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
