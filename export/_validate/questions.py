@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ class Questions:
 
     def __init__(self, subject: Subject, runner: Runner, tell: Callable[[Check], None], atol: float | None) -> None:
         self._subject, self._runner, self._tell = subject, runner, tell
-        self._atol = float("inf") if atol is None else atol
+        self._atol = math.inf if atol is None else atol
         self._tolerance = TOLERANCES[subject.plan.dtype.name]
 
     def placement(self) -> None:
@@ -45,7 +46,7 @@ class Questions:
             self._add(name, str(trial), not trial.fits, detail=reason(error) if trial.fits else "raised")
             return
         if not trial.fits:
-            silent = any(np.isfinite(np.asarray(result, np.float64)).any() for result in results[:1])
+            silent = np.isfinite(results[0]).any()
             self._add("too long fails", str(trial), not silent, detail="gave numbers" if silent else "no finite number")
             return
         rows = _sample(trial.queries, seed)
@@ -65,7 +66,7 @@ class Questions:
         if not trial.large_logits:
             return feeds
         # Logits grow with the square of the inputs: large for every weight, yet within the type.
-        _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, seed))
+        _, largest_logit = expected_outputs(self._subject, feeds)
         factor = min(max((_LARGE_LOGIT / max(largest_logit, 1e-6)) ** 0.5, 1.0), _LARGEST_FACTOR)
         return make_inputs(plan, trial, seed, factor=factor)
 
@@ -80,7 +81,7 @@ class Questions:
             self._add("optimiser off", str(trial), False, detail=reason(error))
             return
         for result, wanted in zip(results, plain, strict=True):
-            self._compare("optimiser off", str(trial), result, np.asarray(wanted, np.float64), tolerance)
+            self._compare("optimiser off", str(trial), result, wanted, tolerance)
 
     def decoding(self, length: int) -> None:
         """Ask whether an input in pieces, each with the presents of the one before, gives what the whole gives."""
@@ -90,7 +91,7 @@ class Questions:
         label = f"{trial}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
         # Queries that see ahead see what is there: pieces are whole blocks then.
-        block = 1 if plan.spec.causal else plan.spec.block_size or 1
+        block = 1 if plan.spec.causal or plan.spec.block_size is None else plan.spec.block_size
         pieces, start, size = [], 0, 1
         _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, 0))
         tolerance = self._widened(largest_logit)
@@ -111,7 +112,7 @@ class Questions:
             self._add("decoding", label, False, detail=reason(error))
             return
         for result, wanted in zip((np.concatenate(pieces, axis=-2), keys, values), whole, strict=True):
-            self._compare("decoding", label, np.asarray(result), np.asarray(wanted, np.float64), tolerance)
+            self._compare("decoding", label, np.asarray(result), wanted, tolerance)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
         if result.shape != wanted.shape:
@@ -120,8 +121,9 @@ class Questions:
         if result.dtype != self._subject.plan.dtype:
             self._add(name, case, False, detail=f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
             return
-        difference = np.asarray(result, np.float64) - wanted
-        error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(wanted)), 1e-30))
+        true = wanted.astype(np.float64)  # whose norm half precision could not hold
+        difference = result.astype(np.float64) - true
+        error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(true)), 1e-30))
         largest = float(np.max(np.abs(difference), initial=0.0))
         atol = self._atol * tolerance / self._tolerance  # as much wider as the tolerance, where logits are large
         far = f", more than atol {atol:g}" if largest > atol else ""
@@ -141,8 +143,8 @@ class Questions:
         self._tell(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
 
 
-def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
-    """Return the outputs by definition, ``y`` of some queries and the presents, and the largest logit's size."""
+def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:
+    """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit's size."""
     if subject.plan.in_place:
         return _expected_by_row(subject, feeds, rows)
     past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None
@@ -156,7 +158,7 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
     return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
 
 
-def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
+def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) -> tuple[list[np.ndarray], float]:
     """Work out every row of the batch alone, with the part of its cache that counts; the rest of it stays."""
     appending = replace(subject, plan=replace(subject.plan, in_place=False))
     caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
