@@ -34,7 +34,7 @@ class Questions:
     def placement(self) -> None:
         """Ask whether every node that works on data runs on the provider asked for."""
         wrong = "; ".join(self._runner.misplaced)
-        self._add("placement", "", not wrong, detail="; ".join(part for part in (wrong, self._runner.detail) if part))
+        self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail) if part))
 
     def trial(self, trial: Trial, seed: int) -> None:
         """Ask whether the outputs are right, or the input is refused."""
@@ -43,11 +43,11 @@ class Questions:
             results = self._runner.run(feeds)
         except Exception as error:
             name = self._subject.outputs[0] if trial.fits else "too long fails"
-            self._add(name, str(trial), not trial.fits, detail=reason(error) if trial.fits else "raised")
+            self._add(name, str(trial), not trial.fits, reason(error) if trial.fits else "raised")
             return
         if not trial.fits:
             silent = np.isfinite(results[0]).any()
-            self._add("too long fails", str(trial), not silent, detail="gave numbers" if silent else "no finite number")
+            self._add("too long fails", str(trial), not silent, "gave numbers" if silent else "no finite number")
             return
         rows = _sample(trial.queries, seed)
         expected, largest_logit = expected_outputs(self._subject, feeds, rows)
@@ -78,7 +78,7 @@ class Questions:
         try:
             plain = self._runner.unoptimised(feeds)
         except Exception as error:
-            self._add("optimiser off", str(trial), False, detail=reason(error))
+            self._add("optimiser off", str(trial), False, reason(error))
             return
         for result, wanted in zip(results, plain, strict=True):
             self._compare("optimiser off", str(trial), result, wanted, tolerance)
@@ -109,26 +109,26 @@ class Questions:
                 pieces.append(np.asarray(y))
                 start, size = end, size % 5 + 1
         except Exception as error:
-            self._add("decoding", label, False, detail=reason(error))
+            self._add("decoding", label, False, reason(error))
             return
         for result, wanted in zip((np.concatenate(pieces, axis=-2), keys, values), whole, strict=True):
             self._compare("decoding", label, np.asarray(result), wanted, tolerance)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
         if result.shape != wanted.shape:
-            self._add(name, case, False, detail=f"shape {result.shape}, expected {wanted.shape}")
+            self._add(name, case, False, f"shape {result.shape}, expected {wanted.shape}")
             return
         if result.dtype != self._subject.plan.dtype:
-            self._add(name, case, False, detail=f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
+            self._add(name, case, False, f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
             return
         true = wanted.astype(np.float64)  # whose norm half precision could not hold
         difference = result.astype(np.float64) - true
         error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(true)), 1e-30))
-        largest = float(np.max(np.abs(difference), initial=0.0))
+        largest = float(np.max(np.abs(difference)))
         atol = self._atol * tolerance / self._tolerance  # as much wider as the tolerance, where logits are large
         far = f", more than atol {atol:g}" if largest > atol else ""
         self._add(
-            name, case, error <= tolerance and not far, error, tolerance, f"largest difference {largest:.2e}{far}"
+            name, case, error <= tolerance and not far, f"largest difference {largest:.2e}{far}", error, tolerance
         )
 
     def _add(
@@ -136,9 +136,9 @@ class Questions:
         name: str,
         case: str,
         ok: bool,
+        detail: str,
         error: float | None = None,
         gate: float | None = None,
-        detail: str = "",
     ) -> None:
         self._tell(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
 
@@ -155,7 +155,7 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = N
     else:
         q, k, v = feeds["q"], feeds["k"], feeds["v"]
         right = reference_attention(spec, subject.weights, q, k, v, mask, past, segments=segments, queries=rows)
-    return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
+    return [right.out, *([right.keys, right.values] if subject.plan.past else [])], right.largest_logit
 
 
 def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) -> tuple[list[np.ndarray], float]:
@@ -163,9 +163,9 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) ->
     appending = replace(subject, plan=replace(subject.plan, in_place=False))
     caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
     queries = feeds["x" if subject.plan.projections else "q"].shape[-2]
-    found, peak = [], 0.0
+    found, logits = [], []
     for row, past in enumerate(feeds["past_lengths"]):
-        alone = {name: array[row : row + 1] for name, array in feeds.items() if name != "past_lengths"}
+        alone = {name: array[row : row + 1] for name, array in feeds.items()}
         alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
         if "segments" in feeds:
             alone["segments"] = alone["segments"][:, : past + queries]
@@ -173,10 +173,10 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) ->
             alone["mask"] = feeds["mask"][row % len(feeds["mask"])][None, ..., : past + queries]
         (y, *present), logit = expected_outputs(appending, alone, rows)
         found.append(y)
-        peak = max(peak, logit)
+        logits.append(logit)
         for cache, filled in zip(caches, present, strict=True):
             cache[row, :, : filled.shape[2]] = filled[0]
-    return [np.concatenate(found), *caches], peak
+    return [np.concatenate(found), *caches], max(logits)
 
 
 def _sample(queries: int, seed: int) -> np.ndarray:

@@ -42,6 +42,14 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
     "table": (BlockSpec(8, 2, Span.full(9)), {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
     "causal": (CAUSAL, {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
     "table of one row": (BlockSpec(8, 2, Span.causal(1), causal=True), CACHE, (1, 1), "1×3", "1", "2"),
+    "cache of two": (
+        BlockSpec(8, 2, Span.causal(2), causal=True),
+        CACHE,
+        (2, 2),
+        "1×3 1/2+1×3 2×3",
+        "1/2+1 2 1",
+        "1/3+2 2/3+1 3",
+    ),
     "cache": (
         CAUSAL,
         CACHE,
@@ -140,6 +148,7 @@ def test_sweeps(form: str) -> None:
     made = plan(spec, **options)
     assert longest(made) == reach
     found, first = make_trials(made, None, None, SEED), trials.BATCHES[0]
+    assert make_trials(made, None, None, SEED) == found
     swept = [trial for trial, seed in found if seed < SEED]
     assert parts(swept) == tuple(expected)
     assert all(trial.batch == first for trial in swept if trial.large_logits or not trial.fits)
@@ -221,7 +230,6 @@ def test_drawn_batches_are_among_those_asked_for() -> None:
 def test_a_trial_in_words_and_its_pasts() -> None:
     trial = Trial(4, 2, 7, 5, True)
     assert str(trial) == "batch 4, queries 2, keys 7, past 5"
-    assert list(trial.pasts()) == [5, 5, 5, 5]
     trial = Trial(4, 2, 7, 5, True, 9, True)
     assert str(trial) == "batch 4, queries 2, keys 7, past 5, cache 9, large logits"
     assert list(trial.pasts()) == [5, 3, 1, 5]  # each item its own, in a cache in place

@@ -23,7 +23,7 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
     "saving": (("relskew_core/export/_publish", "relskew_core/export/_save"), ("tests/export/test_save.py",)),
     "validation": (
         ("relskew_core/export/_validate",),
-        tuple(f"tests/export/test_{name}.py" for name in ("questions", "trials", "validate")),
+        tuple(f"tests/export/test_{name}.py" for name in ("inspect", "questions", "runtimes", "trials", "validate")),
     ),
     "graphs": (tuple(f"relskew_core/export/{name}" for name in GRAPHS), ("tests/export",)),  # not what torch calls
 }
