@@ -1,0 +1,149 @@
+"""Models as text, a line for each node.
+
+``PYTHONPATH=. python tests/support/graph_text.py`` writes the files of ``tests/export/graphs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from export_forms import FORMS, IN_PLACE
+from relskew_core import BlockSpec
+from relskew_core.export import to_onnx
+
+FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
+CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, {"profile": "trt"}, {"profile": "portable"}
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("causal", {}),
+    "full-half": ("full, mask", {"dtype": "float16"}),
+    "full-double": ("full, shared table", {"dtype": "float64"}),
+    "full-portable": ("full, uneven table", PORTABLE),
+    "short-trt": ("causal, short", TRT),
+    "cache-functions": ("cache, mask", {"functions": True}),
+    "window-core-chunks": ("core: window, mask", CHUNKS),
+    "grouped-core-chunks": ("core: full, grouped", CHUNKS),
+    "values-window": ("values alone, window", {}),
+    "cross-clip-short": ("cross, clip, short", {}),
+    "cross-chunks": ("cross, window, mask", CHUNKS),
+    "bias-cache-chunks": ("bias alone, cache", CHUNKS),
+    "bias-clip-cross-values": ("bias, clip, cross, values", {}),
+    "segments-cache-chunks-portable": ("segments, cache", CHUNKS | PORTABLE),
+    "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
+    "blocks-core": ("core: blocks, clip, values", {}),
+    "stream-window": ("stream, clip, window", {}),
+    "stream-values": ("stream, none before, values", PORTABLE),
+    "stream-segments": ("segments, stream", {}),
+    "stream-cache-trt": ("stream, cache, short table", TRT),
+    "in-place-core": ("in place: core: cache, grouped, no bias", {}),
+    "in-place-bias": ("in place: shared table, values, bias", {}),
+    "in-place-zero": ("in place: cache, zero, values, mask", {}),
+    "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
+    "in-place-blocks-functions": ("in place: blocks, cache", {"functions": True}),
+}
+"""What each file of the folder shows: a form, and how it is exported. Between them they come to every line."""
+
+
+def model_of(name: str) -> onnx.ModelProto:
+    """Export a form that is written down, with weights that no generator of random numbers has a part in."""
+    form, options = WRITTEN[name]
+    spec, own = (FORMS | IN_PLACE)[form]
+    return to_onnx(spec, _weights(spec, **own), **own, **options)
+
+
+def _weights(spec: BlockSpec, *, projections: bool = True, **others: Any) -> dict[str, np.ndarray[Any, Any]]:
+    shapes = spec.weight_shapes(projections=projections)
+    return {
+        key: (np.arange(int(np.prod(shape)), dtype=np.float32) % 31 / 8 - index).reshape(shape)
+        for index, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def text(model: onnx.ModelProto) -> str:
+    """Write everything that a model holds but for the numbers of its weights, of which there is the digest."""
+    return "\n".join(_lines(model)) + "\n"
+
+
+def _lines(model: onnx.ModelProto) -> Iterator[str]:
+    opsets = ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in model.opset_import)
+    yield f"{model.graph.name}: {opsets}, IR {model.ir_version}, by {model.producer_name}"
+    yield model.graph.doc_string
+    yield ""
+    for entry in model.metadata_props:
+        if entry.key != "relskew.version":
+            yield f"{entry.key} = {entry.value}"
+    yield ""
+    for tensor in model.graph.initializer:
+        yield _told(f"{tensor.name}: {_type(tensor.data_type)} {_shape(tensor.dims)}", tensor.doc_string)
+    yield ""
+    yield from _graph(model.graph)
+    for function in model.functions:
+        yield ""
+        inputs, outputs = ", ".join(map(_short, function.input)), ", ".join(map(_short, function.output))
+        yield _told(f"function {function.domain}.{function.name}({inputs}) → {outputs}", function.doc_string)
+        for node in function.node:
+            yield from _node(node, {}, "    ")
+
+
+def _graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
+    known = (*graph.input, *graph.output, *graph.value_info)
+    types = {value.name: f"{_type(value.type.tensor_type.elem_type)} {_dims(value)}" for value in known}
+    for value in graph.input:
+        yield indent + _told(f"input {_short(value.name)}: {types[value.name]}", value.doc_string)
+    for node in graph.node:
+        yield from _node(node, types, indent)
+    for value in graph.output:
+        yield indent + _told(f"output {_short(value.name)}: {types[value.name]}", value.doc_string)
+
+
+def _node(node: onnx.NodeProto, types: dict[str, str], indent: str) -> Iterator[str]:
+    plain = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute if not a.HasField("g")}
+    given = [*map(_short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
+    named = "" if list(node.output) == [node.name] else f" as {_short(node.name)}"
+    domain = f"{node.domain}." if node.domain else ""
+    made = ", ".join(f"{_short(name)}: {types[name]}" if name in types else _short(name) for name in node.output)
+    yield f"{indent}{made} = {domain}{node.op_type}({', '.join(given)}){named}"
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield _told(f"{indent}    {attribute.name} {_short(attribute.g.name)}", attribute.g.doc_string)
+            yield from _graph(attribute.g, indent + "        ")
+
+
+def _plain(value: Any) -> Any:
+    return numpy_helper.to_array(value).tolist() if isinstance(value, onnx.TensorProto) else value
+
+
+def _told(line: str, doc: str) -> str:
+    return f"{line} -- {doc}" if doc else line
+
+
+def _short(name: str) -> str:
+    """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
+    for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
+        name = name.replace(start, mark)
+    return name or "-"
+
+
+def _type(number: int) -> str:
+    return onnx.TensorProto.DataType.Name(number).lower()
+
+
+def _shape(dims: Any) -> str:
+    return f"({', '.join(str(dim) for dim in dims)})"
+
+
+def _dims(value: onnx.ValueInfoProto) -> str:
+    return _shape(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    for name in WRITTEN:
+        (FOLDER / f"{name}.txt").write_text(text(model_of(name)))
