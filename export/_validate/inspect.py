@@ -20,6 +20,9 @@ from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
 
+# The checker takes what one protobuf holds.
+_CHECKED = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -34,7 +37,7 @@ class Subject:
 def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None]) -> Subject | None:
     """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
 
-    def answer(name: str, problem: str, detail: str = "") -> bool:
+    def answer(name: str, problem: str = "", detail: str = "") -> bool:
         tell(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
         return not problem
 
@@ -43,7 +46,7 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     except Exception as error:
         answer("file", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
         return None
-    answer("file", "")
+    answer("file")
     check_spec(spec)
     model = source.model
     answer("standard", _not_standard(model))
@@ -63,7 +66,7 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
 
 def _load(model_or_path: Any) -> Source:
     if isinstance(model_or_path, onnx.ModelProto):
-        if model_or_path.ByteSize() < 2**31 - 1:
+        if model_or_path.ByteSize() < _CHECKED:
             onnx.checker.check_model(model_or_path)
         return Source(model_or_path, None)
     path = os.fspath(model_or_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from onnx import helper, numpy_helper
 
 from export_forms import FORMS, PROFILES, random_weights
 from relskew_core import BlockSpec, Span
-from relskew_core.export import Check, to_onnx
+from relskew_core.export import Check, save, to_onnx
 from relskew_core.export._validate.inspect import Subject, inspect_model
 
 ONNX = f"onnx {onnx.__version__}"
@@ -49,6 +51,29 @@ def test_all_that_is_asked() -> None:
     assert subject.source.path is None
     assert subject.outputs == ("y",)
     assert {array.dtype for array in subject.weights.values()} == {np.dtype(np.float16)}
+
+
+def test_files(tmp_path: Path) -> None:
+    """Their weights may lie outside, where the path leads and the bytes do not."""
+    weights = random_weights(CAUSAL)
+    for threshold in (0, 2**30):
+        made = to_onnx(CAUSAL, weights)
+        made.graph.initializer.append(numpy_helper.from_array(np.zeros(300, np.float32), "ballast"))
+        path = save(made, tmp_path / f"{threshold}.onnx", external_threshold=threshold)
+        for given in (path, os.fspath(path)):
+            checks, subject = inspected(given, CAUSAL)
+            assert [check.name for check in checks if not check.ok] == []
+            assert subject is not None
+            assert subject.source.path == os.fspath(path)
+            assert subject.source.content() == os.fspath(path)
+            assert len(subject.source.model.graph.initializer[-1].raw_data) == 1200
+    path.write_bytes(b"no model")
+    assert failures(path, CAUSAL).keys() == {"file"}
+    broken = to_onnx(CAUSAL, weights)
+    broken.graph.node[0].input[0] = "nobody"
+    path.write_bytes(broken.SerializeToString())
+    assert "nobody" in failures(path, CAUSAL)["file"]
+    assert "nobody" in failures(broken, CAUSAL)["file"]
 
 
 def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +175,15 @@ def test_the_arguments_of_the_export_are_read_back() -> None:
         assert (plan.past, plan.in_place, plan.mask, plan.segments, plan.projections) == (*[True] * 4, False)
         assert plan.profile.name == "ort", known
         del made.metadata_props[:]
+
+
+def test_the_profile_tells_how_tables_lie() -> None:
+    made = model(CAUSAL)
+    checks, _ = inspected(made, CAUSAL)
+    assert all(check.ok for check in checks)
+    props = {entry.key: entry.value for entry in made.metadata_props}
+    helper.set_model_props(made, props | {"relskew.profile": "portable"})
+    assert failures(made, CAUSAL) == {"weights": "rel_k is float32 (2, 4, 10), expected float32 (2, 10, 4)"}
 
 
 def test_a_model_without_a_sequence() -> None:
