@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graph_text import FOLDER, WRITTEN, model_of, text
+from graph_text import FOLDER, WRITTEN, model_of, plans, text
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -13,5 +13,9 @@ def test_graph(name: str) -> None:
     assert text(model_of(name)) == (FOLDER / f"{name}.txt").read_text()
 
 
+def test_plans() -> None:
+    assert plans() == (FOLDER / "plans.txt").read_text()
+
+
 def test_no_other_graph_is_there() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == set(WRITTEN)
+    assert {path.stem for path in FOLDER.iterdir()} == {*WRITTEN, "plans"}

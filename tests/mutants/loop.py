@@ -40,7 +40,7 @@ MEMORY = 8 << 30  # and have so much
 # graphs; those that measure; and one that starts Python anew, which does not find mutmut there.
 OTHERS = (
     "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "portable_runtimes", "ndonnx",
-    "limits_of_time", "same_bytes",
+    "limits_of_time", "test_chunks.py::test_memory", "same_bytes",
 )  # fmt: skip
 
 # The same examples each time; a failure is enough, no smaller one is looked for.

@@ -13,9 +13,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from export_forms import FORMS, IN_PLACE
+from export_forms import FORMS, IN_PLACE, PROFILES
 from relskew_core import BlockSpec
 from relskew_core.export import to_onnx
+from relskew_core.export._plan import GraphPlan, make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
 CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, {"profile": "trt"}, {"profile": "portable"}
@@ -62,6 +63,32 @@ def _weights(spec: BlockSpec, *, projections: bool = True, **others: Any) -> dic
         key: (np.arange(int(np.prod(shape)), dtype=np.float32) % 31 / 8 - index).reshape(shape)
         for index, (key, shape) in enumerate(shapes.items())
     }
+
+
+def plans() -> str:
+    """Write what is decided for every form before its first node: which rows are stored where, and what is in use."""
+    lines = []
+    for name, (spec, own) in (FORMS | IN_PLACE).items():
+        profiles = PROFILES if name in FORMS else PROFILES[:1]
+        made = {profile: make_plan(spec, np.dtype(np.float32), profile=profile, **own) for profile in profiles}
+        lines.append(
+            " | ".join([f"{name}: {_rows(made['ort'])}", *(f"{key}{_uses(plan)}" for key, plan in made.items())])
+        )
+        if "max_length" not in own and not own.get("past"):
+            short = make_plan(spec, np.dtype(np.float16), **own, max_length=3)
+            lines.append(f"{name}, up to 3: {_rows(short)} | ort{_uses(short)}")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(plan: GraphPlan) -> str:
+    (start, stop), added = plan.kept_rows, "".join(f" +{count}" for count in plan.added_rows)
+    ends = ", ".join(f"{end.rows} {end.past_edge}" for end in (plan.left, plan.right))
+    return f"{ends}; rows {start} to {stop}{added}, 0 in column {plan.lead} of {plan.columns}, {plan.stored_columns}"
+
+
+def _uses(plan: GraphPlan) -> str:
+    kinds = ("local", "fused", "causal_attribute", "dead_rows", "gathers", "by_rows")
+    return "".join(f" {kind}" for kind in kinds if getattr(plan, kind)) + f" {plan.masked_value:g}"
 
 
 def text(model: onnx.ModelProto) -> str:
@@ -147,3 +174,4 @@ if __name__ == "__main__":
         old.unlink()
     for name in WRITTEN:
         (FOLDER / f"{name}.txt").write_text(text(model_of(name)))
+    (FOLDER / "plans.txt").write_text(plans())
