@@ -153,13 +153,14 @@ def test_graphs_are_recognised_without_metadata(form: str, dtype: str) -> None:
         checks, subject = inspected(made, spec, projections=options.get("projections", True))
         assert all(check.ok for check in checks)
         assert subject is not None
+        assert subject.plan.profile.name == "portable"  # the one that asks least
         assert (subject.plan.mask, subject.plan.past) == (options.get("mask", False), options.get("past", False))
 
 
 def test_the_arguments_of_the_export_are_read_back() -> None:
     spec = FORMS["causal, short"][0]
     for profile in PROFILES:
-        for chunk_size in (None, 3):
+        for chunk_size in (None, 1, 3):
             options = {"profile": profile, "max_length": 9, "chunk_size": chunk_size}
             checks, subject = inspected(model(spec, **options), spec)
             assert all(check.ok for check in checks)

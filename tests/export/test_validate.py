@@ -216,6 +216,13 @@ def test_a_report_in_full() -> None:
     ]
 
 
+def test_a_difference_that_is_asked_to_be_smaller() -> None:
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, lengths=[3], batches=[1], atol=1e-12)
+    assert wrong(report) == {"y"}
+    assert all(", more than atol " in check.detail for check in report.failures)
+
+
 def test_which_input_is_decoded() -> None:
     """The longest of up to 64, or the shortest of longer ones."""
     spec = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
