@@ -199,9 +199,9 @@ def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request(**changes: Any) -> Request:
-    weights = random_weights(CAUSAL)
     given: dict[str, Any] = {"providers": ("cpu",), "runtimes": ("onnxruntime",), "lengths": None, "batches": None}
-    return Request(None, CAUSAL, weights, **(given | {"atol": None, "seed": 0} | changes))
+    given |= {"weights": random_weights(CAUSAL), "atol": None, "seed": 0}
+    return Request(None, CAUSAL, **(given | changes))
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[Any, ...] | None:
@@ -314,7 +314,8 @@ def told(monkeypatch: pytest.MonkeyPatch, child: str, seconds: float = 60) -> tu
     monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {child}")
     checks: list[Check] = []
     steps: list[str] = []
-    isolated.run_isolated(request(), seconds, None, checks.append, steps.append)
+    large = {"large": np.zeros(10**6)}  # more than a pipe holds
+    isolated.run_isolated(request(weights=large), seconds, None, checks.append, steps.append)
     return checks, steps
 
 
@@ -386,9 +387,11 @@ def test_memory_is_limited_where_it_can_be(
     limits: list[tuple[int, tuple[int, int]]] = []
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_DATA: (1, hard)}.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append((kind, both)))
-    for platform in ("linux", "darwin"):
-        monkeypatch.setattr(sys, "platform", platform)
-        isolated._limit_memory(memory)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    isolated._limit_memory(memory)
+    assert not limits
+    monkeypatch.setattr(sys, "platform", "linux")
+    isolated._limit_memory(memory)
     assert limits == ([] if expected is None else [(resource.RLIMIT_DATA, expected)])
 
 

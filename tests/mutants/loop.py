@@ -66,8 +66,12 @@ class Reach:
     _rare: dict[str, Counter[int]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[int]:
-        """Return the tests that come to where a mutant is; to its function where that is no line of its own."""
-        spans = (range(mutant.place, mutant.place + 1), range(*mutant.span))
+        """Return the tests that come to where a mutant is; to its function where that is no line of its own.
+
+        Or to its module: what runs in another process is not seen here.
+        """
+        lines = [line for module, line in self.tests if module == mutant.module]
+        spans = (range(mutant.place, mutant.place + 1), range(*mutant.span), lines)
         found = ({test for line in span for test in self.tests.get((mutant.module, line), ())} for span in spans)
         return sorted(next(filter(None, found), ()))
 
