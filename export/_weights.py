@@ -23,7 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 TENSOR_LIMIT = 2**31 - 2**16
 
 
-def read_weights(spec: BlockSpec, weights: Any, *, projections: bool = True) -> dict[str, np.ndarray]:
+def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
     spec.check_weights(weights, projections=projections)
     return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}

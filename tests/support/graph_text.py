@@ -31,6 +31,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped-core-chunks": ("core: full, grouped", CHUNKS),
     "values-window": ("values alone, window", {}),
     "cross-clip-short": ("cross, clip, short", {}),
+    "cross-window-portable": ("cross, window, mask", PORTABLE),
     "cross-chunks": ("cross, window, mask", CHUNKS),
     "bias-cache-chunks": ("bias alone, cache", CHUNKS),
     "bias-clip-cross-values": ("bias, clip, cross, values", {}),
