@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import json
 import os
+import pickle
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -53,15 +57,16 @@ class Onnxruntime:
         self.sessions.append((content, settings.graph_optimization_level, settings.log_severity_level, providers))
         assert settings.entries == {"session.record_ep_graph_assignment_info": "1"}
         level = settings.graph_optimization_level
-        nodes = {
-            where: [SimpleNamespace(name=name, op_type="MatMul") for name in names]
+        nodes = [
+            (where, [SimpleNamespace(name=name, op_type="MatMul")])
             for where, names in self.placed.items()
-        }
+            for name in names
+        ]
         return SimpleNamespace(
             run=lambda names, feeds: [level, names, feeds],
             get_provider_options=lambda: {"CUDAExecutionProvider": self.used},
             get_provider_graph_assignment_info=lambda: [
-                SimpleNamespace(ep_name=where, get_nodes=lambda found=found: found) for where, found in nodes.items()
+                SimpleNamespace(ep_name=where, get_nodes=lambda found=found: found) for where, found in nodes
             ],
         )
 
@@ -147,7 +152,7 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", lambda name: seen.append((name, dict(sys.modules))) or name)
     for name in ("openvino", "openvino_telemetry"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert runtimes.import_openvino() == "openvino"
+    assert runtimes._import("openvino") == "openvino"
     ((name, modules),) = seen
     assert name == "openvino"
     assert modules["openvino_telemetry"] is None
@@ -159,6 +164,17 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ("openvino_telemetry" in sys.modules) == (name == "openvino_telemetry")
             assert seen[-1][0] == "openvino"
             assert seen[-1][1].get("openvino_telemetry", ...) is not None
+
+
+def test_the_reference_evaluator_computes_what_is_no_number() -> None:
+    """As other runtimes do, whatever the caller does about warnings of NumPy."""
+    value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=["n"])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Log", ["x"], ["y"])], "log", [value("x")], [value("y")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    runner = runtimes.open_reference(runtimes.Source(model, None), "")
+    with np.errstate(all="raise"):
+        (y,) = runner.run({"x": np.zeros(2, np.float32)})
+    np.testing.assert_array_equal(y, [-np.inf, -np.inf])
 
 
 def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +217,8 @@ def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 def request(**changes: Any) -> Request:
     given: dict[str, Any] = {"providers": ("cpu",), "runtimes": ("onnxruntime",), "lengths": None, "batches": None}
     given |= {"weights": random_weights(CAUSAL), "atol": None, "seed": 0}
-    return Request(None, CAUSAL, **(given | changes))
+    given |= {"model_or_path": None, "spec": CAUSAL}
+    return Request(**(given | changes))
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[Any, ...] | None:
@@ -309,9 +326,9 @@ def test_seeds(tmp_path: Path) -> None:
     assert validate(path, "none", {}).seed == int.from_bytes(digest.digest()[:4], "big")  # type: ignore[arg-type]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, child: str, seconds: float = 60) -> tuple[list[Check], list[str]]:
+def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tuple[list[Check], list[str]]:
     """Let a process of these lines answer a request."""
-    monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {child}")
+    monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {lines}")
     checks: list[Check] = []
     steps: list[str] = []
     large = {"large": np.zeros(10**6)}  # more than a pipe holds
@@ -329,7 +346,7 @@ def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("child", "detail"),
+    ("lines", "detail"),
     [
         ("os.kill(os.getpid(), 9)", "ended by SIGKILL, at: start"),
         ("sys.exit(3)", "ended with status 3, at: start"),
@@ -339,8 +356,8 @@ def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("os.write(2, b'\\xff'); sys.exit(1)", "ended with status 1 (\ufffd), at: start"),
     ],
 )
-def test_endings_of_another_process(monkeypatch: pytest.MonkeyPatch, child: str, detail: str) -> None:
-    assert told(monkeypatch, child)[0] == [Check("validation", "", "", "", False, detail=detail)]
+def test_endings_of_another_process(monkeypatch: pytest.MonkeyPatch, lines: str, detail: str) -> None:
+    assert told(monkeypatch, lines)[0] == [Check("validation", "", "", "", False, detail=detail)]
 
 
 def test_another_process_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,13 +421,44 @@ def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None
     assert steps == [("read", 0, 1), ("exit", 1)]
 
 
+def child(monkeypatch: pytest.MonkeyPatch, load: str) -> list[str]:
+    """Let the process that validates load models otherwise; return how it is started."""
+    start, _, end = isolated._CHILD.rpartition("; ")
+    change = f"import onnx; real = onnx.load; onnx.load = lambda path: {load}"
+    monkeypatch.setattr(isolated, "_CHILD", f"{start}; {change}; {end}")
+    return [sys.executable, "-c", isolated._CHILD, json.dumps(sys.path)]
+
+
+def test_the_limit_of_memory_holds_where_the_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if sys.platform != "linux" or limit != resource.RLIM_INFINITY:
+        pytest.skip("memory cannot be limited here")
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    child(monkeypatch, "1 / 0 if __import__('resource').getrlimit(2)[0] == 2**33 + 1 else real(path)")
+    (check,) = validate(path, CAUSAL, weights, memory_limit=2**33 + 1).checks
+    assert check.detail == "ZeroDivisionError: division by zero"
+
+
+def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
+    command = child(monkeypatch, "print('reading', file=sys.stderr, flush=True) or __import__('time').sleep(60)")
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        pickle.dump((request(model_or_path=os.fspath(path)), None), process.stdin)
+        process.stdin.flush()
+        assert process.stderr.readline() == b"reading\n"
+        process.stdin.close()  # as the end of the parent would
+        assert process.wait(30) == 1
+
+
 def test_what_a_model_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only the validation writes to its parent; the rest goes to where errors go."""
     weights = random_weights(CAUSAL)
     path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
-    noise = "import onnx; real = onnx.load; onnx.load = lambda path: (print('noise', flush=True), real(path))[1]; "
-    start, _, end = isolated._CHILD.rpartition("; ")
-    monkeypatch.setattr(isolated, "_CHILD", f"{start}; {noise}{end}")
+    child(monkeypatch, "print('noise', flush=True) or real(path)")
     report = validate(path, CAUSAL, weights, runtimes=["reference"], lengths=[2], batches=[1])
     assert report.ok
     assert [check.name for check in report.checks][-3:] == ["y", "y", "too long fails"]

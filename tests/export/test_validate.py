@@ -556,18 +556,23 @@ def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
 
 def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
     """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
-    kind = onnx.TensorProto.BFLOAT16
+    kinds = {"x": onnx.TensorProto.BFLOAT16, "mask": onnx.TensorProto.BOOL}
     graph = helper.make_graph(
-        [helper.make_node("Transpose", ["x"], ["y"], perm=[1, 0])],
+        [helper.make_node("Transpose", [name], [f"{name}_turned"], perm=[1, 0]) for name in kinds],
         "turn",
-        [helper.make_tensor_value_info("x", kind, ["a", "b"])],
-        [helper.make_tensor_value_info("y", kind, ["b", "a"])],
+        [helper.make_tensor_value_info(name, kind, ["a", "b"]) for name, kind in kinds.items()],
+        [helper.make_tensor_value_info(f"{name}_turned", kind, ["b", "a"]) for name, kind in kinds.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     x = np.arange(6).reshape(2, 3).astype(runtimes.BFLOAT16)
-    (y,) = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu").run({"x": x})
-    assert y.dtype == runtimes.BFLOAT16
-    np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+    mask = np.arange(6).reshape(2, 3) % 2 == 0
+    runner = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu")
+    for run in (runner.run, runner.unoptimised):
+        assert run is not None
+        y, turned = run({"x": x, "mask": mask})
+        assert y.dtype == runtimes.BFLOAT16
+        np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+        np.testing.assert_array_equal(turned, mask.T)
 
 
 class Recorder:
