@@ -169,6 +169,8 @@ def _shape(dims: Any) -> str:
 
 
 def _dims(value: onnx.ValueInfoProto) -> str:
+    if not value.type.tensor_type.HasField("shape"):
+        return "of any shape"
     return _shape(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
 
 
