@@ -13,6 +13,7 @@
 #   make bench-families models of transformers, T5 generating among them, beside themselves replaced
 #   make bench-options  the same for the options of a call, beside dense masks
 #   make bench-short    one token, small batches and short training, beside the formula by hand
+#   make example-devices a model trained on two processes beside one, and what each layout costs
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -30,7 +31,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 	tests/export/test_save.py
 
 .PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short release-check
+.PHONY: bench bench-families bench-options bench-short example-devices release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -85,6 +86,9 @@ bench-options: .venv/bench.stamp
 
 bench-short: .venv/bench.stamp
 	$(BIN)/python -m benchmarks.short
+
+example-devices: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python examples/devices.py
 
 release-check: .venv-release/stamp
 	.ci/release-check

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["available", "default_library", "set_numpy_threads"]
 
-NATIVE = ("cupy", "jax", "numpy", "torch")
+NATIVE = ("cupy", "dask", "jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
 
@@ -96,6 +96,10 @@ def _module(library: str) -> Any:
         from relskew_core.backends import _cupy
 
         return _cupy
+    if library == "dask":
+        from relskew_core.backends import _dask
+
+        return _dask
     if library == "jax":
         from relskew_core.backends import _jax
 

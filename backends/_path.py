@@ -9,7 +9,7 @@ from typing import Any
 from relskew_core._kernel import backward, forward
 
 ARRAYS = ("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask")
-OPTIONS = ("beyond", "offset", "left", "right", "block_size", "chunk_size", "return_lse")
+OPTIONS = ("beyond", "offset", "left", "right", "block_size", "chunk_size", "return_lse", "part")
 COMMON = frozenset((*ARRAYS, *OPTIONS))
 """The arrays and options that every native path knows so far. What is not here a path has to name, or it is refused."""
 

@@ -1,7 +1,7 @@
-"""The attention block as ONNX graphs: made, saved safely, validated in the runtimes that will run them.
+"""The attention block as ONNX graphs: made, saved safely, validated in the runtimes that will run them; whole models.
 
-Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use; translating for
-``torch.onnx.export`` needs torch and onnxscript.
+Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use; models of torch need torch
+and onnxscript, and tokens from their graphs onnxruntime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,20 @@ try:
     from relskew_core.export._save import save
     from relskew_core.export._validate.report import Check, Report
     from relskew_core.export._validate.validate import validate
+    from relskew_core.export._whole.decoder import decoder_to_onnx
+    from relskew_core.export._whole.from_torch import torch_to_onnx
+    from relskew_core.export._whole.generate import generate
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.export", "onnx", error) from error
 
-__all__ = ["Check", "Report", "save", "to_onnx", "torch_translation_table", "validate"]
+__all__ = [
+    "Check",
+    "Report",
+    "decoder_to_onnx",
+    "generate",
+    "save",
+    "to_onnx",
+    "torch_to_onnx",
+    "torch_translation_table",
+    "validate",
+]

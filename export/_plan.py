@@ -181,6 +181,14 @@ class GraphPlan:
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 
+    @property
+    def reach(self) -> str:
+        """How the name of a node ends that fails where an input goes past a table: runtimes show it in their errors."""
+        sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
+        ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
+        table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
+        return f"/{table}_reaches_{'_and_'.join(ends)}" if ends else ""
+
 
 def make_plan(
     spec: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def save(
     """
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"`model` must be an onnx.ModelProto, got {describe(model)}")
+    return write(model, path, overwrite=overwrite, external_threshold=external_threshold)
+
+
+def write(
+    model: onnx.ModelProto,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    external_threshold: int,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
+    """Save a model; nothing appears at ``path`` if ``check`` raises when it is given the finished file."""
     check_bool("overwrite", overwrite)
     check_int("external_threshold", external_threshold, minimum=0)
     target = Path(path)
@@ -87,6 +100,8 @@ def save(
         new = folder / target.name
         _write(new, model.SerializeToString(deterministic=True))
         onnx.checker.check_model(os.fspath(new))
+        if check is not None:
+            check(new)
         publish(new, data, target, overwrite)
     return target
 

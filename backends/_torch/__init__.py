@@ -53,13 +53,13 @@ KEPT = 2**20
 def instead(call: Problem) -> Path:
     """Return the portable kernels, as one operator where autograd would keep too much of them, and in exports.
 
-    There an operator is what the ONNX translation knows, at any length.
+    There an operator is what the ONNX translation knows, at any length, and what DTensors have rules for.
     """
     operands = call.given
     # No operator takes offsets by item.
     if differentiates_by_function() or isinstance(call.options.visibility, RaggedVisibility):
         return PORTABLE
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or hasattr(operands.q, "placements"):  # a DTensor's rules are for operators
         return Path(recomputed.attention, recomputed.attention_vjp)
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not _asks_for_gradients(operands):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Kind, Operands, Options, names_of
+from relskew_core.backends._torch.untranslated import explain
 
 TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
 """The types of an operator's arguments that are not tensors."""
@@ -146,6 +147,7 @@ class Operator:
         self.vjp.register_autograd(self._second_backward, setup_context=self._setup_vjp)
         self.op.register_vmap(self._vmap)
         self.vjp.register_vmap(self._vmap_vjp)
+        explain(self.op._opoverload, self._fake)
 
     def __call__(self, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
         """Attend; the log-sum-exp is ``None`` unless asked for."""
@@ -166,9 +168,9 @@ class Operator:
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
         q, v = operands.q, operands.v
-        dtype = torch.float32 if q.dtype.itemsize == 2 else q.dtype
-        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=dtype)
-        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+        wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
+        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=wide)
+        return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide if options.part.of_more else q.dtype), lse
 
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any

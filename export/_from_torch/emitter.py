@@ -14,11 +14,12 @@ from relskew_core.export._graph.emitter import Emitter, Shape, Value
 class TracedEmitter(Emitter):
     """Emits into whatever graph onnxscript's current evaluator is making, with the operators of one opset.
 
-    Names only tell the values of one call apart; those of the graph are given by who makes it.
+    The names of values only tell those of one call apart; in the graph who makes it gives them. Nodes keep theirs,
+    behind the name of the call: runtimes show them in their errors.
     """
 
-    def __init__(self, op: Any, dtype: np.dtype[Any]) -> None:
-        super().__init__(dtype)
+    def __init__(self, op: Any, dtype: np.dtype[Any], call: str) -> None:
+        super().__init__(dtype, scope=f"{call}/")
         self._op = op
         self._tensors: dict[str, Any] = {}
 
@@ -35,6 +36,10 @@ class TracedEmitter(Emitter):
         """Make a tensor of the graph known under a name."""
         self._tensors[self._claim(name)] = tensor
         return Value(name, shape, dtype or self.dtype)
+
+    def note(self, value: Value, key: str, text: str) -> None:
+        """Write something down beside the node that made a value, for who makes the graph."""
+        self.tensor(value).producer().metadata_props[key] = text
 
     def tensor(self, value: Value) -> Any:
         """Return the tensor of the graph that a value stands for."""
@@ -58,5 +63,6 @@ class TracedEmitter(Emitter):
         given = [None if value is None else self.tensor(value) for value in inputs]
         made = getattr(self._op, op_type)(*given, **attributes)
         made = made if isinstance(made, Sequence) else [made]
+        made[0].producer().name = path
         for value, tensor in zip(outputs, made, strict=False):
             self._tensors[self._claim(value.name)] = tensor

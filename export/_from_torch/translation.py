@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -23,6 +24,9 @@ KNOWS = COMMON | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
 }  # fmt: skip
 """The arrays and options that have a translation."""
+
+REACH = "relskew.reach"
+"""What nodes of causal attention note: how many positions, the past included, their tables reach."""
 
 
 def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -64,9 +68,12 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
 
     op = onnxscript.values.Opset("", opset)
+    calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each graph, so far
 
     def attention(*args: Any) -> tuple[Any, Any]:
-        g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()))
+        graph = args[0].graph
+        calls[graph] = calls.get(graph, 0) + 1
+        g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()), f"attention_{calls[graph]}")
         operands, options = OPERATOR.parts(args)
         if options.dropout:
             raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
@@ -84,6 +91,8 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     plan = _plan(g, opset, call, operands, options)
     related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
     logits, condition = related.logits(), related.condition()
+    if plan.one_sided and plan.left.past_edge == "limited" and not options.visibility.by_value:
+        g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
         if call.additive is not None:
             logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
@@ -137,7 +146,9 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
         window=(pattern.left, pattern.right or None) if by_position else None,
         block_size=pattern.block_size if by_position else None,
         blocks_before=pattern.blocks_before if by_position else None,
+        rel_keys=operands.rel_k is not None or (operands.rel_v is None and operands.rel_bias is None),
         rel_values=operands.rel_v is not None,
+        rel_bias=operands.rel_bias is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
     in_parts = options.return_lse or options.softcap is not None

@@ -15,19 +15,19 @@ def guarded(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Lengths:
     same = queries == keys
     if plan.left.past_edge == "limited":
         if plan.one_sided:
-            keys = at_most(g, keys, plan.left.rows + 1, "keys")
+            keys = at_most(g, keys, plan.left.rows + 1, "keys", plan.reach)
             queries = keys if same else g.minus(keys, past, "guard/queries_left")
         else:
-            reach = at_most(g, g.plus(queries, past, "guard/reach"), plan.left.rows + 1, "queries")
+            reach = at_most(g, g.plus(queries, past, "guard/reach"), plan.left.rows + 1, "queries", plan.reach)
             queries = g.minus(reach, past, "guard/queries_left")
             keys = queries if same else keys
     if plan.right.past_edge == "limited":
-        keys = at_most(g, keys, g.plus(plan.right.rows + 1, past, "guard/keys_limit"), "keys")
+        keys = at_most(g, keys, g.plus(plan.right.rows + 1, past, "guard/keys_limit"), "keys", plan.reach)
         queries = keys if same else queries
     return Lengths(queries, keys, past, lengths.query_symbol, lengths.key_symbol)
 
 
-def at_most(g: Emitter, length: Dim, limit: Dim, name: str) -> Value:
+def at_most(g: Emitter, length: Dim, limit: Dim, name: str, reach: str) -> Value:
     """Return ``length``, as the last number of two ramps ``0 … length``; one of them does not go past ``limit``."""
     after = g.plus(length, 1, f"guard/{name}_after")
     symbol = f"{name}_and_1"
@@ -38,7 +38,7 @@ def at_most(g: Emitter, length: Dim, limit: Dim, name: str) -> Value:
     cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))
     counted = _ramp(g, after, name, symbol)
     # Unlike a reshape of so little, which OpenVINO leaves out, a maximum of unequal lengths fails in every runtime.
-    both = g.index("Max", [cut, counted], f"guard/{name}_both", (symbol,))
+    both = g.index("Max", [cut, counted], f"guard/{name}_both{reach}", (symbol,))
     return g.index("Gather", [both, g.constant([-1])], f"guard/{name}", axis=0)
 
 

@@ -86,7 +86,7 @@ def _lengths(
     n, total = g.length(queries, 2, "query_length"), None
     if plan.left.past_edge == "limited":
         longest = g.index("ReduceMax", [past_lengths, g.constant([0])], "cache/longest_past", keepdims=1)
-        total = at_most(g, g.plus(longest, n, "cache/longest"), plan.left.rows + 1, "keys")
+        total = at_most(g, g.plus(longest, n, "cache/longest"), plan.left.rows + 1, "keys", plan.reach)
         n = g.minus(total, longest, "cache/queries")
     return Lengths(n, g.length(past[0], 2, "cache_length"), past_lengths, "query_length", "cache_length"), total
 

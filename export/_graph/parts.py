@@ -96,7 +96,7 @@ def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWi
         logits = g.compute("Expand", [bias, whole], "relative/logits", shape)
     if not hides_by_condition(plan):
         logits = window.hide(logits)
-    return skew(g, logits, lengths, one_sided=window.one_sided)
+    return skew(g, logits, lengths, one_sided=window.one_sided, reach=plan.reach)
 
 
 def weighted_heads(

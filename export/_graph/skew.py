@@ -6,12 +6,12 @@ from relskew_core.export._graph.emitter import INT64_MAX, Emitter, Shape, Value
 from relskew_core.export._graph.window import Lengths
 
 
-def skew(g: Emitter, x: Value, lengths: Lengths, *, one_sided: bool) -> Value:
+def skew(g: Emitter, x: Value, lengths: Lengths, *, one_sided: bool, reach: str = "") -> Value:
     """Move ``x[i, c]`` to ``s[i, j]``: drop the first row's spare entries, re-row, keep the keys.
 
     ``x`` has ``keys + 1`` columns if one-sided, where entries of the future become arbitrary but finite, else
     ``queries + keys``. The new rows are named by their lengths and not left to the runtime, so that a window that
-    came out too short fails here.
+    came out too short fails here, in a node whose name says by ``reach`` how far the table goes.
     """
     batch, heads = x.shape[:2]
     n, m = lengths.queries, lengths.keys
@@ -19,11 +19,12 @@ def skew(g: Emitter, x: Value, lengths: Lengths, *, one_sided: bool) -> Value:
     bounds = [g.dim(n), g.constant([INT64_MAX]), g.constant([2])]
     dropped = g.compute("Slice", [flat, *bounds], "skew/drop", (batch, heads, "flat_rest"))
     out: Shape = (batch, heads, lengths.query_symbol, lengths.key_symbol)
+    rows_name = f"skew/rows{reach}"
     if one_sided:
-        return g.compute("Reshape", [dropped, g.dims("skew/rows_shape", 0, 0, n, m)], "skew/rows", out)
+        return g.compute("Reshape", [dropped, g.dims("skew/rows_shape", 0, 0, n, m)], rows_name, out)
     width = g.plus(n, g.minus(m, 1, "skew/keys_less_1"), "skew/width")
     rows_shape = g.dims("skew/rows_shape", 0, 0, n, width)
-    rows = g.compute("Reshape", [dropped, rows_shape], "skew/rows", (batch, heads, lengths.query_symbol, "diagonals"))
+    rows = g.compute("Reshape", [dropped, rows_shape], rows_name, (batch, heads, lengths.query_symbol, "diagonals"))
     return g.compute("Slice", [rows, g.constant([0]), g.dim(m), g.constant([3])], "skew/keys", out)
 
 

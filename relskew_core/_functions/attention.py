@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import reduce
 
 from relskew_core import backends
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
-from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
-from relskew_core._array.softmax import softmax
+from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions import short
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
-from relskew_core._kernel.call import Arguments, Gradients, takes
-from relskew_core._kernel.problem import Problem, problem
+from relskew_core._kernel.call import Arguments, Gradients, Part, takes
+from relskew_core._kernel.merge import merged
+from relskew_core._kernel.problem import WHOLE, Problem, problem
 
 
 @dataclass(eq=False)
@@ -146,13 +144,18 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
     call = problem(given.autocast(), return_lse=given.return_lse)
     if kind is not None and (results := short.attend(kind, given, call)) is not None:
         return results
-    path = backends.path("attention", call, given.impl)
+    out, lse = attend(call, given.impl)
+    return (out, lse) if given.return_lse else out
+
+
+def attend(call: Problem, impl: str) -> tuple[Array, Array | None]:
+    """Return the output and, if asked for, the log-sum-exp of a checked call, in the caller's form."""
+    path = backends.path("attention", call, impl)
     out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if call.sinks is not None:
         out, lse = with_sinks(out, lse, call.sinks, xp=call.xp)
-    if not given.return_lse:
-        return call.result(out)
-    return call.result(out), call.result(lse, dtype=call.wide)
+    out = call.result(out, dtype=call.wide if call.options.part.of_more else None)
+    return out, call.result(lse, dtype=call.wide) if call.options.return_lse else None
 
 
 @dataclass(eq=False)
@@ -161,15 +164,17 @@ class _Cotangent:
 
 
 @dataclass(eq=False)
-class _Backward(Arguments, _Cotangent):  # the fields of the last base come first
+class Backward(Arguments, _Cotangent):  # the fields of the last base come first
+    """What a caller gives to be differentiated."""
+
     _: KW_ONLY
     out: Array | None = None
     lse: Array | None = None
     d_lse: Array | None = None
 
 
-@takes(_Backward)
-def relative_attention_vjp(given: _Backward) -> Gradients:
+@takes(Backward)
+def relative_attention_vjp(given: Backward) -> Gradients:
     """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
 
     Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
@@ -219,7 +224,12 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
            [-0.36111111],
            [ 0.80555556]])
     """
-    call = problem(given.autocast())
+    return pull_back(given)
+
+
+def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
+    """Check a call and return its gradients, those of a part of a larger call too."""
+    call = problem(given.autocast(), part=part)
     cotangents = _cotangents(given, call)
     path = backends.path("attention_vjp", call, given.impl)
     operands = call.operands(half=path.half)
@@ -236,7 +246,7 @@ def relative_attention_vjp(given: _Backward) -> Gradients:
     return call.gradients(gradients, given)
 
 
-def _cotangents(given: _Backward, call: Problem) -> dict[str, Array | None]:
+def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
     """Check what comes back to a call, and return it by name."""
     outputs = autocast({"d_out": given.d_out, "out": given.out})
     found = {**outputs, "lse": given.lse, "d_lse": given.d_lse}
@@ -298,10 +308,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
             raise ValueError(f"`outs[{index}]` must have the shape (..., Lq, Dv) of `outs[0]`, got {describe(out)}")
         if tuple(lse.shape) != tuple(out.shape[:-1]):
             raise ValueError(f"`lses[{index}]` must have shape {tuple(out.shape[:-1])}, got {describe(lse)}")
-    shares, lse = softmax(xp.stack(lses, axis=-1), dead_rows=True, lse=True, xp=xp)
-    wide = xp.float32 if is_half(outs[0].dtype, xp=xp) else outs[0].dtype
-    parts = [xp.astype(shares[..., index : index + 1], wide) * xp.astype(out, wide) for index, out in enumerate(outs)]
-    return xp.astype(reduce(operator.add, parts), outs[0].dtype), lse
+    return merged(outs, lses, xp=xp)
 
 
 def _listed(name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -141,6 +141,21 @@ def checked(check: Callable[..., Any], **limits: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Of what larger call this one is a part: attention over some of the keys, queries or heads of a whole.
+
+    What a seed drops is drawn by the whole's places.
+    """
+
+    of_more: bool = False  # keys: the output is to be merged, and stays in the dtype of the accumulation
+    query: int | None = None  # the position of query 0 in the whole, None where it is the offset
+    key: int = 0  # the position of key 0
+    step: int = 1  # from one position to the next
+    head: int = 0  # which head of the whole the first one is …
+    heads: int | None = None  # … and of how many, None where all are here
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What is not an array. A field with a default need not be known to every native path."""
 
@@ -152,6 +167,7 @@ class Options:
     chunk_size: int | None = checked(check_int, minimum=1)
     dropout: float = 0.0  # share of the weights that is dropped
     return_lse: bool = False
+    part: Part = Part()
 
     def positions(self) -> tuple[int, int]:
         """Return the lowest and highest visible relative position; ``(0, 0)`` where nothing is seen."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, Part
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.ragged import RaggedVisibility
 
@@ -42,24 +42,37 @@ def hashes(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace)
     """Return the hashes of a chunk's queries, (..., H, n, 1), and of its keys, (m,)."""
     q, seed = operands.q, operands.seed
     assert seed is not None
-    heads = xp.reshape(_places(0, math.prod(q.shape[:-2]), q, xp=xp), (*q.shape[:-2], 1, 1))
+    heads = _heads(q, options.part, xp=xp)
     queries = _query_places(operands, options, chunk, xp=xp)
     rows = mixed(mixed(queries * signed(QUERY) + seed, xp=xp) + heads * signed(HEAD), xp=xp)
-    keys = _places(chunk.first, chunk.end - chunk.first, q, xp=xp)
+    keys = _places(chunk.first, chunk.end - chunk.first, q, options.part.step, options.part.key, xp=xp)
     return rows, mixed(keys * signed(KEY) - seed, xp=xp)
 
 
 def _query_places(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -> Array:
     """Return the positions of a chunk's queries, (n, 1) or with leading axes and (1, n, 1)."""
-    pattern, n = options.visibility, chunk.stop - chunk.start
+    pattern, part, n = options.visibility, options.part, chunk.stop - chunk.start
+    if part.query is not None:
+        return _places(chunk.start, n, operands.q, part.step, part.query, xp=xp)[:, None]
     if not isinstance(pattern, RaggedVisibility):
         return _places(chunk.start + pattern.offset, n, operands.q, xp=xp)[:, None]
     rows = _places(chunk.start, n, operands.q, xp=xp)[:, None]
     return rows + narrowed(pattern.offset_by_item, xp=xp)[..., None, None, None]
 
 
-def _places(first: int, count: int, like: Array, *, xp: Namespace) -> Array:
-    return xp.arange(count, dtype=xp.int32, device=device(like)) + signed(first)
+def _places(first: int, count: int, like: Array, step: int = 1, base: int = 0, *, xp: Namespace) -> Array:
+    """Return ``base + step · i`` for ``count`` numbers from ``first`` on, modulo 2**32."""
+    places = xp.arange(count, dtype=xp.int32, device=device(like))
+    return (places if step == 1 else places * signed(step)) + signed(base + step * first)
+
+
+def _heads(q: Array, part: Part, *, xp: Namespace) -> Array:
+    """Return a number for every head of every item, (..., H, 1, 1)."""
+    *lead, count = q.shape[:-2]
+    if part.heads is None:
+        return xp.reshape(_places(0, math.prod(lead) * count, q, xp=xp), (*lead, count, 1, 1))
+    items = xp.reshape(_places(0, math.prod(lead), q, part.heads, part.head, xp=xp), (*lead, 1, 1, 1))
+    return items + xp.reshape(_places(0, count, q, xp=xp), (count, 1, 1))
 
 
 def narrowed(x: Array, *, xp: Namespace) -> Array:

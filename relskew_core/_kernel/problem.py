@@ -18,11 +18,24 @@ from relskew_core._array.namespace import check_companion, is_half, namespace_of
 from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_head import HeadScales, check_by_head
-from relskew_core._kernel.call import CHECKS, KINDS, TABLES, Arguments, Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import (
+    CHECKS,
+    KINDS,
+    TABLES,
+    Arguments,
+    Gradients,
+    Kind,
+    Operands,
+    Options,
+    Part,
+    names_of,
+)
 from relskew_core._positions.labels import Pair, check_labels, check_reach_of, consecutive_offsets
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST, Visibility
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class Problem:
         return found if self.scales is None else self.scales.gradients(found, arguments)
 
 
-def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
+def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOLE) -> Problem:
     """Check a call; every error names its argument."""
     given, (q, k, v) = arguments, (arguments.q, arguments.k, arguments.v)
     tables = {name: getattr(given, name) for name in TABLES}
@@ -116,6 +129,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False) -> Problem:
         rel_scale=scale if given.rel_scale is None else check_real("rel_scale", given.rel_scale),
         dropout=dropout,
         return_lse=check_bool("return_lse", return_lse) or sinks is not None,
+        part=part,
         **{name: None if (x := getattr(given, name)) is None else check(name, x) for name, check in CHECKS.items()},
     )
     heads = q.ndim > 2

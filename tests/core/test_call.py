@@ -24,6 +24,7 @@ from relskew_core._kernel.call import (
     Kind,
     Operands,
     Options,
+    Part,
     takes,
     unknown,
 )
@@ -34,7 +35,8 @@ from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import NAMES, flat, options_of
 
 X = np.ones((2, 4, 3))
-OPTIONS = Options(Span(2, 1, "zero"), Visibility(4, 5, 3, 2, 1, 2, 3, True), 0.5, 0.25, 1.5, 7, 0.1, return_lse=True)
+PART = Part(of_more=True, query=3, key=4, step=2, head=1, heads=8)
+OPTIONS = Options(Span(2, 1, "zero"), Visibility(4, 5, 3, 2, 1, 2, 3, True), 0.5, 0.25, 1.5, 7, 0.1, True, PART)
 
 
 def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from peers.common import check
 from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 from relskew_core import relative_attention
-from relskew_core.export import torch_translation_table
+from relskew_core.export import torch_to_onnx, torch_translation_table
 from relskew_core.huggingface import replace_attention
 
 
@@ -68,3 +69,24 @@ def test_t5() -> None:
     for shape in [(2, 7, 6), (1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
         (got,) = run(*arguments(*shape))
         check(got, Translator(theirs)(*arguments(*shape)), 1e-5)
+
+
+def test_t5_in_one_call(tmp_path: Path) -> None:
+    """The encoder–decoder as it is, with its own arguments by name: every length and the results' names follow."""
+    theirs = t5("eager").float()
+    ours = replace_attention(copy.deepcopy(theirs))
+
+    def arguments(batch: int, length: int, decoded: int) -> dict[str, torch.Tensor]:
+        ids, mask = tokens(batch, length, 50)
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": tokens(batch, decoded, 50)[0]}
+
+    graph = torch_to_onnx(ours, {**arguments(2, 7, 6), "use_cache": False}, tmp_path / "t5.onnx").graph
+    assert [value.name for value in graph.output] == ["logits", "encoder_last_hidden_state"]
+    assert any(node.name == "decoder.block.0.layer.1.EncDecAttention/Attention" for node in graph.node)
+    session = onnxruntime.InferenceSession(tmp_path / "t5.onnx", providers=["CPUExecutionProvider"])
+    for shape in [(1, 1, 1), (1, 2, 9), (3, 40, 30), (2, 5, 1)]:
+        given = arguments(*shape)
+        logits, memory = session.run(None, {name: x.numpy() for name, x in given.items()})
+        want = theirs(**given)
+        check(torch.from_numpy(logits), want.logits, 1e-5)
+        check(torch.from_numpy(memory), want.encoder_last_hidden_state, 1e-5)

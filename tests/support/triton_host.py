@@ -16,8 +16,9 @@ from torch import Tensor
 import dense
 from dense import Case
 from relskew_core import Span
-from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options, Part
 from relskew_core._kernel.problem import Problem
+from relskew_core.backends._torch.operator import flat
 from triton_kernels import W, assert_close, backward, checked, forward
 
 CLIPPED = Case("clipped", n=34, m=40, d=W, lead=(1,), heads=1, span=Span.clipped(1), tables="rel_k rel_v rel_bias")
@@ -56,6 +57,21 @@ def test_chunks_share_one_buffer(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     backward(case, checked(case, chunk_size=16)[0])
     assert places
     assert all(len(of_part) == 1 for of_part in places.values())
+
+
+def test_a_part_of_more_stays_in_float32() -> None:
+    """Outputs that are merged are not rounded before."""
+    from relskew_core.backends._torch.triton.operator import OPERATOR
+
+    call, _ = checked(CLIPPED)
+    half = Operands(*(x if x is None else x.bfloat16() for x in call.given))
+    part = replace(call.options, part=Part(of_more=True))
+    whole, _ = OPERATOR(half, call.options)
+    out, _ = OPERATOR(half, part)
+    fake = OPERATOR.op(*(x if x is None else x.to("meta") for x in half), *flat(part))[0]
+    assert out.dtype == fake.dtype == torch.float32
+    assert torch.allclose(out, whole.float(), rtol=2**-7)  # the interpreter rounds in a way of its own
+    assert not torch.equal(out, whole.float())
 
 
 def test_sums_are_in_float32_whatever_is_torchs_default() -> None:

@@ -16,11 +16,14 @@ from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output (..., H, Lq, Dv) in the operands' dtype, and the log-sum-exp (..., H, Lq) in float32."""
+    """Return the output (..., H, Lq, Dv) and the log-sum-exp (..., H, Lq) in float32.
+
+    The output is in the operands' dtype, that of a part of more in float32.
+    """
     call = TiledCall.of(operands, options)
     q = operands.q
     shape = q.shape[:-1]
-    out = q.new_empty((*shape, operands.v.shape[-1]))
+    out = q.new_empty((*shape, operands.v.shape[-1]), dtype=torch.float32 if options.part.of_more else q.dtype)
     lse = q.new_empty(shape, dtype=torch.float32)
     if math.prod(shape) == 0 or options.visibility.positions() is None:
         return out.zero_(), lse.fill_(-math.inf)

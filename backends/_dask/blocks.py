@@ -1,0 +1,176 @@
+"""dask: attention block by block, merged by log-sum-exps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import dask.array
+import numpy as np
+from dask.delayed import delayed as untyped_delayed
+
+from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._kernel.call import KINDS, TABLES, Arguments, Kind, Operands, Options, Part, unknown
+from relskew_core._kernel.merge import merged
+from relskew_core._kernel.problem import Problem, problem
+from relskew_core._positions.pairs import Pairs, Rows, Run
+from relskew_core.backends import _cupy, _numpy
+from relskew_core.backends._path import PORTABLE, Path
+
+arrays_of: Any = dask.array  # whose functions have no types
+delayed: Any = untyped_delayed
+
+HEADS, LENGTH, WIDTH = -3, -2, -1
+LIBRARIES = {"cupy": _cupy, "numpy": _numpy}
+"""What blocks are made of, and who serves it."""
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    x = Blocks.of(operands)
+    q, v = x.arrays["q"], x.arrays["v"]
+    queries, keys = runs(q.chunks[LENGTH]), runs(x.arrays["k"].chunks[LENGTH])
+    shape = (*q.numblocks[:LENGTH], len(queries))
+    outs, sums = np.empty((*shape, 1), dtype=object), np.empty(shape, dtype=object)
+    for place in np.ndindex(shape):
+        sizes = tuple(sizes[index] for sizes, index in zip(q.chunks, place, strict=False))
+        total = None
+        for j, run in enumerate(keys):
+            pair = Pair.of(options, queries[place[-1]], run)
+            if pair is not None:
+                part = delayed(pair.attend, pure=True)(x.here(place, j))
+                total = part if total is None else delayed(_merged, pure=True)(total, part)
+        outs[(*place, 0)], sums[place] = _blocks(total, sizes, v.shape[WIDTH], q)
+    return arrays_of.block(outs.tolist()), arrays_of.block(sums.tolist()) if options.return_lse else None
+
+
+def runs(sizes: tuple[int, ...]) -> list[Run]:
+    """Return the positions of the blocks along an axis."""
+    ends = list(accumulate(sizes))
+    return [Run(end - size, 1, size) for size, end in zip(sizes, ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A block of queries against a block of keys: a call of its own, in what the blocks are made of."""
+
+    pairs: Pairs
+    rows: Rows
+    queries: Run
+    keys: Run
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: Options, queries: Run, keys: Run) -> Pair | None:
+        """Return the call, ``None`` if no query sees a key."""
+        pattern = options.visibility
+        if not queries.count or not keys.count:
+            return None
+        pairs = Pairs.of(queries, keys, pattern.offset, pattern.left, pattern.right)
+        if pairs is None:
+            return None
+        names = ("scale", "rel_scale", "softcap", "chunk_size")
+        given = {name: getattr(options, name) for name in names}
+        given |= {"causal": pairs.causal, "window": pairs.window, "offset": pairs.offset}
+        return cls(pairs, pairs.rows(options.span), queries, keys, given)
+
+    def attend(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        """Return output and log-sum-exp."""
+        labels = [arrays.pop(name, None) for name in ("q_segments", "k_segments")]
+        segments = None if labels[0] is None else tuple(labels)
+        for name in TABLES:
+            if name in arrays:
+                arrays[name] = self._of_table(name, arrays[name])
+        span = self.rows.span if any(name in arrays for name in TABLES) else None
+        given = Arguments(**arrays, span=span, segments=segments, **self.options)
+        call = problem(given, return_lse=True, part=Part(of_more=True))
+        out, lse = kernels(call).attention(call.operands(), call.options, xp=call.xp)
+        return out, lse
+
+    def _of_table(self, name: str, table: Any) -> Any:
+        xp, beyond = namespace_of_arrays({name: table}), self.rows.span.beyond
+        if KINDS[name] is Kind.BIAS:
+            return self.rows.of_table(table[..., None], beyond, xp=xp)[..., 0]
+        return self.rows.of_table(table, beyond, xp=xp)
+
+
+def kernels(call: Problem) -> Path:
+    """Return what serves a call in the library of the blocks."""
+    library = LIBRARIES.get(call.xp.__name__.rpartition(".")[2])
+    found = None if library is None else library.serve("attention", call)
+    served = isinstance(found, Path) and found.faster and not unknown(call.given, call.options, found.knows)
+    return found if isinstance(found, Path) and served else PORTABLE
+
+
+def _merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    outs, lses = zip(one, other, strict=True)
+    return merged(outs, lses, xp=namespace_of_arrays({"out": outs[0]}))
+
+
+def _blocks(total: Any, sizes: tuple[int, ...], width: int, like: Any) -> tuple[Any, Any]:
+    """Return a block of the output and of the log-sum-exp, for queries that see nothing those of nothing."""
+    if total is None:
+        return arrays_of.zeros_like(like, shape=(*sizes, width)), arrays_of.full_like(like, -np.inf, shape=sizes)
+    meta = like._meta
+    out, lse = (
+        arrays_of.from_delayed(total[index], shape, meta=meta.reshape((0,) * len(shape)))
+        for index, shape in enumerate(((*sizes, width), sizes))
+    )
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The arrays of a call in blocks that fit each other, and the blocks as tasks."""
+
+    arrays: dict[str, Any]
+    pieces: dict[str, Any]
+
+    @classmethod
+    def of(cls, operands: Operands) -> Blocks:
+        """Cut keys, values and all others as the queries are cut; heads only between the groups that share keys."""
+        q, k = operands.q, operands.k
+        group = q.shape[HEADS] // k.shape[HEADS]
+        whole = {WIDTH % q.ndim: -1}
+        if any(size % group for size in q.chunks[HEADS]):
+            whole[HEADS % q.ndim] = -1
+        q = q.rechunk(whole)
+        lead, heads = q.chunks[:HEADS], q.chunks[HEADS]
+        of_keys = tuple(size // group for size in heads)
+        lengths = {"q": q.chunks[LENGTH], "k": k.chunks[LENGTH]}
+
+        def chunks(name: str, x: Any) -> tuple[Any, ...]:
+            kind = KINDS[name]
+            if kind is Kind.SEQUENCE:
+                mine = (heads, lengths["q"]) if name in ("q", "rel_q") else (of_keys, lengths["k"])
+                return (*lead, *mine, -1)
+            if kind is Kind.LABEL:
+                return (*lead[: x.ndim - 1], lengths[name[0]])
+            if kind is Kind.MASK:
+                full = (*lead, heads, lengths["q"], lengths["k"])[-x.ndim :]
+                return tuple(-1 if size == 1 else sizes for size, sizes in zip(x.shape, full, strict=True))
+            by_head = x.shape[0] == q.shape[HEADS] and x.ndim == (2 if kind is Kind.BIAS else 3)
+            return (heads, *[-1] * (x.ndim - 1)) if by_head else (-1,) * x.ndim
+
+        given = {name: x for name, x in operands._asdict().items() if x is not None} | {"q": q}
+        arrays = {name: x.rechunk(chunks(name, x)) for name, x in given.items()}
+        return cls(arrays, {name: x.to_delayed(optimize_graph=False) for name, x in arrays.items()})
+
+    def here(self, place: tuple[int, ...], j: int) -> dict[str, Any]:
+        """Return the blocks of a pair: where its queries are, and which block of keys it is."""
+        *lead, head, i = place
+
+        def block(name: str, x: Any) -> Any:
+            kind, pieces = KINDS[name], self.pieces[name]
+            if kind is Kind.SEQUENCE:
+                at: tuple[int, ...] = (*lead, head, i if name in ("q", "rel_q") else j, 0)
+            elif kind is Kind.LABEL:
+                at = (*lead[: x.ndim - 1], i if name.startswith("q") else j)
+            elif kind is Kind.MASK:
+                at = (*lead, head, i, j)[-x.ndim :]
+            else:
+                at = (head, *[0] * (x.ndim - 1))
+            return pieces[tuple(min(index, count - 1) for index, count in zip(at, x.numblocks, strict=True))]
+
+        return {name: block(name, x) for name, x in self.arrays.items()}

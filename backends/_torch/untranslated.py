@@ -1,0 +1,26 @@
+"""What ``torch.onnx.export`` says of an operator that nobody has told it how to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch._decomp import decomposition_table, meta_table
+
+
+def explain(operator: Any, fake: Callable[..., Any]) -> None:
+    """Make an export to ONNX without a translation of ``operator`` fail with what to do about it.
+
+    The exporter decomposes what it has no translation of, and it alone looks into this table for that. Fake tensors
+    look there too, but never for what has a kernel of shapes in Python.
+    """
+    meta_table[operator] = fake
+    decomposition_table[operator] = _refuse
+
+
+def _refuse(*args: Any) -> NoReturn:
+    raise ValueError(
+        "torch.onnx.export must be told how to write relative attention: relskew_core.export.torch_to_onnx does it, or "
+        "pass custom_translation_table=relskew_core.export.torch_translation_table(opset) with opset_version=opset; "
+        "the model must be on the CPU"
+    )

@@ -1,0 +1,114 @@
+"""What splitting a sequence over GPUs costs, by arithmetic: ``python -m benchmarks.devices``; ``--docs`` for the page.
+
+Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the rest follows from what
+``relskew_core.distributed.torch`` computes and sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+
+PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
+
+HEADS, KEY_HEADS, WIDTH, BYTES = 32, 8, 128, 2  # bfloat16
+FORWARD, BACKWARD = 400e12, 300e12  # operations a second that kernels reach
+NEAR, FAR = 450e9, 50e9  # bytes a second of a GPU: inside a node of eight, and between nodes
+REACHED = 0.8  # of each
+NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A ring of groups of neighbours that exchange heads, and what its table is like."""
+
+    length: int
+    ring: int
+    heads: int
+    table: str  # "shared" or "by head"
+    reach: int | None = None  # of a window and its table, None for all
+
+    @property
+    def bandwidth(self) -> float:
+        """Of the ring: between nodes as soon as it leaves one."""
+        return REACHED * (NEAR if self.ring * self.heads <= NODE else FAR)
+
+    @property
+    def rounds(self) -> int:
+        """How many shares of the keys a share of the queries sees on the busiest device."""
+        share = self.length // self.ring
+        return self.ring if self.reach is None else min(self.ring, -(-self.reach // share) + 1)
+
+    def seconds(self, *, backward: bool) -> tuple[float, float]:
+        """Return the seconds of computing, and of everything with what is sent on the way, of a layer on one GPU.
+
+        Causal and balanced (zigzag or striped): every round costs the same. Three products of forward, with keys,
+        values and table, are seven of backward. What is sent is hidden behind what is computed as far as
+        it goes; the exchange of heads is not.
+        """
+        share, heads = self.length // self.ring, HEADS // self.heads
+        of_keys = max(1, KEY_HEADS // self.heads)
+        seen = share * (self.length / 2 if self.reach is None else self.reach) / self.rounds
+        products, speed = (7, BACKWARD) if backward else (3, FORWARD)
+        compute = products * 2 * seen * WIDTH * heads / (REACHED * speed)
+        # Keys and values; backward also their gradients, in float32.
+        sent = 2 * share * of_keys * WIDTH * (BYTES + (4 if backward else 0))
+        exchanged = 0.0
+        if self.heads > 1:
+            own = self.length // (self.ring * self.heads) * WIDTH * BYTES
+            exchanged = 2 * (HEADS + KEY_HEADS) * own * (self.heads - 1) / self.heads / (REACHED * NEAR)
+            exchanged *= 2 if backward else 1
+        rounds = max(self.rounds - 1, 0)
+        whole = compute * self.rounds
+        return whole, compute + rounds * max(compute, sent / self.bandwidth) + exchanged
+
+    @property
+    def efficiency(self) -> float:
+        """Computing's share of the time, forward and backward."""
+        parts = [self.seconds(backward=backward) for backward in (False, True)]
+        return sum(compute for compute, _ in parts) / sum(whole for _, whole in parts)
+
+    @property
+    def table_bytes(self) -> float:
+        """Of a table that every GPU holds, of the heads that it has."""
+        rows = self.length if self.reach is None else self.reach + 1
+        return rows * WIDTH * BYTES * (HEADS // self.heads if self.table == "by head" else 1)
+
+
+def splits() -> Iterator[Split]:
+    """The choices of 8 and 64 GPUs."""
+    for length in (2**17, 2**20):
+        for ring, heads in ((8, 1), (1, 8), (64, 1), (8, 8)):
+            for table, reach in (("shared", None), ("by head", None), ("by head", 4096)):
+                if (heads, reach) in ((8, 4096),) and ring == 1:
+                    continue
+                yield Split(length, ring, heads, table, reach)
+
+
+def table() -> str:
+    """Return the choices as a Markdown table."""
+    lines = [
+        "| L | ring × heads | table | computing, forward and backward | efficiency | table on a GPU |",
+        "| ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for split in splits():
+        spent = sum(split.seconds(backward=backward)[0] for backward in (False, True))
+        reach = "" if split.reach is None else f", a window of {split.reach}"
+        lines.append(
+            f"| {split.length // 1024}k | {split.ring} × {split.heads} | {split.table}{reach} | {spent * 1e3:.2f} ms | "
+            f"{split.efficiency:.0%} | {split.table_bytes / 2**20:.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/devices.md")
+    if parser.parse_args().docs:
+        report.put(PAGE, "benchmarks.devices", table())
+    else:
+        print(table())

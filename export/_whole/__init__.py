@@ -1,0 +1,1 @@
+"""Whole models of torch as graphs, and tokens from the graphs without torch."""

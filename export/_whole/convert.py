@@ -1,0 +1,182 @@
+"""A module of torch as a graph with the same inputs and outputs, in the order of their leaves."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from relskew_core import __version__
+from relskew_core._array.checks import describe
+from relskew_core.export._from_torch.translation import REACH, torch_translation_table
+from relskew_core.export._whole.names import name_lengths, name_nodes
+
+_PREFIX = "model."
+
+
+class Flat(nn.Module):
+    """A model from the tensors among its arguments to the tensors among its results."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        paths, self._structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        self._given = [value for _, value in paths]
+        self._places = [place for place, value in enumerate(self._given) if isinstance(value, Tensor)]
+        first = list(inspect.signature(model.forward).parameters)
+        self.input_names = [_input_name(paths[place][0], first) for place in self._places]
+        self.output_names: list[str] = []
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return the tensors that were given, each its own: torch takes one tensor for one input."""
+        return tuple(self._given[place].detach() for place in self._places)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the model."""
+        given = list(self._given)
+        for place, value in zip(self._places, inputs, strict=True):
+            given[place] = value
+        args, kwargs = pytree.tree_unflatten(given, self._structure)
+        paths = pytree.tree_flatten_with_path(self.model(*args, **kwargs))[0]
+        found = [(path, value) for path, value in paths if isinstance(value, Tensor)]
+        self.output_names = [_output_name(path) for path, _ in found]
+        return tuple(value for _, value in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A graph, and what torch knows of the lengths of its inputs: ints, and expressions of symbols."""
+
+    model: onnx.ModelProto
+    shapes: list[tuple[Any, ...]]
+    reach: int | None  # positions that the tables allow, the past included
+
+
+def convert(
+    flat: Flat,
+    axes: Sequence[Mapping[int, Any]],
+    *,
+    opset: int,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    lengths: Mapping[tuple[int, int], str],
+    sums: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str],
+) -> Conversion:
+    """Export a model; ``axes`` says which of each input vary, ``lengths`` what those of (input, axis) are called.
+
+    ``sums`` has names for sums of those names, in alphabetical order.
+    """
+    with evaluating(flat), _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            flat,
+            flat.inputs(),
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=(tuple(axes),),
+            custom_translation_table=torch_translation_table(opset),
+            input_names=list(input_names),
+            output_names=list(output_names),
+            verbose=False,
+        )
+    assert program is not None
+    assert program.exported_program is not None
+    shapes = _shapes(program.exported_program)
+    model = program.model
+    reaches = [int(node.metadata_props[REACH]) for node in model.graph if REACH in node.metadata_props]
+    reach = min(reaches, default=None)
+    names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths.items()))}
+    name_nodes(model, _PREFIX)
+    name_lengths(model, {**names, **(sums or {})})
+    noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
+    model.metadata_props.update(noted)
+    made = program.model_proto
+    oldest: int = onnx.helper.find_min_ir_version_for(made.opset_import, ignore_unknown=True)
+    made.ir_version = min(made.ir_version, oldest)  # older runtimes refuse newer ones unread
+    return Conversion(made, shapes, reach)
+
+
+def varying(flat: Flat) -> list[dict[int, Any]]:
+    """Return which axes of each input a model lets vary: torch's ONNX exporter leaves that to the runtime."""
+    every = [dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO) for value in flat.inputs()]
+    with evaluating(flat), _quiet(), torch.no_grad():
+        program = torch.export.export(flat, flat.inputs(), dynamic_shapes=(tuple(every),))
+    return [
+        {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(shape) if not isinstance(size, int)}
+        for shape in _shapes(program)
+    ]
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module of torch on the CPU."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.device.type != "cpu":
+            raise ValueError(f"`model` must be on the CPU: call `model.cpu()` first, got {name!r} on {value.device}")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation for a while."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch's exporter says of itself."""
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _shapes(program: torch.export.ExportedProgram) -> list[tuple[Any, ...]]:
+    named = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    vals = [named[name].meta["val"] for name in program.graph_signature.user_inputs]
+    return [tuple(size if isinstance(size, int) else _plain(size.node.expr) for size in val.shape) for val in vals]
+
+
+def _plain(size: Any) -> Any:
+    return int(size) if size.is_Integer else size
+
+
+def _input_name(path: Any, parameters: Sequence[str]) -> str:
+    """Return the name of an argument, or where in it a tensor is."""
+    by_name, first, *rest = map(_part, path)
+    if not by_name:
+        first = parameters[first] if first < len(parameters) else f"input_{first}"
+    return "_".join(map(str, (first, *rest)))
+
+
+def _output_name(path: Any) -> str:
+    """Return where in the results a tensor is."""
+    if not path:
+        return "output"
+    name = "_".join(str(_part(key)) for key in path)
+    return f"output_{name}" if name[0].isdigit() else name
+
+
+def _part(key: Any) -> Any:
+    """Return the index, the key or the name that one step into a structure is."""
+    return next(getattr(key, kind) for kind in ("idx", "key", "name") if hasattr(key, kind))

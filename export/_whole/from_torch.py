@@ -1,0 +1,207 @@
+"""``torch_to_onnx``: any model of torch, in one call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from relskew_core._array.checks import check_bool, describe
+from relskew_core.export._publish import check_target
+from relskew_core.export._save import write
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def torch_to_onnx(
+    model: nn.Module,
+    inputs: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    opset: int = 23,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    vary: Mapping[str, Iterable[int]] | None = None,
+    tolerance: float | None = None,
+    check: bool = True,
+    overwrite: bool = False,
+    external_threshold: int = 2**30,
+) -> onnx.ModelProto:
+    """Write a model of torch as an ONNX graph with dynamic batch and lengths, checked against torch.
+
+    Every call of :func:`relskew_core.relative_attention` and every module of ours in it becomes a few nodes, as with
+    :func:`to_onnx`; torch's own exporter writes the rest. Needs torch, onnxscript and, for the check, onnxruntime.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on the CPU. It is exported in evaluation, and left in the mode it was in.
+    inputs : Tensor, tuple or mapping of str
+        Arguments of an example: one, those by position, or those by name; tensors in lists, tuples and mappings are
+        inputs too, and what is no tensor stays as it is here.
+    path : str or path-like, optional
+        Where to save the graph too, all or nothing, as :func:`save` does.
+    opset : int, default 23
+        Version of the standard operators, 18 … 24.
+    input_names, output_names : sequence of str, optional
+        Names for the tensors of the arguments and the results; by default those that the model has for them.
+    vary : mapping of str to iterables of int, optional
+        The axes that must vary, by the names of inputs; all others are fixed then. By default every axis that is
+        longer than 1 in the example varies unless the model says otherwise. Show a batch of 2 and lengths above 1.
+    tolerance : float, optional
+        Largest relative L2 error of the check; by default 1e-4 for float32.
+    check : bool, default True
+        Compare with torch in onnxruntime, for the example and for other lengths of what varies, 1 among them, with
+        values drawn from those of the example. Where torch refuses a length, that length is left out.
+    overwrite : bool, default False
+        Replace a file that is there.
+    external_threshold : int, default 2**30
+        As of :func:`save`.
+
+    Returns
+    -------
+    onnx.ModelProto
+        The graph.
+
+    Raises
+    ------
+    RuntimeError
+        If a graph's results are not torch's; nothing is written then.
+    ValueError, TypeError, OSError
+        If an argument does not fit; torch's own errors where it cannot export a model.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.export import torch_to_onnx
+    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> encoder = RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(4)))
+    >>> graph = torch_to_onnx(encoder, torch.randn(2, 5, 8), output_names=["y"]).graph
+    >>> [[size.dim_param or size.dim_value for size in x.type.tensor_type.shape.dim] for x in graph.input]
+    [['batch', 'x_axis_1', 8]]
+    """
+    import torch
+
+    from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating, varying
+
+    check_model(model)
+    check_bool("check", check)
+    if path is not None:
+        check_target(Path(path), check_bool("overwrite", overwrite))
+    args, kwargs = _arguments(inputs)
+    flat = Flat(model, args, kwargs)
+    leaves = flat.inputs()
+    if not leaves:
+        raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
+    with evaluating(flat), torch.no_grad():
+        flat(*leaves)  # tells the names of the results
+    names = _names("input_names", input_names, flat.input_names)
+    results = _names("output_names", output_names, flat.output_names)
+    converted = convert(
+        flat,
+        varying(flat) if vary is None else _axes(leaves, names, vary),
+        opset=opset,
+        input_names=names,
+        output_names=results,
+        lengths=_lengths(leaves, names),
+        metadata={},
+    )
+
+    def compare(file: Path) -> None:
+        from relskew_core.export._whole.compare import check_equal, results_of, runner
+
+        run = runner(file, names)
+        with evaluating(flat):
+            for number, case in enumerate(_cases(leaves, converted.shapes)):
+                try:
+                    wanted = results_of(flat, case)
+                except Exception:
+                    if number == 0:
+                        raise
+                    continue  # a length that the model does not take
+                told = "inputs of " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, case, strict=True))
+                check_equal(results, run(case, told), wanted, told, tolerance)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(
+            converted.model,
+            Path(folder, "model.onnx") if path is None else path,
+            overwrite=overwrite,
+            external_threshold=external_threshold,
+            check=compare if check else None,
+        )
+    return converted.model
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from torch import Tensor
+
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    raise TypeError(f"`inputs` must be a tensor, a tuple of arguments or a mapping by name, got {describe(inputs)}")
+
+
+def _names(argument: str, given: Any, usual: list[str]) -> list[str]:
+    if given is None:
+        return usual
+    names = list(given)
+    if isinstance(given, str) or len(names) != len(usual) or len(set(names)) != len(names):
+        raise ValueError(f"`{argument}` must be {len(usual)} different names, for {usual}, got {given!r}")
+    return names
+
+
+def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Iterable[int]]) -> list[dict[int, Any]]:
+    """Return which axes of each input vary, as ``torch.export`` wants it."""
+    from torch.export import Dim
+
+    wrong = {name: axes for name, axes in vary.items() if name not in names}
+    if wrong:
+        raise ValueError(f"`vary` must name inputs, {list(names)}, got {sorted(wrong)}")
+    found: list[dict[int, Any]] = []
+    for value, name in zip(leaves, names, strict=True):
+        axes = list(vary.get(name, ()))
+        if any(not -value.ndim <= axis < value.ndim for axis in axes):
+            raise ValueError(f"`vary[{name!r}]` must be axes of {describe(value)}, got {axes}")
+        found.append({axis % value.ndim: Dim.DYNAMIC for axis in axes})
+    return found
+
+
+def _lengths(leaves: Sequence[Tensor], names: Sequence[str]) -> dict[tuple[int, int], str]:
+    """Return what lengths are called in the graph: that of the first axis of all, and the others by their input."""
+    usual = {
+        (index, axis): f"{name}_axis_{axis}"
+        for index, (value, name) in enumerate(zip(leaves, names, strict=True))
+        for axis in range(value.ndim)
+    }
+    return {**usual, (0, 0): "batch"} if leaves[0].ndim else usual
+
+
+def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Iterator[list[Tensor]]:
+    """Return the example, and inputs of other lengths with values drawn from it."""
+    import torch
+
+    yield [value.clone() for value in leaves]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [dict(zip(shape, value.shape, strict=True)) for shape, value in zip(shapes, leaves, strict=True)]
+    shown = {symbol: size for given in sizes for symbol, size in given.items() if getattr(symbol, "is_Symbol", False)}
+    symbols = sorted(shown, key=str)
+    # What is equal in the example stays so: torch does not always know that it must be.
+    changes: tuple[Callable[[int], int], ...] = (lambda size: 1, lambda size: max(1, size - 1), lambda size: size + 1)
+    for change in changes if symbols else ():
+        choice = {symbol: change(shown[symbol]) for symbol in symbols}
+        drawn = []
+        for shape, value in zip(shapes, leaves, strict=True):
+            lengths = [size if isinstance(size, int) else int(size.subs(choice)) for size in shape]
+            places = torch.randint(value.numel(), lengths, generator=generator)
+            drawn.append(value.flatten()[places])
+        yield drawn

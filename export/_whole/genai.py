@@ -1,0 +1,82 @@
+"""The file beside a decoder's graph that tells onnxruntime-genai how to run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from relskew_core._array.checks import describe
+
+NAME = "genai_config.json"
+UNLIMITED = 2**20
+"""The ``context_length`` where no table ends."""
+
+
+def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
+    """Refuse what is no part of a config, and a file that is there."""
+    if genai is not True and not isinstance(genai, Mapping):
+        raise TypeError(f"`genai` must be a bool or a mapping of entries for {NAME}, got {describe(genai)}")
+    if os.path.lexists(folder / NAME) and not overwrite:
+        raise FileExistsError(f"`path` has a {NAME} beside it, pass overwrite=True to replace it: {str(folder)!r}")
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Write the config beside a graph, all or nothing."""
+    handle, name = tempfile.mkstemp(prefix=f".{NAME}.", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(name, 0o644)  # as the graph's
+        os.replace(name, folder / NAME)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any], reach: int | None) -> str:
+    """Return the config of a decoder's graph, of the simplest type that has one cache a layer."""
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.input, *model.graph.output)}
+    caches = [shape for name, shape in shapes.items() if name.startswith("past_key_values.")]
+    sizes = {(shape[1].dim_value, shape[3].dim_value) for shape in caches}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"`genai` requires caches of one number of heads and one width in all layers, got {sorted(sizes)}"
+        )
+    heads, width = sizes.pop()
+    context = reach or UNLIMITED
+    own = {
+        "type": "llama",
+        "vocab_size": shapes["logits"][2].dim_value,
+        "context_length": context,
+        "bos_token_id": 0,
+        "eos_token_id": [],
+        "pad_token_id": 0,
+        **entries,
+        "decoder": {
+            "filename": filename,
+            "session_options": {},
+            "head_size": width,
+            "hidden_size": heads * width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "num_hidden_layers": len(caches) // 2,
+            "inputs": {
+                "input_ids": "input_ids",
+                "past_key_names": "past_key_values.%d.key",
+                "past_value_names": "past_key_values.%d.value",
+            },
+            "outputs": {
+                "logits": "logits",
+                "present_key_names": "present.%d.key",
+                "present_value_names": "present.%d.value",
+            },
+        },
+    }
+    search = {"do_sample": False, "max_length": own["context_length"], "past_present_share_buffer": False}
+    return json.dumps({"model": own, "search": search}, indent=2) + "\n"

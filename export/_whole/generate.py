@@ -1,0 +1,194 @@
+"""``generate``: tokens from a decoder's graph, by onnxruntime and NumPy alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relskew_core._array.checks import check_int, describe
+from relskew_core._array.extras import needs_extra
+from relskew_core.export._whole.sampling import Array, Sampler
+
+_CACHED = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+
+
+def generate(
+    model: Any,
+    prompt: Any,
+    n: int,
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: int | Sequence[int] = (),
+    stream: Callable[[Any], object] | None = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> np.ndarray[Any, Any]:
+    """Continue a prompt by a decoder's graph: greedily, or drawing tokens.
+
+    Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step.
+
+    Parameters
+    ----------
+    model : str, path-like or onnxruntime.InferenceSession
+        What :func:`decoder_to_onnx` wrote, or a session that has it open, for many calls.
+    prompt : sequence of int, or array of ints of shape (length,) or (batch, length)
+        Tokens to continue. Those of a batch are of one length: nothing says that a token is padding.
+    n : int
+        How many tokens to add at most. The prompt and all of them but the last must fit the tables.
+    temperature : float, optional
+        Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
+    top_k : int, optional
+        Draw from so many of the likeliest tokens.
+    top_p : float, optional
+        Draw from the likeliest tokens that together have this probability, after ``top_k``.
+    seed : int, optional
+        Makes the draws the same every time.
+    stop : int or sequence of int, optional
+        Tokens after which a row ends; when all rows have ended there are no more steps.
+    stream : callable, optional
+        Called with the new token of every step as soon as it is known: an int, or an array (batch,).
+    providers : sequence, optional
+        Execution providers of onnxruntime for a path; a session has its own.
+
+    Returns
+    -------
+    numpy.ndarray of int64
+        The new tokens without the prompt, ``(count,)`` or ``(batch, count)``, with ``count`` at most ``n``. A row that
+        has ended repeats the token that it ended with.
+
+    Raises
+    ------
+    ValueError, TypeError, FileNotFoundError
+        If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables; the message says
+        how far they reach.
+
+    Notes
+    -----
+    The example of :func:`decoder_to_onnx` ends in tokens.
+    """
+    sampler = Sampler.of(temperature, top_k, top_p, seed)
+    n = check_int("n", n, minimum=0)
+    ends = _tokens("stop", [stop] if isinstance(stop, int | np.integer) else stop, 1)
+    if stream is not None and not callable(stream):
+        raise TypeError(f"`stream` must be a function of a token, got {describe(stream)}")
+    given = _tokens("prompt", prompt, 2)
+    rows = np.atleast_2d(given)
+    if not rows.size:
+        raise ValueError(f"`prompt` must hold a token, got shape {given.shape}")
+    decoder = _Decoder(model, providers)
+    decoder.check(rows, n)
+    made: list[Array] = []
+    ended = np.zeros(len(rows), bool)
+    for logits in decoder.steps(rows, n, made):
+        token = sampler(logits).astype(np.int64)
+        if made:
+            token = np.where(ended, made[-1], token)
+        made.append(token)
+        if stream is not None:
+            stream(int(token[0]) if given.ndim == 1 else token.copy())
+        ended |= np.isin(token, ends)
+        if ended.all():
+            break
+    new = np.stack(made, axis=1) if made else np.zeros((len(rows), 0), np.int64)
+    return new[0] if given.ndim == 1 else new
+
+
+class _Decoder:
+    """A session, what it calls its caches, and how far its tables reach."""
+
+    def __init__(self, model: Any, providers: Sequence[Any]) -> None:
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise needs_extra("relskew_core.export.generate", "onnxruntime", error) from error
+        if isinstance(model, onnxruntime.InferenceSession):
+            self._session = model
+        elif isinstance(model, str | os.PathLike):
+            if not Path(model).is_file():
+                raise FileNotFoundError(f"`model` must be a file, got {os.fspath(model)!r}")
+            self._session = onnxruntime.InferenceSession(os.fspath(model), providers=list(providers))
+        else:
+            raise TypeError(f"`model` must be a path or an onnxruntime.InferenceSession, got {describe(model)}")
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        outputs = {value.name: value for value in self._session.get_outputs()}
+        self._caches = {
+            name: f"present.{match[1]}.{match[2]}" for name in inputs if (match := _CACHED.fullmatch(name)) is not None
+        }
+        missing = {"input_ids"} - set(inputs) | {"logits", *self._caches.values()} - set(outputs)
+        unknown = set(inputs) - {"input_ids", *self._caches}
+        if missing or unknown or not self._caches:
+            raise ValueError(
+                "`model` must be what decoder_to_onnx writes, from input_ids and past_key_values.N.key/.value to "
+                f"logits and present.N.key/.value, got inputs {list(inputs)} and outputs {list(outputs)}"
+            )
+        meta = self._session.get_modelmeta().custom_metadata_map
+        kind = meta.get("relskew.decoder", "growing")
+        if kind != "growing":
+            raise ValueError(f"`model` must have caches that grow, got caches that are {kind!r}")
+        self._inputs, self._ort = inputs, onnxruntime
+        self._vocabulary = outputs["logits"].shape[2]
+        self._reach = int(meta["relskew.reach"]) if "relskew.reach" in meta else None
+
+    def check(self, rows: Array, n: int) -> None:
+        """Refuse tokens that are none, and more of them than the tables reach."""
+        low, high, size = rows.min(), rows.max(), self._vocabulary
+        if low < 0 or (isinstance(size, int) and high >= size):
+            known = f"0 … {size - 1}" if isinstance(size, int) else "of at least 0"
+            raise ValueError(f"`prompt` must hold tokens {known}, got {low} … {high}")
+        length, reach = rows.shape[1], self._reach
+        if reach is None:
+            return
+        if length > reach:
+            raise ValueError(f"`prompt` must be at most {reach} tokens, which the model's tables reach, got {length}")
+        if n > reach - length + 1:
+            raise ValueError(
+                f"`n` must be at most {reach - length + 1} after a prompt of {length}: the model's tables reach "
+                f"{reach} positions, got {n}"
+            )
+
+    def steps(self, rows: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
+        """Yield the last logits ``n`` times; ``made`` has the tokens that followed from them by then."""
+        binding = self._session.io_binding()
+        device = "cuda" if self._session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
+        value = self._ort.OrtValue
+        for name in self._caches:
+            _, heads, _, width = self._inputs[name].shape
+            shape = (len(rows), heads, 0, width)
+            binding.bind_ortvalue_input(
+                name, value.ortvalue_from_shape_and_type(shape, _TYPES[self._inputs[name].type], device, 0)
+            )
+        names = [output.name for output in self._session.get_outputs()]
+        for step in range(n):
+            fed = rows if step == 0 else made[-1][:, None]
+            binding.bind_ortvalue_input("input_ids", value.ortvalue_from_numpy(np.ascontiguousarray(fed), device, 0))
+            for name in names:  # anew: the lengths are others
+                binding.bind_output(name, "cpu" if name == "logits" else device, 0)
+            self._session.run_with_iobinding(binding)
+            results = dict(zip(names, binding.get_outputs(), strict=True))
+            logits = results["logits"].numpy()[:, -1]
+            if np.isnan(logits).any():
+                raise ValueError(f"`model` gives NaN after {rows.shape[1] + step} tokens")
+            yield logits
+            for name, present in self._caches.items():
+                binding.bind_ortvalue_input(name, results[present])
+
+
+def _tokens(name: str, given: Any, most_axes: int) -> Array:
+    try:
+        array = np.asarray(given)
+    except ValueError:  # rows of different lengths
+        raise ValueError(f"`{name}` must hold rows of one length, got {describe(given)}") from None
+    if not array.size:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu" or not 1 <= array.ndim <= most_axes:
+        axes = "(length,)" if most_axes == 1 else "(length,) or (batch, length)"
+        raise TypeError(f"`{name}` must be ints of shape {axes}, got {array.dtype} {array.shape}")
+    return array.astype(np.int64)

@@ -1,0 +1,85 @@
+"""Names that say what made a node, for runtimes' errors, profiles and viewers; nothing of the machine that made it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+_OURS = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def name_nodes(model: Any, prefix: str) -> None:
+    """Name nodes by the module that made them and their purpose, and what they give by the node.
+
+    ``prefix`` is left out of modules' names. torch's notes, which hold paths of the machine's files, are removed.
+    """
+    import onnx_ir
+
+    nodes = list(onnx_ir.traversal.RecursiveGraphIterator(model.graph))
+    made = [value for name, value in model.graph.initializers.items() if not name.startswith(prefix)]
+    for name, value in list(model.graph.initializers.items()):
+        value.name = name.removeprefix(prefix)
+    kept = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
+    taken = {value.name for value in kept}
+    fixed = {id(value) for value in kept}
+
+    def free(name: str) -> str:
+        number, found = 1, name
+        while found in taken:
+            number, found = number + 1, f"{name}_{number + 1}"
+        taken.add(found)
+        return found
+
+    homes = [_module_of(node, prefix) for node in nodes]
+    calls = [_OURS.fullmatch(node.name or "") for node in nodes]
+    in_module: dict[str, set[str]] = defaultdict(set)
+    for home, call in zip(homes, calls, strict=True):
+        if call:
+            in_module[home].add(call[1])
+    for node, home, call in zip(nodes, homes, calls, strict=True):
+        parts = [home] if home else []
+        if call and (not home or len(in_module[home]) > 1):
+            parts.append(f"attention_{call[1]}")
+        node.name = free("/".join([*parts, call[2] if call else node.op_type]))
+        for index, value in enumerate(node.outputs):
+            if id(value) not in fixed:
+                value.name = node.name if index == 0 else free(f"{node.name}/{index}")
+    for value in made:  # folded from others
+        if value.uses():
+            value.name = free(f"{value.uses()[0].node.name}/constant")
+    for holder in (model, model.graph, *nodes, *_values(model, nodes)):
+        holder.metadata_props.clear()
+
+
+def name_lengths(model: Any, names: Mapping[str, str]) -> None:
+    """Replace torch's symbols in the shapes of all tensors, and sums of names that have a name."""
+    import onnx_ir
+
+    def renamed(size: Any) -> int | str | None:
+        if isinstance(size, int) or size.value is None:  # equal names say equal lengths: one not known has none
+            return size if isinstance(size, int) else None
+        text = _SYMBOL.sub(lambda match: names.get(match[0], match[0]), size.value)
+        if "(" not in text:  # torch writes a sum in one order or the other
+            text = " + ".join(sorted(text.split(" + ")))
+        return names.get(text, text)
+
+    for value in _values(model, list(onnx_ir.traversal.RecursiveGraphIterator(model.graph))):
+        if value.shape is not None:
+            value.shape = onnx_ir.Shape([renamed(size) for size in value.shape])
+
+
+def _module_of(node: Any, prefix: str) -> str:
+    """Return the path of the module that made a node, empty if that is the model itself or not known."""
+    scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
+    path: str = scopes[-2] if len(scopes) > 1 else ""
+    return path.removeprefix(prefix) if path.startswith(prefix) else ""
+
+
+def _values(model: Any, nodes: Sequence[Any]) -> list[Any]:
+    made = [value for node in nodes for value in node.outputs]
+    return [*model.graph.inputs, *model.graph.initializers.values(), *made]

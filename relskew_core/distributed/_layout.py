@@ -1,0 +1,74 @@
+"""How a sequence is split over devices, and whether a call of a share is one of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Literal, get_args
+
+from relskew_core._array.checks import describe
+from relskew_core._array.typing import Namespace
+from relskew_core._kernel.call import TABLES, Arguments
+from relskew_core._kernel.problem import Problem, check_mask
+from relskew_core._positions.pairs import Pairs, Run
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS = get_args(Layout)
+
+
+def runs(layout: Layout, parts: int, index: int, count: int) -> tuple[Run, ...]:
+    """Return which of ``parts · count`` positions part ``index`` holds, in order.
+
+    ``"contiguous"``: its share of neighbours. ``"zigzag"``: of twice as many shares one from the front and its mirror
+    image, so that causal attention costs every part the same. ``"striped"``: every so many-th position.
+    """
+    if layout == "contiguous":
+        return (Run(index * count, 1, count),)
+    if layout == "zigzag":
+        half = count // 2
+        return Run(index * half, 1, half), Run((2 * parts - 1 - index) * half, 1, half, half)
+    return (Run(index, parts, count),)
+
+
+def divisor(layout: Layout, parts: int) -> int:
+    """Return what the length of a sequence is a multiple of."""
+    return parts * (2 if layout == "zigzag" else 1)
+
+
+def needed(
+    queries: Sequence[Sequence[Run]], keys: Sequence[Sequence[Run]], offset: int, left: int | None, right: int | None
+) -> list[int]:
+    """Return at which distances around a ring some part sees keys of another: the hops that are worth it."""
+    parts = len(queries)
+
+    def met(distance: int) -> bool:
+        return any(
+            Pairs.of(a, b, offset, left, right) is not None
+            for index in range(parts)
+            for a in queries[index]
+            for b in keys[(index - distance) % parts]
+        )
+
+    return [distance for distance in range(parts) if met(distance)]
+
+
+def check_whole(given: Arguments, call: Problem, size: int, layout: Layout, *, xp: Namespace, outer: int = 1) -> None:
+    """Refuse a call that a share of is fine, but that the whole, of ``size`` shares, is not.
+
+    ``outer`` of the shares are laid out, each of ``size / outer`` neighbours.
+    """
+    q, k = given.q, given.k
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-2] * (size // outer) % (divisor(layout, outer) // outer):
+            raise ValueError(
+                f"`{name}` must have an even number of positions with layout={layout!r}, got {describe(x)}"
+            )
+    pattern = call.options.visibility
+    of_all = replace(pattern, n_queries=size * pattern.n_queries, n_keys=size * pattern.n_keys)
+    for name in TABLES:
+        if getattr(given, name) is not None:
+            of_all.check_reach(name, call.options.span)
+    if given.mask is not None:
+        keys = SimpleNamespace(shape=(*k.shape[:-2], size * k.shape[-2], 1))
+        check_mask(given.mask, q, keys, xp=xp)

@@ -1,0 +1,312 @@
+"""JAX: keys and values go round a mesh axis, in one loop that every device compiles once.
+
+Which pairs of two shares see each other depends on which devices they are on, and that is known only when the program
+runs. But there are few kinds of them: every kind is a branch of a ``switch``, with lengths and patterns of its own, and
+the rows of the tables that it meets are looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.pairs import Pairs, Run
+from relskew_core._positions.span import Span
+from relskew_core.backends._jax.manual import axes_of, varying
+from relskew_core.distributed._layout import Layout, needed, runs
+
+Arrays = dict[str, Any]
+QUERIES = ("q", "rel_q")
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What a run of queries and a run of keys are to each other, for every pair of devices."""
+
+    kinds: Sequence[Pairs | None]  # alike but for the position that the tables begin at
+    which: Sequence[Sequence[int]]  # of the device of the queries and that of the keys
+    zero: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, queries: Sequence[Run], keys: Sequence[Run], bounds: tuple[int, int | None, int | None]) -> Kinds:
+        """Sort the pairs of devices by kind."""
+        kinds: dict[Pairs | None, int] = {}
+        found = [[Pairs.of(a, b, *bounds) for b in keys] for a in queries]
+        alike = [[None if pairs is None else replace(pairs, zero=0) for pairs in row] for row in found]
+        which = [[kinds.setdefault(pairs, len(kinds)) for pairs in row] for row in alike]
+        zero = [[0 if pairs is None else pairs.zero for pairs in row] for row in found]
+        return cls(list(kinds), which, zero)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One call of a split sequence."""
+
+    options: Arguments  # whose arrays are not those of the call
+    span: Span
+    axis: str
+    size: int
+    distances: Sequence[int]  # at which somebody sees something
+    queries: Sequence[Sequence[Run]]
+    keys: Sequence[Sequence[Run]]
+    kinds: Sequence[Sequence[Kinds]]  # of a run of queries and a run of keys
+
+    @classmethod
+    def of(cls, given: Arguments, options: Options, size: int, axis: str, layout: Layout) -> Ring:
+        """Plan a call."""
+        pattern = options.visibility
+        bounds = (pattern.offset, pattern.left, pattern.right)
+        queries, keys = ([runs(layout, size, index, x.shape[-2]) for index in range(size)] for x in (given.q, given.k))
+        kinds = [
+            [Kinds.of([row[a] for row in queries], [row[b] for row in keys], bounds) for b in range(len(keys[0]))]
+            for a in range(len(queries[0]))
+        ]
+        nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
+        plain = replace(given, **nothing, segments=None)
+        return cls(plain, options.span, axis, size, needed(queries, keys, *bounds), queries, keys, kinds)
+
+    def attend(self, given: Arguments) -> tuple[Any, Any]:
+        """Return the output and the log-sum-exp, in the dtype of the accumulation."""
+        arrays = {name: x for name, x in given.arrays().items() if x is not None}
+        if given.segments is not None:
+            pair = given.segments if isinstance(given.segments, tuple) else (given.segments, given.segments)
+            arrays |= dict(zip(("q_segments", "k_segments"), pair, strict=True))
+        axes = axes_of(arrays) | {self.axis}
+
+        @jax.custom_vjp
+        def function(arrays: Arrays) -> tuple[Any, Any]:
+            return self._forward(arrays, axes)
+
+        def forward(arrays: Arrays) -> tuple[Any, Any]:
+            out, lse = self._forward(arrays, axes)
+            return (out, lse), (arrays, out, lse)
+
+        def backward(kept: Any, cotangents: Any) -> tuple[Arrays]:
+            return (self._backward(*kept, *cotangents, axes=axes),)
+
+        function.defvjp(forward, backward)
+        # Here, so that the sums of the tables' gradients over the devices are JAX's affair.
+        found: tuple[Any, Any] = function(varying(arrays, axes))
+        return found
+
+    def _forward(self, x: Arrays, axes: frozenset[str]) -> tuple[Any, Any]:
+        wide = jnp.promote_types(x["q"].dtype, jnp.float32)
+
+        def nothing(run: Run) -> tuple[Any, Any]:
+            shape = (*x["q"].shape[:-2], run.count)
+            return jnp.zeros((*shape, x["v"].shape[-1]), wide), jnp.full(shape, -jnp.inf, wide)
+
+        def meet(sums: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
+            def one(call: OnePart, sums: Any) -> Any:
+                more, more_lse = call.attend(x, held)
+                out, lse = sums
+                return merge_attention([out, more], [lse, more_lse])
+
+            return [
+                reduce(lambda sums, b, a=a: self._switch(a, b, source, distances, one, sums), range(len(row)), sums[a])  # type: ignore[misc]
+                for a, row in enumerate(self.kinds)
+            ]
+
+        sums = varying([nothing(run) for run in self.queries[0]], axes)
+        _, sums = self._round(_held(x), sums, meet)
+        return jnp.concatenate([out for out, _ in sums], -2), jnp.concatenate([lse for _, lse in sums], -1)
+
+    def _backward(self, x: Arrays, out: Any, lse: Any, d_out: Any, d_lse: Any, *, axes: frozenset[str]) -> Arrays:
+        wide = lse.dtype
+        named = [name for name in x if name in DIFFERENTIABLE and jnp.issubdtype(x[name].dtype, jnp.floating)]
+        sums = varying({name: jnp.zeros(x[name].shape, wide) for name in named if name not in "kv"}, axes)
+        travelling = varying({name: jnp.zeros(x[name].shape, wide) for name in "kv"}, axes)
+        results = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
+
+        def meet(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
+            def one(call: OnePart, state: Any) -> Any:
+                return call.pull_back(x, held, results, *state)
+
+            for a, row in enumerate(self.kinds):
+                for b in range(len(row)):
+                    state = self._switch(a, b, source, distances, one, state)
+            return state
+
+        # The gradients of keys and values travel with them, and home at the end; a device's own stay.
+        rank = lax.axis_index(self.axis)
+        own = travelling
+        if 0 in self.distances:
+            own, sums = meet((travelling, sums), _held(x), rank, [0])
+        others = [distance for distance in self.distances if distance]
+        if others:
+            state, sums, last = self._others(_held(x), travelling, sums, meet, others)
+            home = self._sent(state, self.size - last)
+            own = jax.tree.map(jnp.add, own, home)
+        sums |= own
+        return {name: sums[name].astype(x[name].dtype) if name in sums else None for name in x}
+
+    def _round(self, held: Arrays, sums: Any, meet: Callable[..., Any]) -> tuple[Any, Any]:
+        """Meet what every device holds, this one's first."""
+        if 0 in self.distances:
+            sums = meet(sums, held, lax.axis_index(self.axis), [0])
+        others = [distance for distance in self.distances if distance]
+        if others:
+            _, sums, _ = self._others(held, {}, sums, lambda state, *rest: ({}, meet(state[1], *rest)), others)
+        return held, sums
+
+    def _others(
+        self, held: Arrays, travelling: Arrays, sums: Any, meet: Callable[..., Any], distances: Sequence[int]
+    ) -> tuple[Arrays, Any, int]:
+        """Meet what comes from other devices; return what travelled with it, the sums, and how far it has come."""
+        rank = lax.axis_index(self.axis)
+
+        def turn(carry: Any, distance: Any, hops: int, possible: Sequence[int]) -> Any:
+            held, travelling, sums = carry
+            held, travelling = self._sent((held, travelling), hops)
+            travelling, sums = meet((travelling, sums), held, (rank - distance) % self.size, possible)
+            return held, travelling, sums
+
+        carry, at = (held, travelling, sums), 0
+        if len(distances) <= FEW:
+            for distance in distances:
+                carry, at = turn(carry, distance, distance - at, [distance]), distance
+        else:
+            at, every = distances[-1], range(1, distances[-1] + 1)
+            carry, _ = lax.scan(
+                lambda carry, distance: (turn(carry, distance, 1, every), None), carry, jnp.asarray(every)
+            )
+        return carry[1], carry[2], at
+
+    def _sent(self, tree: Any, hops: int) -> Any:
+        """Send arrays so many devices on."""
+        if hops % self.size == 0:
+            return tree
+        there = [(index, (index + hops) % self.size) for index in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, there), tree)
+
+    def _switch(
+        self, a: int, b: int, source: Any, distances: Sequence[int], one: Callable[[OnePart, Any], Any], sums: Any
+    ) -> Any:
+        """Take the branch of the kind that two runs are here and now; nothing is done where they see nothing."""
+        kinds, rank = self.kinds[a][b], lax.axis_index(self.axis)
+        possible = sorted({kinds.which[r][(r - d) % self.size] for r in range(self.size) for d in distances})
+        zero = jnp.asarray(kinds.zero)[rank, source]
+        start = jnp.asarray([row[b].start for row in self.keys])[source]
+
+        def branch(kind: int) -> Callable[[Any], Any]:
+            pairs = kinds.kinds[kind]
+            if pairs is None:
+                return lambda sums: sums
+            call = OnePart(self, pairs, self.queries[0][a], self.keys[0][b], zero, start)
+            return lambda sums: one(call, sums)
+
+        branches = [branch(kind) for kind in possible]
+        if len(branches) == 1:
+            return branches[0](sums)
+        place = [possible.index(kind) if kind in possible else 0 for kind in range(len(kinds.kinds))]
+        return lax.switch(jnp.asarray(place)[jnp.asarray(kinds.which)[rank, source]], branches, sums)
+
+
+FEW = 2
+"""Rounds that are not worth a loop, which would pass through those in between."""
+
+
+def _held(x: Arrays) -> Arrays:
+    return {name: x[name] for name in ("k", "v", "k_segments") if name in x}
+
+
+@dataclass(frozen=True, slots=True)
+class OnePart:
+    """A run of queries against a run of keys: a call of its own, but for where the tables begin."""
+
+    ring: Ring
+    pairs: Pairs
+    queries: Run  # where they lie
+    keys: Run
+    zero: Any  # what relative position of the whole the call's zero is
+    start: Any  # the position of the first key
+
+    def _call(self, x: Arrays, held: Arrays) -> tuple[Arguments, Part]:
+        queries, keys, pairs = self.queries.here, self.keys.here, self.pairs
+        arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
+        arrays |= {name: held[name][..., keys, :] for name in "kv"}
+        arrays |= {name: x[name][..., queries, :] for name in QUERIES if name in x}
+        arrays |= {name: self._rows(name, x[name]) for name in TABLES if name in x}
+        if "mask" in x:
+            arrays["mask"] = self._of_mask(x["mask"])
+        segments = None
+        if "q_segments" in x:
+            segments = x["q_segments"][..., queries], held["k_segments"][..., keys]
+        tables = any(name in x for name in TABLES)
+        given = replace(
+            self.ring.options,
+            **arrays,
+            span=Span(-pairs.low, pairs.high) if tables else None,
+            causal=pairs.causal,
+            window=pairs.window,
+            offset=pairs.offset,
+            segments=segments,
+        )
+        return given, Part(of_more=True)
+
+    def attend(self, x: Arrays, held: Arrays) -> tuple[Any, Any]:
+        """Return output and log-sum-exp."""
+        given, part = self._call(x, held)
+        out, lse = attend(problem(given, return_lse=True, part=part), given.impl)
+        return out, lse
+
+    def pull_back(
+        self, x: Arrays, held: Arrays, results: Arrays, travelling: Arrays, sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Add this part's gradients to those of the keys and values, and to all others."""
+        given, part = self._call(x, held)
+        rows, dtype = self.queries.here, given.q.dtype
+        cotangents = {name: results[name][..., rows, :].astype(dtype) for name in ("d_out", "out")}
+        cotangents |= {name: results[name][..., rows] for name in ("lse", "d_lse")}
+        arguments = {field.name: getattr(given, field.name) for field in fields(given)}
+        found = pull_back(Backward(**cotangents, **arguments), part)
+        travelling = {
+            name: total.at[..., self.keys.here, :].add(getattr(found, name)) for name, total in travelling.items()
+        }
+        return travelling, {name: self._added(name, total, getattr(found, name)) for name, total in sums.items()}
+
+    def _added(self, name: str, total: Any, gradient: Any) -> Any:
+        if name in QUERIES:
+            return total.at[..., self.queries.here, :].add(gradient)
+        if name == "mask":
+            rows = slice(None) if total.ndim < 2 or total.shape[-2] == 1 else self.queries.here
+            columns = slice(None) if total.shape[-1] == 1 else self._columns()
+            if total.ndim < 2:
+                return total.at[columns].add(gradient.reshape(total[columns].shape))
+            return total.at[..., rows, :].set(total[..., rows, :].at[..., columns].add(gradient))
+        bias = KINDS[name] is Kind.BIAS
+        rows, inside = self._places()
+        if self.ring.span.beyond == "zero":
+            gradient = jnp.where(inside if bias else inside[:, None], gradient, 0)
+        return total.at[..., rows].add(gradient) if bias else total.at[..., rows, :].add(gradient)
+
+    def _places(self) -> tuple[Any, Any]:
+        """Return the table's row of every relative position, and which of them it has."""
+        pairs, span = self.pairs, self.ring.span
+        rows = self.zero + span.left + pairs.step * jnp.arange(pairs.low, pairs.high + 1)
+        return jnp.clip(rows, 0, span.rows - 1), (rows >= 0) & (rows < span.rows)
+
+    def _rows(self, name: str, table: Any) -> Any:
+        bias = KINDS[name] is Kind.BIAS
+        rows, inside = self._places()
+        found = jnp.take(table, rows, axis=-1 if bias else -2)
+        if self.ring.span.beyond == "zero":
+            found = jnp.where(inside if bias else inside[:, None], found, 0)
+        return found
+
+    def _columns(self) -> Any:
+        return self.start + self.pairs.step * jnp.arange(self.keys.count)
+
+    def _of_mask(self, mask: Any) -> Any:
+        if mask.ndim > 1 and mask.shape[-2] > 1:
+            mask = mask[..., self.queries.here, :]
+        return mask if mask.shape[-1] == 1 else jnp.take(mask, self._columns(), axis=-1)

@@ -1,0 +1,8 @@
+"""Attention over a sequence that is split over processes of ``torch.distributed``. Imported by its own name."""
+
+from relskew_core.distributed.torch._attention import context_parallel_attention
+from relskew_core.distributed.torch._sequence import shard_sequence, unshard_sequence
+from relskew_core.distributed.torch._sharding import register_sharding
+from relskew_core.distributed.torch._style import ContextParallel
+
+__all__ = ["ContextParallel", "context_parallel_attention", "register_sharding", "shard_sequence", "unshard_sequence"]

@@ -1,0 +1,215 @@
+"""``context_parallel_attention``: relative attention of a sequence that is split over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from math import prod
+from typing import Any, Literal, get_args
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._array.checks import check_bool, check_choice, describe, is_array
+from relskew_core._functions.attention import attend
+from relskew_core._kernel.by_head import HeadScales, with_sinks
+from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Part, takes
+from relskew_core._kernel.problem import Problem, problem
+from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
+from relskew_core.distributed.torch._agreement import agreed
+from relskew_core.distributed.torch._heads import HEADS, of_heads, to_positions
+from relskew_core.distributed.torch._parts import PartsAttention, Plan
+from relskew_core.distributed.torch._ranks import Ranks, groups
+from relskew_core.distributed.torch._rounds import Gathered, Ring
+
+Method = Literal["ring", "gather", "heads"]
+METHODS = get_args(Method)
+
+
+@dataclass(eq=False)
+class _Parallel(Arguments):
+    _: KW_ONLY
+    group: Any
+    method: Method = "ring"
+    layout: Layout = "contiguous"
+    return_lse: bool = False
+    check: bool = True
+
+
+@takes(_Parallel)
+def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend as :func:`relskew_core.relative_attention` does, to a sequence that is split over processes.
+
+    Every rank has its share of the positions of ``q``, ``k`` and ``v`` (:func:`shard_sequence`) and gets its share of
+    the output. Tables are whole on every rank, and every rank's gradient of them is its share: sum them over the group,
+    as those of all other parameters of a model that is trained on split sequences.
+
+    Parameters
+    ----------
+    q, k, v, rel_q : Tensor, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
+        This rank's share, of one length on all ranks.
+    rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
+        As in :func:`relskew_core.relative_attention`, the same on all ranks.
+    causal, window, offset
+        As there, of the whole sequence; ``offset`` is an int.
+    mask : Tensor, optional
+        For this rank's queries and all keys of the whole, in their order there: broadcasts to ``(..., H, Lq, P · Lk)``.
+    segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
+        Of this rank's share. A pair hides padding, whose keys have a number that no query has.
+    block_size, blocks_before
+        Local attention: only with ``method="heads"``.
+    dropout, seed
+        The same seed on all ranks; what it drops is what it drops of the whole on one device.
+    positions
+        Refused: positions follow from ``layout`` and ``offset``.
+    group : ProcessGroup or DeviceMesh
+        The ranks that share the sequence. A mesh of two axes, (ring, heads), exchanges heads along the second, the
+        nearer ranks, and sends keys around the first.
+    method : {"ring", "gather", "heads"}, default "ring"
+        ``"ring"``: keys and values go round, in the memory of two shares; ``"gather"``: every rank has all of them;
+        ``"heads"``: ranks exchange positions for heads, of which there must be a multiple of the ranks.
+    layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
+        As in :func:`shard_sequence`. The last two make causal attention cost every rank the same.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits.
+    check : bool, default True
+        Compare what all ranks were given before anything else is sent, so that an error on one is one on all. Costs
+        a message of 16 bytes and, on devices, a wait for it.
+
+    Returns
+    -------
+    out : Tensor, shape (..., H, Lq, Dv)
+        This rank's share. Parts are merged in float32 where the arrays are of half precision.
+    lse : Tensor, shape (..., H, Lq)
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, if an argument does not fit on one of them or differs between them; the message names it.
+
+    Notes
+    -----
+    Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Jacobs et al. 2023,
+    "DeepSpeed Ulysses"; Brandon et al. 2023, "Striped Attention". Two shares are a Toeplitz problem at distance zero
+    with other rows of the tables. A ring sends ``2 (P - 1)`` shares of keys forward and ``4 (P - 1)`` backward,
+    gathering ``2 (P - 1)`` each, heads ``4 (P - 1) / P`` each (with as many key heads as heads); with a window fewer.
+
+    Examples
+    --------
+    One process here; the call is the same for many:
+
+    >>> import torch
+    >>> from relskew_core import Span, relative_attention
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> q, k, v, table = torch.randn(3, 2, 8, 4), torch.randn(3, 2, 8, 4), torch.randn(3, 2, 8, 4), torch.randn(8, 4)
+    >>> out = context_parallel_attention(q, k, v, table, causal=True, group=torch.distributed.group.WORLD)
+    >>> torch.allclose(out, relative_attention(q, k, v, table, causal=True), atol=1e-5)
+    True
+    >>> torch.distributed.destroy_process_group()
+    """
+    found: Tensor | tuple[Tensor, Tensor] = _untraced(given)
+    return found
+
+
+def _attend(given: _Parallel) -> Any:
+    outer, inner = groups(given.group)
+    everyone = [Ranks.of(group) for group in (outer, inner) if group is not None]
+    if given.check:
+        inside = (
+            (lambda: _facts(given, everyone))
+            if inner is None
+            else lambda: agreed(lambda: _facts(given, everyone), given.q, everyone[1])
+        )
+        agreed(inside, given.q, everyone[0])
+    arguments = _plain(given).autocast()
+    sinks = arguments.sinks
+    scales = HeadScales.of(arguments, xp=xp)
+    arguments = replace(arguments if scales is None else scales.applied(arguments), sinks=None)
+    ring, layout, part = everyone[0], given.layout, Part()
+    heads = everyone[-1] if inner is not None or given.method == "heads" else None
+    within: Layout = "contiguous" if inner is not None else layout
+    if heads is not None:
+        count = arguments.q.shape[HEADS]
+        part = Part(head=heads.rank * count // heads.size, heads=count)
+        arguments = of_heads(replace(arguments, sinks=sinks), heads, within)
+        sinks, arguments = arguments.sinks, replace(arguments, sinks=None)
+    out: Any
+    lse: Any
+    if given.method == "heads":
+        wants_lse = given.return_lse or sinks is not None
+        out, lse = attend(problem(arguments, return_lse=wants_lse, part=part), arguments.impl)
+    else:
+        call = problem(replace(arguments, mask=None))
+        plan = _plan(arguments, call, ring, given, part)
+        pair = arguments.segments if isinstance(arguments.segments, tuple) else (arguments.segments,) * 2
+        seed = arguments.seed if is_array(arguments.seed) else None
+        arrays = [*arguments.arrays().values(), *pair, seed]
+        apply: Any = PartsAttention.apply
+        out, lse = apply(plan, *arrays)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks, xp=xp)
+    out = out.to(arguments.q.dtype)
+    if heads is not None:
+        out = to_positions(out, heads, within)
+        lse = to_positions(lse[..., None], heads, within)[..., 0] if given.return_lse else None
+    return (out, lse) if given.return_lse else out
+
+
+_untraced: Any = torch.compiler.disable(_attend, reason="what ranks send each other is not traced")
+
+
+def _plain(given: _Parallel) -> Arguments:
+    return Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
+
+
+def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, part: Part) -> Plan:
+    """Plan a call whose keys come in parts."""
+    pattern, layout = call.options.visibility, parallel.layout
+    queries, keys = (
+        [runs(layout, ranks.size, index, x.shape[-2]) for index in range(ranks.size)] for x in (given.q, given.k)
+    )
+    bounds = (pattern.offset, pattern.left, pattern.right)
+    rounds: Ring | Gathered
+    if parallel.method == "ring":
+        rounds = Ring(ranks, keys, needed(queries, keys, *bounds))
+    else:
+        rounds = Gathered.of(ranks, layout, given.k.shape[-2])
+    nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
+    options = replace(given, **nothing, segments=None)
+    return Plan(options, call.options.span, *bounds, queries[ranks.rank], rounds, part)
+
+
+def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
+    """Check this rank's call; return what has to be the same everywhere."""
+    method, layout = given.method, given.layout
+    check_choice("method", method, METHODS)
+    check_choice("layout", layout, LAYOUTS)
+    check_bool("return_lse", given.return_lse)
+    if len(everyone) > 1 and method == "heads":
+        raise ValueError("`method` must be 'ring' or 'gather' along a mesh of two axes, of which the second is heads'")
+    if not isinstance(given.q, Tensor):
+        raise TypeError(f"`q` must be a Tensor, got {describe(given.q)}")
+    if given.positions is not None:
+        raise ValueError("`positions` must be None: they follow from `layout` and `offset`")
+    if is_array(given.offset) or not isinstance(given.offset, int):
+        raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
+    if given.block_size is not None and method != "heads":
+        raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")
+    call = problem(replace(_plain(given), mask=None))
+    size = prod(ranks.size for ranks in everyone)
+    check_whole(_plain(given), call, size, layout, xp=xp, outer=everyone[0].size)
+    _check_heads(given, everyone[-1] if len(everyone) > 1 or method == "heads" else None)
+    facts = {field.name: getattr(given, field.name) for field in fields(given) if field.name != "group"}
+    return {name: describe(x) if is_array(x) or isinstance(x, tuple) else repr(x) for name, x in facts.items()}
+
+
+def _check_heads(given: _Parallel, ranks: Ranks | None) -> None:
+    if ranks is None:
+        return
+    heads, of_keys = (x.shape[HEADS] if x.ndim > 2 else 1 for x in (given.q, given.k))
+    if given.q.ndim < 3 or heads % ranks.size:
+        raise ValueError(f"`q` must have a multiple of {ranks.size} heads to exchange, got {describe(given.q)}")
+    if of_keys % ranks.size and ranks.size % of_keys:
+        raise ValueError(f"`k` must have heads that {ranks.size} ranks divide or share, got {describe(given.k)}")

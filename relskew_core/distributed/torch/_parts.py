@@ -1,0 +1,195 @@
+"""Attention of this rank's queries to keys that come in parts, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Part
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.pairs import Pairs, Rows, Run
+from relskew_core._positions.span import Span
+from relskew_core.distributed.torch._rounds import Gathered, Held, Ring
+
+LABELS = ("q_segments", "k_segments", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a call but its arrays."""
+
+    options: Arguments  # whose arrays are not those of the call
+    span: Span
+    offset: int
+    left: int | None
+    right: int | None
+    queries: Sequence[Run]  # of this rank
+    rounds: Ring | Gathered
+    part: Part  # which heads
+
+
+@dataclass(frozen=True, slots=True)
+class OnePart:
+    """A run of queries against a run of keys: a call of its own."""
+
+    given: Arguments
+    part: Part
+    queries: Run
+    keys: Run
+    rows: Rows
+
+    @classmethod
+    def of(cls, plan: Plan, x: dict[str, Any], held: Held, queries: Run, keys: Run) -> OnePart | None:
+        """Return the call, ``None`` if no query sees a key."""
+        pairs = Pairs.of(queries, keys, plan.offset, plan.left, plan.right)
+        if pairs is None:
+            return None
+        rows = pairs.rows(plan.span)
+        k, v, *labels = held
+        arrays: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
+        arrays |= {"k": k[..., keys.here, :], "v": v[..., keys.here, :]}
+        for name in DIFFERENTIABLE:
+            array = x[name]
+            if array is None or name in ("k", "v"):
+                continue
+            if name in TABLES:
+                columns = array[..., None] if KINDS[name] is Kind.BIAS else array
+                columns = rows.of_table(columns, plan.span.beyond, xp=xp)
+                arrays[name] = columns[..., 0] if KINDS[name] is Kind.BIAS else columns
+            else:
+                arrays[name] = array[of_mask(array, queries, keys)] if name == "mask" else array[..., queries.here, :]
+        segments = None
+        if labels:
+            segments = x["q_segments"][..., queries.here], labels[0][..., keys.here, 0]
+        given = replace(
+            plan.options,
+            **arrays,
+            span=rows.span if any(arrays[name] is not None for name in TABLES) else None,
+            causal=pairs.causal,
+            window=pairs.window,
+            offset=pairs.offset,
+            segments=segments,
+            seed=x["seed"] if x["seed"] is not None else plan.options.seed,
+        )
+        part = replace(plan.part, of_more=True, query=queries.start + plan.offset, key=keys.start, step=queries.step)
+        return cls(given, part, queries, keys, rows)
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp, in the dtype of the accumulation."""
+        out, lse = attend(problem(self.given, return_lse=True, part=self.part), self.given.impl)
+        assert lse is not None
+        return out, lse
+
+
+def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
+    """Return where a mask (…, Lq here, Lk of all) speaks of the pairs of two runs."""
+    columns = slice(None) if mask.shape[-1] == 1 else keys.positions
+    if mask.ndim < 2:
+        return (..., columns)
+    return (..., slice(None) if mask.shape[-2] == 1 else queries.here, columns)
+
+
+class PartsAttention(torch.autograd.Function):
+    """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and meets the keys again for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
+        q, v = arrays[0], x["v"]
+        assert q is not None
+        assert v is not None
+        wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+
+        def meet(keys: Sequence[Run], held: Held) -> None:
+            for run in plan.queries:
+                for other in keys:
+                    call = OnePart.of(plan, x, held, run, other)
+                    if call is not None:
+                        rows, row = (..., run.here, slice(None)), (..., run.here)
+                        more, more_lse = call.attend()
+                        out[rows], lse[row] = merge_attention([out[rows], more], [lse[row], more_lse])
+
+        with without_autocast(q):
+            held = plan.rounds.forward(_held(x), meet)
+        ctx.save_for_backward(*arrays, *held, out, lse)
+        ctx.plan, ctx.count = plan, len(arrays)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        d_out, d_lse = grad_outputs
+        plan, saved = ctx.plan, ctx.saved_tensors  # read once: what a checkpoint gave is gone then
+        arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
+        x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
+        q = x["q"]
+        wanted = {name for name, asked in zip(DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=False) if asked}
+        sums = {name: torch.zeros_like(x[name], dtype=lse.dtype) for name in wanted - {"k", "v"}}
+
+        def meet(keys: Sequence[Run], given: Held) -> Held:
+            d_k, d_v = (torch.zeros_like(part, dtype=lse.dtype) for part in given[:2])
+            for run in plan.queries:
+                for other in keys:
+                    call = OnePart.of(plan, x, given, run, other)
+                    if call is None:
+                        continue
+                    rows, row = (..., run.here, slice(None)), (..., run.here)
+                    cotangents = {"d_out": d_out[rows].to(q.dtype), "out": out[rows].to(q.dtype)}
+                    cotangents |= {"lse": lse[row], "d_lse": d_lse[row]}
+                    arguments = {field.name: getattr(call.given, field.name) for field in fields(call.given)}
+                    found = pull_back(Backward(**cotangents, **arguments), call.part)
+                    d_k[..., other.here, :] += found.k
+                    d_v[..., other.here, :] += found.v
+                    for name, total in sums.items():
+                        _add(total, name, getattr(found, name), call, x)
+            return [d_k, d_v]
+
+        with without_autocast(q):
+            d_held = plan.rounds.backward(held, _like(x, lse.dtype), meet)
+        sums |= dict(zip("kv", d_held, strict=True))
+        gradients = [sums[name].to(x[name].dtype) if name in wanted else None for name in DIFFERENTIABLE]
+        return (None, *gradients, *(None for _ in LABELS))
+
+
+def _held(x: dict[str, Any]) -> Held:
+    return [x["k"], x["v"], *([] if x["k_segments"] is None else [x["k_segments"][..., None]])]
+
+
+def _like(x: dict[str, Any], dtype: torch.dtype) -> Held:
+    return [x[name].to(dtype) for name in "kv"]
+
+
+def _add(total: Tensor, name: str, gradient: Tensor, call: OnePart, x: dict[str, Any]) -> None:
+    """Add a part's gradient to the whole's."""
+    if name in TABLES:
+        bias = KINDS[name] is Kind.BIAS
+        _add_rows(total[..., None] if bias else total, gradient[..., None] if bias else gradient, call.rows)
+    elif name == "mask":
+        total[of_mask(x["mask"], call.queries, call.keys)] += gradient
+    else:
+        total[..., call.queries.here, :] += gradient
+
+
+def _add_rows(total: Tensor, gradient: Tensor, rows: Rows) -> None:
+    """Add the gradient of the rows of a part of a table; what stands for an edge is the edge's."""
+    edges = rows.span.beyond == "clip"
+    if edges and rows.before:
+        total[..., 0, :] += gradient[..., : rows.before, :].sum(-2)
+    if rows.count:
+        total[..., rows.here, :] += gradient[..., rows.before : rows.before + rows.count, :]
+    if edges and rows.after:
+        total[..., -1, :] += gradient[..., -rows.after :, :].sum(-2)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Leave autocast, which has been applied to the arrays before."""
+    context: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
+    return context

@@ -1,0 +1,83 @@
+"""The processes that share a sequence, and what they send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from relskew_core._array.checks import describe
+
+distributed: Any = torch.distributed  # whose functions have no types
+
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # before torch 2.13
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes of a group, and which of them this one is."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Any) -> Ranks:
+        """Return the ranks of a ``ProcessGroup``."""
+        return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return what every rank has, (P, *shape)."""
+        found = x.new_empty((self.size, *x.shape))
+        _all_gather(found, x.contiguous()[None], group=self.group)
+        return found
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        """Give every rank its own of ``x`` (P, …), and return what every rank had for this one, (P, …)."""
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        distributed.all_to_all_single(found, x.contiguous(), group=self.group)
+        return found
+
+    def send_round(self, tensors: Sequence[Tensor], hops: int) -> OnTheWay:
+        """Start to send tensors so many ranks on, and to receive those that come from as many ranks back."""
+        given = [x.contiguous() for x in tensors]
+        found = [torch.empty_like(x) for x in given]
+        there, back = (
+            distributed.get_global_rank(self.group, (self.rank + step) % self.size) for step in (hops, -hops)
+        )
+        sent = [distributed.P2POp(distributed.isend, x, there, self.group) for x in given]
+        received = [distributed.P2POp(distributed.irecv, x, back, self.group) for x in found]
+        works = distributed.batch_isend_irecv([*sent, *received]) if given else []
+        return OnTheWay(works, found, given)
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheWay:
+    """Tensors that are being sent."""
+
+    works: list[Any]
+    found: list[Tensor]
+    given: list[Tensor]  # which must live as long as they are sent
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for them."""
+        for work in self.works:
+            work.wait()
+        return self.found
+
+
+def groups(group: Any) -> tuple[Any, Any]:
+    """Return the group that shares a sequence, and the one inside it that exchanges heads: of a mesh of two axes."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim == 1:
+            return group.get_group(), None
+        if group.ndim == 2:
+            return group.get_group(0), group.get_group(1)
+        raise ValueError(f"`group` must have one axis, or two (ring, heads), got a mesh of {group.ndim}")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(f"`group` must be a ProcessGroup or a DeviceMesh, got {describe(group)}")
+    return group, None

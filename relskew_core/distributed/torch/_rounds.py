@@ -1,0 +1,104 @@
+"""How keys and values come to the queries: around a ring, a part at a time, or all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relskew_core._positions.pairs import Run
+from relskew_core.distributed._layout import Layout, runs
+from relskew_core.distributed.torch._ranks import Ranks
+from relskew_core.distributed.torch._sequence import joined, taken_apart
+
+Held = Sequence[Tensor]
+"""What travels: keys and values, and the keys' labels where there are some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Every rank passes what it holds on, and meets what it is passed (Liu et al. 2023, "Ring Attention").
+
+    Only rounds in which some rank sees something take place: what a window hides is never sent.
+    """
+
+    ranks: Ranks
+    keys: Sequence[Sequence[Run]]  # of each rank
+    distances: Sequence[int]  # how far around what is met has come, in each round
+
+    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+        """Meet what every rank holds, while the next is on its way; return what the backward pass wants back."""
+        own, at = held, 0
+        for index, distance in enumerate(self.distances):
+            if distance > at:  # the first round is not this rank's own
+                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+            coming = None
+            if index + 1 < len(self.distances):
+                coming, at = self.ranks.send_round(held, self.distances[index + 1] - at), self.distances[index + 1]
+            meet(self._keys(distance), held)
+            held = held if coming is None else coming.arrived()
+        return own
+
+    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+        """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
+
+        Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
+        """
+        own: Held | None = None
+        travelling: Held | None = None
+        at = 0
+        for index, distance in enumerate(self.distances):
+            if distance > at:
+                held, at = self.ranks.send_round(held, distance - at).arrived(), distance
+            coming, ahead = None, self.ranks.size
+            if index + 1 < len(self.distances):
+                ahead = self.distances[index + 1]
+                coming, at = self.ranks.send_round(held, ahead - distance), ahead
+            found = meet(self._keys(distance), held)
+            if distance == 0:
+                own = found
+            else:
+                found = found if travelling is None else _sum(found, travelling)
+                travelling = self.ranks.send_round(found, ahead - distance).arrived()
+            held = held if coming is None else coming.arrived()
+        if own is None or travelling is None:
+            return own or travelling or [torch.zeros_like(x) for x in like]
+        return _sum(own, travelling)
+
+    def _keys(self, distance: int) -> Sequence[Run]:
+        return self.keys[(self.ranks.rank - distance) % self.ranks.size]
+
+
+def _sum(some: Held, others: Held) -> Held:
+    return [one + other for one, other in zip(some, others, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Every rank has all keys and values: more memory than a ring takes, and fewer, larger messages."""
+
+    ranks: Ranks
+    keys: Sequence[Run]  # of all, in the order of `layout`
+    layout: Layout
+
+    @classmethod
+    def of(cls, ranks: Ranks, layout: Layout, count: int) -> Gathered:
+        """Lay the parts out in their order in the whole; stripes side by side, each a run."""
+        if layout != "striped":
+            return cls(ranks, [Run(0, 1, ranks.size * count)], layout)
+        stripes = [run for index in range(ranks.size) for run in runs("striped", ranks.size, index, count)]
+        side_by_side = [Run(run.start, run.step, count, index * count) for index, run in enumerate(stripes)]
+        return cls(ranks, side_by_side, "contiguous")
+
+    def forward(self, held: Held, meet: Callable[[Sequence[Run], Held], None]) -> Held:
+        """Meet everything at once; return it."""
+        held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
+        meet(self.keys, held)
+        return held
+
+    def backward(self, held: Held, like: Held, meet: Callable[[Sequence[Run], Held], Held]) -> Held:
+        """Return the gradients of what was held here before."""
+        size, found = self.ranks.size, meet(self.keys, held)
+        return [self.ranks.exchanged(taken_apart(x, size, -2, self.layout)).sum(0) for x in found]

@@ -1,0 +1,111 @@
+"""The part of a plan for ``parallelize_module`` that lets a module attend to a split sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from relskew_core._array.checks import check_bool, check_choice, describe
+from relskew_core.distributed._layout import LAYOUTS, Layout
+from relskew_core.distributed.torch._attention import METHODS, Method, context_parallel_attention
+from relskew_core.distributed.torch._ranks import distributed, groups
+from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._masks import check_padding
+
+
+class ContextParallel(ParallelStyle):
+    """Lets our attention modules attend to a sequence of which every process has a share.
+
+    The module is called as before, with this rank's share of the positions (:func:`shard_sequence`), and returns its
+    share. Everything else of a model works position by position and needs nothing. Gradients of parameters are every
+    rank's share of a sum, as in data parallelism: ``DistributedDataParallel`` or ``fully_shard`` over the same ranks
+    adds them up, or an ``all_reduce``.
+
+    Parameters
+    ----------
+    method : {"ring", "gather", "heads"}, default "ring"
+        As in :func:`context_parallel_attention`.
+    layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
+        How the sequence was split.
+    check : bool, default True
+        As in :func:`context_parallel_attention`.
+
+    Notes
+    -----
+    A ``mask`` speaks of this rank's queries and of all keys; a ``key_padding_mask`` and ``segments`` of this rank's
+    share. A ``past`` is refused.
+
+    Examples
+    --------
+    One process here; the plan is the same for many:
+
+    >>> import torch
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> model = torch.nn.Sequential(RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True)))
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    >>> parallelize_module(model, mesh, {"0": ContextParallel(layout="zigzag")})(torch.randn(2, 8, 16)).shape
+    torch.Size([2, 8, 16])
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(self, *, method: Method = "ring", layout: Layout = "contiguous", check: bool = True) -> None:
+        super().__init__()
+        check_choice("method", method, METHODS)
+        check_choice("layout", layout, LAYOUTS)
+        self.how: dict[str, Any] = {"method": method, "layout": layout, "check": check_bool("check", check)}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, TableAttention):
+            raise TypeError(f"`ContextParallel` is for relskew_core.layers.torch's modules, got {describe(module)}")
+        module.attend = partial(_attend, module, device_mesh, self.how)  # type: ignore[method-assign]
+        return module
+
+
+def _attend(
+    module: TableAttention,
+    group: DeviceMesh,
+    how: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    segments: Any = None,
+    **options: Any,
+) -> Any:
+    """Attend as a module does, to keys that other processes have a share of."""
+    if "unfilled" in options or (k.shape[-2] != q.shape[-2] and not module.spec.cross):
+        raise ValueError(
+            "`past` must be None where a sequence is split over processes, each of which has a share of it"
+        )
+    if key_padding_mask is not None:
+        segments = _without_padding(check_padding(key_padding_mask, k), segments, q)
+    if module.training and module.dropout:
+        options |= {"dropout": module.dropout, "seed": _seed_of_all(group, q)}
+    options |= {**module.tables_of(q), "impl": module.impl, "chunk_size": module.chunk_size}
+    return context_parallel_attention(q, k, v, segments=segments, group=group, **how, **options)
+
+
+def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
+    """Draw a seed, the same on all ranks."""
+    seed = torch.randint(2**31, (), device=q.device)
+    for ranks in reversed(groups(group)):
+        if ranks is not None:
+            distributed.broadcast(seed, group_src=0, group=ranks)
+    return seed
+
+
+def _without_padding(padding: Tensor, segments: Any, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return segments of queries and keys with padding in one that no query has: it travels with the keys."""
+    if segments is None:
+        segments = torch.zeros(q.shape[-2], dtype=torch.int64, device=q.device), torch.zeros_like(padding[..., :1])
+    of_queries, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
+    return of_queries.long(), torch.where(padding, torch.iinfo(torch.int64).min, of_keys.long())

@@ -1,0 +1,43 @@
+"""Past a table, the error of the runtime says which table ends and how far it reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.export import to_onnx
+
+CAUSAL = BlockSpec(8, 2, Span.causal(6), causal=True)
+CASES: dict[str, tuple[BlockSpec, dict[str, Any], str]] = {
+    "ort": (CAUSAL, {}, "skew/rows/rel_k_reaches_5_back"),
+    "portable": (CAUSAL, {"profile": "portable"}, "skew/rows/rel_k_reaches_5_back"),
+    "max_length": (CAUSAL, {"max_length": 4}, "skew/rows/rel_k_reaches_3_back"),
+    "chunks": (CAUSAL, {"chunk_size": 2}, "guard/keys_both/rel_k_reaches_5_back"),
+    "full": (BlockSpec(8, 2, Span.full(6)), {}, "skew/rows/rel_k_reaches_5_back_and_5_ahead"),
+    "ahead alone": (BlockSpec(8, 2, Span(2, 5), window=(2, None)), {}, "skew/rows/rel_k_reaches_5_ahead"),
+    "a bias": (BlockSpec(8, 2, Span.full(6), rel_keys=False, rel_bias=True), {}, "rel_bias_reaches_5_back_and_5_ahead"),
+    "values": (BlockSpec(8, 2, Span.full(6), rel_keys=False, rel_values=True), {}, "rel_v_reaches_5_back_and_5_ahead"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_node_that_fails_names_the_table(name: str) -> None:
+    spec, options, told = CASES[name]
+    model = to_onnx(spec, init_weights(spec, seed=0), **options)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    x = np.ones((1, 7, 8), np.float32)
+    assert session.run(None, {"x": x[:, : options.get("max_length", 6)]})[0].size
+    with pytest.raises(Exception, match=f"{told}'"):
+        session.run(None, {"x": x})
+
+
+def test_what_has_no_end_says_nothing_of_it() -> None:
+    for spec in (BlockSpec(8, 2, Span.clipped(3)), BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, None))):
+        model = to_onnx(spec, init_weights(spec, seed=0))
+        assert not any("reaches" in node.name for node in model.graph.node)

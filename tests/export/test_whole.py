@@ -1,0 +1,506 @@
+"""Whole models of torch: exported in one call, checked against torch, decoded without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from relskew_core import BlockSpec, Span, init_weights, relative_attention
+from relskew_core.export import decoder_to_onnx, generate, save, to_onnx, torch_to_onnx
+from relskew_core.export._whole import compare, convert, genai
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+VOCABULARY = 30
+REACH = 20
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attention = RelativeMultiheadAttention(BlockSpec(16, 4, causal=True, num_kv_heads=2, **options))
+        self.feed = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, past: Any) -> tuple[Tensor, Any]:
+        y, past = self.attention(self.norm(x), past=past)
+        return torch.sin(self.feed(x + y)), past
+
+
+class Decoder(nn.Module):
+    """A table by head, and one for all heads that clips; queries in groups, one layer with a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(
+            [Layer(span=Span.causal(REACH)), Layer(span=Span(3, 0, "clip"), shared_table=True, window=(6, None))]
+        )
+        self.head = nn.Linear(16, VOCABULARY)
+        for x in self.parameters():  # so that everything counts
+            nn.init.normal_(x, std=0.5, generator=torch.Generator().manual_seed(x.numel()))
+
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
+        x, present = self.embedding(tokens), []
+        for layer, cache in zip(self.layers, past, strict=True):
+            x, cache = layer(x, cache)
+            present.append(cache)
+        return self.head(x), present
+
+
+def greedy(model: nn.Module, caches: Callable[[int], Any], prompt: Any, n: int) -> Tensor:
+    """Return the tokens that torch takes, without using a cache for more than one call."""
+    tokens = torch.tensor(prompt)
+    start = tokens.shape[1]
+    with torch.no_grad():
+        for _ in range(n):
+            logits, _ = model(tokens, caches(len(tokens)))
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokens[:, start:]
+
+
+def caches_of(model: Decoder) -> Callable[[int], list[Any]]:
+    layers: list[Any] = list(model.layers)
+    return lambda batch: [layer.attention.empty_cache(batch) for layer in layers]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
+    model = Decoder().train()
+    path = decoder_to_onnx(model, tmp_path_factory.mktemp("made") / "decoder.onnx", genai={"eos_token_id": 29})
+    assert all(module.training for module in model.modules())
+    return model.eval(), path
+
+
+def shapes(values: Any) -> dict[str, list[Any]]:
+    return {
+        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim] for value in values
+    }
+
+
+def test_names_and_lengths(made: tuple[Decoder, Path]) -> None:
+    graph = onnx.load(made[1]).graph
+    kinds = [f"{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
+    assert shapes(graph.input) == {
+        "input_ids": ["batch", "length"],
+        **{f"past_key_values.{kind}": ["batch", 2, "past_length", 4] for kind in kinds},
+    }
+    assert shapes(graph.output) == {
+        "logits": ["batch", "length", VOCABULARY],
+        **{f"present.{kind}": ["batch", 2, "total_length", 4] for kind in kinds},
+    }
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+    for name in (
+        "layers.0.attention.q_proj/MatMul",
+        "layers.1.attention/Attention",
+        "layers.1.norm/LayerNormalization",
+    ):
+        assert name in names
+    assert not any(part in name for name in names for part in ("relskew", "model.", "node_"))
+    stored = {tensor.name for tensor in graph.initializer}
+    assert {"embedding.weight", "layers.0.norm.weight", "head/MatMul/constant"} <= stored
+    assert not any(name.startswith("val_") for name in stored)
+
+
+def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> None:
+    model = onnx.load(made[1])
+    assert {entry.key: entry.value for entry in model.metadata_props}.keys() == {
+        "relskew.version",
+        "relskew.decoder",
+        "relskew.reach",
+    }
+    assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
+
+
+def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
+    model, path = made
+    prompt = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
+    want = greedy(model, caches_of(model), prompt, REACH - 3)
+    assert len(want.unique()) > 8
+    got = generate(path, prompt, REACH - 3)
+    assert got.dtype == np.int64
+    assert np.array_equal(got, want.numpy())
+    assert np.array_equal(generate(str(path), torch.tensor(prompt[1]).numpy(), 5), want[1, :5].numpy())
+    session = onnxruntime.InferenceSession(path)
+    assert np.array_equal(generate(session, range(1, 5), 5), want[0, :5].numpy())
+    assert generate(session, prompt, 0).shape == (3, 0)
+
+
+def test_the_folder_runs_in_onnxruntime_genai(made: tuple[Decoder, Path]) -> None:
+    import onnxruntime_genai
+
+    model = onnxruntime_genai.Model(str(made[1].parent))
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=REACH)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    prompt = [1, 2, 3, 4]
+    generator.append_tokens(np.array([prompt], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    got = list(generator.get_sequence(0))
+    assert got[:4] == prompt
+    assert got[4:] == list(generate(made[1], prompt, REACH - 4, stop=29))
+    config = json.loads((made[1].parent / "genai_config.json").read_text())
+    assert (config["model"]["eos_token_id"], config["model"]["context_length"]) == (29, REACH)
+
+
+def test_generate_needs_no_torch(made: tuple[Decoder, Path]) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'onnxscript', 'onnx_ir'): sys.modules[name] = None\n"
+        "from relskew_core.export import generate\n"
+        f"print(*generate({str(made[1])!r}, [1, 2, 3, 4], 6))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert told.split() == list(map(str, generate(made[1], [1, 2, 3, 4], 6)))
+
+
+def test_a_stop_ends_rows_and_then_the_whole(made: tuple[Decoder, Path]) -> None:
+    prompt = [[1, 2, 3, 4], [9, 8, 7, 6]]
+    free = generate(made[1], prompt, 12)
+    stop = int(next(token for token in free[0] if token not in free[1]))
+    first = int(np.argmax(free[0] == stop))
+    got = generate(made[1], prompt, 12, stop=stop)
+    assert np.array_equal(got[1], free[1])
+    assert np.array_equal(got[0, : first + 1], free[0, : first + 1])
+    assert (got[0, first:] == stop).all()
+    assert np.array_equal(generate(made[1], prompt[0], 12, stop=[stop, 29]), free[0, : first + 1])
+
+
+def test_tokens_are_told_as_they_come(made: tuple[Decoder, Path]) -> None:
+    told: list[Any] = []
+    got = generate(made[1], [1, 2, 3], 4, stream=told.append)
+    assert told == list(got)
+    assert all(type(token) is int for token in told)
+    told.clear()
+    rows = generate(made[1], [[1, 2, 3], [4, 5, 6]], 4, stream=told.append)
+    assert np.array_equal(np.stack(told, axis=1), rows)
+
+
+def test_draws_are_those_of_the_seed(made: tuple[Decoder, Path]) -> None:
+    prompt = [[1, 2, 3]] * 200
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 1}
+    once, again = (generate(made[1], prompt, 2, **options) for _ in range(2))
+    assert np.array_equal(once, again)
+    assert not np.array_equal(once, generate(made[1], prompt, 2, **{**options, "seed": 2}))
+    likeliest = generate(made[1], prompt[0], 1)[0]
+    assert (generate(made[1], prompt, 1, **options, top_k=1) == likeliest).all()
+    assert (generate(made[1], prompt, 1, **options, top_p=1e-6) == likeliest).all()
+    assert (generate(made[1], prompt, 1, temperature=1e-6) == likeliest).all()
+
+
+def test_draws_have_the_probabilities_of_the_logits(made: tuple[Decoder, Path]) -> None:
+    model, path = made
+    count = 4000
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3]]), caches_of(model)(1))[0][0, -1].double()
+    cases: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}]
+    for case in cases:
+        shares = (logits / 3).softmax(0)
+        order = shares.argsort(descending=True)
+        kept = shares[order]
+        kept[case.get("top_k", VOCABULARY) :] = 0
+        kept /= kept.sum()
+        kept[kept.cumsum(0) - kept >= case.get("top_p", 2)] = 0
+        want = torch.zeros_like(shares)
+        want[order] = kept / kept.sum()
+        tokens = generate(path, [[1, 2, 3]] * count, 1, temperature=3.0, seed=0, **case)[:, 0]
+        found = np.bincount(tokens, minlength=VOCABULARY) / count
+        spread = (want * (1 - want) / count).sqrt().numpy()
+        assert (np.abs(found - want.numpy()) <= 5 * spread).all(), case
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"n": REACH}, ValueError, "`n` must be at most 18 after a prompt of 3: .* reach 20 positions, got 20"),
+        (
+            {"prompt": [1] * 21},
+            ValueError,
+            "`prompt` must be at most 20 tokens, which the model's tables reach, got 21",
+        ),
+        ({"prompt": []}, ValueError, r"`prompt` must hold a token, got shape \(0,\)"),
+        ({"prompt": [3, 30]}, ValueError, "`prompt` must hold tokens 0 … 29, got 3 … 30"),
+        ({"prompt": [-1]}, ValueError, "`prompt` must hold tokens 0 … 29, got -1"),
+        ({"prompt": [0.5]}, TypeError, r"`prompt` must be ints of shape .*, got float64 \(1,\)"),
+        ({"prompt": [[1, 2], [3]]}, ValueError, "`prompt` must hold rows of one length, got list of 2"),
+        ({"n": -1}, ValueError, "`n` must be an int >= 0"),
+        ({"temperature": -1.0}, ValueError, "`temperature` must be at least 0"),
+        ({"top_k": 3}, ValueError, "`top_k` needs `temperature` above 0"),
+        ({"temperature": 1, "top_p": 0.0}, ValueError, "`top_p` must be above 0"),
+        ({"temperature": 1, "top_k": 0}, ValueError, "`top_k` must be an int >= 1"),
+        ({"stop": "a"}, TypeError, "`stop` must be ints"),
+        ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
+        ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
+        ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
+    ],
+    ids=str,
+)
+def test_what_generate_refuses(
+    made: tuple[Decoder, Path], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"model": made[1], "prompt": [1, 2, 3], "n": 2, **changes}
+    with pytest.raises(error, match=message):
+        generate(arguments.pop("model"), arguments.pop("prompt"), arguments.pop("n"), **arguments)
+
+
+def test_past_the_table_the_runtime_names_it(made: tuple[Decoder, Path]) -> None:
+    session = onnxruntime.InferenceSession(made[1])
+    empty = {value.name: np.zeros((1, 2, 0, 4), np.float32) for value in session.get_inputs()[1:]}
+    with pytest.raises(Exception, match=r"layers\.0\.attention/skew/rows/rel_k_reaches_19_back"):
+        session.run(None, {"input_ids": np.zeros((1, REACH + 1), np.int64), **empty})
+
+
+def test_other_graphs_are_no_decoders(tmp_path: Path) -> None:
+    spec = BlockSpec(4, 2, Span.causal(8), causal=True)
+    save(to_onnx(spec, init_weights(spec, seed=0)), tmp_path / "block.onnx")
+    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes.*got inputs \['x'\]"):
+        generate(tmp_path / "block.onnx", [1], 1)
+
+
+class Bare(nn.Module):
+    """Attention called as a function, twice with tables of its own, and caches that the model makes."""
+
+    def __init__(self, span: Span = Span.causal(12), wrong: bool = False) -> None:  # noqa: B008
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Parameter(torch.randn(VOCABULARY, 8)), nn.Parameter(torch.randn(8, VOCABULARY))
+        self.tables = nn.Parameter(torch.randn(2, 2, span.rows, 4))
+        self.span, self.wrong = span, wrong
+
+    def empty_cache(self, batch: int) -> tuple[tuple[Tensor, Tensor]]:
+        nothing = self.tables.new_zeros(batch, 2, 0, 4)
+        return ((nothing, nothing),)  # one tensor for both
+
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        ((keys, values),) = past
+        x = self.embedding[tokens]
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        keys, values = torch.cat([keys, q + 1], dim=2), torch.cat([values, q * 2], dim=2)
+        offset = keys.shape[2] - q.shape[2]
+        calls = ((q, keys, values, table, self.span) for table in self.tables)
+        results: list[Any] = [relative_attention(*call, causal=True, offset=offset) for call in calls]
+        y = torch.sin(2 * torch.stack(results).sum(0))
+        if self.wrong and torch.onnx.is_in_onnx_export():
+            y = y * 1.01
+        return y.transpose(1, 2).flatten(2) @ self.head, ((keys, values),)
+
+
+def test_a_decoder_of_bare_calls(tmp_path: Path) -> None:
+    model = Bare()
+    path = decoder_to_onnx(model, tmp_path / "bare.onnx", opset=18)
+    assert np.array_equal(generate(path, [[3, 1]], 11), greedy(model, model.empty_cache, [[3, 1]], 11))
+    names = [node.name for node in onnx.load(path).graph.node]
+    assert {f"attention_{call}/skew/rows/rel_k_reaches_11_back" for call in (1, 2)} <= set(names)
+    assert onnx.load(path).ir_version == 8
+    with pytest.raises(ValueError, match="tables reach 12 positions, got 12"):
+        generate(path, [1, 2], 12)
+
+
+def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> None:
+    model = Bare(Span(5, 0, "clip")).double()
+    path = decoder_to_onnx(model, tmp_path / "bare.onnx", external_threshold=0)
+    assert [file.suffix for file in sorted(tmp_path.iterdir())] == [".onnx", ".data"]
+    got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
+    assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
+    assert len(np.unique(got)) > 4
+
+
+def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"does not do what `model` does: output 'logits' for one token .* by 1\.0e-02"
+    ):
+        decoder_to_onnx(Bare(wrong=True), tmp_path / "bare.onnx", genai=True)
+    assert not list(tmp_path.iterdir())
+
+
+def changed(model: nn.Module, **attributes: Any) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (Bare(), {"past": 3}, TypeError, "`past` must be a function that returns the caches of a batch, got int 3"),
+        (
+            Bare(),
+            {"past": lambda batch: 0},
+            TypeError,
+            r"what `past\(batch\)` returns must be a list with one pair",
+        ),
+        (
+            Bare(),
+            {"past": lambda batch: [(torch.zeros(batch, 2, 1, 4),) * 2]},
+            ValueError,
+            r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions",
+        ),
+        (changed(nn.Linear(1, 1)), {}, ValueError, "`past` must be given where the model has no `empty_cache`"),
+        (
+            changed(Bare(), forward=lambda x, past: x),
+            {},
+            TypeError,
+            r"`model` must return \(logits, past\), got Tensor",
+        ),
+        (
+            changed(Bare(), forward=lambda x, past: (x, past)),
+            {},
+            ValueError,
+            r"`model` must return logits \(batch, length, vocabulary\), got Tensor",
+        ),
+        (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
+        (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
+        (Bare(), {"genai": 1}, TypeError, "`genai` must be a bool or a mapping"),
+    ],
+    ids=lambda value: None if isinstance(value, nn.Module) else str(value)[:40],
+)
+def test_what_decoders_are_refused(
+    tmp_path: Path, model: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        decoder_to_onnx(model, tmp_path / "decoder.onnx", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_there_stay(tmp_path: Path) -> None:
+    (tmp_path / "genai_config.json").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"`path` has a genai_config\.json beside it"):
+        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai=True)
+    (tmp_path / "decoder.onnx").write_text("mine")
+    with pytest.raises(FileExistsError, match="`path` exists"):
+        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx")
+    with pytest.raises(FileExistsError, match="`path` exists"):
+        torch_to_onnx(Bare(), (), tmp_path / "decoder.onnx")
+    assert {file.read_text() for file in tmp_path.iterdir()} == {"mine"}
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder that attends to it; what it takes and gives is in mappings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = RelativeMultiheadAttention(BlockSpec(16, 4, Span.full(30), shared_table=True))
+        self.across = RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(3), cross=True, rel_values=True))
+
+    def forward(self, source: Tensor, target: Tensor, scale: float, shown: Mapping[str, Tensor]) -> dict[str, Any]:
+        memory = self.encoder(source, key_padding_mask=~shown["keys"])
+        return {"memory": memory, "result": [self.across(target, memory) * scale, memory.shape[1]]}
+
+
+def test_models_export_in_one_call(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    source, target = (torch.randn(2, length, 16, generator=generator) for length in (7, 5))
+    inputs = {"source": source, "target": target, "scale": 0.5, "shown": {"keys": torch.arange(14).view(2, 7) != 5}}
+    model = Translator().eval()
+    made = torch_to_onnx(model, inputs, tmp_path / "translator.onnx")
+    assert shapes(made.graph.input) == {
+        "source": ["batch", "source_axis_1", 16],
+        "target": ["batch", "target_axis_1", 16],
+        "shown_keys": ["batch", "source_axis_1"],
+    }
+    assert list(shapes(made.graph.output)) == ["memory", "result_0"]
+    session = onnxruntime.InferenceSession(tmp_path / "translator.onnx")
+    for batch, keys, queries in ((1, 1, 1), (3, 30, 2)):
+        source, target = (torch.randn(batch, length, 16, generator=generator) for length in (keys, queries))
+        given = {"source": source, "target": target, "shown_keys": torch.arange(keys).expand(batch, keys) >= keys // 3}
+        with torch.no_grad():
+            want = model(source, target, 0.5, {"keys": given["shown_keys"]})
+        got = session.run(None, {name: x.numpy() for name, x in given.items()})
+        for ours, theirs in zip(got, (want["memory"], want["result"][0]), strict=True):
+            assert np.allclose(ours, theirs.numpy(), atol=1e-5)
+    given["source"] = torch.zeros(3, 31, 16)
+    given["shown_keys"] = torch.ones(3, 31, dtype=torch.bool)
+    with pytest.raises(Exception, match=r"encoder/skew/rows/rel_k_reaches_29_back_and_29_ahead"):
+        session.run(None, {name: x.numpy() for name, x in given.items()})
+
+
+class Shortcut(nn.Module):
+    """What it gives for a single position is not what it gives for others, and a graph knows only those."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y if x.shape[1] > 1 else x - y
+
+
+def test_other_lengths_are_checked() -> None:
+    one = torch.randn(2, 3)
+    with pytest.raises(RuntimeError, match=r"for inputs of x \(1, 1\), y \(1, 1\) differs by"):
+        torch_to_onnx(Shortcut(), (one, one))
+    graph = torch_to_onnx(Shortcut(), (one, one), vary={"x": [0], "y": [-2]}, output_names=["sum"]).graph
+    assert shapes((*graph.input, *graph.output)) == {"x": ["batch", 3], "y": ["batch", 3], "sum": ["batch", 3]}
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(20), causal=True))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        y, (keys, values) = self.attention(x, past=(keys, values))
+        return y, keys, values, keys
+
+
+def test_one_tensor_may_be_given_and_returned_twice() -> None:
+    """torch alone would take the two inputs for one; the check at other lengths has other numbers in each."""
+    nothing = torch.randn(2, 2, 3, 4)
+    graph = torch_to_onnx(Cached(), (torch.randn(2, 5, 8), nothing, nothing)).graph
+    assert [len(shapes(values)) for values in (graph.input, graph.output)] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "error", "message"),
+    [
+        ((), {}, ValueError, "`inputs` must hold a tensor, got tuple "),
+        (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping by name, got int 3"),
+        (torch.zeros(2, 3), {"vary": {"y": [0]}}, ValueError, r"`vary` must name inputs, \['input'\], got \['y'\]"),
+        (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
+        (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
+        (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
+        (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 24, got 17"),
+    ],
+    ids=str,
+)
+def test_what_torch_to_onnx_refuses(inputs: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        torch_to_onnx(nn.Linear(3, 4), inputs, **options)
+
+
+def test_the_comparison_sees_what_differs() -> None:
+    right = torch.tensor([1.0, 2.0, torch.nan])
+    compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None)
+    for wrong in (np.array([1, 2.001, 7], np.float32), np.array([1, np.nan, 7], np.float32), np.ones(2, np.float32)):
+        with pytest.raises(RuntimeError, match="output 'y' for x"):
+            compare.check_equal(["y"], [wrong], [right], "x", None)
+    with pytest.raises(RuntimeError, match=r"is float64 \(3,\), of torch float32"):
+        compare.check_equal(["y"], [right.double().numpy()], [right], "x", None)
+    with pytest.raises(RuntimeError, match=r"differs in 50\.0% of its numbers"):
+        compare.check_equal(["y"], [np.array([1, 2])], [torch.tensor([1, 3])], "x", None)
+
+
+def test_without_a_translation_the_error_says_how() -> None:
+    model = convert.Flat(Bare(), (torch.zeros(2, 3, dtype=torch.int64), Bare().empty_cache(2)), {})
+    with pytest.raises(
+        Exception, match=r"relskew_core\.export\.torch_to_onnx does it, or pass custom_translation_table="
+    ):
+        torch.onnx.export(model.eval(), model.inputs(), dynamo=True, opset_version=23, verbose=False)
+
+
+def test_genai_takes_caches_of_one_kind() -> None:
+    made = [onnx.helper.make_tensor_value_info(f"past_key_values.{n}.key", 1, ["b", 1 + n, "p", 4]) for n in range(2)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", made, []))
+    with pytest.raises(ValueError, match=r"`genai` requires caches of one number .* got \[\(1, 4\), \(2, 4\)\]"):
+        genai.config_text("decoder.onnx", model, {}, None)

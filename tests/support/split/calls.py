@@ -1,0 +1,179 @@
+"""Calls of a split sequence, compared with the whole that every process computes as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from relskew_core import Span, relative_attention
+from relskew_core.distributed.torch import _ranks, context_parallel_attention, shard_sequence, unshard_sequence
+
+distributed: Any = torch.distributed
+H, D = 6, 4
+METHODS, LAYOUTS = ("ring", "gather", "heads"), ("contiguous", "zigzag", "striped")
+SEQUENCES = ("q", "k", "v", "rel_q")
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "rel_k": "table"},
+    "causal, clipped, values": {"causal": True, "span": Span.clipped(3), "rel_k": "table", "rel_v": "table"},
+    "full, by head": {"rel_k": "by head", "rel_v": "by head", "rel_bias": "by head"},
+    "zero, a shared bias": {"span": Span(4, 2, "zero"), "rel_k": "table", "rel_bias": "table"},
+    "window": {"causal": True, "window": (5, None), "span": Span.causal(6), "rel_k": "table"},
+    "window ahead, rel_q": {"window": (4, 3), "span": Span(4, 3), "rel_k": "table", "rel_q": True},
+    "far keys alone": {"window": (None, 2), "offset": -9, "span": Span.clipped(40), "rel_k": "table"},
+    "cross, an offset, key_table": {"n_queries": 24, "offset": 7, "span": Span.clipped(4), "key_table": "by head"},
+    "no positions": {},
+    "grouped, softcap, sinks": {"groups": 1, "causal": True, "rel_k": "by head", "softcap": 3.0, "sinks": True},
+    "scales": {"causal": True, "span": Span.clipped(2), "rel_k": "table", "scale": True, "rel_scale": True},
+    "segments": {"causal": True, "rel_k": "table", "segments": "one"},
+    "segments of padding": {"span": Span.clipped(2), "rel_k": "table", "segments": "pair"},
+    "a boolean mask": {"causal": True, "rel_k": "table", "mask": "boolean"},
+    "an additive mask": {"span": Span.clipped(2), "rel_k": "table", "mask": "additive"},
+    "dropout": {"causal": True, "rel_k": "table", "dropout": 0.4, "seed": 3, "offset": 2, "span": Span.clipped(30)},
+}
+WITH_BLOCKS = {"block_size": 4, "span": Span.causal(8), "rel_k": "table"}  # method="heads" alone
+
+
+def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a whole call that have gradients, and everything else."""
+    options = dict(case)
+    n, groups = options.pop("n_queries", length), options.pop("groups", H)
+    span = options.get("span") or (Span.causal(length) if case.get("causal") else Span.full(length))
+    shapes: dict[str, tuple[int, ...]] = {"q": (2, H, n, D), "k": (2, groups, length, D), "v": (2, groups, length, D)}
+    for name in ("rel_k", "rel_v", "key_table", "rel_bias"):
+        kind = options.pop(name, None)
+        if kind is not None:
+            rows = (span.rows,) if name == "rel_bias" else (span.rows, D)
+            options["span"], shapes[name] = span, (H, *rows) if kind == "by head" else rows
+    if options.pop("rel_q", None):
+        shapes["rel_q"] = shapes["q"]
+    shapes |= {name: (H,) for name in ("sinks", "scale", "rel_scale") if options.pop(name, None)}
+    if options.get("mask") == "additive":
+        del options["mask"]
+        shapes["mask"] = (2, 1, n, length)
+    arrays = {name: torch.randn(shape, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
+    if "mask" in options:
+        options["mask"] = torch.rand(H, n, length) < 0.7
+    if "segments" in options:
+        labels = torch.arange(length) // 5
+        padded = labels * 0, -(labels == labels[-1]).long()
+        options["segments"] = labels if options["segments"] == "one" else padded
+    return arrays, options
+
+
+def own(name: str, x: Any, group: Any, layout: Any) -> Any:
+    """Return this process's share of an argument."""
+    if name in (*SEQUENCES, "mask"):
+        return shard_sequence(x, group, layout=layout)
+    if name == "segments":
+        parts = [shard_sequence(part, group, axis=-1, layout=layout) for part in (x if isinstance(x, tuple) else (x,))]
+        return tuple(parts) if isinstance(x, tuple) else parts[0]
+    return x
+
+
+def whole(name: str, gradient: Tensor, group: Any, layout: Any) -> Tensor:
+    """Return the whole of a gradient of which every process has a share."""
+    if name in (*SEQUENCES, "mask"):
+        return unshard_sequence(gradient, group, layout=layout)
+    distributed.all_reduce(gradient)
+    return gradient
+
+
+def gradients(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, arrays: dict[str, Any]) -> list[Tensor]:
+    seen = lse.isfinite()
+    loss = (out * d_out).sum() + (lse[seen] * d_lse[seen]).sum()
+    found = torch.autograd.grad(loss, list(arrays.values()), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, arrays.values(), strict=True)]
+
+
+def agrees(group: Any, length: int, case: dict[str, Any], *, layout: Any, method: Any) -> None:
+    """Compare a call in parts with the whole: output, log-sum-exp, every gradient."""
+    torch.manual_seed(0)
+    arrays, options = made(length, case)
+    out, lse = relative_attention(**arrays, **options, return_lse=True)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    expected = gradients(out, lse, d_out, d_lse, arrays)
+
+    def row(x: Tensor) -> Tensor:
+        return shard_sequence(x, group, axis=-1, layout=layout)
+
+    parts = {name: own(name, x.detach(), group, layout).requires_grad_() for name, x in arrays.items()}
+    options = {name: own(name, x, group, layout) for name, x in options.items()}
+    how: dict[str, Any] = {"group": group, "layout": layout, "method": method}
+    part, part_lse = context_parallel_attention(**parts, **options, **how, return_lse=True)
+    torch.testing.assert_close(part, own("q", out, group, layout), rtol=0, atol=1e-12)
+    torch.testing.assert_close(part_lse, row(lse), rtol=0, atol=1e-12)
+    actual = gradients(part, part_lse, own("q", d_out, group, layout), row(d_lse), parts)
+    for name, one, other in zip(parts, actual, expected, strict=True):
+        error = float((whole(name, one, group, layout) - other).abs().max())
+        assert error < 1e-11, f"the gradient of {name}: {error}"
+
+
+class Traffic:
+    """How many bytes this process sends."""
+
+    def __init__(self, ranks: int) -> None:
+        self.sent, self.others, self.ranks = 0, ranks - 1, ranks
+        self.real = distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather
+
+    def __enter__(self) -> Traffic:
+        send, exchange, gather = self.real
+
+        def sends(operations: list[Any]) -> Any:
+            self.sent += sum(one.tensor.nbytes for one in operations if one.op is distributed.isend)
+            return send(operations)
+
+        def exchanges(found: Tensor, x: Tensor, **how: Any) -> Any:
+            self.sent += x.nbytes * self.others // self.ranks
+            return exchange(found, x, **how)
+
+        def gathers(found: Tensor, x: Tensor, **how: Any) -> Any:
+            self.sent += x.nbytes * self.others
+            return gather(found, x, **how)
+
+        distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather = sends, exchanges, gathers
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        distributed.batch_isend_irecv, distributed.all_to_all_single, _ranks._all_gather = self.real
+
+
+def sends_what_theory_says(group: Any, p: int) -> None:
+    """In units of a process's keys; and nothing that a window hides."""
+    n = 8
+    expected: dict[tuple[Any, Any], tuple[float, float]] = {
+        ("ring", None): (2 * (p - 1), 4 * (p - 1)),
+        ("ring", (n, None)): (2, 4),
+        ("ring", (0, None)): (0, 0),
+        ("gather", None): (2 * (p - 1), 2 * (p - 1)),
+        ("heads", None): (4 * (p - 1) / p, 4 * (p - 1) / p),
+    }
+    for (method, window), theory in expected.items():
+        x, y, z = (torch.randn(1, H, n, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        how: dict[str, Any] = {"causal": True, "window": window, "group": group, "method": method, "check": False}
+        with Traffic(p) as there:
+            out: Any = context_parallel_attention(x, y, z, **how)
+        with Traffic(p) as back:
+            out.sum().backward()
+        sent = there.sent / x.nbytes, back.sent / x.nbytes
+        assert sent == theory, f"{method}, window={window}: {sent}, not {theory}"
+
+
+def merges_in_float32(group: Any, p: int) -> None:
+    """Of half precision many parts are no worse than the whole."""
+    torch.manual_seed(0)
+    shapes = [(1, H, 16 * p, 16)] * 3 + [(16 * p, 16)]
+    q, k, v, table = (torch.randn(shape).bfloat16() for shape in shapes)
+    exact: Any = relative_attention(q.double(), k.double(), v.double(), table.double(), causal=True)
+    whole: Any = relative_attention(q, k, v, table, causal=True)
+    layout: Any
+    for layout in LAYOUTS:
+        x, y, z = (shard_sequence(x, group, layout=layout) for x in (q, k, v))
+        part: Any = context_parallel_attention(x, y, z, table, causal=True, group=group, layout=layout)
+        assert part.dtype == torch.bfloat16
+        part = unshard_sequence(part, group, layout=layout)
+        error, of_whole = ((x.double() - exact).norm() for x in (part, whole))
+        assert error <= 1.05 * of_whole, f"{layout}: {error}, of the whole {of_whole}"

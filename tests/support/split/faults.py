@@ -1,0 +1,77 @@
+"""What goes wrong on one process is an error on all of them, soon."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from relskew_core import Span
+from relskew_core.distributed.torch import context_parallel_attention, shard_sequence, unshard_sequence
+
+distributed: Any = torch.distributed
+
+
+def errors_are_everyones(p: int) -> None:
+    rank, group = distributed.get_rank(), distributed.group.WORLD
+    x, table = torch.randn(2, 4, 8), torch.randn(4 * p, 8)
+    last = rank == p - 1
+
+    def call(*args: Any, **options: Any) -> Any:
+        return context_parallel_attention(*args, group=group, causal=True, **options)
+
+    short = "`rel_k` reaches the relative positions -1 … 0"
+    with pytest.raises(ValueError, match=short):
+        call(x, x, x, table[-2:] if last else table)
+    with pytest.raises(ValueError, match=short):  # of the whole's positions, not of a share's
+        call(x, x, x, table[-2:], Span.causal(2))
+    with pytest.raises(ValueError, match=f"reaches the relative positions -3 … 0, but queries see {1 - 4 * p} … 0"):
+        call(x, x, x, table[-4:])
+    here, there = ("zigzag", "striped") if last else ("striped", "zigzag")
+    with pytest.raises(ValueError, match=f"`layout` must be alike on all ranks, got '{here}' on rank . and '{there}'"):
+        call(x, x, x, layout=here)
+    with pytest.raises(ValueError, match="`q` must be alike on all ranks"):
+        call(x[:1] if last else x, x[:1] if last else x, x[:1] if last else x)
+    message = "`mask` must broadcast" if last else rf"rank {p - 1} of the group failed: `mask` must broadcast"
+    with pytest.raises(ValueError, match=message):
+        call(x, x, x, mask=torch.ones(4, 3 if last else 4 * p, dtype=torch.bool))
+    for refused, name in (
+        ({"positions": (torch.arange(4), torch.arange(4))}, "positions"),
+        ({"block_size": 2}, "block_size"),
+        ({"method": "tree"}, "method"),
+        ({"layout": "random"}, "layout"),
+        ({"offset": torch.tensor(1)}, "offset"),
+        ({"dropout": 0.5}, "seed"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
+            call(x, x, x, **refused)
+    with pytest.raises(ValueError, match="`q` must have an even number of positions"):
+        call(x[:, :3], x[:, :3], x[:, :3], layout="zigzag")
+    one = torch.randn(1, 4, 8)
+    with pytest.raises(ValueError, match=f"`q` must have a multiple of {p} heads"):
+        call(one, one, one, method="heads")
+    with pytest.raises(TypeError, match="`group` must be a ProcessGroup or a DeviceMesh, got int 3"):
+        context_parallel_attention(x, x, x, group=3)
+    with pytest.raises(ValueError, match="`x` must have a multiple of"):
+        shard_sequence(torch.zeros(1, 5, 8), group, layout="zigzag")
+    with pytest.raises(TypeError, match="`x` must be a Tensor"):
+        unshard_sequence([1, 2], group)  # type: ignore[arg-type]
+    call(x, x, x, table)  # and nobody is out of step
+
+
+def a_death_is_noticed(p: int) -> None:
+    """The last process ends without a word."""
+    x = torch.randn(2, 4, 8)
+    distributed.barrier()
+    if distributed.get_rank() == p - 1:
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        context_parallel_attention(x, x, x, group=distributed.group.WORLD)
+    assert time.monotonic() - start < 10
+    print("noticed")
+    os._exit(0)  # the group is beyond a farewell
