@@ -27,6 +27,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "full-portable": ("full, uneven table", PORTABLE),
     "short-trt": ("causal, short", TRT),
     "cache-functions": ("cache, mask", {"functions": True}),
+    "functions-chunks": ("causal, window", CHUNKS | {"functions": True}),
     "window-core-chunks": ("core: window, mask", CHUNKS),
     "grouped-core-chunks": ("core: full, grouped", CHUNKS),
     "values-window": ("values alone, window", {}),
@@ -101,8 +102,7 @@ def text(model: onnx.ModelProto) -> str:
 
 
 def _lines(model: onnx.ModelProto) -> Iterator[str]:
-    opsets = ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in model.opset_import)
-    yield f"{model.graph.name}: {opsets}, IR {model.ir_version}, by {model.producer_name}"
+    yield f"{model.graph.name}: {_opsets(model)}, IR {model.ir_version}, by {model.producer_name}"
     yield model.graph.doc_string
     yield ""
     for entry in model.metadata_props:
@@ -117,13 +117,15 @@ def _lines(model: onnx.ModelProto) -> Iterator[str]:
         yield ""
         inputs, outputs = ", ".join(map(_short, function.input)), ", ".join(map(_short, function.output))
         yield _told(f"function {function.domain}.{function.name}({inputs}) → {outputs}", function.doc_string)
+        yield f"    {_opsets(function)}"
+        types = {value.name: _typed(value) for value in function.value_info}
         for node in function.node:
-            yield from _node(node, {}, "    ")
+            yield from _node(node, types, "    ")
 
 
 def _graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
-    known = (*graph.input, *graph.output, *graph.value_info)
-    types = {value.name: f"{_type(value.type.tensor_type.elem_type)} {_dims(value)}" for value in known}
+    types = {value.name: _typed(value) for value in (*graph.input, *graph.output)}
+    types |= {value.name: _told(_typed(value), value.doc_string) for value in graph.value_info}
     for value in graph.input:
         yield indent + _told(f"input {_short(value.name)}: {types[value.name]}", value.doc_string)
     for node in graph.node:
@@ -168,10 +170,14 @@ def _shape(dims: Any) -> str:
     return f"({', '.join(str(dim) for dim in dims)})"
 
 
-def _dims(value: onnx.ValueInfoProto) -> str:
-    if not value.type.tensor_type.HasField("shape"):
-        return "of any shape"
-    return _shape(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+def _typed(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    shape = _shape(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+    return f"{_type(tensor.elem_type)} {shape if tensor.HasField('shape') else 'of any shape'}"
+
+
+def _opsets(owner: onnx.ModelProto | onnx.FunctionProto) -> str:
+    return ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in owner.opset_import)
 
 
 if __name__ == "__main__":
