@@ -14,6 +14,7 @@
 #   make bench-options  the same for the options of a call, beside dense masks
 #   make bench-short    one token, small batches and short training, beside the formula by hand
 #   make example-devices a model trained on two processes beside one, and what each layout costs
+#   make runtimes       graphs of every form in old and other runtimes, which it installs; fills docs/runtimes.md
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 	tests/export/test_save.py
 
 .PHONY: help demo test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short example-devices release-check
+.PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -89,6 +90,9 @@ bench-short: .venv/bench.stamp
 
 example-devices: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python examples/devices.py
+
+runtimes: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.runtimes --docs
 
 release-check: .venv-release/stamp
 	.ci/release-check

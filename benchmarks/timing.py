@@ -18,6 +18,9 @@ TURN_SECONDS = 0.1
 
 TURN_CALLS = 10
 
+PAIRED_SECONDS = 0.02
+"""One of a pair repeats a short call for so long."""
+
 
 @dataclass(slots=True)
 class Timing:
@@ -62,6 +65,35 @@ def medians(calls: Sequence[Callable[[], object]], budget: float) -> list[float]
         if time.process_time() - began > budget:
             break
     return [statistics.median(taken[1:] or taken) for taken in times]
+
+
+def paired(
+    calls: Mapping[Key, Callable[[], object]], base: Key, *, rounds: int, budget: float
+) -> dict[Key, tuple[float, float]]:
+    """Return by call the median of its CPU time, and that of its multiples of the base's in the same round.
+
+    For a machine that others use as well: what slows a round down slows both of a pair. Short calls are repeated. After
+    ``budget`` seconds no further round begins.
+    """
+    times: dict[Key, list[float]] = {name: [] for name in calls}
+    names, began = list(calls), time.perf_counter()
+    for number in range(rounds):
+        if number > 1 and time.perf_counter() - began > budget:
+            break
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            start, count = time.process_time(), 0
+            while count == 0 or time.process_time() - start < PAIRED_SECONDS:
+                calls[name]()
+                count += 1
+            times[name].append((time.process_time() - start) / count)
+    return {
+        name: (
+            statistics.median(taken),
+            statistics.median(one / other for one, other in zip(taken, times[base], strict=True)),
+        )
+        for name, taken in times.items()
+    }
 
 
 def _turn(call: Callable[[], object], timing: Timing) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
+    from relskew_core.export._caches import caches_in_place
     from relskew_core.export._from_torch.translation import torch_translation_table
     from relskew_core.export._model import to_onnx
+    from relskew_core.export._quantise import quantize
     from relskew_core.export._save import save
     from relskew_core.export._validate.report import Check, Report
     from relskew_core.export._validate.validate import validate
@@ -23,8 +25,10 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Check",
     "Report",
+    "caches_in_place",
     "decoder_to_onnx",
     "generate",
+    "quantize",
     "save",
     "to_onnx",
     "torch_to_onnx",

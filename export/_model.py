@@ -21,7 +21,7 @@ from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
-from relskew_core.export._plan import IR_VERSION, GraphPlan, check_spec, make_plan
+from relskew_core.export._plan import GraphPlan, check_spec, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 
 
@@ -51,11 +51,12 @@ def to_onnx(
     weights : mapping of str to array
         Exactly the keys and shapes of ``spec.weight_shapes()``, arrays of any library on any device; not modified.
         Without ``projections`` those of the tables alone.
-    profile : {"ort", "portable", "trt"}, default "ort"
+    profile : {"ort", "portable", "trt", "ort-contrib"}, default "ort"
         ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
+        ``"ort-contrib"``: onnxruntime's own ``GroupQueryAttention``, for causal self-attention, the fastest there.
     opset : int, optional
-        Version of the standard operators, the profile's own or newer; 23, 18 and 23 by default.
+        Version of the standard operators, the profile's own or newer; 23, 18, 23 and 21 by default.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``, by name or as a NumPy, torch or JAX dtype; the weights'
         own by default.
@@ -77,7 +78,7 @@ def to_onnx(
     in_place : bool, default False
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
         shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has a length of its own. Opset
-        24, profile ``"ort"``; caches start as zeros.
+        24, profiles ``"ort"`` and ``"ort-contrib"``; caches start as zeros.
     segments : bool, default False
         Take ``segments (batch, query_length)`` of int64: a query sees the keys of its own segment, a document of a
         packed batch. With ``past`` those of all keys so far, ``(batch, total_length)``; with ``in_place`` of every
@@ -111,7 +112,7 @@ def to_onnx(
     >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
     >>> model = to_onnx(spec, init_weights(spec, seed=0))
     >>> [value.name for value in model.graph.input], len(model.graph.node)
-    (['x'], 19)
+    (['x'], 20)
     """
     check_spec(spec)
     check_bool("functions", functions)
@@ -134,7 +135,9 @@ def to_onnx(
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
     (_block if plan.projections else _core)(g, plan, layout)
-    model = g.model(name, plan.opset, IR_VERSION, _summary(plan))
+    # The types of a function's values can be written down since version 10.
+    ir_version = max(plan.ir_version, 10) if functions else plan.ir_version
+    model = g.model(name, plan.opset, ir_version, f"{_summary(plan)} Weights: SHA-256 {_digest(layout)}.")
     model.producer_name = "relskew"
     model.producer_version = __version__
     described = {
@@ -143,7 +146,6 @@ def to_onnx(
         "relskew.profile": plan.profile.name,
         "relskew.dtype": plan.dtype.name,
         "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
-        "relskew.weights_sha256": _digest(layout),
     }
     if plan.chunk_size is not None:
         described["relskew.chunk_size"] = str(plan.chunk_size)

@@ -19,10 +19,12 @@ class Profile:
     opset: int
     fused: bool = False  # one Attention node, or its parts
     slice_window: bool = False  # the window of the table by Slice, or by Gather
+    pads: bool = False  # the edges of a window by Pad, or by Expand and Concat
     causal_attribute: bool = False  # Attention's is_causal, or causality in the mask
     cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
     dead_rows: bool = False  # Attention gives zeros where everything is masked by -inf
     branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
+    contrib: bool = False  # onnxruntime's own GroupQueryAttention
 
 
 PROFILES = {
@@ -31,10 +33,21 @@ PROFILES = {
         23,
         fused=True,
         slice_window=True,
+        pads=True,
         causal_attribute=True,
         cache_inputs=True,
         dead_rows=True,
         branches=True,
+    ),
+    "ort-contrib": Profile(
+        "ort-contrib",
+        21,
+        fused=True,
+        slice_window=True,
+        pads=True,
+        causal_attribute=True,
+        cache_inputs=True,
+        contrib=True,
     ),
     "portable": Profile("portable", 18),
     "trt": Profile("trt", 23, fused=True),
@@ -43,7 +56,7 @@ MOST_BLOCKS = 8
 """Blocks before its own whose keys a block is given: of more, a dense attention makes fewer copies."""
 NEWEST_OPSET = 24
 IN_PLACE_OPSET = 24  # of TensorScatter
-IR_VERSION = 10
+IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that brought these opsets; later ones need no more than 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,11 @@ class GraphPlan:
     in_parts: bool = False  # what Attention cannot do is asked for: softcap, the log-sum-exp
 
     @property
+    def ir_version(self) -> int:
+        """The oldest version of the file's form that the opset may have, for the sake of old runtimes."""
+        return IR_VERSIONS.get(self.opset, 10)
+
+    @property
     def one_sided(self) -> bool:
         """Table columns stop at ``r = 0``: self-attention whose queries see no future."""
         return self.spec.causal and not self.spec.cross
@@ -101,17 +119,9 @@ class GraphPlan:
         return self.lead + 1 + (0 if self.one_sided else self.right.rows + self.right_spare)
 
     @property
-    def stored_columns(self) -> int:
-        """Number of stored columns, of blocks too."""
-        if not self.local:
-            return self.columns
-        return self.block_keys + (1 if self.one_sided else self.spec.block_size or 0)
-
-    @property
-    def block_keys(self) -> int:
-        """Number of keys that a block of queries may see: its own and those of the blocks before."""
-        before = 1 if self.spec.blocks_before is None else self.spec.blocks_before
-        return (1 + before) * (self.spec.block_size or 0)
+    def blocks_before(self) -> int:
+        """How many blocks before its own a query sees, if there are blocks."""
+        return 1 if self.spec.blocks_before is None else self.spec.blocks_before
 
     @property
     def kept_rows(self) -> tuple[int, int]:
@@ -126,23 +136,22 @@ class GraphPlan:
         return max(0, self.left.rows - span.left), max(0, right - span.right)
 
     @property
+    def spare_rows(self) -> tuple[int, int]:
+        """How many columns of zeros stand before the rows and after them."""
+        return self.left.spare, 0 if self.one_sided else self.right_spare
+
+    @property
     def right_spare(self) -> int:
         """1 if a column of zeros follows the rows on the right; a limited right end needs none."""
         return int(self.right.past_edge in ("zero", "hidden"))
 
     @property
-    def gathers(self) -> bool:
-        """Whether the tables' windows are gathered: stored by position then, and clamped past soft edges."""
-        limited = self.left.past_edge == "limited" and (self.one_sided or self.right.past_edge == "limited")
-        return self.in_place or (not self.local and not (self.profile.slice_window and limited))
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether the keys' table is stored by position, one node more than by its columns.
-
-        A short window then is read from one place, and not from all over the table; the loop's ones are short.
-        """
-        return self.gathers or self.chunk_size is not None
+    def reach(self) -> str:
+        """How the name of a node ends that fails where an input goes past a table: runtimes show it in their errors."""
+        sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
+        ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
+        table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
+        return f"/{table}_reaches_{'_and_'.join(ends)}" if ends else ""
 
     @property
     def dead_rows(self) -> bool:
@@ -181,14 +190,6 @@ class GraphPlan:
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 
-    @property
-    def reach(self) -> str:
-        """How the name of a node ends that fails where an input goes past a table: runtimes show it in their errors."""
-        sides = ((self.left, "back"), (TableEnd(0, "hidden") if self.one_sided else self.right, "ahead"))
-        ends = [f"{side.rows}_{way}" for side, way in sides if side.past_edge == "limited"]
-        table = "rel_k" if self.spec.rel_keys else "rel_bias" if self.spec.rel_bias else "rel_v"
-        return f"/{table}_reaches_{'_and_'.join(ends)}" if ends else ""
-
 
 def make_plan(
     spec: Any,
@@ -224,6 +225,8 @@ def make_plan(
         raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are no one sequence, got cross=True")
     if check_bool("past", past):
         _check_past(spec)
+    if form.contrib:
+        _check_contrib(spec, dtype, mask, chunk_size)
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, minimum=1)
         if spec.block_size is not None:
@@ -246,7 +249,6 @@ def make_plan(
     limited = "limited" in (left.past_edge, right.past_edge)
     few = spec.blocks_before is None or spec.blocks_before <= MOST_BLOCKS
     local = spec.block_size is not None and few and not (limited or mask or past)
-    guarded = chunk_size is not None or in_place
     return GraphPlan(
         spec,
         form,
@@ -261,7 +263,7 @@ def make_plan(
         chunk_size,
         projections,
         in_place,
-        guarded,
+        chunk_size is not None,
         chunk_size is not None,
         segments,
     )
@@ -278,10 +280,35 @@ def _check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -
         raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
     if past is not True:
         raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
-    if profile != "ort":
-        raise ValueError(f"`in_place=True` requires `profile='ort'`: it is made of TensorScatter, got {profile!r}")
+    if profile not in ("ort", "ort-contrib"):
+        raise ValueError(
+            f"`in_place=True` requires `profile='ort'` or 'ort-contrib': it is made of TensorScatter, got {profile!r}"
+        )
     if chunk_size is not None:
         raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
+
+
+def _check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size: Any) -> None:
+    """Refuse what GroupQueryAttention cannot do."""
+    wanted = "`profile='ort-contrib'`, which is made of GroupQueryAttention,"
+    if not spec.causal or spec.cross:
+        raise ValueError(
+            f"{wanted} requires causal self-attention, got causal={spec.causal} and cross={spec.cross} in `spec`"
+        )
+    refused = {
+        "spec.rel_values": spec.rel_values,
+        "spec.sinks": spec.sinks,
+        "spec.block_size": spec.block_size,
+        "mask": mask,
+        "chunk_size": chunk_size,
+    }
+    for name, given in refused.items():
+        if given is not None and given is not False:
+            raise ValueError(f"{wanted} excludes `{name}`, got {given!r}")
+    if dtype == np.float64:
+        raise ValueError(f"{wanted} excludes `dtype` float64")
+    if spec.head_dim % 8:
+        raise ValueError(f"{wanted} requires a `spec.head_dim` that 8 divides, got {spec.head_dim}")
 
 
 def _check_past(spec: BlockSpec) -> None:

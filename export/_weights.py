@@ -77,13 +77,10 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
     layout = {}
     for key, array in weights.items():
         if key in ("rel_k", "rel_v"):
-            columns, order = _columns(plan, array), "(position, head_dim)"
-            if key == "rel_k" and not plan.by_rows:
-                columns, order = np.swapaxes(columns, -1, -2), "(head_dim, position)"
-            layout[key] = (columns, f"{order}; relative position 0 is at {_zero(plan)}")
+            layout[key] = (_columns(plan, array), f"(position, head_dim); relative position 0 is at {plan.lead}")
         elif key == "rel_bias":
             columns = _columns(plan, np.atleast_2d(array)[..., None])[..., 0]
-            layout[key] = (columns, f"(head, position); relative position 0 is at {_zero(plan)}")
+            layout[key] = (columns, f"(head, position); relative position 0 is at {plan.lead}")
         elif key == "sinks":
             layout[key] = (array[:, None, None], "(head, 1, 1)")
         elif key.startswith("q_proj"):
@@ -100,13 +97,8 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
     return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
 
 
-def _zero(plan: GraphPlan) -> int:
-    return plan.block_keys if plan.local else plan.lead
-
-
 def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
     """Trim a table to the rows that can be seen and add the columns for the positions past them."""
-    left, right = plan.left, plan.right
     start, stop = plan.kept_rows
     rows = table[..., start:stop, :]
     edge = int(plan.spec.span.beyond == "clip")
@@ -115,16 +107,7 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
         for end, count in zip((rows[..., :1, :], rows[..., -1:, :]), plan.added_rows, strict=True)
     ]
     rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
-    if plan.local:
-        # The blocks' window is always the same: store just that.
-        before = plan.block_keys - left.rows
-        after = 0 if plan.one_sided else (plan.spec.block_size or 0) - 1 - right.rows
-    else:
-        before, after = left.spare, 0 if plan.one_sided else plan.right_spare
-    head, tail = (
-        np.repeat(end, count, axis=-2) * rows.dtype.type(plan.local and side.past_edge == "clip")
-        for end, count, side in ((rows[..., :1, :], before, left), (rows[..., -1:, :], after, right))
-    )
+    head, tail = (np.zeros_like(rows[..., :1, :]).repeat(count, axis=-2) for count in plan.spare_rows)
     return np.concatenate([head, rows, tail], axis=-2)
 
 

@@ -13,19 +13,24 @@ from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.export.contenders import forms
-from benchmarks.export.measure import Row, measure
+from benchmarks.export.measure import Row, measure, measure_decoding
 from benchmarks.export.record import Record, tables, targets, write
+from relskew_core import BlockSpec, Span
 
 ROOT = Path(__file__).parents[2]
-LENGTHS = "1,7,64,256,1024,2048"
+LENGTHS = "1,7,64,512,1024,2048"
+CACHE = 4096
+"""Places of the caches in place, and reach of the table; the last past fills it."""
+PASTS = (128, 1024, 2048, CACHE - 1)
+DECODING = "decoding"
 
 
 def main(
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = LENGTHS,
-    rounds: Annotated[int, typer.Option(help="Turns of each contender; the fastest call counts.")] = 12,
-    budget: Annotated[float, typer.Option(help="Seconds after which a contender sits out the rest.")] = 4.0,
+    rounds: Annotated[int, typer.Option(help="Turns of each contender, whose medians count.")] = 15,
+    budget: Annotated[float, typer.Option(help="Seconds for each contender and length.")] = 2.0,
     threads: Annotated[int, typer.Option(help="Threads of onnxruntime.")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="Forms: causal, full, clip.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Forms: causal, full, clip, blocks, decoding.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     docs: Annotated[bool, typer.Option(help="Rewrite the tables of docs/export.md, and store the record.")] = False,
     record: Annotated[Path | None, typer.Option(help="Measure nothing: show, or document, this record.")] = None,
@@ -36,9 +41,10 @@ def main(
         tried = sorted({int(part) for part in lengths.split(",")})
         result = Record(_machine(threads), tried, [])
         known = forms(max(tried))
-        for name in only or known:
-            if name not in known:
-                raise typer.BadParameter(f"{name!r} is not a form: {', '.join(known)}", param_hint="--only")
+        for name in only or (*known, DECODING):
+            if name not in (*known, DECODING):
+                told = ", ".join((*known, DECODING))
+                raise typer.BadParameter(f"{name!r} is not a form: {told}", param_hint="--only")
             with console.status("") as status:
                 result.rows.extend(_rows(name, tried, rounds, budget, threads, status.update))
     else:
@@ -56,6 +62,9 @@ def main(
 def _rows(
     name: str, lengths: list[int], rounds: int, budget: float, threads: int, tell: Callable[[str], None]
 ) -> list[Row]:
+    if name == DECODING:
+        spec = BlockSpec(512, 8, Span.causal(CACHE), causal=True)
+        return list(measure_decoding(spec, PASTS, CACHE, rounds=rounds, budget=budget, threads=threads, tell=tell))
     form = forms(max(lengths))[name]
     return list(measure(name, form, lengths, rounds=rounds, budget=budget, threads=threads, tell=tell))
 

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
 import torch
 
-from benchmarks.export.textbook import MusicTransformer, Shaw, Shift, Textbook
+from benchmarks.export.textbook import Gathered, MusicTransformer, Shaw, Shift, Textbook
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 
 BARE = "no positions"
+BARE_CONTRIB = "no positions, `GroupQueryAttention`"
+CONTRIB = "relskew `ort-contrib`"
+IN_PLACE = "relskew `ort-contrib`, in place"
 CHUNK = 128
 CHUNKED = f"relskew `ort`, chunks of {CHUNK}"
 """The graph for CPUs."""
+BLOCK = 128
+GATHER = "gather of the products, as DeBERTa in transformers"
 EXAMPLE = 64
 """Length of the input that torch's exporter is shown."""
+BIASES = {"Attention": 3, "GroupQueryAttention": 10}
+"""Which input of an operator adds to its logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A block, and who writes it how in a textbook."""
+    """A block, and by label how textbooks write it, if any do."""
 
     title: str
     spec: BlockSpec
-    textbook: Callable[..., Textbook]
-    textbook_label: str
+    textbooks: Mapping[str, Callable[..., Textbook]]
 
 
 def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
@@ -37,10 +43,12 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     causal = BlockSpec(width, heads, Span.causal(longest), causal=True)
     full = BlockSpec(width, heads, Span.full(longest))
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
+    blocks = BlockSpec(width, heads, Span.causal(2 * BLOCK), causal=True, block_size=BLOCK)
     return {
-        "causal": Form("Causal", causal, MusicTransformer, "Music Transformer, pad–reshape–slice"),
-        "full": Form("Full", full, Shift, "pad–reshape–slice, both directions"),
-        "clip": Form("Clipped at 16", clip, Shaw, "Shaw, gather of all pairs"),
+        "causal": Form("Causal", causal, {"Music Transformer, pad–reshape–slice": MusicTransformer, GATHER: Gathered}),
+        "full": Form("Full", full, {"pad–reshape–slice, both directions": Shift, GATHER: Gathered}),
+        "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": Shaw}),
+        "blocks": Form(f"Blocks of {BLOCK}, each with the one before", blocks, {}),
     }
 
 
@@ -50,18 +58,46 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
     def ours(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(form.spec, weights, **options).SerializeToString()
 
-    def textbook(dynamo: bool) -> Callable[[], bytes]:
+    def textbook(make: Callable[..., Textbook], dynamo: bool) -> Callable[[], bytes]:
         example = min(EXAMPLE, longest // 2)
-        return lambda: from_torch(form.textbook(form.spec, dict(weights), longest), example, dynamo=dynamo)
+        return lambda: from_torch(make(form.spec, dict(weights), longest), example, dynamo=dynamo)
 
+    made = {BARE: bare_bytes(_dense(form.spec), weights), "relskew `ort`": ours()}
+    if form.spec.block_size is None:
+        made[CHUNKED] = ours(chunk_size=CHUNK)
+        if form.spec.causal:
+            made[BARE_CONTRIB] = bare_bytes(form.spec, weights, profile="ort-contrib")
+            made[CONTRIB] = ours(profile="ort-contrib")
+    made["relskew `portable`"] = ours(profile="portable")
+    for label, make in form.textbooks.items():
+        made[f"torch: {label}"] = textbook(make, dynamo=True)
+        made[f"torch, dynamo=False: {label}"] = textbook(make, dynamo=False)
+    return made
+
+
+def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[[], bytes]]:
+    """Return by label what makes each graph with a cache: one that grows, or one in place."""
+
+    def ours(**options: Any) -> Callable[[], bytes]:
+        return lambda: to_onnx(spec, weights, past=True, **options).SerializeToString()
+
+    in_place: dict[str, Any] = {"past": True, "in_place": True}
     return {
-        BARE: lambda: without_positions(form.spec, weights).SerializeToString(),
-        "relskew `ort`": ours(),
-        CHUNKED: ours(chunk_size=CHUNK),
-        "relskew `portable`": ours(profile="portable"),
-        f"torch: {form.textbook_label}": textbook(dynamo=True),
-        f"torch, dynamo=False: {form.textbook_label}": textbook(dynamo=False),
+        BARE: bare_bytes(spec, weights, past=True),
+        f"{BARE_CONTRIB}, in place": bare_bytes(spec, weights, profile="ort-contrib", **in_place),
+        "relskew `ort`, a cache that grows": ours(),
+        "relskew `ort`, in place": ours(in_place=True),
+        IN_PLACE: ours(in_place=True, profile="ort-contrib"),
     }
+
+
+def _dense(spec: BlockSpec) -> BlockSpec:
+    return replace(spec, block_size=None)
+
+
+def bare_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:
+    """Return what makes the file of a block without positions."""
+    return lambda: without_positions(spec, weights, **options).SerializeToString()
 
 
 def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
@@ -81,12 +117,13 @@ def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
     return stream.getvalue()
 
 
-def without_positions(spec: BlockSpec, weights: Mapping[str, Any]) -> onnx.ModelProto:
-    """Return the block's ``ort`` graph with everything relative taken out: projections and a bare ``Attention``."""
-    causal = spec.causal
-    model = to_onnx(spec, weights)
-    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
-    del attention.input[3:]
+def without_positions(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> onnx.ModelProto:
+    """Return the block's graph with everything relative taken out: projections and a bare attention operator."""
+    model = to_onnx(spec, weights, **options)
+    (attention,) = (node for node in model.graph.node if node.op_type in BIASES)
+    attention.input[BIASES[attention.op_type]] = ""
+    while not attention.input[-1]:
+        del attention.input[-1]
     made = {output: node for node in model.graph.node for output in node.output}
     needed: list[str] = [value.name for value in model.graph.output]
     kept = set()
@@ -98,6 +135,6 @@ def without_positions(spec: BlockSpec, weights: Mapping[str, Any]) -> onnx.Model
     nodes = [node for node in model.graph.node if node.name in kept]
     used = {name for node in nodes for name in node.input}
     stored = [tensor for tensor in model.graph.initializer if tensor.name in used]
-    graph = onnx.helper.make_graph(nodes, "no_positions", model.graph.input, model.graph.output, initializer=stored)
-    assert causal == any(attribute.name == "is_causal" and attribute.i for attribute in attention.attribute)
+    inputs = [value for value in model.graph.input if value.name in used]
+    graph = onnx.helper.make_graph(nodes, "no_positions", inputs, model.graph.output, initializer=stored)
     return onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)

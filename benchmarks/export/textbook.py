@@ -83,3 +83,14 @@ class Shift(Textbook):
         padded = nn.functional.pad(products, (0, 1)).reshape(batch, heads, -1)
         padded = nn.functional.pad(padded, (0, length - 1))
         return padded.reshape(batch, heads, length + 1, 2 * length - 1)[:, :, :length, length - 1 :]
+
+
+class Gathered(Textbook):
+    """Products with all rows, of which each pair picks one: ``disentangled_attention_bias`` of DeBERTa."""
+
+    def relative(self, q: Tensor) -> Tensor:
+        batch, heads, length, _ = q.shape
+        span, positions = self.spec.span, torch.arange(length)
+        products = torch.matmul(q, self.rel_k.transpose(1, 2))
+        columns = torch.clamp(positions[None, :] - positions[:, None], -span.left, span.right) + span.left
+        return torch.gather(products, -1, columns.expand(batch, heads, length, length))

@@ -54,6 +54,30 @@ class TracedCall:
             return None
         return Segments(self._label(of_queries, f"q_{kind}"), self._label(of_keys, f"k_{kind}"))
 
+    def consecutive(self) -> Segments:
+        """Return where queries and keys stand, one after the other, ``(1, length)``."""
+        g, lengths = self._g, self.lengths
+        queries, keys = (
+            g.index(
+                "Range",
+                [g.constant(0), g.scalar(length, f"positions/count_of_{name}"), g.constant(1)],
+                f"positions/numbers_of_{name}",
+                (symbol,),
+            )
+            for name, length, symbol in (
+                ("queries", lengths.queries, lengths.query_symbol),
+                ("keys", lengths.keys, lengths.key_symbol),
+            )
+        )
+        queries = g.index("Add", [queries, g.dim(lengths.past)], "positions/queries", queries.shape)
+        first = g.constant([0])
+        return Segments(
+            *(
+                g.index("Unsqueeze", [x, first], f"positions/row_of_{name}", (1, *x.shape))
+                for x, name in ((queries, "queries"), (keys, "keys"))
+            )
+        )
+
     def _label(self, x: Any, name: str) -> Value:
         g, shape = self._g, _shape(x, name)
         whole = g.adopt(x, name, shape, INT64)
@@ -81,8 +105,6 @@ class TracedCall:
         keys = queries if self.square else g.length(self.k, 2, "keys")
         past: Dim
         if isinstance(offset, int):
-            if offset < 0:
-                raise ValueError(f"`offset` must be at least 0 to be exported to ONNX, got {offset}")
             past = offset
         else:
             scalar = g.adopt(offset, "offset", (), np.dtype(np.int64))
@@ -134,27 +156,20 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
     if (start, stop) != (0, rows):
         stored = cut(stored, start, stop, "kept")
     rows = stop - start
-    added = plan.added_rows
-    spare = (plan.left.spare, 0 if plan.one_sided else plan.right_spare)
-    before: list[Value] = [zeros(spare[0])] if spare[0] else []
+    before: list[Value] = []
     after: list[Value] = []
-    for pieces, count, first, part in ((before, added[0], 0, "first"), (after, added[1], rows - 1, "last")):
-        if count and plan.spec.span.beyond == "clip":
-            edge = cut(stored, first, first + 1, part)
-            pieces.append(
-                g.compute("Expand", [edge, g.constant(with_rows(count))], f"{name}/{part}s", with_rows(count))
-            )
-        elif count:
-            pieces.append(zeros(count))
-    if spare[1]:
-        after.append(zeros(spare[1]))
+    ends = zip((before, after), plan.added_rows, plan.spare_rows, (0, rows - 1), ("first", "last"), strict=True)
+    for pieces, added, spare, place, part in ends:
+        edges = added if plan.spec.span.beyond == "clip" else 0
+        if edges:
+            edge = cut(stored, place, place + 1, part)
+            size = g.constant(with_rows(edges))
+            pieces.append(g.compute("Expand", [edge, size], f"{name}/{part}s", with_rows(edges)))
+        if added + spare > edges:
+            pieces.append(zeros(added + spare - edges))
     if before or after:
-        stored = g.compute("Concat", [*before, stored, *after], f"{name}/stored", with_rows(plan.columns), axis=axis)
-    if name == "rel_k" and not plan.by_rows:
-        rank = len(shape)
-        perm = [*range(rank - 2), rank - 1, rank - 2]
-        turned = tuple(stored.shape[index] for index in perm)
-        stored = g.compute("Transpose", [stored], f"{name}/columns", turned, perm=perm)
+        pieces = [*before[::-1], stored, *after]
+        stored = g.compute("Concat", pieces, f"{name}/stored", with_rows(plan.columns), axis=axis)
     return stored
 
 

@@ -13,7 +13,8 @@ from relskew_core.export._from_torch.call import TracedCall, adopted_table, stor
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import BOOL, Shape, Value
 from relskew_core.export._graph.guard import guarded
-from relskew_core.export._graph.parts import relative_logits
+from relskew_core.export._graph.local import attend_blocks
+from relskew_core.export._graph.parts import AttentionInputs, Projected, relative_logits
 from relskew_core.export._graph.skew import unskew
 from relskew_core.export._graph.visible import of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
@@ -35,9 +36,7 @@ class Skewed:
             lengths = guarded(g, plan, lengths)
         self._g, self._plan, self._call, self._lengths = g, plan, call, lengths
         self._operands, self._options = operands, options
-        names = [field.name for field in fields(StoredTables)]
-        tables = {name: stored_table(g, plan, adopted_table(g, getattr(operands, name), name), name) for name in names}
-        self._window = TableWindow(g, plan, StoredTables(**tables), lengths)
+        self._window = TableWindow(g, plan, stored_tables(g, plan, operands), lengths)
 
     def logits(self) -> Value:
         """Return what the tables add to the logits, ``(batch, H, queries, keys)``."""
@@ -95,9 +94,7 @@ class LookedUp:
         span = options.span
         self._low, high = (max(-span.left, min(position, span.right)) for position in options.positions())
         self._width = high - self._low + 1
-        stands = call.labels(operands, "positions")
-        assert stands is not None
-        queries, keys = stands
+        queries, keys = call.labels(operands, "positions") or call.consecutive()
         rows, columns = (queries.shape[0], 1, queries.shape[1], 1), (keys.shape[0], 1, 1, keys.shape[1])
         self._queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "positions/of_queries", rows)
         self._keys = g.index("Unsqueeze", [keys, g.constant([1, 2])], "positions/of_keys", columns)
@@ -260,6 +257,23 @@ class LookedUp:
                 else self._g.compute("And", [whole, condition], f"{name}_{index}", self._pairs, BOOL)
             )
         return whole
+
+
+def attend_in_blocks(
+    g: TracedEmitter, plan: GraphPlan, call: TracedCall, operands: Operands, options: Options
+) -> Value:
+    """Return the heads of local attention, with blocks folded into the batch."""
+    queries = scaled(g, call.q, options.scale, "attention/scaled")
+    projected = Projected(queries, call.k, call.v)
+    return attend_blocks(g, plan, AttentionInputs(projected, stored_tables(g, plan, operands), call.lengths))
+
+
+def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> StoredTables:
+    """Return the tables of a call as their windows read them."""
+    names = [field.name for field in fields(StoredTables)]
+    return StoredTables(
+        **{name: stored_table(g, plan, adopted_table(g, getattr(operands, name), name), name) for name in names}
+    )
 
 
 def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:

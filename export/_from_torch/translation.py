@@ -15,12 +15,12 @@ from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._from_torch.related import LookedUp, Skewed, scaled
+from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.parts import content_logits, grouped_product, hide, softmax_weights
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
 
-KNOWS = COMMON | {
+KNOWS = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
 }  # fmt: skip
 """The arrays and options that have a translation."""
@@ -50,8 +50,7 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     ------
     ValueError, TypeError
         If ``opset`` does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument: ``dropout``, a negative ``offset``, a ``mask`` by head with more than one axis before the heads,
-        a ``block_size`` where torch cannot tell that queries and keys are one sequence.
+        the argument: ``dropout``, a ``mask`` by head with more than one axis before the heads.
 
     Examples
     --------
@@ -87,8 +86,15 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
 
 def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Options) -> tuple[Any, Any]:
     """Translate one call; ``chunk_size`` changes no result and is left out."""
-    call = TracedCall(g, operands, options.visibility.offset)
+    pattern = options.visibility
+    call = TracedCall(g, operands, pattern.offset)
+    before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
+    if before_keys or (pattern.block_size is not None and not call.aligned):  # no window of a table stands there
+        options = replace(options, visibility=replace(pattern, by_value=True))
     plan = _plan(g, opset, call, operands, options)
+    nothing = g.tensor(g.constant(np.zeros(0), g.dtype))
+    if plan.local:
+        return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
     related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
     logits, condition = related.logits(), related.condition()
     if plan.one_sided and plan.left.past_edge == "limited" and not options.visibility.by_value:
@@ -106,7 +112,7 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
             scale=options.scale,
             is_causal=int(plan.causal_attribute),
         )
-        return call.result(out, "out"), g.tensor(g.constant(np.zeros(0), g.dtype))
+        return call.result(out, "out"), nothing
     shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
     keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits)
@@ -119,7 +125,7 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
         relative = related.values(softmax.weights)
         out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)
     if not options.return_lse:
-        return call.result(out, "out"), g.tensor(g.constant(np.zeros(0), g.dtype))
+        return call.result(out, "out"), nothing
     total = softmax.log_sum(g, lowest=None if condition is None else plan.masked_value)
     lse = g.compute("Squeeze", [total, g.constant([3])], "attention/log_sum_row", total.shape[:3], total.dtype)
     return call.result(out, "out"), call.result(lse, "lse")
@@ -129,11 +135,6 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     """Decide on the form of a call."""
     q, pattern = operands.q, options.visibility
     by_position = not pattern.by_value
-    if by_position and pattern.block_size is not None and not call.aligned:
-        raise ValueError(
-            "`block_size` can be exported to ONNX only where torch knows that the keys are `offset` cached ones and "
-            f"one for each query, got block_size={pattern.block_size}"
-        )
     heads, width = int(q.shape[-3]), int(q.shape[-1])
     spec = BlockSpec(
         heads * width,
@@ -153,11 +154,15 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
     in_parts = options.return_lse or options.softcap is not None
     # A query may see nothing at all; and what is hidden is hidden after the softcap, and counts for no log-sum-exp.
-    masked = in_parts or any(x is not None for x in (operands.mask, operands.q_segments, operands.q_positions))
+    masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
+    # So may a query before all keys, where an offset is no length but made of some.
+    masked = masked or not (isinstance(pattern.offset, int) or call.aligned)
     plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=masked)
     # Runtimes disagree on is_causal where there are more keys than queries.
     form = replace(form, causal_attribute=form.causal_attribute and call.square)
-    return replace(plan, local=False, profile=form, in_parts=in_parts)
+    plain = operands.key_table is None and operands.rel_q is None and options.scale == options.rel_scale
+    local = plan.local and call.square and plain and q.shape[-1] == operands.v.shape[-1]
+    return replace(plan, local=local, profile=form, in_parts=in_parts)
 
 
 def _capped(g: TracedEmitter, logits: Value, softcap: float | None) -> Value:

@@ -9,6 +9,7 @@ from onnx import TensorProto
 
 from relskew_core.export._graph.chunks import attend_chunks
 from relskew_core.export._graph.emitter import BOOL, Emitter, Value
+from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.parts import (
     AttentionInputs,
     Heads,
@@ -34,7 +35,7 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
     window = TableWindow(g, plan, inputs.tables, inputs.lengths)
     if plan.fused:
         bias = relative_logits(g, plan, queries, window, inputs.lengths)
-        return _fused(g, plan, inputs, queries, _hidden(g, plan, inputs, bias))
+        return (_grouped if plan.profile.contrib else _fused)(g, plan, inputs, queries, _hidden(g, plan, inputs, bias))
     condition = _condition(g, plan, inputs)
     keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
     heads = weighted_heads(g, plan, Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition)
@@ -80,6 +81,17 @@ def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | 
 def _hidden(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, bias: Value) -> Value:
     condition = _condition(g, plan, inputs)
     return bias if condition is None else hide(g, plan, bias, condition)
+
+
+def _grouped(
+    g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
+) -> tuple[Value, Present | None]:
+    """Attention by onnxruntime's operator; every row of the batch has the same length."""
+    total = inputs.lengths.keys
+    last = g.dim(g.minus(total, 1, "attention/last"))
+    batch = g.dim(g.length(queries, 0, "batch"))
+    lasts = g.index("Expand", [last, batch], "attention/last_of_rows", (queries.shape[0],))
+    return attend_grouped(g, plan, inputs.projected, bias, inputs.past, lasts, total)
 
 
 def _fused(

@@ -51,6 +51,7 @@ class Emitter:
         self._model: onnx.ModelProto = onnx.ModelProto() if outer is None else outer._model
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
         self._names: set[str] = set() if outer is None else outer._names
+        self._domains: set[str] = set() if outer is None else outer._domains
 
     def input(self, name: str, shape: Shape, doc: str, dtype: np.dtype[Any] | None = None) -> Value:
         """Declare a graph input."""
@@ -134,6 +135,7 @@ class Emitter:
         self._infos.extend(_info(value) for value in outputs)
         given = ["" if value is None else value.name for value in inputs]
         self._nodes.append(helper.make_node(op_type, given, names, name=path, **attributes))
+        self._domains |= {attributes.get("domain", "")}
 
     def path(self, name: str) -> str:
         """Return the name of a node on data."""
@@ -218,6 +220,7 @@ class Emitter:
         self._model.graph.MergeFrom(self.graph(name, doc))
         self._model.ir_version = ir_version
         self._model.opset_import.append(helper.make_opsetid("", opset))
+        self._model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in sorted(self._domains - {""}))
         return self._model
 
     def graph(self, name: str, doc: str | None = None) -> onnx.GraphProto:

@@ -54,7 +54,8 @@ def _fold(
         if one in constants
     ]
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    foreign = [entry for entry in model.opset_import if entry.domain]
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1), *foreign]
     infos = [info for info in graph.value_info if info.name in made]
     function = helper.make_function(DOMAIN, name, inputs, outputs, [*stored, *nodes], imports, value_info=infos)
     call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relskew_core.export._graph.attend import attend
-from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._graph.parts import AttentionInputs, Projected, merge_heads, split_heads
 from relskew_core.export._graph.visible import Segments, of_own_segment
 from relskew_core.export._graph.window import Lengths
@@ -13,9 +13,9 @@ from relskew_core.export._plan import GraphPlan
 def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value:
     """Return the heads, laid out as the queries came.
 
-    The length is filled up to a multiple of the block size with zeros, which only the queries of the filling see.
+    The length is filled up to a multiple of the block size with zeros, which only the queries of the filling see. An
+    input shorter than a block is one block of its own length.
     """
-    size, wide = plan.spec.block_size or 0, plan.block_keys
     projected, length = inputs.projected, inputs.lengths.queries
     apart = len(projected.q.shape) == 4
     q, k, v = (
@@ -34,9 +34,8 @@ def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value
     k_width, q_width = int(k.shape[2]), int(q.shape[2])
     queries = blocks.of_queries(q, "queries")
     in_blocks = Projected(queries, part(0, k_width, "keys"), part(k_width, both_width, "values"))
-    lengths = Lengths(size, wide, wide - size, size, wide)
     condition = blocks.condition(inputs.segments)
-    given = AttentionInputs(in_blocks, inputs.tables, lengths, condition=condition, sinks=inputs.sinks)
+    given = AttentionInputs(in_blocks, inputs.tables, blocks.lengths, condition=condition, sinks=inputs.sinks)
     heads, _ = attend(g, plan, given)
     unfold = g.dims("blocks/unfold_shape", blocks.batch, -1, q_width)
     whole = g.compute("Reshape", [heads, unfold], "blocks/unfolded", (q.shape[0], "filled_length", q_width))
@@ -50,59 +49,71 @@ class _Blocks:
 
     def __init__(self, g: Emitter, plan: GraphPlan, like: Value, length: Dim) -> None:
         self._g, self._plan, self._length = g, plan, length
-        self._size, self._wide = plan.spec.block_size or 0, plan.block_keys
+        self._before = plan.blocks_before
+        longest = g.constant([plan.spec.block_size or 0])
+        self._size = g.index("Min", [g.dim(length), longest], "blocks/size")
         negative = g.index("Neg", [g.dim(length)], "blocks/negative_length")
-        self._fill = g.index("Mod", [negative, g.constant([self._size])], "blocks/fill")
+        self._fill = g.index("Mod", [negative, self._size], "blocks/fill")
         self.batch = g.length(like, 0, "batch")
+        self._front = self._wide = self._size
+        self._wide_symbol = "block"
+        if self._before != 1:
+            self._front = g.index("Mul", [self._size, g.constant([self._before])], "blocks/length_before")
+        if self._before:
+            self._wide_symbol = "block_keys"
+            self._wide = g.index("Add", [self._front, self._size], "blocks/block_keys")
+        past: Dim = self._front if self._before else 0
+        self.lengths = Lengths(self._size, self._wide, past, "block", self._wide_symbol)
 
     def of_queries(self, x: Value, name: str) -> Value:
         """Return the blocks of a tensor."""
-        filled, shape = self._filled(x, name, front=False), ("batch_blocks", self._size, int(x.shape[2]))
-        constant = self._g.constant([-1, *shape[1:]])
-        return self._g.compute("Reshape", [filled, constant], f"blocks/{name}", shape, x.dtype)
+        g, width = self._g, int(x.shape[2])
+        filled = self._filled(x, name, front=False)
+        shape = g.dims(f"blocks/{name}_shape", -1, self._size, width)
+        return g.compute("Reshape", [filled, shape], f"blocks/{name}", ("batch_blocks", "block", width), x.dtype)
 
     def of_keys(self, x: Value, name: str) -> Value:
         """Return each block with the blocks before it that its queries see; zeros before the first one."""
-        g, size, width = self._g, self._size, int(x.shape[2])
-        before = self._wide // size - 1
-        filled = self._filled(x, name, front=before > 0)
-        cuts = "blocks" if before == 0 else f"blocks_and_{before}"
-        cut_shape = (x.shape[0], cuts, size, width)
-        constant = g.constant([0, -1, size, width])
-        cut = g.compute("Reshape", [filled, constant], f"blocks/{name}_cut", cut_shape, x.dtype)
-        pieces = [cut] if before == 0 else []
-        shape = (x.shape[0], "blocks", size, width)
-        for first in range(before + 1 if before else 0):
+        g, before, width = self._g, self._before, int(x.shape[2])
+        if not before:
+            return self.of_queries(x, f"{name}_folded")
+        filled = self._filled(x, name, front=True)
+        cut_shape = g.dims(f"blocks/{name}_cut_shape", 0, -1, self._size, width)
+        shape: Shape = (x.shape[0], "blocks", "block", width)
+        cuts = (shape[0], f"blocks_and_{before}", *shape[2:])
+        cut = g.compute("Reshape", [filled, cut_shape], f"blocks/{name}_cut", cuts, x.dtype)
+        pieces = []
+        for first in range(before + 1):
             end = INT64_MAX if first == before else first - before
             bounds = [g.constant([first]), g.constant([end]), g.constant([1])]
             pieces.append(g.compute("Slice", [cut, *bounds], f"blocks/{name}_{before - first}_before", shape, x.dtype))
-        joined = pieces[0]
-        if before:
-            wide = (*shape[:2], self._wide, width)
-            joined = g.compute("Concat", pieces, f"blocks/{name}_joined", wide, x.dtype, axis=2)
-        folded = ("batch_blocks", self._wide, width)
-        return g.compute("Reshape", [joined, g.constant([-1, *folded[1:]])], f"blocks/{name}_folded", folded, x.dtype)
+        wide = (*shape[:2], self._wide_symbol, width)
+        joined = g.compute("Concat", pieces, f"blocks/{name}_joined", wide, x.dtype, axis=2)
+        folded = g.dims(f"blocks/{name}_folded_shape", -1, self._wide, width)
+        whole = ("batch_blocks", self._wide_symbol, width)
+        return g.compute("Reshape", [joined, folded], f"blocks/{name}_folded", whole, x.dtype)
 
     def _filled(self, x: Value, name: str, *, front: bool) -> Value:
         g, width, pieces = self._g, int(x.shape[2]), [x]
-        zero, front_length = g.constant([0], x.dtype), self._wide - self._size
-        for place, length, symbol in (("end", self._fill, "fill"), ("front", front_length, front_length)):
+        zero = g.constant([0], x.dtype)
+        for place, length in (("end", self._fill), ("front", self._front)):
             if place == "end" or front:
                 shape = g.dims(f"blocks/{name}_{place}_shape", self.batch, length, width)
-                piece_shape = (x.shape[0], symbol, width)
+                piece_shape = (x.shape[0], f"{place}_filling", width)
                 piece = g.compute("Expand", [zero, shape], f"blocks/{name}_{place}", piece_shape, x.dtype)
                 pieces = [*pieces, piece] if place == "end" else [piece, *pieces]
         # Runtimes share buffers between tensors of equal symbolic shapes: unequal lengths need unequal symbols.
-        symbol = f"filled_length_and_{front_length}" if front else "filled_length"
+        symbol = "filled_length_and_front" if front else "filled_length"
         return g.compute("Concat", pieces, f"blocks/{name}_filled", (x.shape[0], symbol, width), x.dtype, axis=1)
 
     def condition(self, segments: Segments | None) -> Value:
         """Return which keys a block's queries see, ``(batch * blocks, 1, queries, keys)``."""
-        g, size, wide = self._g, self._size, self._wide
-        exists = self._exists()
-        inside = self._inside()
-        shape = ("batch_blocks", 1, size, wide)
-        whole = exists if inside is None else g.compute("And", [inside, exists], "visible/blocks", shape, BOOL)
+        g = self._g
+        keys = self._range("key", self._wide, self._wide_symbol)
+        whole, shape = self._exists(keys), ("batch_blocks", 1, "block", self._wide_symbol)
+        if self._plan.one_sided:
+            inside = self._causal(keys)
+            whole = g.compute("And", [inside, whole], "visible/blocks", shape, BOOL)
         if segments is None:
             return whole
         own = []
@@ -113,54 +124,40 @@ class _Blocks:
         same = of_own_segment(g, Segments(*own))
         return g.compute("And", [whole, same], "visible/blocks_and_segments", shape, BOOL)
 
-    def _inside(self) -> Value | None:
-        """Return which keys a block's queries see where all exist, ``(queries, keys)``; ``None`` if all of them."""
-        g, plan, size = self._g, self._plan, self._size
-        keys = g.constant(list(range(size - self._wide, size)))
-        square = (size, self._wide)
-        conditions = []
+    def _range(self, name: str, count: Dim, symbol: str) -> Value:
+        g = self._g
+        limits = [g.constant(0), g.scalar(count, f"blocks/{name}_count"), g.constant(1)]
+        return g.index("Range", limits, f"blocks/{name}_numbers", (symbol,))
 
-        def compare(op_type: str, shift: int, name: str) -> None:
-            bounds = g.constant([[row + shift] for row in range(size)])
-            conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", square, BOOL))
+    def _causal(self, keys: Value) -> Value:
+        """Return which keys of its blocks a query does not stand before, ``(queries, keys)``."""
+        g, queries = self._g, keys
+        if self._before:
+            bounds = [self._front, g.constant([INT64_MAX])]
+            queries = g.index("Slice", [keys, *bounds], "blocks/query_numbers", ("block",))
+        column = g.index("Unsqueeze", [queries, g.constant([1])], "blocks/query_column", ("block", 1))
+        return g.compute("LessOrEqual", [keys, column], "visible/causal", ("block", self._wide_symbol), BOOL)
 
-        if plan.one_sided:
-            compare("LessOrEqual", 0, "causal")
-        if plan.left.past_edge == "hidden" and plan.left.rows < self._wide - 1:
-            compare("GreaterOrEqual", -plan.left.rows, "window")
-        if plan.right.past_edge == "hidden" and not plan.one_sided and plan.right.rows < size - 1:
-            compare("LessOrEqual", plan.right.rows, "window_ahead")
-        whole = None
-        for index, condition in enumerate(conditions):
-            whole = (
-                condition
-                if whole is None
-                else g.compute("And", [whole, condition], f"visible/inside_{index}", square, BOOL)
-            )
-        return whole
-
-    def _exists(self) -> Value:
+    def _exists(self, keys: Value) -> Value:
         """Return which of a block's keys there are, ``(batch * blocks, 1, 1, keys)``: none before the first block.
 
         What fills up the last block is hidden by causality already, or here.
         """
-        g, size, wide = self._g, self._size, self._wide
+        g = self._g
         whole = g.plus(self._length, self._fill, "blocks/filled_length")
-        count = g.index("Div", [g.dim(whole), g.constant([size])], "blocks/count")
-        limits = [g.constant(0), g.scalar(count, "blocks/count_scalar"), g.constant(1)]
-        numbers = g.index("Range", limits, "blocks/numbers", ("blocks",))
-        column = g.index("Unsqueeze", [numbers, g.constant([1])], "blocks/number_column", ("blocks", 1))
-        shape = ("blocks", wide)
-        before = wide // size - 1
-        least = g.constant([before - key // size for key in range(wide)])
-        exists = g.compute("GreaterOrEqual", [column, least], "visible/exists", shape, BOOL)
+        count = g.index("Div", [g.dim(whole), self._size], "blocks/count")
+        numbers = self._range("block", count, "blocks")
+        firsts = g.index("Mul", [numbers, self._size], "blocks/firsts", ("blocks",))
+        if self._before:
+            firsts = g.index("Sub", [firsts, self._front], "blocks/first_keys", ("blocks",))
+        column = g.index("Unsqueeze", [firsts, g.constant([1])], "blocks/first_column", ("blocks", 1))
+        shape: Shape = ("blocks", self._wide_symbol)
+        positions = g.index("Add", [column, keys], "blocks/key_positions", shape)
+        exists = g.compute("GreaterOrEqual", [positions, g.constant([0])], "visible/exists", shape, BOOL)
         if not self._plan.one_sided:
-            first = g.index("Mul", [column, g.constant([[size]])], "blocks/first_position", ("blocks", 1))
-            places = g.constant(list(range(size - wide, size)))
-            positions = g.index("Add", [first, places], "blocks/key_positions", shape)
             there = g.compute("Less", [positions, g.dim(self._length)], "visible/there", shape, BOOL)
             exists = g.compute("And", [exists, there], "visible/exists_there", shape, BOOL)
-        each = g.dims("visible/exists_shape", self.batch, count, wide)
-        spread = g.compute("Expand", [exists, each], "visible/each", ("batch", "blocks", wide), BOOL)
-        folded = ("batch_blocks", 1, 1, wide)
-        return g.compute("Reshape", [spread, g.constant([-1, *folded[1:]])], "visible/folded", folded, BOOL)
+        each = g.dims("visible/exists_shape", self.batch, count, self._wide)
+        spread = g.compute("Expand", [exists, each], "visible/each", ("batch", *shape), BOOL)
+        folded = g.dims("visible/folded_shape", -1, 1, 1, self._wide)
+        return g.compute("Reshape", [spread, folded], "visible/folded", ("batch_blocks", 1, 1, shape[1]), BOOL)

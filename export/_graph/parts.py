@@ -85,17 +85,7 @@ def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWi
 
     A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
     """
-    logits, bias = window.product(queries), window.bias()
-    if logits is not None and bias is not None:
-        logits = g.compute("Add", [logits, bias], "relative/biased", logits.shape)
-    elif logits is None:
-        assert bias is not None
-        leading: Shape = (1,) * (4 - len(bias.shape)) + bias.shape[:-2]
-        whole = g.dims("relative/bias_shape", 1, 1, lengths.queries, 1)
-        shape = (*leading, lengths.query_symbol, window.symbol)
-        logits = g.compute("Expand", [bias, whole], "relative/logits", shape)
-    if not hides_by_condition(plan):
-        logits = window.hide(logits)
+    logits = window.logits(queries, lengths.queries, hide=not hides_by_condition(plan))
     return skew(g, logits, lengths, one_sided=window.one_sided, reach=plan.reach)
 
 

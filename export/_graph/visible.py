@@ -29,19 +29,20 @@ def visible(
     def compare(op_type: str, keys: Value, bounds: Value, name: str) -> None:
         conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", symbols, BOOL))
 
-    if plan.one_sided and not plan.causal_attribute:
+    # A cache in place has both in its relative logits.
+    if plan.one_sided and not plan.causal_attribute and not plan.in_place:
         compare("LessOrEqual", positions.keys, positions.queries, "causal")
     if plan.spec.block_size is not None:
         size = g.constant(plan.spec.block_size)
         keys = g.index("Div", [positions.keys, size], "visible/key_block", positions.keys.shape)
         queries = g.index("Div", [positions.queries, size], "visible/query_block", positions.queries.shape)
         if plan.left.past_edge != "limited":  # else no input is so long that a block of its past is hidden
-            before = g.constant(plan.block_keys // plan.spec.block_size - 1)
+            before = g.constant(plan.blocks_before)
             furthest = g.index("Sub", [queries, before], "visible/furthest_block", queries.shape)
             compare("GreaterOrEqual", keys, furthest, "block")
         if not plan.one_sided:
             compare("LessOrEqual", keys, queries, "own_block")
-    if hides_by_condition(plan) and plan.left.past_edge == "hidden":
+    if hides_by_condition(plan) and plan.left.past_edge == "hidden" and not plan.in_place:
         shape = positions.queries.shape
         first = g.index("Sub", [positions.queries, g.constant(plan.left.rows)], "visible/first", shape)
         compare("GreaterOrEqual", positions.keys, first, "past")

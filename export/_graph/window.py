@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Value
+from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Shape, Value
 from relskew_core.export._plan import GraphPlan
 
 
@@ -27,10 +27,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class StoredTables:
-    """The stored tables: ``rel_k (…, head_dim, position)``, or by rows ``(…, position, head_dim)``; ``rel_v`` so.
-
-    ``rel_bias`` is ``(H, position)``, or ``(1, position)`` for all heads.
-    """
+    """The stored tables: ``rel_k`` and ``rel_v (…, position, head_dim)``, ``rel_bias (H or 1, position)``."""
 
     rel_k: Value | None
     rel_v: Value | None
@@ -43,66 +40,121 @@ class TableWindow:
     One-sided tables give ``keys + 1`` columns, ``r = -keys … 0``; others give ``queries + keys``,
     ``r = -(queries + past) … keys - past - 1``. The first column is the skew's spare one: it is never read. An input
     too long for a limited table gets too few columns, so the reshape of the skew, which names its lengths, fails.
+
+    Past the other ends nothing is multiplied: what comes of the last column that is stored is repeated.
     """
 
     def __init__(self, g: Emitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths) -> None:
         self._g, self._plan, self._tables = g, plan, tables
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
+        self._repeats: tuple[Dim, Dim] = (0, 0)
         self.one_sided = plan.one_sided
-        self.symbol: int | str = "window"
-        if plan.local:
-            self.symbol = plan.stored_columns
-        elif plan.gathers:
-            self._index = _one_sided_index(g, plan, lengths) if plan.one_sided else _index(g, plan, lengths)
-        else:
-            before = lengths.keys if plan.one_sided else g.plus(lengths.queries, lengths.past, "window/before")
-            start = g.minus(plan.lead, before, "window/start")
-            end: Dim = INT64_MAX
-            if not plan.one_sided:
-                after = g.minus(lengths.keys, lengths.past, "window/after")
-                end = g.plus(after, plan.lead, "window/end")
-            self._bounds = g.dim(start), g.dim(end)
+        self.symbol = self._stored_symbol = "window"
+        self._choose(lengths)
 
-    def product(self, queries: Value) -> Value | None:
-        """Return heads of queries times the window of ``rel_k``, ``(batch, H, queries, window)``, if it is there."""
-        table, g = self._tables.rel_k, self._g
+    def logits(self, queries: Value, count: Dim, *, hide: bool) -> Value:
+        """Return what depends on the relative position, by column, ``(batch, H, queries, window)``.
+
+        A bias alone is the same for every batch, ``(1, H or 1, queries, window)``, and ``count`` is how many queries
+        there are. ``hide``: positions that no query may see are hidden here.
+        """
+        g, table, row = self._g, self._tables.rel_k, self._bias()
         if table is None:
-            return None
-        if not self._plan.by_rows:
-            columns = self._cut(table, len(table.shape) - 1, "rel_k")
-        else:
-            rows = self._cut(table, len(table.shape) - 2, "rel_k")
-            rank = len(rows.shape)
-            turned = (*rows.shape[:-2], rows.shape[-1], rows.shape[-2])
-            perm = [*range(rank - 2), rank - 1, rank - 2]
-            columns = g.compute("Transpose", [rows], "window/rel_k_columns", turned, perm=perm)
-        return g.compute("MatMul", [queries, columns], "relative/logits", (*queries.shape[:3], self.symbol))
+            assert row is not None
+            row = self._extended(self._hidden(row) if hide else row, 2, "window/bias")
+            whole = g.dims("relative/bias_shape", 1, 1, count, 1)
+            wide: Shape = (1, row.shape[0], queries.shape[2], self.symbol)
+            return g.compute("Expand", [row, whole], "relative/logits", wide)
+        rows = self._cut(table, len(table.shape) - 2, "rel_k")
+        rank = len(rows.shape)
+        perm = [*range(rank - 2), rank - 1, rank - 2]
+        turned = tuple(rows.shape[axis] for axis in perm)
+        columns = g.compute("Transpose", [rows], "window/rel_k_columns", turned, perm=perm)
+        shape = (*queries.shape[:3], self._stored_symbol)
+        logits = g.compute("MatMul", [queries, columns], "relative/logits", shape)
+        if row is not None:
+            logits = g.compute("Add", [logits, row], "relative/biased", shape)
+        return self._extended(self._hidden(logits) if hide else logits, 3, "relative")
 
     def rows(self) -> Value:
         """Return the window of ``rel_v``, ``(…, window, head_dim)``."""
         table = self._tables.rel_v
         if table is None:
             raise ValueError("a block without `rel_values` has no table for them")
-        return self._cut(table, len(table.shape) - 2, "rel_v")
+        axis = len(table.shape) - 2
+        return self._extended(self._cut(table, axis, "rel_v"), axis, "window/values")
 
-    def bias(self) -> Value | None:
-        """Return the window of ``rel_bias``, ``(heads or 1, 1, window)``; zeros where no table makes logits."""
-        table, g = self._bias_table(), self._g
+    def _choose(self, lengths: Lengths) -> None:
+        g, plan = self._g, self._plan
+        before: Dim = lengths.keys
+        after: Dim = 1
+        symbols: Shape = ("window", 1)
+        if not plan.one_sided:
+            before = g.plus(lengths.queries, lengths.past, "window/before")
+            after = g.minus(lengths.keys, lengths.past, "window/after")
+            # As many columns before as there are queries, and keys from there on; the other way round behind a past.
+            symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
+        soft = plan.left.past_edge != "limited", plan.right.past_edge != "limited" and not plan.one_sided
+        start, end = first, last = g.minus(plan.lead, before, "window/first"), g.plus(after, plan.lead, "window/last")
+        repeats: list[Dim] = [0, 0]
+        if soft[0]:
+            start = g.index("Max", [g.dim(first), g.constant([0])], "window/start")
+            repeats[0] = g.minus(start, first, "window/repeats_before")
+        if soft[1]:
+            end = g.index("Min", [g.dim(last), g.constant([plan.columns])], "window/end")
+            repeats[1] = g.minus(last, end, "window/repeats_after")
+        if soft[0] and plan.guarded and not plan.one_sided:
+            # Behind a long past all of a window may lie before the first column, which then is taken alone.
+            others = g.minus(g.plus(before, after, "window/count"), 1, "window/others")
+            repeats[0] = g.index("Min", [g.dim(repeats[0]), g.dim(others)], "window/repeats_of_first")
+            end = g.index("Max", [g.dim(end), g.constant([1])], "window/end_behind_first")
+            if soft[1]:
+                repeats[1] = g.index("Max", [g.dim(repeats[1]), g.constant([0])], "window/repeats_of_last")
+        if any(soft):
+            self._repeats, self._stored_symbol = (repeats[0], repeats[1]), "stored_window"
+        if plan.profile.slice_window:
+            self._bounds = g.dim(start), g.dim(INT64_MAX if plan.one_sided else end)
+        elif plan.guarded or (soft[0] and (soft[1] or plan.one_sided)):
+            self._index = _range(g, start, end, "window", self._stored_symbol)
+        elif plan.one_sided:
+            count = g.plus(before, 1, "window/columns")
+            ramp = _ramp(g, 0, plan.lead + 1, count, "window/ramp", "window")
+            self._index = g.index("Add", [ramp, g.dim(start)], "window/index", ("window",))
+        else:
+            self._index = self._joined(soft, (start, end), (before, after), symbols)
+
+    def _joined(
+        self, soft: tuple[bool, bool], ends: tuple[Dim, Dim], counts: tuple[Dim, Dim], symbols: tuple[int | str, ...]
+    ) -> Value:
+        """Return the columns of the past, then those from ``r = 0`` on; at a limited end no more than there are."""
+        g, plan = self._g, self._plan
+        if soft[0]:
+            past = _range(g, ends[0], plan.lead, "past", "stored_past")
+        else:
+            ramp = _ramp(g, 0, plan.lead, counts[0], "window/past_ramp", symbols[0])
+            past = g.index("Add", [ramp, g.dim(ends[0])], "window/past", (symbols[0],))
+        if soft[1]:
+            future = _range(g, plan.lead, ends[1], "future", "stored_future")
+        else:
+            future = _ramp(g, plan.lead, plan.columns - plan.lead, counts[1], "window/future", symbols[1])
+        return g.index("Concat", [past, future], "window/index", (self._stored_symbol,), axis=0)
+
+    def _bias(self) -> Value | None:
+        """Return what is stored of the bias's window, ``(heads or 1, 1, …)``; zeros where no table makes logits."""
+        g, table = self._g, self._tables.rel_bias
         if table is None:
-            return None
+            if self._tables.rel_k is not None:
+                return None
+            table = g.constant(np.zeros((1, self._plan.columns)), g.dtype)
         cut = self._cut(table, 1, "rel_bias")
-        return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", (table.shape[0], 1, self.symbol))
-
-    def _bias_table(self) -> Value | None:
-        if self._tables.rel_bias is not None or self._tables.rel_k is not None:
-            return self._tables.rel_bias
-        return self._g.constant(np.zeros((1, self._plan.stored_columns)), self._g.dtype)
+        shape = (table.shape[0], 1, self._stored_symbol)
+        return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
-        """Return the window of a table whose positions are on ``axis``."""
+        """Return what is stored of the window of a table whose positions are on ``axis``."""
         g, shape = self._g, list(table.shape)
-        shape[axis] = self.symbol
+        shape[axis] = self._stored_symbol
         if self._bounds is not None:
             inputs = [table, *self._bounds, g.constant([axis])]
             return g.compute("Slice", inputs, f"window/{name}", tuple(shape))
@@ -110,80 +162,47 @@ class TableWindow:
             return g.compute("Gather", [table, self._index], f"window/{name}", tuple(shape), axis=axis)
         return table
 
-    def hide(self, logits: Value) -> Value:
-        """Add what hides columns of relative logits that no query may see, if there are any."""
-        g = self._g
-        if self._index is None:
-            return logits
-        stored = self._hiding()
-        if stored is None:
-            return logits
-        bias = g.compute("Gather", [stored, self._index], "window/hidden", (self.symbol,), axis=0)
-        return g.compute("Add", [logits, bias], "relative/hide", logits.shape)
+    def _extended(self, x: Value, axis: int, name: str) -> Value:
+        """Repeat the first and the last of ``axis`` for the positions past the table's soft ends."""
+        g, pieces, (before, after) = self._g, [x], self._repeats
+        whole = (*x.shape[:axis], self.symbol, *x.shape[axis + 1 :])
+        if (before, after) != (0, 0) and self._plan.profile.pads:
+            zeros = [0] * (len(x.shape) - 1)
+            pads = g.dims(f"{name}/pads", *zeros[:axis], before, *zeros, after, *zeros[axis:])
+            return g.compute("Pad", [x, pads], f"{name}/extended", whole, mode="edge")
+        for end, place, count, bounds in (("first", 0, before, (0, 1)), ("last", 2, after, (-1, INT64_MAX))):
+            if count == 0:
+                continue
+            shape = list(x.shape)
+            shape[axis] = 1
+            inputs = [x, *(g.constant([number]) for number in (*bounds, axis))]
+            edge = g.compute("Slice", inputs, f"{name}/{end}", tuple(shape))
+            shape[axis] = f"repeats_of_{end}"
+            ones = len(shape)
+            sizes = g.dims(f"{name}/{end}_shape", *(count if index == axis else 1 for index in range(ones)))
+            repeated = g.compute("Expand", [edge, sizes], f"{name}/{end}_repeated", tuple(shape))
+            pieces.insert(place, repeated)
+        if len(pieces) == 1:
+            return x
+        return g.compute("Concat", pieces, f"{name}/extended", whole, axis=axis)
 
-    def _hiding(self) -> Value | None:
-        """Return what must be added to the logits of every stored column, if to any."""
-        plan = self._plan
-        hidden = np.zeros(plan.columns)
+    def _hidden(self, logits: Value) -> Value:
+        """Add what hides columns of relative positions that no query may see, if there are any."""
+        g, plan, added = self._g, self._plan, np.zeros(self._plan.columns)
         if plan.left.past_edge == "hidden":
-            hidden[0] = plan.masked_value
+            added[0] = plan.masked_value
         if plan.right.past_edge == "hidden" and not plan.one_sided:
-            hidden[-1] = plan.masked_value
-        return self._g.constant(hidden, self._g.dtype) if hidden.any() else None
+            added[-1] = plan.masked_value
+        if not added.any():
+            return logits
+        cut = self._cut(g.constant(added, g.dtype), 0, "hidden")
+        return g.compute("Add", [logits, cut], "relative/hide", logits.shape)
 
 
-def _one_sided_index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
-    """Columns of ``r = -keys … 0``."""
-    if plan.left.past_edge == "limited" and not plan.guarded:
-        start = g.minus(plan.lead, lengths.keys, "window/start")
-        count = g.plus(lengths.keys, 1, "window/count")
-        ramp = _ramp(g, 0, plan.lead + 1, count, "window/ramp", "window")
-        return g.index("Add", [ramp, g.dim(start)], "window/index", ("window",))
-    start = _scalar(g, "Sub", plan.lead, lengths.keys, "start")
-    columns = _range(g, start, g.constant(plan.lead + 1), "window")
-    return g.index("Max", [columns, g.constant(0)], "window/index", ("window",))
-
-
-def _index(g: Emitter, plan: GraphPlan, lengths: Lengths) -> Value:
-    """Columns of ``r = -(queries + past) … keys - past - 1``."""
-    last = plan.columns - 1
-    left_limited = plan.left.past_edge == "limited" and not plan.guarded
-    right_limited = plan.right.past_edge == "limited" and not plan.guarded
-    before = g.plus(lengths.queries, lengths.past, "window/before")
-    after = g.minus(lengths.keys, lengths.past, "window/after")
-    if not left_limited and not right_limited:
-        start, end = _scalar(g, "Sub", plan.lead, before, "start"), _scalar(g, "Add", plan.lead, after, "end")
-        columns = _range(g, start, end, "window")
-        return g.index("Clip", [columns, g.constant(0), g.constant(last)], "window/index", ("window",))
-    # As many columns before as there are queries, and keys from there on; the other way round behind a past.
-    symbols = lengths.query_symbol, lengths.key_symbol
-    symbol, key_symbol = symbols if lengths.past == 0 else symbols[::-1]
-    if left_limited:
-        ramp = _ramp(g, 0, plan.lead, before, "window/past_ramp", symbol)
-        start = g.dim(g.minus(plan.lead, before, "window/start"))
-        past = g.index("Add", [ramp, start], "window/past", (symbol,))
-    else:
-        start = _scalar(g, "Sub", plan.lead, before, "start")
-        columns = _range(g, start, g.constant(plan.lead), symbol)
-        past = g.index("Max", [columns, g.constant(0)], "window/past", (symbol,))
-    symbol = key_symbol
-    if right_limited:
-        future = _ramp(g, plan.lead, plan.columns - plan.lead, after, "window/future", symbol)
-    else:
-        end = _scalar(g, "Add", plan.lead, after, "end")
-        columns = _range(g, g.constant(plan.lead), end, symbol)
-        future = g.index("Min", [columns, g.constant(last)], "window/future", (symbol,))
-    return g.index("Concat", [past, future], "window/index", ("window",), axis=0)
-
-
-def _scalar(g: Emitter, op_type: str, lead: int, length: Dim, name: str) -> Value:
-    """Return ``lead`` plus or minus a length, as Range wants it."""
-    inputs = [g.constant(lead), g.scalar(length, f"window/{name}_length")]
-    return g.index(op_type, inputs, f"window/{name}", ())
-
-
-def _range(g: Emitter, start: Value, end: Value, symbol: int | str) -> Value:
-    return g.index("Range", [start, end, g.constant(1)], "window/range", (symbol,))
+def _range(g: Emitter, start: Dim, end: Dim, name: str, symbol: int | str) -> Value:
+    """Return ``start … end - 1``."""
+    limits = [g.scalar(start, f"window/{name}_start"), g.scalar(end, f"window/{name}_end"), g.constant(1)]
+    return g.index("Range", limits, f"window/{name}_range", (symbol,))
 
 
 def _ramp(g: Emitter, first: int, size: int, count: Dim, name: str, symbol: int | str) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from onnx import numpy_helper
 from relskew_core._block.spec import BlockSpec
 from relskew_core.export._graph.emitter import element_type
 from relskew_core.export._graph.functions import DOMAIN
-from relskew_core.export._plan import PROFILES, GraphPlan, check_spec, make_plan
+from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
+from relskew_core.export._plan import PROFILES, GraphPlan, Profile, check_spec, make_plan
 from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
@@ -34,7 +35,9 @@ class Subject:
     outputs: tuple[str, ...]
 
 
-def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None]) -> Subject | None:
+def inspect_model(
+    model_or_path: Any, spec: BlockSpec, weights: Any, tell: Callable[[Check], None], tolerance: float | None = None
+) -> Subject | None:
     """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
 
     def answer(name: str, problem: str = "", detail: str = "") -> bool:
@@ -49,8 +52,9 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     answer("file")
     check_spec(spec)
     model = source.model
-    answer("standard", _not_standard(model))
     metadata, unreadable = read_metadata(model)
+    foreign = _not_standard(model, PROFILES[metadata.profile or "portable"])
+    answer("standard", *((foreign, "") if tolerance is None else ("", foreign)))
     answer("metadata", unreadable)
     other = metadata.spec is not None and metadata.spec != spec
     answer("spec", f"the model was made for {metadata.spec}, asked for is {spec}" if other else "")
@@ -58,9 +62,7 @@ def inspect_model(model_or_path: Any, spec: BlockSpec, weights: Any, tell: Calla
     if not answer("interface", _other_interface(model, plan)):
         return None
     rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
-    # Without our metadata the layout of the tables is unknown: any profile's will do.
-    plans = [plan] if metadata.profile else [replace(plan, profile=profile) for profile in PROFILES.values()]
-    answer("weights", *min(_other_weights(model, possible, rounded) for possible in plans))
+    answer("weights", *_other_weights(model, plan, rounded, tolerance))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 
 
@@ -74,14 +76,15 @@ def _load(model_or_path: Any) -> Source:
     return Source(onnx.load(path), path)
 
 
-def _not_standard(model: onnx.ModelProto) -> str:
+def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
     """Say what only some runtimes would understand."""
     ours = {function.name for function in model.functions if function.domain == DOMAIN}
-    domains = {"", "ai.onnx", *([DOMAIN] if ours else [])}
+    domains = {"", "ai.onnx", *([DOMAIN] if ours else []), *([CONTRIB] if profile.contrib else [])}
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     problems = [f"domain {entry.domain}" for entry in model.opset_import if entry.domain not in domains]
     problems += [f"local function {function.name}" for function in model.functions if function.domain != DOMAIN]
-    foreign = [node for node in nodes if node.domain and not (node.domain == DOMAIN and node.op_type in ours)]
+    known = {(DOMAIN, name) for name in ours} | ({(CONTRIB, "GroupQueryAttention")} if profile.contrib else set())
+    foreign = [node for node in nodes if node.domain and (node.domain, node.op_type) not in known]
     problems += [f"{node.op_type} of domain {node.domain}" for node in foreign]
     return "; ".join(problems)
 
@@ -152,8 +155,10 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims)
 
 
-def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray]) -> tuple[str, str]:
-    """Compare the stored weights bit for bit: a changed bias of the keys would not show in ``y``."""
+def _other_weights(
+    model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray], tolerance: float | None
+) -> tuple[str, str]:
+    """Compare the stored weights bit for bit, unless told otherwise: a changed bias of the keys would not show."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = graph_layout(plan, rounded)
     present = [key for key in expected if key in stored]
@@ -164,5 +169,7 @@ def _other_weights(model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str
             problems.append(f"{key} is {array.dtype} {array.shape}, expected {wanted.dtype} {wanted.shape}")
         elif array.tobytes() != wanted.tobytes():
             difference = float(np.max(np.abs(array.astype(np.float64) - wanted.astype(np.float64))))
-            problems.append(f"{key} differs by up to {difference:.3g}")
-    return "; ".join(problems), f"{len(present)} of {len(expected)} stored under their names and equal"
+            if tolerance is None or not difference <= tolerance * float(np.max(np.abs(wanted.astype(np.float64)))):
+                problems.append(f"{key} differs by up to {difference:.3g}")
+    equal = "and equal" if tolerance is None else f"within {tolerance:g}"
+    return "; ".join(problems), f"{len(present)} of {len(expected)} stored under their names {equal}"

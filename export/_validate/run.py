@@ -29,20 +29,21 @@ class Request:
     lengths: Sequence[int] | None
     batches: Sequence[int] | None
     atol: float | None
+    tolerance: float | None
     seed: int
 
 
 def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
     """Answer a request, check by check; raises nothing."""
     try:
-        subject = inspect_model(request.model_or_path, request.spec, request.weights, tell)
+        subject = inspect_model(request.model_or_path, request.spec, request.weights, tell, request.tolerance)
         if subject is None:
             return
         lengths, batches = _positive("lengths", request.lengths), _positive("batches", request.batches)
         trials = make_trials(subject.plan, lengths, batches, request.seed)
         for runtime in _some("runtimes", request.runtimes):
             for provider in _some("providers", request.providers) if runtime == "onnxruntime" else ("",):
-                _in_runtime(subject, runtime, provider, trials, request.atol, tell, progress)
+                _in_runtime(subject, runtime, provider, trials, request, tell, progress)
     except Exception as error:  # a validation that stops half-way must not look like one that passed
         tell(Check("validation", "", "", "", False, detail=reason(error)))
 
@@ -67,7 +68,7 @@ def _in_runtime(
     runtime: str,
     provider: Provider,
     trials: Sequence[tuple[Trial, int]],
-    atol: float | None,
+    request: Request,
     tell: Callable[[Check], None],
     progress: Callable[[str], None],
 ) -> None:
@@ -77,7 +78,7 @@ def _in_runtime(
     except Exception as error:
         tell(Check("loads", runtime, provider_name(provider), "", False, detail=reason(error)))
         return
-    questions = Questions(subject, runner, tell, atol)
+    questions = Questions(subject, runner, tell, request.atol, request.tolerance)
     if runtime == "onnxruntime":
         questions.placement()
     for trial, seed in trials:

@@ -55,7 +55,10 @@ def make_trials(
     if plan.dtype.itemsize >= 4:  # half types round large logits to nothing that could be compared
         short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
         short.sort(key=lambda trial: (-trial.keys, trial.batch))
-        large = dict.fromkeys(replace(trial, batch=short[0].batch, large_logits=True) for trial in short)
+        large = dict.fromkeys(
+            replace(trial, batch=_batch(plan, short[0].batch, trial.queries, trial.past), large_logits=True)
+            for trial in short
+        )
         seeds |= {trial: len(seeds) + index for index, trial in enumerate(list(large)[:LARGE])}
     if lengths is None:
         for index, trial in enumerate(_drawn(plan, batches, np.random.default_rng(seed))):
@@ -77,7 +80,14 @@ def _trial(plan: GraphPlan, batch: int, queries: int, keys: int, past: int = 0) 
     queries_end, keys_end = longest(plan)
     fits = (queries_end is None or queries <= queries_end) and (keys_end is None or keys <= keys_end)
     # Every third cache is filled to its end.
-    return Trial(batch, queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None)
+    return Trial(
+        _batch(plan, batch, queries, past), queries, keys, past, fits, keys + 2 * (keys % 3) if plan.in_place else None
+    )
+
+
+def _batch(plan: GraphPlan, batch: int, queries: int, past: int) -> int:
+    """Return the batch to try: GroupQueryAttention takes several queries behind a past for one item alone."""
+    return 1 if plan.profile.contrib and past and queries > 1 else batch
 
 
 def _sweep(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:

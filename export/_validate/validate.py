@@ -41,6 +41,7 @@ def validate(
     batches: Sequence[int] | None = None,
     runtimes: Sequence[str] = ("onnxruntime",),
     atol: float | None = None,
+    tolerance: float | None = None,
     seed: int | None = None,
     time_limit: float | None = None,
     memory_limit: int | None = None,
@@ -69,6 +70,9 @@ def validate(
     atol : float, optional
         Largest difference of any number, beside the relative error, that an output may have. Where logits are large it
         grows as the tolerance does.
+    tolerance : float, optional
+        Relative error that outputs may have, instead of what rounding explains: for quantised models, whose weights
+        need not be stored bit for bit then, and whose operators may be those of onnxruntime.
     seed : int, optional
         Draws the lengths and batches beside the sweep; by default it follows from the model, so that the same file gets
         the same ones. The report keeps it.
@@ -115,7 +119,9 @@ def validate(
         seed = _seed_of(model) if seed is None else check_int("seed", seed, minimum=0)
         if atol is not None:
             atol = check_real("atol", atol, positive=True)
-        request = Request(model, spec, weights, providers, runtimes, lengths, batches, atol, seed)
+        if tolerance is not None:
+            tolerance = check_real("tolerance", tolerance, positive=True)
+        request = Request(model, spec, weights, providers, runtimes, lengths, batches, atol, tolerance, seed)
         if isinstance(model, onnx.ModelProto) and time_limit is None and memory_limit is None:
             run(request, checks.append, told)
         else:

@@ -17,6 +17,20 @@ def varies(x: Any) -> bool:
     return not torch.fx.experimental.symbolic_shapes.has_static_value(x)
 
 
+def exporting() -> bool:
+    """Whether torch exports a program."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_exporting()
+
+
+def exported(*sizes: Any) -> bool:
+    """Whether torch exports a program that is for other sizes as well: nothing may be decided by those at hand.
+
+    ``torch.compile`` guards what was decided, and a program of ``torch.export`` says it; ONNX forgets it.
+    """
+    return exporting() and any(type(size).__name__ == "SymInt" for size in sizes)
+
+
 def known_values(x: Array) -> Any:
     """Return an array's numbers in lists as deep as its axes, ``None`` where reading them would cost something."""
     if is_torch(x):

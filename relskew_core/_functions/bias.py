@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from relskew_core import backends
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.known import exported
+from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.problem import default_span
 from relskew_core._positions.skew import pad_last, skew_from
 from relskew_core._positions.span import Span
-from relskew_core._positions.table import Extension
+from relskew_core._positions.table import Extension, Table
 from relskew_core._positions.visibility import Visibility
 
 
@@ -97,6 +98,9 @@ def check_span(name: str, rows: int, span: Span | None, *, causal: bool = False,
 
 def bias_between(bias: Array, span: Span, low: int, high: int, *, causal: bool = False, xp: Namespace) -> Array:
     """Return the numbers of the relative positions ``low … high``, shape (..., high - low + 1)."""
+    if exported(low, high):
+        row = Table(bias, span.left, span.beyond).covering(low, high, xp=xp).columns
+        return xp.where(xp.arange(low, high + 1, device=device(bias)) <= 0, row, 0) if causal else row
     last = min(high, 0) if causal else high
     if last < low:
         return xp.zeros_like(xp.broadcast_to(bias[..., :1], (*bias.shape[:-1], high - low + 1)))
@@ -112,7 +116,7 @@ def diagonals(row: Array, n: int, m: int, *, xp: Namespace) -> Array:
     library = backends.library_name(xp)
     if library in ("numpy", "cupy"):
         return xp.lib.stride_tricks.sliding_window_view(row, m, axis=-1)[..., ::-1, :]
-    if library == "torch":
+    if library == "torch" and not exported(n, m):
         return xp.flip(row.unfold(-1, m, 1), axis=-2)
     spare = pad_last(row, 1, 0, xp=xp)[..., None, :]
     return skew_from(xp.broadcast_to(spare, (*row.shape[:-1], n, n + m)), n_keys=m, first=n, xp=xp)

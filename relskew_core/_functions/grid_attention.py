@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
+from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
@@ -224,8 +226,7 @@ def relative_attention_2d(
 
     if prefix[0]:
         attend(0, prefix[0], positions.outside(q, xp=xp))
-    step = _rows_of_a_chunk(q, k, q_grid[1], chunk_size)
-    for top, bottom in pairwise([*range(0, q_grid[0], step), q_grid[0]]):
+    for top, bottom in _chunks(q, k, q_grid, chunk_size):
         bias = positions.inside(q, top, bottom, xp=xp)
         attend(prefix[0] + top * q_grid[1], prefix[0] + bottom * q_grid[1], bias)
     out, lse = (xp.concat([part[which] for part in parts], axis=which - 2) for which in (0, 1))
@@ -280,9 +281,15 @@ def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array 
     return bias + mask
 
 
-def _rows_of_a_chunk(q: Array, k: Array, width: int, chunk_size: int | None) -> int:
-    """Return how many rows of the grid are worked on together."""
-    if chunk_size is None:
+def _chunks(q: Array, k: Array, grid: tuple[int, int], chunk_size: int | None) -> Iterable[tuple[int, int]]:
+    """Return which rows of the grid are worked on together, as ranges."""
+    height, width = grid
+    size = None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1)
+    if exported(height, width, *q.shape, *k.shape):  # a program has as many chunks for any size
+        return [(0, height)]
+    if size is None:
         row: int = math.prod(q.shape[:-2]) * width * k.shape[-2]
-        return max(1, SCRATCH_BYTES // (4 * max(1, row)))
-    return max(1, check_int("chunk_size", chunk_size, minimum=1) // width)
+        step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
+    else:
+        step = max(1, size // width)
+    return pairwise([*range(0, height, step), height])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
+from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, is_half, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
@@ -14,9 +15,10 @@ from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.problem import Pattern, check_tables
 from relskew_core._positions.labels import check_label, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
-from relskew_core._positions.skew import pad_last, skew_from, unskew_from
+from relskew_core._positions.skew import pad_last, skew_from, unskew, unskew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
+from relskew_core._positions.visibility import Visibility
 
 
 def relative_logits(
@@ -169,24 +171,33 @@ def _logits(
     dtype = q.dtype
     if is_half(dtype, xp=xp):
         q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
-    lowest, highest = visibility.left, visibility.right
+    low = -(n + visibility.offset)  # a spare column, for the skew
+    high = low + n + m - 1
     if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
         windows = RaggedTables(visibility, span, xp)
-        table, span, lowest, highest = windows.of(table), windows.window_span, None, None
+        table, span, visibility = windows.of(table), windows.window_span, Visibility(n, m)
     if q.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
-    # Columns r = low … high, the first a spare one; what lies outside the window is zeros.
-    low = -(n + visibility.offset)
-    high = low + n + m - 1
+    columns = Table(xp.matrix_transpose(table), span.left, span.beyond)
+    logits = skew_from(_product(q, columns, low, high, visibility, xp=xp), n_keys=m, first=n, xp=xp)
+    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+
+
+def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility, *, xp: Namespace) -> Array:
+    """Return ``q_i · e_r`` for ``r = low … high``, zeros for those that no query may see."""
+    lowest, highest = visibility.left, visibility.right
+    if exported(low, high):
+        product = table.covering(low, high, xp=xp).product(q, low, high, xp=xp)
+        positions = xp.arange(low, high + 1, device=device(q))
+        seen = visibility.sees(0 * positions, positions, xp=xp)
+        return product if seen is None else xp.where(seen, product, 0.0)
     first = low if lowest is None else max(low, -lowest)
     last = high if highest is None else min(high, highest)
     if last < first:
         product, first, last = q[..., :0], low, low - 1
     else:
-        columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(first, last, xp=xp)
-        product = columns.product(q, first, last, xp=xp)
-    logits = skew_from(pad_last(product, first - low, high - last, xp=xp), n_keys=m, first=n, xp=xp)
-    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+        product = table.covering(first, last, xp=xp).product(q, first, last, xp=xp)
+    return pad_last(product, first - low, high - last, xp=xp)
 
 
 def relative_values(
@@ -254,14 +265,26 @@ def relative_values(
     if weights.ndim == 2 and table.ndim == 3:
         table = table[0, ...]
     low = -(n - 1 + visibility.offset)
+    values = _mixed(weights, Table(xp.matrix_transpose(table), span.left, span.beyond), low, causal=causal, xp=xp)
+    return values if values.dtype == dtype else xp.astype(values, dtype)
+
+
+def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespace) -> Array:
+    """Return ``Σ_j w_ij · e_r``, where the last query's first key is at ``r = low``."""
+    n, m = weights.shape[-2:]
     high = low + n + m - 2
+    if exported(n, m):
+        columns = table.covering(low, high, xp=xp).columns
+        relative = unskew(weights)
+        if causal:
+            seen = xp.arange(low, high + 1, device=device(weights)) <= 0
+            columns, relative = (xp.where(seen, x, 0.0) for x in (columns, relative))
+        return xp.matmul(relative, xp.matrix_transpose(columns))
     last = min(high, 0) if causal else high
     if last < low:
-        return xp.zeros((*weights.shape[:-1], table.shape[-1]), dtype=dtype, device=device(weights))
+        return xp.zeros((*weights.shape[:-1], table.columns.shape[-2]), dtype=weights.dtype, device=device(weights))
     relative = unskew_from(weights, width=n + m - 1, first=n - 1, xp=xp)[..., : last - low + 1]
-    columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, last, xp=xp)
-    values = columns.mix(relative, low, last, xp=xp)
-    return values if values.dtype == dtype else xp.astype(values, dtype)
+    return table.covering(low, last, xp=xp).mix(relative, low, last, xp=xp)
 
 
 def _check_table(x: Array, table: Array, span: Span | None, *, causal: bool) -> Span:

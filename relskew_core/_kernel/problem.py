@@ -13,8 +13,10 @@ from relskew_core._array.checks import (
     check_real,
     check_window,
     describe,
+    is_array,
 )
-from relskew_core._array.namespace import check_companion, is_half, namespace_of_arrays
+from relskew_core._array.known import exporting
+from relskew_core._array.namespace import check_companion, device, is_half, namespace_of_arrays
 from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_head import HeadScales, check_by_head
@@ -213,7 +215,8 @@ def check_pattern(given: Arguments) -> Pattern:
 def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, Any]:
     """Return positions and the offset; where positions are known to be consecutive, the offset that says the same."""
     if given.positions is None:
-        return None, given.offset
+        by_value = exporting() and (is_array(given.offset) or isinstance(given.offset, (list, tuple)))
+        return (_positions_of(given, xp=xp), 0) if by_value else (None, given.offset)
     if is_ragged(given.offset) or check_offset("offset", given.offset) != 0:
         raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
@@ -224,6 +227,13 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
     if len(set(offsets)) <= 1:
         return None, offsets[0] if offsets else 0
     return (None, offsets) if max(x.ndim for x in positions) == 2 else (positions, 0)
+
+
+def _positions_of(given: Arguments, *, xp: Namespace) -> Pair:
+    """Return where the offsets of a program for torch.export put queries and keys: no operator takes offsets."""
+    offsets, _ = ragged_offsets(given.offset, given.q, xp=xp)
+    queries, keys = (xp.arange(x.shape[-2], device=device(given.q)) for x in (given.q, given.k))
+    return queries + offsets[..., None], keys
 
 
 def _check_dropout(given: Arguments, *, xp: Namespace) -> tuple[float, Array | None]:

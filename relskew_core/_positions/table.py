@@ -6,8 +6,13 @@ product of queries with it alike, and folds back what belongs to it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from relskew_core._array.checks import describe
+from relskew_core._array.gather import within
+from relskew_core._array.known import exported
+from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.skew import pad_last
 from relskew_core._positions.span import Beyond
@@ -91,11 +96,28 @@ class Table:
 
         Of a short table it costs less to multiply what is there and to extend the products.
         """
+        if exported(first, last):
+            return self._looked_up(first, last, xp=xp)
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
         extension = self.plan(first, last)
         columns = extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)
         return Table(columns, -first, "zero", extension, self.columns.shape[-1])
+
+    def _looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:
+        """Return a table of ``first … last`` that no number of rows decides about: NaN past one that has to reach."""
+        rows = self.columns.shape[-1]
+        places = xp.arange(first + self.left, last + 1 + self.left, device=device(self.columns))
+        columns = xp.take(self.columns, within(places, rows, xp=xp), axis=-1)
+        if self.beyond == "error" and not xp.isdtype(self.columns.dtype, "real floating"):
+            raise ValueError(
+                "a table of integers with beyond='error' cannot be exported for other lengths, since no number says "
+                f"that it has ended, got {describe(self.columns)}: choose beyond='clip' or 'zero'"
+            )
+        if self.beyond != "clip":
+            there = xp.logical_and(places >= 0, places < rows)
+            columns = xp.where(there, columns, 0.0 if self.beyond == "zero" else math.nan)
+        return Table(columns, -first, "zero")
 
     def gradient(self, columns: Array, *, xp: Namespace) -> Array:
         """Turn the gradient of the columns into the gradient of the caller's table, (..., rows, D)."""

@@ -151,7 +151,7 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[str, typer.Option(help="ort, portable or trt: the runtimes that it is for.")] = "ort",
+    profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Trim the table to inputs up to this length.")] = None,
@@ -233,6 +233,7 @@ def validate(
     length: Annotated[list[int] | None, typer.Option(help="Only this length; can be repeated.", min=1)] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Only this batch size; can be repeated.", min=1)] = None,
     atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the tolerances.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Relative error to allow, of a quantised model.")] = None,
     as_json: Json = False,
 ) -> int:
     """Run a model over a sweep of inputs and compare it with float64."""
@@ -254,6 +255,7 @@ def validate(
             lengths=length,
             batches=batch,
             atol=atol,
+            tolerance=tolerance,
             progress=tell,
         )
     if as_json:

@@ -122,7 +122,17 @@ def test_a_lost_causal_attribute(form: str) -> None:
     assert failures(form, mutate) & {"y", "out"}
 
 
-@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask", "causal, values"])
+@pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
+def test_a_future_that_is_seen(form: str) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
+        (buffer,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/buffer")
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "nothing"))
+        buffer.input[0] = "nothing"
+
+    assert "y" in failures(form, mutate)
+
+
+@pytest.mark.parametrize("form", ["causal, values"])
 def test_a_lost_causal_condition(form: str) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         name = f"relskew/compute/{SCOPES.get(form, '')}visible/causal"

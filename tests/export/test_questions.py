@@ -27,14 +27,16 @@ Results = list[np.ndarray[Any, Any]]
 class Asked:
     """The checks that a question leads to, and the inputs that the runtime got for it."""
 
-    def __init__(self, spec: BlockSpec, *, atol: float | None = None, scale: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self, spec: BlockSpec, *, atol: Any = None, tolerance: Any = None, scale: float = 1.0, **options: Any
+    ) -> None:
         projections = options.get("projections", True)
         weights = random_weights(spec, projections=projections)
         weights = {key: scale * array if key.startswith("q_proj") else array for key, array in weights.items()}
         subject = inspect_model(to_onnx(spec, weights, **options), spec, weights, lambda check: None)
         assert subject is not None
         self.subject: Subject = subject
-        self.atol = atol
+        self.atol, self.tolerance = atol, tolerance
         self.checks: list[Check] = []
         self.fed: list[Feeds] = []
 
@@ -46,7 +48,7 @@ class Asked:
     def about(self, change: Callable[[Results], Results] = list, **runner: Any) -> Questions:
         """Ask a runtime whose results are changed."""
         asked = Runner("fake 1", "here", lambda feeds: change(self.right(feeds)), **runner)
-        return Questions(self.subject, asked, self.checks.append, self.atol)
+        return Questions(self.subject, asked, self.checks.append, self.atol, self.tolerance)
 
     def said(self) -> list[tuple[str, bool, str]]:
         """Return the checks' names and answers."""
@@ -254,7 +256,7 @@ def test_graphs_are_right_by_definition(form: str) -> None:
     for seed, (queries, past) in enumerate([(3, 0), (2, 5 if "past" in options else 0), (long, 0)]):
         keys = queries + past
         trial = Trial(2, queries, keys, past, True, keys + 1 if "in_place" in options else None)
-        Questions(asked.subject, runner, asked.checks.append, None).trial(trial, seed)
+        Questions(asked.subject, runner, asked.checks.append, None, None).trial(trial, seed)
     assert len(asked.checks) == (18 if "past" in options else 6)
     assert all(check.ok for check in asked.checks)
 

@@ -2,69 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unknown
+from relskew_core._kernel.problem import problem
+from relskew_core._positions.visibility import Visibility
 from relskew_core.export import torch_translation_table
+from relskew_core.export._from_torch.translation import KNOWS
 from relskew_core.layers.torch import RelativeMultiheadAttention
+from torch_exports import VARY, assert_same, export, operators, random, session
 
 opsets = pytest.mark.parametrize("opset", [18, 23])
-VARY = torch.export.Dim.DYNAMIC
 ATTENTION = torch.ops.relskew.attention.default
-
-
-def export(
-    model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, dict[int, Any]], opset: int, **options: Any
-) -> Any:
-    options.setdefault("custom_translation_table", torch_translation_table(opset))
-    return torch.onnx.export(
-        model.eval(), inputs, dynamo=True, opset_version=opset, dynamic_shapes=vary, verbose=False, **options
-    )
-
-
-def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    made = onnxruntime.InferenceSession(
-        program.model_proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
-    names = [value.name for value in made.get_inputs()]
-
-    def run(*inputs: Tensor) -> list[np.ndarray[Any, Any]]:
-        return list(made.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True))))
-
-    return run
-
-
-def operators(program: Any) -> list[str]:
-    return [node.op_type for node in program.model.graph]
-
-
-def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: Tensor, gate: float = 2e-6) -> None:
-    with torch.no_grad():
-        expected = model(*inputs)
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    assert len(results) == len(expected)
-    for index, (result, right) in enumerate(zip(results, expected, strict=True)):
-        assert result.shape == tuple(right.shape), index
-        wanted = right.numpy()
-        assert np.array_equal(np.isnan(result), np.isnan(wanted)), index
-        assert np.array_equal(np.isinf(result), np.isinf(wanted)), index
-        result, right = (
-            np.where(np.isfinite(result), result, 0),
-            torch.from_numpy(np.where(np.isfinite(wanted), wanted, 0)),
-        )
-        error = np.linalg.norm((result - right.numpy()).astype(np.float64))
-        assert error <= gate * np.linalg.norm(right.numpy().astype(np.float64)), index
 
 
 class Layer(nn.Module):
@@ -177,10 +135,6 @@ def test_cache(opset: int, options: dict[str, Any]) -> None:
     assert np.allclose(np.concatenate(pieces, axis=1), at_once, atol=1e-5)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 FULL, CLIP, ZERO = Span.full(12), Span(2, 1, "clip"), Span(1, 2, "zero")
 TABLE, VALUES, LONG = random(4, 4, 6), random(4, 5), random(4, 23, 6)
 CROSS: dict[str, dict[str, Any]] = {
@@ -198,6 +152,9 @@ CROSS: dict[str, dict[str, Any]] = {
     "causal": {"rel_k": random(12, 6), "span": Span.causal(12), "causal": True},
     "causal, offset": {"rel_k": random(14, 6), "span": Span.causal(14), "causal": True, "offset": 2},
     "offset, clip": {"rel_k": random(4, 6), "span": CLIP, "offset": 3, "rel_v": random(4, 5)},
+    "before all keys": {"rel_k": random(4, 6), "span": CLIP, "offset": -2, "rel_v": random(4, 5)},
+    "blocks across": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "blocks_before": 1, "rel_v": random(4, 5)},
+    "blocks across, before all keys": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "offset": -1},
     "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
     "softcap": {"rel_k": random(4, 6), "span": CLIP, "softcap": 1.3},
     "softcap, window, values": {
@@ -245,6 +202,8 @@ class Across(nn.Module):
             *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, return_lse=True),
             *relative_attention(q[0], k[0], v[0], table, CLIP, return_lse=True),
             relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
+            # More queries than keys: the first ones stand before all keys.
+            relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
         ]
         return tuple(results)
 
@@ -292,6 +251,8 @@ ALONG: dict[str, dict[str, Any]] = {
     "bias": {"rel_bias": random(4, 4), "span": CLIP, "causal": True},
     "blocks": {"rel_k": random(6, 6), "span": Span.causal(6), "block_size": 3},
     "blocks, clip": {"rel_k": random(2, 6), "span": Span(1, 0, "clip"), "block_size": 3, "rel_v": random(2, 6)},
+    "blocks, zero": {"rel_k": random(4, 6), "span": ZERO, "block_size": 4, "blocks_before": 0},
+    "blocks, bias": {"rel_bias": random(4), "span": CLIP, "block_size": 3},
     "stream": {"rel_k": random(4, 11, 6), "span": Span(8, 2), "block_size": 3, "blocks_before": 2},
     "stream, causal, values": {
         "rel_k": random(3, 6), "span": Span(2, 0, "clip"), "block_size": 3, "blocks_before": 2, "causal": True,
@@ -382,6 +343,38 @@ def test_positions_and_segments(opset: int) -> None:
         assert_same(run(*placed(*shape)), model, *placed(*shape))
 
 
+REFUSED = {"seed", "dropout", "part"}
+"""Fields of a call that no graph has: they belong to training, or to a call that is split over processes."""
+
+
+def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
+    q, k, v, mask = across(2, 5, 7)
+    at, keys_at, of, keys_of = placed(2, 5, 7)[3:]
+    labels = {"positions": (at, keys_at), "segments": (of, keys_of)}
+    groups: list[tuple[tuple[Tensor, ...], dict[str, Any], dict[str, dict[str, Any]]]] = [
+        ((q, k, v), {"mask": mask}, CROSS),
+        ((q, q[:, :2], q[:, :2]), {}, ALONG),
+        ((q, k, v), labels, PLACED),
+    ]
+    tried: set[str] = set()
+    for (queries, keys, values), more, calls in groups:
+        for call in calls.values():
+            options = call | more
+            asks = options.pop("return_lse", False)
+            checked = problem(Arguments(queries, keys, values, **options), return_lse=asks)
+            tried.update(unknown(checked.given, checked.options, frozenset()))
+    tried.add("rel_q")  # of `Across`
+    fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
+    fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
+    fields.remove("by_value")
+    assert fields - tried == REFUSED
+    assert not REFUSED & KNOWS
+
+
+def defaults_of(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
+
+
 class Short(nn.Module):
     """A table of positions that only values tell, ``beyond="error"``; only what is seen has to have a row."""
 
@@ -439,17 +432,16 @@ class One(nn.Module):
         self.options = options
 
     def forward(self, q: Tensor, k: Tensor) -> Any:
-        return relative_attention(q, k, k, TABLE, CLIP, **self.options)
+        return relative_attention(q[:, None], k[:, None], k[:, None], TABLE, CLIP, **self.options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dropout": 0.5, "seed": 1}, "`dropout` belongs to training"),
-        ({"offset": -2}, "`offset` must be at least 0"),
-        ({"block_size": 2}, "`block_size` can be exported to ONNX only where torch knows"),
+        ({"mask": random(2, 1, 4, 1, 1)}, "`mask` can be exported to ONNX with one leading axis"),
     ],
-    ids=["dropout", "offset", "block_size"],
+    ids=["dropout", "mask by head"],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     inputs = random(2, 4, 5, 6), random(2, 2, 7, 6)

@@ -124,7 +124,7 @@ def test_notices_lengths_that_run_silently() -> None:
     weights = random_weights(CAUSAL)
     model = to_onnx(CAUSAL, weights)
     table = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "rel_k"))
-    longer = np.concatenate([table[..., :1].repeat(20, -1), table], axis=-1)
+    longer = np.concatenate([table[:, :1].repeat(20, 1), table], axis=1)
     change(model, "rel_k", lambda _: longer)
     (start,) = [t for t in model.graph.initializer if t.name == "relskew/constant/int64/1/9"]
     start.CopyFrom(numpy_helper.from_array(np.array([29]), start.name))
@@ -443,7 +443,7 @@ def test_a_model_runs_elsewhere_on_request() -> None:
         ("spec", "{", "JSONDecodeError: "),
         ("spec", "[]", ""),
         ("spec", "{}", ""),
-        ("profile", "web", "ValueError: must be one of ort, portable, trt)"),
+        ("profile", "web", "ValueError: must be one of ort, ort-contrib, portable, trt)"),
         ("max_length", "-1", "ValueError: must be at least 1)"),
         ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
     ],

@@ -26,7 +26,7 @@ def _tests(names: str) -> tuple[str, ...]:
 SUITES = {  # the modules, and the tests that are to notice their mutants
     "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core",)),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
-    "validation": ((f"{EXPORT}validate",), _tests("inspect questions runtimes trials validate")),
+    "validation": ((f"{EXPORT}validate",), _tests("inspect opening questions trials validate")),
     "graphs": (
         (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
         _tests("chunks functions graphs in_place model windows"),

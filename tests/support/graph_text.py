@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from relskew_core.export import to_onnx
 from relskew_core.export._plan import GraphPlan, make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
-CHUNKS, TRT, PORTABLE = {"chunk_size": 3}, {"profile": "trt"}, {"profile": "portable"}
+CHUNKS, TRT, PORTABLE, CONTRIB = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable", "ort-contrib"))
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("causal", {}),
     "full-half": ("full, mask", {"dtype": "float16"}),
@@ -32,6 +33,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped-core-chunks": ("core: full, grouped", CHUNKS),
     "values-window": ("values alone, window", {}),
     "cross-clip-short": ("cross, clip, short", {}),
+    "cache-contrib": ("cache, grouped, no bias", CONTRIB),
+    "in-place-contrib": ("in place: segments, cache", CONTRIB),
     "cache-mask-chunks-trt": ("cache, mask", CHUNKS | TRT),
     "cache-window-chunks-portable": ("cache, window, mask", CHUNKS | PORTABLE),
     "cross-window-portable": ("cross, window, mask", PORTABLE),
@@ -59,6 +62,8 @@ def model_of(name: str) -> onnx.ModelProto:
     """Export a form that is written down, with weights that no generator of random numbers has a part in."""
     form, options = WRITTEN[name]
     spec, own = (FORMS | IN_PLACE)[form]
+    if options == CONTRIB:  # whose heads are a multiple of 8 wide
+        spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
     return to_onnx(spec, _weights(spec, **own), **own, **options)
 
 
@@ -88,11 +93,11 @@ def plans() -> str:
 def _rows(plan: GraphPlan) -> str:
     (start, stop), added = plan.kept_rows, "".join(f" +{count}" for count in plan.added_rows)
     ends = ", ".join(f"{end.rows} {end.past_edge}" for end in (plan.left, plan.right))
-    return f"{ends}; rows {start} to {stop}{added}, 0 in column {plan.lead} of {plan.columns}, {plan.stored_columns}"
+    return f"{ends}; rows {start} to {stop}{added}, {plan.lead} of {plan.columns} is 0{plan.reach}"
 
 
 def _uses(plan: GraphPlan) -> str:
-    kinds = ("local", "fused", "causal_attribute", "dead_rows", "gathers", "by_rows")
+    kinds = ("local", "fused", "causal_attribute", "dead_rows")
     return "".join(f" {kind}" for kind in kinds if getattr(plan, kind)) + f" {plan.masked_value:g}"
 
 

@@ -1,0 +1,246 @@
+"""Graphs in fewer bits: weights, tables and, where it is asked for, activations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from relskew_core._array.checks import check_choice, describe
+from relskew_core.export._save import save
+
+KINDS = ("dynamic", "static", "weights-8", "weights-4")
+MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
+"""What torch's exporter leaves to the runtime before a weight or a table is read."""
+LEAST = 1024
+"""Numbers from which a table is worth its scales."""
+BLOCK = 32
+"""Rows of a weight that share a scale, where activations stay as they are."""
+
+
+def quantize(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    kind: str = "weights-8",
+    *,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model with its weights, its tables and, in two kinds, its activations in fewer bits.
+
+    onnxruntime's tools do the products with weights. What they would spoil or leave out is done or excluded here: the
+    tables of relative positions and embeddings, which nothing multiplies as they are, become int8 with a scale for each
+    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and nothing between a product and its
+    softmax is quantised, where the -1e30 of a mask would leave no bit for the logits.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto, str or path-like
+        A float32 model of :func:`to_onnx`, of torch or of anything else.
+    path : str or path-like
+        Where to write, as :func:`save` does.
+    kind : {"dynamic", "static", "weights-8", "weights-4"}, default "weights-8"
+        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, onnxruntime's ``MatMulNBits``;
+        activations stay float32. ``"dynamic"``: int8 weights and activations whose scale each call finds.
+        ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as accelerators want it.
+    inputs : sequence of mapping of str to array, optional
+        For ``"static"``, and for it alone: inputs such as will come, by name.
+    overwrite : bool, default False
+        Whether an older file may be replaced.
+
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit.
+    FileExistsError
+        If there is a file and ``overwrite`` is false.
+
+    Examples
+    --------
+    >>> from relskew_core import BlockSpec, Span, init_weights
+    >>> from relskew_core.export import quantize, to_onnx, validate
+    >>> spec = BlockSpec(64, 4, Span.causal(256), causal=True)
+    >>> weights = init_weights(spec, seed=0)
+    >>> path = quantize(to_onnx(spec, weights), "block-8.onnx", "weights-8")
+    >>> validate(path, spec, weights, batches=(2,), tolerance=0.02).ok
+    True
+    """
+    check_choice("kind", kind, KINDS)
+    if (inputs is not None) != (kind == "static"):
+        raise ValueError(f"`inputs` go with kind='static' and with no other, got {describe(inputs)} and kind={kind!r}")
+    if inputs is not None and not len(inputs):
+        raise ValueError("`inputs` must be at least one, got none: a range of numbers is made of some")
+    given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
+    if isinstance(model, onnx.ModelProto):
+        given.CopyFrom(model)
+    _move(given)
+    with _quietly():
+        made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
+    _tables(made)
+    return save(made, path, overwrite=overwrite)
+
+
+def _move(model: onnx.ModelProto) -> None:
+    """Store what nodes only move about as it is read."""
+    graph = model.graph
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    outputs = {value.name for value in graph.output}
+    nodes = []
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            known[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+        constant = node.op_type in MOVED and not node.domain and all(name in known for name in node.input if name)
+        if not constant or node.output[0] in outputs:
+            nodes.append(node)
+            continue
+        given = {name: known[name] for name in node.input if name}
+        results: Any = ReferenceEvaluator(node, opsets={"": opset}).run(None, given)
+        known[node.output[0]] = results[0]
+        graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    read = {name for part in _graphs(graph) for node in part.node for name in node.input} | outputs
+    stored = [tensor for tensor in graph.initializer if tensor.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(stored)
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Walk a graph, and those of its branches and loops."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep onnxruntime's tools from telling every node, and from setting up the program's logging."""
+    root, disabled = logging.getLogger(), logging.root.manager.disable
+    level, handlers = root.level, list(root.handlers)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True)
+    tool.process()
+    made: onnx.ModelProto = tool.model.model
+    return made
+
+
+def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarray]] | None) -> onnx.ModelProto:
+    from onnxruntime.quantization import quantize_dynamic, quantize_static
+
+    with TemporaryDirectory() as folder:
+        source, target = Path(folder) / "model.onnx", Path(folder) / "quantised.onnx"
+        onnx.save(model, source)
+        if inputs is None:
+            quantize_dynamic(source, target, op_types_to_quantize=["MatMul"], per_channel=True)
+        else:
+            quantize_static(source, target, _reader(inputs), nodes_to_exclude=list(_masked(model)), per_channel=True)
+        return onnx.load(target)
+
+
+def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._left = iter(inputs)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next((dict(feeds) for feeds in self._left), None)
+
+    return Reader()
+
+
+def _masked(model: onnx.ModelProto) -> Iterator[str]:
+    """Name the nodes between products and their softmax, and every ``Attention``."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    todo = [node for node in model.graph.node if node.op_type == "Softmax"]
+    seen = set()
+    yield from (node.name for node in model.graph.node if node.op_type == "Attention")
+    while todo:
+        node = todo.pop()
+        if node.name not in seen and node.op_type != "MatMul":
+            seen.add(node.name)
+            yield node.name
+            todo += [makers[name] for name in node.input if name in makers]
+
+
+def _tables(model: onnx.ModelProto) -> None:
+    """Store the tables that are cut or looked up as int8, and make numbers of what was cut."""
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if tensor.dims == [1]}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for part in _graphs(graph):
+        for node in part.node:
+            for name in node.input:
+                readers.setdefault(name, []).append(node)
+    cut: dict[str, int] = {}
+    for name, tensor in stored.items():
+        axes = {_axis(node, name, constants) for node in readers.get(name, [])}
+        large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= LEAST
+        if large and axes and None not in axes and len({axis == 0 for axis in axes}) == 1:
+            cut[name] = -1 if 0 in axes else 0
+    for part in _graphs(graph):
+        _cut_as_int8(part, cut)
+    for name, axis in cut.items():
+        table = numpy_helper.to_array(stored[name])
+        others = tuple(place for place in range(table.ndim) if place != axis % table.ndim)
+        scale = np.maximum(np.max(np.abs(table), axis=others, keepdims=True) / 127, np.float32(1e-30))
+        graph.initializer.remove(stored[name])
+        graph.initializer.append(numpy_helper.from_array(np.rint(table / scale).astype(np.int8), f"{name}_int8"))
+        graph.initializer.append(numpy_helper.from_array(scale.reshape(-1).astype(np.float32), f"{name}_scale"))
+
+
+def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
+    """Let nodes read the int8 tables, and make numbers of what they read; ``cut`` has the axis of the scales."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        name = node.input[0] if node.input else ""
+        if name in cut:
+            made, whole = node.output[0], f"{node.output[0]}_int8"
+            node.input[0], node.output[0] = f"{name}_int8", whole
+            scaled = [whole, f"{name}_scale"]
+            path = f"{node.name}/dequantize"
+            nodes.append(helper.make_node("DequantizeLinear", scaled, [made], path, axis=cut[name]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _axis(node: onnx.NodeProto, name: str, constants: Mapping[str, np.ndarray]) -> int | None:
+    """Return the axis along which a node cuts a table or looks it up, ``None`` if it does anything else."""
+    if list(node.input).count(name) != 1 or node.input[0] != name or node.domain:
+        return None
+    if node.op_type == "Gather":
+        return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+    if node.op_type == "Slice" and len(node.input) == 4 and node.input[3] in constants:
+        return int(constants[node.input[3]][0])
+    return None

@@ -1,0 +1,146 @@
+"""Decoders whose caches grow, given caches in place: the same numbers, one buffer, loud where it is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from export_forms import random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import caches_in_place, to_onnx
+
+SPEC = BlockSpec(32, 4, Span.causal(20), causal=True, num_kv_heads=2)
+NAMES: dict[str, Any] = {"past": "past_", "present": "present_"}
+ROOM = 12
+
+
+def growing(**options: Any) -> onnx.ModelProto:
+    """Return a block whose cache is joined by Concat, as those are that torch exports."""
+    return to_onnx(SPEC, random_weights(SPEC), past=True, profile="trt", **{"opset": 24, **options})
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
+    return list[Any](opened(model).run(None, feeds))
+
+
+def opened(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+
+
+def empty(length: int, batch: int = 1) -> dict[str, Any]:
+    return {f"past_{name}": np.zeros((batch, 2, length, 8), np.float32) for name in ("key", "value")}
+
+
+@pytest.mark.parametrize("contrib", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_same_tokens(contrib: bool, batch: int) -> None:
+    model = growing()
+    before = model.SerializeToString()
+    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    assert model.SerializeToString() == before
+    onnx.checker.check_model(changed, full_check=True)
+    kinds = [node.op_type for node in changed.graph.node]
+    assert kinds.count("GroupQueryAttention") == contrib
+    assert kinds.count("TensorScatter") == (1 if contrib else 2)
+    x = np.random.default_rng(0).standard_normal((batch, ROOM, 32)).astype(np.float32)
+    grows, fixed, start = empty(0, batch), empty(ROOM, batch), 0
+    # GroupQueryAttention takes several tokens behind a past for one item alone.
+    for size in (4, 1, 3, 4) if batch == 1 or not contrib else (9, 1, 1, 1):
+        piece = {"x": x[:, start : start + size]}
+        wanted = run(model, {**piece, **grows})
+        found = run(changed, {**piece, **fixed, "past_length": np.array([start])})
+        start += size
+        np.testing.assert_allclose(found[0], wanted[0], atol=1e-5)
+        for cache, grown in zip(found[1:], wanted[1:], strict=True):
+            assert cache.shape == (batch, 2, ROOM, 8)
+            np.testing.assert_array_equal(cache[:, :, :start], grown)
+        grows, fixed = (dict(zip(grows, caches[1:], strict=True)) for caches in (wanted, found))
+    with pytest.raises(Exception, match="TensorScatter"):
+        run(changed, {"x": x[:, :1], **fixed, "past_length": np.array([ROOM])})
+    with pytest.raises(Exception, match="TensorScatter"):
+        run(changed, {"x": x[:, :2], **fixed, "past_length": np.array([ROOM - 1])})
+
+
+@pytest.mark.parametrize("contrib", [False, True])
+def test_one_buffer(contrib: bool) -> None:
+    """onnxruntime writes into the cache that it was given, and reads nothing behind what is filled."""
+    session = opened(caches_in_place(growing(), contrib=contrib, **NAMES))
+    x = np.random.default_rng(1).standard_normal((1, 5, 32)).astype(np.float32)
+    filling = {name: np.full_like(array, 1e3) for name, array in empty(ROOM).items()}
+    buffers = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in filling.items()}
+    steps = []
+    for position in range(5):
+        binding = session.io_binding()
+        binding.bind_cpu_input("x", np.ascontiguousarray(x[:, position : position + 1]))
+        binding.bind_cpu_input("past_length", np.array([position]))
+        for name, buffer in buffers.items():
+            binding.bind_ortvalue_input(name, buffer)
+            binding.bind_ortvalue_output(name.replace("past", "present"), buffer)
+        binding.bind_output("y")
+        session.run_with_iobinding(binding)
+        steps.append(binding.get_outputs()[2].numpy())
+    wanted = run(growing(), {"x": x, **empty(0)})
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), wanted[0], atol=1e-5)
+    np.testing.assert_array_equal(buffers["past_key"].numpy()[:, :, :5], wanted[1])
+    assert (buffers["past_key"].numpy()[:, :, 5:] == 1e3).all()
+
+
+def test_the_interface_and_the_metadata() -> None:
+    model = growing()
+    helper.set_model_props(model, {"relskew.decoder": "growing"})
+    changed = caches_in_place(model, **NAMES)
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*changed.graph.input, *changed.graph.output)
+    }
+    assert list(shapes) == ["x", "past_key", "past_value", "past_length", "y", "present_key", "present_value"]
+    assert shapes["past_key"] == shapes["present_value"] == ["batch", 2, "cache_length", 8]
+    assert shapes["past_length"] == [1]
+    assert changed.metadata_props[0].value == "in_place"
+
+
+def primitives() -> onnx.ModelProto:
+    return to_onnx(SPEC, random_weights(SPEC), past=True, profile="portable", opset=24)
+
+
+def narrow() -> onnx.ModelProto:
+    spec = BlockSpec(8, 2, Span.causal(9), causal=True)
+    return to_onnx(spec, random_weights(spec), past=True, profile="trt", opset=24)
+
+
+def reads_the_past() -> onnx.ModelProto:
+    model = growing()
+    model.graph.node.append(helper.make_node("Relu", ["past_key"], ["more"], name="more"))
+    return model
+
+
+def asks_for_all_of_a_shape() -> onnx.ModelProto:
+    model = growing()
+    model.graph.node.append(helper.make_node("Shape", ["past_key"], ["more"], name="more"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: growing(opset=23), NAMES, "must have opset 24, which brought TensorScatter, got 23"),
+        (growing, {}, r"must have outputs present\.… and inputs past_key_values\.… of the same endings"),
+        (lambda: to_onnx(SPEC, random_weights(SPEC), past=True, opset=24), NAMES, "must make present_key by a Concat"),
+        (primitives, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
+        (narrow, {**NAMES, "contrib": True}, "queries .batch, heads, length, D. for contrib=True, 8 dividing D"),
+        (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
+        (asks_for_all_of_a_shape, NAMES, "must ask for a cache's length alone where it asks for it, got more"),
+    ],
+)
+def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        caches_in_place(make(), **options)
+    with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
+        caches_in_place("decoder.onnx")  # type: ignore[arg-type]

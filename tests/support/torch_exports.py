@@ -1,0 +1,62 @@
+"""Modules of torch exported to ONNX, run in onnxruntime and compared with themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from relskew_core.export import torch_translation_table
+
+VARY = torch.export.Dim.DYNAMIC
+
+
+def export(model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, Any], opset: int, **options: Any) -> Any:
+    options.setdefault("custom_translation_table", torch_translation_table(opset))
+    return torch.onnx.export(
+        model.eval(), inputs, dynamo=True, opset_version=opset, dynamic_shapes=vary, verbose=False, **options
+    )
+
+
+def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    made = onnxruntime.InferenceSession(
+        program.model_proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+    )
+    names = [value.name for value in made.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[np.ndarray[Any, Any]]:
+        return list(made.run(None, dict(zip(names, (x.numpy() for x in inputs), strict=True))))
+
+    return run
+
+
+def operators(program: Any) -> list[str]:
+    return [node.op_type for node in program.model.graph]
+
+
+def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: Tensor, gate: float = 2e-6) -> None:
+    with torch.no_grad():
+        expected = model(*inputs)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    assert len(results) == len(expected)
+    for index, (result, right) in enumerate(zip(results, expected, strict=True)):
+        assert result.shape == tuple(right.shape), index
+        wanted = right.numpy()
+        assert np.array_equal(np.isnan(result), np.isnan(wanted)), index
+        assert np.array_equal(np.isinf(result), np.isinf(wanted)), index
+        result, right = (
+            np.where(np.isfinite(result), result, 0),
+            torch.from_numpy(np.where(np.isfinite(wanted), wanted, 0)),
+        )
+        error = np.linalg.norm((result - right.numpy()).astype(np.float64))
+        assert error <= gate * np.linalg.norm(right.numpy().astype(np.float64)), index
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
