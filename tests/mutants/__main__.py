@@ -29,7 +29,7 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
     "validation": ((f"{EXPORT}validate",), _tests("inspect opening questions trials validate")),
     "graphs": (
         (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
-        _tests("chunks functions graphs in_place model windows"),
+        _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
 }
 RECORD = Path(__file__).with_name("survivors.md")
