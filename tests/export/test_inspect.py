@@ -134,6 +134,43 @@ def test_what_is_not_standard(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert failures(made, CAUSAL) == {"standard": told}
 
 
+def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of quantised models: what is foreign is told, and weights may differ by their part of the largest."""
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
+    made = model(CAUSAL)
+    FOREIGN["node"][0](made)
+    (table,) = (tensor for tensor in made.graph.initializer if tensor.name == "rel_k")
+    array = numpy_helper.to_array(table).copy()
+    largest = float(np.max(np.abs(array)))
+    array[0, 3, 2] += 0.01 * largest
+    table.CopyFrom(numpy_helper.from_array(array, "rel_k"))
+    weights = random_weights(CAUSAL)
+    for tolerance, ok in ((0.011, True), (0.009, False)):
+        checks: list[Check] = []
+        inspect_model(made, CAUSAL, weights, checks.append, tolerance)
+        told = {check.name: (check.ok, check.detail) for check in checks}
+        assert told["standard"] == (True, "domain com.a; Gelu of domain com.a")
+        within = f"9 of 9 stored under their names within {tolerance}"
+        assert told["weights"] == (ok, within if ok else f"rel_k differs by up to {0.01 * largest:.3g}")
+    table.CopyFrom(numpy_helper.from_array(np.full_like(array, np.nan), "rel_k"))
+    inspect_model(made, CAUSAL, weights, checks.append, 1e9)
+    assert checks[-1].detail == "rel_k differs by up to nan"
+
+
+def test_the_operator_of_onnxruntime_is_known_in_its_profile() -> None:
+    spec = BlockSpec(16, 2, Span.causal(9), causal=True)
+    made = model(spec, profile="ort-contrib", past=True)
+    assert not failures(made, spec)
+    (node,) = (node for node in made.graph.node if node.op_type == "GroupQueryAttention")
+    node.op_type = "MultiHeadAttention"
+    assert failures(made, spec) == {"standard": "MultiHeadAttention of domain com.microsoft"}
+    node.op_type = "GroupQueryAttention"
+    props = {entry.key: entry.value for entry in made.metadata_props}
+    helper.set_model_props(made, props | {"relskew.profile": "portable"})
+    told = "domain com.microsoft; GroupQueryAttention of domain com.microsoft"
+    assert failures(made, spec) == {"standard": told}
+
+
 def test_our_own_functions_are_known() -> None:
     made = model(CAUSAL, functions=True)
     assert made.functions

@@ -256,11 +256,12 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
     given: dict[str, Any] = {"providers": ["cpu"], "runtimes": ["reference"], "lengths": [3], "batches": [2]}
     steps: list[str] = []
-    asked = ran(monkeypatch, path, atol=1, seed=7, progress=steps.append, **given)
+    asked = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
     assert asked is not None
     assert {name: getattr(asked[0], name) for name in given} == given
     assert (asked[0].spec, asked[0].atol, asked[0].seed) == (CAUSAL, 1.0, 7)
-    assert type(asked[0].atol) is float
+    assert asked[0].tolerance == 2.0
+    assert type(asked[0].atol) is type(asked[0].tolerance) is float
     assert asked[0].weights.keys() == random_weights(CAUSAL).keys()
     assert all(isinstance(array, np.ndarray) for array in asked[0].weights.values())
     asked[4]("step")
@@ -272,6 +273,7 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     [
         ("seed", -1, "ValueError: `seed` must be an int >= 0, got -1"),
         ("atol", 0.0, "ValueError: `atol` must be "),
+        ("tolerance", 0.0, "ValueError: `tolerance` must be "),
         ("time_limit", 0, "ValueError: `time_limit` must be "),
         ("time_limit", "1", "TypeError: `time_limit` must be "),
         ("memory_limit", 0, "ValueError: `memory_limit` must be an int >= 1, got 0"),

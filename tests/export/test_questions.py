@@ -132,6 +132,54 @@ def test_where_logits_are_large_tolerances_grow() -> None:
     assert asked.checks[1].detail.endswith(", more than atol 1e-08")
 
 
+def test_a_tolerance_of_its_own() -> None:
+    """It grows with large logits, and the largest difference with it, as the usual one does."""
+    asked = Asked(CAUSAL, tolerance=0.5, atol=1e-3)
+    asked.about().trial(Trial(2, 3, 3, 0, True), 0)
+    asked.about().trial(Trial(2, 3, 3, 0, True, large_logits=True), 0)
+    _, logit = expected_outputs(asked.subject, asked.fed[1])
+    assert [check.gate for check in asked.checks] == [0.5, pytest.approx(0.5 * logit / 16)]
+    asked.about(raised(0, 2e-3)).trial(Trial(2, 3, 3, 0, True), 0)
+    assert asked.checks[-1].detail == "largest difference 2.00e-03, more than atol 0.001"
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_what_lies_behind_a_cache_that_onnxruntime_fills_is_not_compared(core: bool) -> None:
+    """Its operator copies what counts to a new cache, and leaves the rest as it finds it."""
+    spec = BlockSpec(16, 2, Span(9, 0, "clip"), causal=True)
+    trial = Trial(3, 1, 5, 4, True, 9)  # pasts of 4, 2 and 0
+    for profile, row, place, ok in (
+        ("ort-contrib", 0, 5, True),
+        ("ort-contrib", 0, 4, False),
+        ("ort-contrib", 2, 1, True),
+        ("ort-contrib", 2, 0, False),
+        ("ort", 0, 5, False),
+    ):
+        asked = Asked(spec, profile=profile, in_place=True, projections=not core, **PAST)
+
+        def change(feeds: Feeds, asked: Asked = asked, row: int = row, place: int = place) -> Results:
+            results = asked.right(feeds)
+            for cache in results[1:]:
+                cache[row, 1, place, 3] += 1
+            return results
+
+        asked.about(unoptimised=change).trial(trial, 0)
+        assert [check.ok for check in asked.checks[3:]] == [True, ok, ok]
+
+
+@pytest.mark.parametrize(("profile", "ok"), [("ort-contrib", True), ("ort", False)])
+def test_nor_is_it_in_decoding(profile: str, ok: bool) -> None:
+    asked = Asked(BlockSpec(16, 2, Span(9, 0, "clip"), causal=True), profile=profile, in_place=True, **PAST)
+
+    def change(results: Results) -> Results:
+        for cache in results[1:]:
+            cache[:, :, -1] += len(asked.fed) == 1  # of the whole, one place behind its end
+        return results
+
+    asked.about(change).decoding(3)
+    assert [check.ok for check in asked.checks] == [True, ok, ok]
+
+
 @pytest.mark.parametrize(("scale", "factor"), [(0.0, 64.0), (1e4, 1.0)])
 def test_inputs_grow_within_bounds_for_large_logits(scale: float, factor: float) -> None:
     """Weights of zero have no large logits, others have them without help."""
