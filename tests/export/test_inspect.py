@@ -216,10 +216,11 @@ def test_the_arguments_of_the_export_are_read_back() -> None:
 
 
 def test_a_model_without_a_sequence() -> None:
-    for change in (
+    changes: tuple[Change, ...] = (
         lambda made: setattr(made.graph.input[0], "name", "z"),
         lambda made: setattr(made.graph.input[0].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
-    ):
+    )
+    for change in changes:
         made = model(CAUSAL)
         change(made)
         name = made.graph.input[0].name
@@ -302,12 +303,13 @@ def test_other_inputs_and_outputs() -> None:
 def test_stored_weights() -> None:
     made = model(CAUSAL)
     tensors = {tensor.name: tensor for tensor in made.graph.initializer}
-    for key, change in (
-        ("rel_k", lambda array: array + np.float32(0.25) * (np.arange(array.shape[-1]) == 3)),
-        ("k_proj.bias", lambda array: array[:-1]),
-        ("v_proj.bias", lambda array: array.astype(np.float64)),
-        ("q_proj.weight", lambda array: -array),
-    ):
+    changes: dict[str, Callable[[Any], Any]] = {
+        "rel_k": lambda array: array + np.float32(0.25) * (np.arange(array.shape[-1]) == 3),
+        "k_proj.bias": lambda array: array[:-1],
+        "v_proj.bias": lambda array: array.astype(np.float64),
+        "q_proj.weight": lambda array: -array,
+    }
+    for key, change in changes.items():
         array = numpy_helper.to_array(tensors[key])
         tensors[key].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(array)), key))
     largest = 2 * float(np.max(np.abs(numpy_helper.to_array(tensors["q_proj.weight"]))))

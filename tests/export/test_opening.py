@@ -11,6 +11,7 @@ import pickle
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def opened(
 
 def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, runner = opened(monkeypatch, "cpu", {"CPUExecutionProvider": ["a", "b"]})
-    providers = [("CPUExecutionProvider", {})]
+    providers: list[Any] = [("CPUExecutionProvider", {})]
     assert fake.sessions == [("model.onnx", level, 4, providers) for level in ("all", "none")]
     assert fake.preloaded == 0
     assert (runner.runtime, runner.provider) == ("onnxruntime 9.9", "CPUExecutionProvider")
@@ -149,7 +150,12 @@ def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its telemetry is not imported with it, and can be afterwards."""
     seen: list[Any] = []
-    monkeypatch.setattr(importlib, "import_module", lambda name: seen.append((name, dict(sys.modules))) or name)
+
+    def imported(name: str) -> str:
+        seen.append((name, dict(sys.modules)))
+        return name
+
+    monkeypatch.setattr(importlib, "import_module", imported)
     for name in ("openvino", "openvino_telemetry"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert runtimes._import("openvino") == "openvino"
@@ -159,7 +165,7 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "openvino_telemetry" not in sys.modules
     for name in ("openvino", "openvino_telemetry"):  # what someone else has imported stays
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, name, SimpleNamespace())  # type: ignore[arg-type]
+            patch.setitem(sys.modules, name, SimpleNamespace())
             assert runtimes.import_openvino() == "openvino"
             assert ("openvino_telemetry" in sys.modules) == (name == "openvino_telemetry")
             assert seen[-1][0] == "openvino"
@@ -316,11 +322,11 @@ def test_kinds_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seeds(tmp_path: Path) -> None:
     """They follow from what is computed, not from the weights; of a file from its first MiB and its size."""
-    spec, seeds = BlockSpec(8, 2, Span.full(9)), []
-    for made in (to_onnx(spec, random_weights(spec, seed)) for seed in range(2)):
-        seeds.append(validate(made, "none", {}).seed)  # type: ignore[arg-type]
+    spec = BlockSpec(8, 2, Span.full(9))
+    made = [to_onnx(spec, random_weights(spec, seed)) for seed in range(2)]
+    seeds = [validate(model, "none", {}).seed for model in made]  # type: ignore[arg-type]
     assert seeds[0] == seeds[1]
-    digest = hashlib.sha256(b"".join(node.SerializeToString(deterministic=True) for node in made.graph.node))
+    digest = hashlib.sha256(b"".join(node.SerializeToString(deterministic=True) for node in made[0].graph.node))
     assert seeds[0] == int.from_bytes(digest.digest()[:4], "big")
     path = tmp_path / "any"
     path.write_bytes(b"a" * 2**20 + b"b" * 10)
@@ -371,7 +377,7 @@ def test_another_process_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    real = isolated.subprocess.Popen
+    real = subprocess.Popen
 
     def popen(*given: Any, **options: Any) -> Any:
         started.append(real(*given, **options))
@@ -380,18 +386,18 @@ def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyP
     def interrupt(step: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(isolated.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(isolated, "_CHILD", 'import time; print(\'{"progress": "x"}\', flush=True); time.sleep(60)')
-    threads = isolated.threading.active_count()
+    threads = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         isolated.run_isolated(request(), 60, None, lambda check: None, interrupt)
     assert started[0].returncode == -9
     assert started[0].stdin.closed
     assert started[0].stdout.closed
     deadline = time.perf_counter() + 10
-    while isolated.threading.active_count() > threads and time.perf_counter() < deadline:
+    while threading.active_count() > threads and time.perf_counter() < deadline:
         time.sleep(0.01)
-    assert isolated.threading.active_count() == threads  # the timer has ended too
+    assert threading.active_count() == threads  # the timer has ended too
 
 
 @pytest.mark.parametrize(
@@ -417,7 +423,7 @@ def test_memory_is_limited_where_it_can_be(
 def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads from where only the parent writes, until there is nobody to write."""
     steps: list[Any] = []
-    monkeypatch.setattr(os, "read", lambda *given: steps.append(("read", *given)) or b"")
+    monkeypatch.setattr(os, "read", lambda *given: steps.append(("read", *given)))
     monkeypatch.setattr(os, "_exit", lambda status: steps.append(("exit", status)))
     isolated._end_with_parent()
     assert steps == [("read", 0, 1), ("exit", 1)]

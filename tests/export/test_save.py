@@ -124,7 +124,13 @@ def test_saving_again(tmp_path: Path) -> None:
 def age(folder: Path) -> None:
     """Let two minutes pass."""
     for path in [folder, *folder.rglob("*")]:
-        os.utime(path, (time.time() - 120,) * 2)
+        touch(path, 120)
+
+
+def touch(path: Path, seconds: float) -> None:
+    """Let so many seconds pass since a file or folder was written."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
 
 
 def ballast(path: Path) -> int | None:
@@ -474,8 +480,8 @@ def test_whom_a_temporary_folder_belongs_to(
         folder = tmp_path / f".{name}.relskew-saving"
         folder.mkdir()
         (folder / "weights").touch()
-        os.utime(folder / "weights", (time.time() - 3600 * written,) * 2)
-        os.utime(folder, (time.time() - 3600 * made,) * 2)
+        touch(folder / "weights", 3600 * written)
+        touch(folder, 3600 * made)
     link = tmp_path / ".link.relskew-saving"
     link.symlink_to(tmp_path / ".old.relskew-saving")
     with contextlib.ExitStack() as stack:

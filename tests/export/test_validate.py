@@ -253,7 +253,8 @@ def test_lengths_and_batches_on_request() -> None:
     for name, value in [*refusals, ("runtimes", None)]:
         refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: value})
         assert wrong(refused) == {"validation"}
-    for name, values in (("lengths", [3, 0]), ("lengths", []), ("batches", [-1])):
+    lists: list[tuple[str, Any]] = [("lengths", [3, 0]), ("lengths", []), ("batches", [-1])]
+    for name, values in lists:
         refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: values})
         told = f"ValueError: `{name}` must be ints >= 1, got {values!r}"
         assert refused.failures == (Check("validation", "", "", "", False, detail=told),)

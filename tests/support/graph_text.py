@@ -42,6 +42,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "bias-cache-chunks": ("bias alone, cache", CHUNKS),
     "bias-clip-cross-values": ("bias, clip, cross, values", {}),
     "segments-cache-chunks-portable": ("segments, cache", CHUNKS | PORTABLE),
+    "segments-mask-values": ("segments, clip, values, mask", {}),
     "segments-mask-values-chunks": ("segments, clip, values, mask", CHUNKS),
     "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
     "blocks-core": ("core: blocks, clip, values", {}),
