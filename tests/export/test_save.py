@@ -20,6 +20,7 @@ from onnx import TensorProto, numpy_helper
 
 from export_forms import FORMS, random_weights
 from relskew_core.export import _publish, save, to_onnx, validate
+from relskew_core.export._save import write
 
 SPEC = FORMS["causal"][0]
 
@@ -298,6 +299,23 @@ def test_a_model_that_is_not_valid_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(onnx.checker.ValidationError):
         save(made, tmp_path / "block.onnx")
     assert not names(tmp_path)
+
+
+def test_a_check_sees_the_finished_file_first(tmp_path: Path) -> None:
+    """At its place nothing is changed by then, and nothing will be if the check raises."""
+    path, made = save(model(0), tmp_path / "block.onnx"), model(1)
+    before = names(tmp_path)
+
+    def check(new: Path) -> None:
+        assert ballast(new) == 1
+        assert ballast(path) == 0
+        raise ArithmeticError
+
+    for threshold in (0, 2**30):
+        with pytest.raises(ArithmeticError):
+            write(made, path, overwrite=True, external_threshold=threshold, check=check)
+        assert names(tmp_path) == before
+        assert ballast(path) == 0
 
 
 CALLS = ["fsync", "replace", "link"]
