@@ -56,6 +56,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "in-place-core": ("in place: core: cache, grouped, no bias", {}),
     "in-place-bias": ("in place: shared table, values, bias", {}),
     "in-place-bias-alone": ("in place: bias alone, cache", {}),
+    "in-place-half": ("in place: cache", {"dtype": "float16"}),
     "in-place-zero": ("in place: cache, zero, values, mask", {}),
     "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
     "in-place-blocks-functions": ("in place: blocks, cache", {"functions": True}),
