@@ -158,7 +158,7 @@ def _remove_replaced(target: Path) -> None:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return hashlib.file_digest(stream, hashlib.sha256).hexdigest()
 
 
 def _remove_stale(parent: Path) -> None:

@@ -125,7 +125,7 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
                 position += len(piece)
             entry.data_location = TensorProto.EXTERNAL
             offset = position - len(tensor.raw_data)
-            for key, value in (("location", ""), ("offset", offset), ("length", len(tensor.raw_data))):
+            for key, value in (("offset", offset), ("length", len(tensor.raw_data))):
                 entry.external_data.add(key=key, value=str(value))
         stream.flush()
         os.fsync(stream.fileno())
@@ -133,19 +133,17 @@ def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelP
     os.replace(unnamed, named)
     for entry in slim.graph.initializer:
         if entry.data_location == TensorProto.EXTERNAL:
-            entry.external_data[0].value = named.name
+            entry.external_data.add(key="location", value=named.name)
     return slim, named
 
 
 def _copy_fields(source: Any, destination: Any, *, skip: str) -> None:
-    """Copy all fields but one, so that large weights are never held twice."""
+    """Copy all fields but one, lists and plain values, so that large weights are never held twice."""
     for field, value in source.ListFields():
         if field.name == skip:
             continue
         if hasattr(value, "extend"):
             getattr(destination, field.name).extend(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(destination, field.name).CopyFrom(value)
         else:
             setattr(destination, field.name, value)
 

@@ -23,7 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 TENSOR_LIMIT = 2**31 - 2**16
 
 
-def read_weights(spec: BlockSpec, weights: Any, *, projections: bool = True) -> dict[str, np.ndarray]:
+def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[str, np.ndarray]:
     """Return the mapping's arrays as NumPy arrays, keys and shapes checked; errors name the key."""
     spec.check_weights(weights, projections=projections)
     return {key: to_numpy(key, weights[key]) for key in spec.weight_shapes(projections=projections)}
@@ -113,8 +113,8 @@ def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
     """Return an array of any library as one of NumPy; errors name its key."""
-    array: np.ndarray = given if isinstance(given, np.ndarray) else _host_copy(given)
-    if dtype_name(getattr(array, "dtype", None)) not in DTYPES:
+    array: np.ndarray = given if isinstance(given, np.ndarray) or not hasattr(given, "dtype") else _host_copy(given)
+    if not hasattr(array, "dtype") or dtype_name(array.dtype) not in DTYPES:
         raise TypeError(f"`weights[{key!r}]` must have one of the dtypes {', '.join(DTYPES)}, got {describe(array)}")
     return array
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 Shape: TypeAlias = tuple[int | str, ...]
 INT64_MAX = 2**63 - 1
@@ -150,7 +150,7 @@ class Emitter:
             body = Emitter(self.dtype, self, f"{scope}/")
             for result in emit(body):
                 body.output(result, "result of the branch")
-            bodies[kind] = body.graph(f"{self.path(name)}/{scope}", "")
+            bodies[kind] = body.graph(f"{self.path(name)}/{scope}")
         self.node("If", [condition], self.path(name), outputs, **bodies)
 
     def loop(self, count: Value, name: str, emit: Callable[[Emitter, Value], Value]) -> Value:
@@ -165,7 +165,7 @@ class Emitter:
         body.output(result, "result of the iteration")
         stacked = Value(f"{path}/stacked", ("iterations", *result.shape), self.dtype)
         # The condition is optional, but not for onnx's reference evaluator.
-        self.node("Loop", [count, self.constant(True, BOOL)], path, [stacked], body=body.graph(f"{path}/body", ""))
+        self.node("Loop", [count, self.constant(True, BOOL)], path, [stacked], body=body.graph(f"{path}/body"))
         return stacked
 
     def length(self, value: Value, axis: int, name: str) -> Dim:
@@ -223,7 +223,7 @@ class Emitter:
         self._model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in sorted(self._domains - {""}))
         return self._model
 
-    def graph(self, name: str, doc: str) -> onnx.GraphProto:
+    def graph(self, name: str, doc: str | None = None) -> onnx.GraphProto:
         """Return what was collected as a graph, initializers left out."""
         outputs = {info.name for info in self._outputs}
         infos = [info for info in self._infos if info.name not in outputs]
@@ -238,7 +238,7 @@ class Emitter:
 
 def element_type(dtype: np.dtype[Any]) -> int:
     """Return the ONNX number of an element type."""
-    return TensorProto.BFLOAT16 if dtype.name == "bfloat16" else helper.np_dtype_to_tensor_dtype(dtype)
+    return helper.np_dtype_to_tensor_dtype(dtype)
 
 
 def _info(value: Value, doc: str = "") -> onnx.ValueInfoProto:

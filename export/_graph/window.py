@@ -174,16 +174,14 @@ class TableWindow:
         """Return what is stored of the window of a table whose positions are on ``axis``."""
         g, shape = self._g, list(table.shape)
         shape[axis] = self._stored_symbol
-        if self._bounds is not None:
-            bounds, axes = self._bounds, [axis]
-            if self._heads is not None and axis == 1:
-                shape[0] = self._heads.size
-                bounds, axes = self._bounds_with_heads, [0, 1]
-            inputs = [table, *bounds, g.constant(axes)]
-            return g.compute("Slice", inputs, f"window/{name}", tuple(shape))
         if self._index is not None:
             return g.compute("Gather", [table, self._index], f"window/{name}", tuple(shape), axis=axis)
-        return table
+        assert self._bounds is not None
+        bounds, axes = self._bounds, [axis]
+        if self._heads is not None and axis == 1:
+            shape[0] = self._heads.size
+            bounds, axes = self._bounds_with_heads, [0, 1]
+        return g.compute("Slice", [table, *bounds, g.constant(axes)], f"window/{name}", tuple(shape))
 
     def _extended(self, x: Value, axis: int, name: str) -> Value:
         """Repeat the first and the last of ``axis`` for the positions past the table's soft ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
+
+# The checker takes what one protobuf holds.
+_CHECKED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def inspect_model(
 ) -> Subject | None:
     """Ask what needs no runtime; ``None`` if the model cannot be compared at all."""
 
-    def answer(name: str, problem: str, detail: str = "") -> bool:
+    def answer(name: str, problem: str = "", detail: str = "") -> bool:
         tell(Check(name, f"onnx {onnx.__version__}", "", "", not problem, detail=problem or detail))
         return not problem
 
@@ -46,7 +49,7 @@ def inspect_model(
     except Exception as error:
         answer("file", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
         return None
-    answer("file", "")
+    answer("file")
     check_spec(spec)
     model = source.model
     metadata, unreadable = read_metadata(model)
@@ -59,15 +62,13 @@ def inspect_model(
     if not answer("interface", _other_interface(model, plan)):
         return None
     rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
-    # Without our metadata the layout of the tables is unknown: any profile's will do.
-    plans = [plan] if metadata.profile else [replace(plan, profile=profile) for profile in PROFILES.values()]
-    answer("weights", *min(_other_weights(model, possible, rounded, tolerance) for possible in plans))
+    answer("weights", *_other_weights(model, plan, rounded, tolerance))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 
 
 def _load(model_or_path: Any) -> Source:
     if isinstance(model_or_path, onnx.ModelProto):
-        if model_or_path.ByteSize() < 2**31 - 1:
+        if model_or_path.ByteSize() < _CHECKED:
             onnx.checker.check_model(model_or_path)
         return Source(model_or_path, None)
     path = os.fspath(model_or_path)

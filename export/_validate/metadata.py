@@ -29,7 +29,7 @@ def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
     problems: list[str] = []
 
     def read(name: str, parse: Callable[[str], Any]) -> Any:
-        text = written.get(f"relskew.{name}", "")
+        text = written.get(f"relskew.{name}") or ""
         try:
             return parse(text) if text else None
         except Exception as error:  # a file may say anything

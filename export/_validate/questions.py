@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -34,13 +35,13 @@ class Questions:
         tolerance: float | None,
     ) -> None:
         self._subject, self._runner, self._tell = subject, runner, tell
-        self._atol = float("inf") if atol is None else atol
+        self._atol = math.inf if atol is None else atol
         self._tolerance = TOLERANCES[subject.plan.dtype.name] if tolerance is None else tolerance
 
     def placement(self) -> None:
         """Ask whether every node that works on data runs on the provider asked for."""
         wrong = "; ".join(self._runner.misplaced)
-        self._add("placement", "", not wrong, detail="; ".join(part for part in (wrong, self._runner.detail) if part))
+        self._add("placement", "", not wrong, "; ".join(part for part in (wrong, self._runner.detail) if part))
 
     def trial(self, trial: Trial, seed: int) -> None:
         """Ask whether the outputs are right, or the input is refused."""
@@ -49,11 +50,11 @@ class Questions:
             results = self._runner.run(feeds)
         except Exception as error:
             name = self._subject.outputs[0] if trial.fits else "too long fails"
-            self._add(name, str(trial), not trial.fits, detail=reason(error) if trial.fits else "raised")
+            self._add(name, str(trial), not trial.fits, reason(error) if trial.fits else "raised")
             return
         if not trial.fits:
-            silent = any(np.isfinite(np.asarray(result, np.float64)).any() for result in results[:1])
-            self._add("too long fails", str(trial), not silent, detail="gave numbers" if silent else "no finite number")
+            silent = np.isfinite(results[0]).any()
+            self._add("too long fails", str(trial), not silent, "gave numbers" if silent else "no finite number")
             return
         rows = _sample(trial.queries, seed)
         expected, largest_logit = expected_outputs(self._subject, feeds, rows)
@@ -74,7 +75,7 @@ class Questions:
         if not trial.large_logits:
             return feeds
         # Logits grow with the square of the inputs: large for every weight, yet within the type.
-        _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, seed))
+        _, largest_logit = expected_outputs(self._subject, feeds)
         factor = min(max((_LARGE_LOGIT / max(largest_logit, 1e-6)) ** 0.5, 1.0), _LARGEST_FACTOR)
         return make_inputs(plan, trial, seed, factor=factor)
 
@@ -86,12 +87,12 @@ class Questions:
         try:
             plain = self._runner.unoptimised(feeds)
         except Exception as error:
-            self._add("optimiser off", str(trial), False, detail=reason(error))
+            self._add("optimiser off", str(trial), False, reason(error))
             return
         for name, *pair in zip(self._subject.outputs, results, plain, strict=True):
             if name != self._subject.outputs[0]:
                 pair = [self._filled(np.asarray(array), feeds) for array in pair]
-            self._compare("optimiser off", str(trial), pair[0], np.asarray(pair[1], np.float64), tolerance)
+            self._compare("optimiser off", str(trial), pair[0], pair[1], tolerance)
 
     def _filled(self, cache: np.ndarray, feeds: Feeds) -> np.ndarray:
         """Return a cache with zeros behind its rows' ends, if what writes it copies no more than them."""
@@ -111,7 +112,7 @@ class Questions:
         label = f"{trial}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
         # Queries that see ahead see what is there: pieces are whole blocks then.
-        block = 1 if plan.spec.causal else plan.spec.block_size or 1
+        block = 1 if plan.spec.causal or plan.spec.block_size is None else plan.spec.block_size
         pieces, start, size = [], 0, 1
         _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, 0))
         tolerance = self._widened(largest_logit)
@@ -129,27 +130,28 @@ class Questions:
                 pieces.append(np.asarray(y))
                 start, size = end, size % 5 + 1
         except Exception as error:
-            self._add("decoding", label, False, detail=reason(error))
+            self._add("decoding", label, False, reason(error))
             return
-        self._compare("decoding", label, np.concatenate(pieces, axis=-2), np.asarray(whole[0], np.float64), tolerance)
+        self._compare("decoding", label, np.concatenate(pieces, axis=-2), np.asarray(whole[0]), tolerance)
         for pair in zip((keys, values), whole[1:], strict=True):
             cache, wanted = (self._filled(np.asarray(array), feeds) for array in pair)
-            self._compare("decoding", label, cache, np.asarray(wanted, np.float64), tolerance)
+            self._compare("decoding", label, cache, wanted, tolerance)
 
     def _compare(self, name: str, case: str, result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
         if result.shape != wanted.shape:
-            self._add(name, case, False, detail=f"shape {result.shape}, expected {wanted.shape}")
+            self._add(name, case, False, f"shape {result.shape}, expected {wanted.shape}")
             return
         if result.dtype != self._subject.plan.dtype:
-            self._add(name, case, False, detail=f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
+            self._add(name, case, False, f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
             return
-        difference = np.asarray(result, np.float64) - wanted
-        error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(wanted)), 1e-30))
-        largest = float(np.max(np.abs(difference), initial=0.0))
+        true = wanted.astype(np.float64)  # whose norm half precision could not hold
+        difference = result.astype(np.float64) - true
+        error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(true)), 1e-30))
+        largest = float(np.max(np.abs(difference)))
         atol = self._atol * tolerance / self._tolerance  # as much wider as the tolerance, where logits are large
         far = f", more than atol {atol:g}" if largest > atol else ""
         self._add(
-            name, case, error <= tolerance and not far, error, tolerance, f"largest difference {largest:.2e}{far}"
+            name, case, error <= tolerance and not far, f"largest difference {largest:.2e}{far}", error, tolerance
         )
 
     def _add(
@@ -157,15 +159,15 @@ class Questions:
         name: str,
         case: str,
         ok: bool,
+        detail: str,
         error: float | None = None,
         gate: float | None = None,
-        detail: str = "",
     ) -> None:
         self._tell(Check(name, self._runner.runtime, self._runner.provider, case, ok, error, gate, detail))
 
 
-def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
-    """Return the outputs by definition, ``y`` of some queries and the presents, and the largest logit's size."""
+def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:
+    """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit's size."""
     if subject.plan.in_place:
         return _expected_by_row(subject, feeds, rows)
     past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None
@@ -176,17 +178,17 @@ def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
     else:
         q, k, v = feeds["q"], feeds["k"], feeds["v"]
         right = reference_attention(spec, subject.weights, q, k, v, mask, past, segments=segments, queries=rows)
-    return [right.out, right.keys, right.values][: 1 if past is None else 3], right.largest_logit
+    return [right.out, *([right.keys, right.values] if subject.plan.past else [])], right.largest_logit
 
 
-def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[list[np.ndarray], float]:
+def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) -> tuple[list[np.ndarray], float]:
     """Work out every row of the batch alone, with the part of its cache that counts; the rest of it stays."""
     appending = replace(subject, plan=replace(subject.plan, in_place=False))
     caches = [feeds[name].astype(np.float64) for name in ("past_key", "past_value")]
     queries = feeds["x" if subject.plan.projections else "q"].shape[-2]
-    found, peak = [], 0.0
+    found, logits = [], []
     for row, past in enumerate(feeds["past_lengths"]):
-        alone = {name: array[row : row + 1] for name, array in feeds.items() if name != "past_lengths"}
+        alone = {name: array[row : row + 1] for name, array in feeds.items()}
         alone |= {name: alone[name][:, :, :past] for name in ("past_key", "past_value")}
         if "segments" in feeds:
             alone["segments"] = alone["segments"][:, : past + queries]
@@ -194,10 +196,10 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray) -> tuple[
             alone["mask"] = feeds["mask"][row % len(feeds["mask"])][None, ..., : past + queries]
         (y, *present), logit = expected_outputs(appending, alone, rows)
         found.append(y)
-        peak = max(peak, logit)
+        logits.append(logit)
         for cache, filled in zip(caches, present, strict=True):
             cache[row, :, : filled.shape[2]] = filled[0]
-    return [np.concatenate(found), *caches], peak
+    return [np.concatenate(found), *caches], max(logits)
 
 
 def _sample(queries: int, seed: int) -> np.ndarray:

@@ -107,9 +107,8 @@ def _onnxruntime_call(runtime: Any, session: Any) -> Callable[[Feeds], list[np.n
     def run(feeds: Feeds) -> list[np.ndarray]:
         if all(array.dtype != BFLOAT16 for array in feeds.values()):
             return list(session.run(None, dict(feeds)))
-        names = [output.name for output in session.get_outputs()]
         values = {key: _ort_value(runtime, array) for key, array in feeds.items()}
-        return [_from_ort_value(value) for value in session.run_with_ort_values(names, values)]
+        return [_from_ort_value(value) for value in session.run_with_ort_values(None, values)]
 
     return run
 

@@ -42,9 +42,8 @@ class Trial:
         return told + (", large logits" if self.large_logits else "")
 
     def pasts(self) -> np.ndarray:
-        """Return the past of every item of the batch: its own where the cache is written in place."""
-        items = np.arange(self.batch) if self.cache is not None else np.zeros(self.batch, np.int64)
-        return self.past - 2 * items % (self.past + 1)
+        """Return the past of every item of the batch, where the cache is written in place."""
+        return self.past - 2 * np.arange(self.batch) % (self.past + 1)
 
 
 def make_trials(
@@ -52,8 +51,8 @@ def make_trials(
 ) -> list[tuple[Trial, int]]:
     """Return the inputs to try, each once and with the seed of its numbers, the ones that must fail last."""
     sweep = dict.fromkeys(_sweep(plan, lengths, batches or BATCHES))
-    seeds = {trial: index for index, trial in enumerate(sorted(sweep, key=lambda trial: not trial.fits))}
-    if plan.dtype.itemsize > 2:  # half types round large logits to nothing that could be compared
+    seeds = {trial: index for index, trial in enumerate(sweep)}
+    if plan.dtype.itemsize >= 4:  # half types round large logits to nothing that could be compared
         short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
         short.sort(key=lambda trial: (-trial.keys, trial.batch))
         large = dict.fromkeys(

@@ -156,7 +156,7 @@ def _seed_of(model: Any) -> int:
         with open(model, "rb") as stream:
             digest.update(stream.read(2**20))
             digest.update(str(stream.seek(0, os.SEEK_END)).encode())
-    return int.from_bytes(digest.digest()[:4], "big")
+    return int.from_bytes(digest.digest()[:4])
 
 
 def _portable(request: Request) -> Request:

@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +20,17 @@ from onnx import TensorProto, numpy_helper
 
 from export_forms import FORMS, random_weights
 from relskew_core.export import _publish, save, to_onnx, validate
+from relskew_core.export._save import write
 
 SPEC = FORMS["causal"][0]
 
 
 def model(seed: int = 0, rows: int = 9) -> onnx.ModelProto:
-    """Make a model; one weight is padded so that it is worth an external file."""
+    """Make a model; three weights are added that are worth an external file, one of them of no more than 1 KiB."""
     made = to_onnx(SPEC, random_weights(SPEC, seed))
-    extra = np.random.default_rng(seed).standard_normal((rows, 1000)).astype(np.float32)
-    made.graph.initializer.append(numpy_helper.from_array(extra, "ballast"))
+    for name, shape in (("ballast", (rows, 1000)), ("kibibyte", (256,)), ("last", (3, 1000))):
+        extra = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        made.graph.initializer.append(numpy_helper.from_array(extra, name))
     return made
 
 
@@ -64,9 +67,9 @@ def test_external_weights(tmp_path: Path) -> None:
         for tensor in bare.graph.initializer
         if tensor.data_location == TensorProto.EXTERNAL
     }
-    assert set(outside) == {"ballast"}
-    assert outside["ballast"]["location"] == data[0]
-    assert int(outside["ballast"]["offset"]) % 4096 == 0
+    assert set(outside) == {"ballast", "kibibyte", "last"}
+    assert {entries["location"] for entries in outside.values()} == {data[0]}
+    assert [int(entries["offset"]) for entries in outside.values()] == [0, 9 * 4096, 10 * 4096]  # 36,000 bytes, 1,024
     whole = onnx.load(path)
     for tensor, original in zip(whole.graph.initializer, made.graph.initializer, strict=True):
         np.testing.assert_array_equal(numpy_helper.to_array(tensor), numpy_helper.to_array(original))
@@ -103,6 +106,7 @@ def test_saving_again(tmp_path: Path) -> None:
     save(model(0), path, external_threshold=0, overwrite=True)
     assert names(tmp_path) == first
     assert path.read_bytes() == content
+    age(tmp_path)
     save(model(1), path, external_threshold=0, overwrite=True)
     second = names(tmp_path)
     assert len(second) == 3
@@ -121,7 +125,13 @@ def test_saving_again(tmp_path: Path) -> None:
 def age(folder: Path) -> None:
     """Let two minutes pass."""
     for path in [folder, *folder.rglob("*")]:
-        os.utime(path, (time.time() - 120,) * 2)
+        touch(path, 120)
+
+
+def touch(path: Path, seconds: float) -> None:
+    """Let so many seconds pass since a file or folder was written."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
 
 
 def ballast(path: Path) -> int | None:
@@ -172,7 +182,7 @@ def test_symbolic_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+@pytest.mark.parametrize("kind", ["file", "link", "link to the same", "folder"])
 def test_another_file_with_the_name_of_the_weights_is_kept(tmp_path: Path, kind: str, existing: bool) -> None:
     (tmp_path / "a").mkdir()
     save(model(), tmp_path / "a" / "block.onnx", external_threshold=0)
@@ -187,11 +197,14 @@ def test_another_file_with_the_name_of_the_weights_is_kept(tmp_path: Path, kind:
         taken.write_text("mine")
     elif kind == "link":
         taken.symlink_to(victim)
+    elif kind == "link to the same":
+        taken.symlink_to(tmp_path / "a" / name)
     else:
         taken.mkdir()
     before = names(tmp_path / "b")
-    with pytest.raises(FileExistsError, match="needs a name for its weights that another file has"):
+    with pytest.raises(FileExistsError, match="needs a name for its weights that another file has") as refusal:
         save(model(), path, external_threshold=0, overwrite=existing)
+    assert repr(os.fspath(taken)) in str(refusal.value)
     assert victim.read_text() == "precious"
     assert names(tmp_path / "b") == before
     assert kind != "file" or taken.read_text() == "mine"
@@ -210,6 +223,56 @@ def test_weights_that_are_there_already_are_used(tmp_path: Path) -> None:
     assert ballast(path) == 0
 
 
+def test_a_failure_leaves_weights_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(model(), tmp_path / "block.onnx", external_threshold=0)
+    before = names(tmp_path)
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx.checker, "check_model", lambda path: patch.setattr(os, "replace", refuse))
+        with pytest.raises(OSError, match="Input/output error"):
+            save(model(), path, external_threshold=0, overwrite=True)
+    assert names(tmp_path) == before
+    assert ballast(path) == 0
+
+
+def test_the_first_error_is_the_one_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be removed after it is of no use to anyone: here all is gone already."""
+
+    def fails(*args: Any) -> None:
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(onnx.checker, "check_model", lambda path: monkeypatch.setattr(os, "replace", fails))
+    with pytest.raises(OSError, match="Input/output error"):
+        save(model(), tmp_path / "block.onnx", external_threshold=0, overwrite=True)
+    assert not names(tmp_path)
+
+
+def test_what_others_remove_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of the model that is replaced, and what a save would have tidied up."""
+    path = save(model(0), tmp_path / "block.onnx", external_threshold=0)
+    next(tmp_path.glob("*.data")).unlink()
+    save(model(1), path, external_threshold=0, overwrite=True)
+    assert ballast(path) == 1
+    age(tmp_path)
+    (tmp_path / ".killed.relskew-saving").mkdir()
+    real, gone = _publish._idle, []
+
+    def others_first(path: Path, seconds: float, *, inside: bool = False) -> bool:
+        gone.append(path)
+        path.rmdir() if path.is_dir() else path.unlink()
+        return real(path, seconds, inside=inside) if inside else True
+
+    monkeypatch.setattr(_publish, "_idle", others_first)
+    save(model(2), path, overwrite=True)
+    assert len(gone) == 2
+    assert names(tmp_path) == ["block.onnx"]
+
+
 def test_refused_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`model` must be an onnx"):
         save(b"model", tmp_path / "block.onnx")  # type: ignore[arg-type]
@@ -223,7 +286,11 @@ def test_refused_arguments(tmp_path: Path) -> None:
         save(model(), tmp_path)
     with pytest.raises(ValueError, match="`path` must name a file"):
         save(model(), "/")
-    assert not names(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="`path` must be a regular file"):
+            save(model(), tmp_path / "pipe", overwrite=overwrite)
+    assert names(tmp_path) == ["pipe"]
 
 
 def test_a_model_that_is_not_valid_is_not_saved(tmp_path: Path) -> None:
@@ -232,6 +299,23 @@ def test_a_model_that_is_not_valid_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(onnx.checker.ValidationError):
         save(made, tmp_path / "block.onnx")
     assert not names(tmp_path)
+
+
+def test_a_check_sees_the_finished_file_first(tmp_path: Path) -> None:
+    """At its place nothing is changed by then, and nothing will be if the check raises."""
+    path, made = save(model(0), tmp_path / "block.onnx"), model(1)
+    before = names(tmp_path)
+
+    def check(new: Path) -> None:
+        assert ballast(new) == 1
+        assert ballast(path) == 0
+        raise ArithmeticError
+
+    for threshold in (0, 2**30):
+        with pytest.raises(ArithmeticError):
+            write(made, path, overwrite=True, external_threshold=threshold, check=check)
+        assert names(tmp_path) == before
+        assert ballast(path) == 0
 
 
 CALLS = ["fsync", "replace", "link"]
@@ -284,6 +368,27 @@ def test_every_step_may_fail(
     age(tmp_path)
     save(model(1), path, external_threshold=threshold, overwrite=True)
     assert len(names(tmp_path)) == (2 if threshold == 0 else 1)
+
+
+def test_contents_are_flushed_before_they_get_names_and_names_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut loses what no flush has written."""
+    steps: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def flush(handle: int) -> None:
+        steps.append("flush folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "flush file")
+        fsync(handle)
+
+    def name(source: Path, target: Path) -> None:
+        steps.append(f"name {target.suffix}")
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "link", name)
+    save(model(), tmp_path / "block.onnx", external_threshold=0)
+    assert steps == ["flush file", "flush file", "name .data", "flush folder", "name .onnx", "flush folder"]
 
 
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +487,34 @@ def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
     assert ballast(tmp_path / "block.onnx") == 1
 
 
+@pytest.mark.parametrize("lock", ["free", "held", "unknown"])
+@pytest.mark.parametrize("other", [False, True])
+def test_whom_a_temporary_folder_belongs_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str, other: bool
+) -> None:
+    """A free lock tells a killed save's folder after a minute without a change; without a lock a day must pass."""
+    hours = {"old": (48, 48), "written in": (48, 2), "young": (2, 2), "at work": (2, 0)}
+    for name, (made, written) in hours.items():
+        folder = tmp_path / f".{name}.relskew-saving"
+        folder.mkdir()
+        (folder / "weights").touch()
+        touch(folder / "weights", 3600 * written)
+        touch(folder, 3600 * made)
+    link = tmp_path / ".link.relskew-saving"
+    link.symlink_to(tmp_path / ".old.relskew-saving")
+    with contextlib.ExitStack() as stack:
+        if lock == "held":
+            for folder in tmp_path.iterdir():
+                assert stack.enter_context(_publish._locked(folder)) == (folder != link)
+        elif lock == "unknown":
+            monkeypatch.setattr(_publish, "fcntl", None)
+        if other:
+            monkeypatch.setattr(os, "geteuid", lambda: 10**6)
+        save(model(), tmp_path / "block.onnx")
+    left = set(hours) - (set() if other else {"old", "written in", "young"} if lock == "free" else {"old"})
+    assert names(tmp_path) == sorted([*(f".{name}.relskew-saving" for name in left), link.name, "block.onnx"])
+
+
 def reading(path: Path, started: Any, done: Any, answers: Any) -> None:
     """Load the model again and again; count what is not one of the models, whole."""
     loads = wrong = 0
@@ -411,11 +544,3 @@ def test_a_reader_meanwhile_finds_a_whole_model(tmp_path: Path) -> None:
     reader.join()
     assert loads > 20
     assert wrong == 0
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A real one, where the system has it: /dev/full refuses every write."""
-    if not os.path.exists("/dev/full") or shutil.which("true") is None:
-        pytest.skip("this system has no /dev/full")
-    with pytest.raises(ValueError, match="`path` must be a regular file"):
-        save(model(), "/dev/full", overwrite=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +177,67 @@ def test_asks_of_every_kind() -> None:
     }
 
 
+def test_a_report_in_full() -> None:
+    weights = random_weights(CAUSAL)
+    steps: list[str] = []
+    asked: dict[str, Any] = {"lengths": [2], "batches": [3], "runtimes": ["onnxruntime", "reference"], "atol": 1e-3}
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, progress=steps.append, **asked)
+    version = {name: importlib.metadata.version(name) for name in ("onnx", "onnxruntime")}
+    onnxs, ort = f"onnx {version['onnx']}, , , True", f"onnxruntime {version['onnxruntime']}, CPUExecutionProvider"
+    reference, case = f"onnx reference {version['onnx']}, NumPy", "batch 3, queries 2, keys 2, past 0"
+    largest = f"True, {report.checks[9].gate}, largest difference …"
+    assert [
+        re.sub(r"\d\.\d\de[-+]\d\d|\d+ nodes", "…", ", ".join(str(value) for value in shown if value is not None))
+        for *shown, error, gate, detail in map(astuple, report.checks)
+        for shown in [[*shown, gate, detail]]
+    ] == [
+        f"file, {onnxs}, ",
+        f"standard, {onnxs}, ",
+        f"metadata, {onnxs}, ",
+        f"spec, {onnxs}, ",
+        f"interface, {onnxs}, ",
+        f"weights, {onnxs}, 9 of 9 stored under their names and equal",
+        f"placement, {ort}, , True, … on CPUExecutionProvider",
+        f"y, {ort}, {case}, True, 2e-06, largest difference …",
+        f"optimiser off, {ort}, {case}, True, 2e-06, largest difference …",
+        f"y, {ort}, {case}, large logits, {largest}",
+        f"optimiser off, {ort}, {case}, large logits, {largest}",
+        f"too long fails, {ort}, batch 3, queries 10, keys 10, past 0, True, raised",
+        f"y, {reference}, {case}, True, 2e-06, largest difference …",
+        f"y, {reference}, {case}, large logits, {largest}",
+        f"too long fails, {reference}, batch 3, queries 10, keys 10, past 0, True, raised",
+    ]
+    tried = [case, f"{case}, large logits", "batch 3, queries 10, keys 10, past 0"]
+    assert steps == [
+        "onnxruntime: load",
+        *(f"onnxruntime: {name}" for name in tried),
+        "reference: load",
+        *(f"reference: {name}" for name in tried),
+    ]
+
+
+def test_a_difference_that_is_asked_to_be_smaller() -> None:
+    weights = random_weights(CAUSAL)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, lengths=[3], batches=[1], atol=1e-12)
+    assert wrong(report) == {"y"}
+    assert all(", more than atol " in check.detail for check in report.failures)
+    report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, lengths=[3], batches=[1], tolerance=1e-12)
+    assert wrong(report) == {"y"}
+
+
+def test_which_input_is_decoded() -> None:
+    """The longest of up to 64, or the shortest of longer ones."""
+    spec = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, past=True)
+    for lengths, decoded in (([1, 9, 7], 9), ([64, 65], 64), ([70, 66], 66)):
+        steps: list[str] = []
+        report = validate(model, spec, weights, lengths=lengths, batches=[1], progress=steps.append)
+        assert report.ok
+        assert steps[-1] == "onnxruntime: decoding in pieces"
+        assert report.checks[-1].case == f"batch 2, queries {decoded}, keys {decoded}, past 0, in pieces"
+
+
 def test_lengths_and_batches_on_request() -> None:
     weights = random_weights(FULL)
     report = validate(to_onnx(FULL, weights), FULL, weights, lengths=[4, 12], batches=[5])
@@ -188,8 +252,12 @@ def test_lengths_and_batches_on_request() -> None:
     refusals: list[tuple[str, Any]] = [("lengths", []), ("lengths", [0]), ("batches", "x"), ("batches", 3)]
     for name, value in [*refusals, ("runtimes", None)]:
         refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: value})
-        assert not refused.ok
-        assert refused.failures[0].name == "validation"
+        assert wrong(refused) == {"validation"}
+    lists: list[tuple[str, Any]] = [("lengths", [3, 0]), ("lengths", []), ("batches", [-1])]
+    for name, values in lists:
+        refused = validate(to_onnx(FULL, weights), FULL, weights, **{name: values})
+        told = f"ValueError: `{name}` must be ints >= 1, got {values!r}"
+        assert refused.failures == (Check("validation", "", "", "", False, detail=told),)
 
 
 def weaker_mask(model: onnx.ModelProto) -> None:
@@ -373,16 +441,37 @@ def test_a_model_runs_elsewhere_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("spec", "{"), ("spec", "[]"), ("spec", "{}"), ("profile", "web"), ("max_length", "-1"), ("chunk_size", "many")],
+    ("key", "value", "why"),
+    [
+        ("spec", "{", "JSONDecodeError: "),
+        ("spec", "[]", ""),
+        ("spec", "{}", ""),
+        ("profile", "web", "ValueError: must be one of ort, ort-contrib, portable, trt)"),
+        ("max_length", "-1", "ValueError: must be at least 1)"),
+        ("chunk_size", "many", "ValueError: invalid literal for int() with base 10: 'many')"),
+    ],
 )
-def test_names_metadata_that_cannot_be_read(key: str, value: str) -> None:
+def test_names_metadata_that_cannot_be_read(key: str, value: str, why: str) -> None:
     weights = random_weights(CAUSAL)
     model = to_onnx(CAUSAL, weights)
     helper.set_model_props(model, {f"relskew.{key}": value})
-    (check,) = validate(model, CAUSAL, weights, batches=(1,)).failures
+    (check,) = validate(model, CAUSAL, weights, batches=(1,), lengths=[2]).failures
     assert check.name == "metadata"
-    assert f"relskew.{key} is {value!r}" in check.detail
+    assert check.detail.startswith(f"relskew.{key} is {value!r} ({why}")
+
+
+def test_metadata_in_words() -> None:
+    weights = random_weights(CAUSAL)
+    model = to_onnx(CAUSAL, weights)
+    spec = json.dumps({"x" * 200: 1} | CAUSAL.to_dict())
+    props = {"profile": "", "spec": spec, "max_length": "0", "chunk_size": "9" * 5000}
+    helper.set_model_props(model, {f"relskew.{key}": value for key, value in props.items()})
+    (check,) = validate(model, CAUSAL, weights, batches=(1,), lengths=[2]).failures
+    too_long, refused, too_large = check.detail.split("; relskew.")
+    assert too_long.startswith(f"relskew.spec is {spec[:60]!r} (TypeError: ")
+    assert len(too_long.partition("Error: ")[2]) == 101  # so much of a long message, and a bracket
+    assert refused == "max_length is '0' (ValueError: must be at least 1)"
+    assert too_large.startswith(f"chunk_size is {'9' * 60!r} (ValueError: Exceeds the limit")
 
 
 def test_wrong_specs_and_weights() -> None:
@@ -414,15 +503,21 @@ def test_runtimes_and_providers_that_are_not_there() -> None:
     weights = random_weights(CAUSAL)
     model = to_onnx(CAUSAL, weights)
     report = validate(model, CAUSAL, weights, runtimes=["tensorrt"])
-    assert "`runtimes` must be among" in report.failures[0].detail
+    told = "`runtimes` must be among 'onnxruntime', 'reference', 'openvino', got 'tensorrt'"
+    assert report.failures == (Check("loads", "tensorrt", "", "", False, detail=told),)
     report = validate(model, CAUSAL, weights, providers=["NoSuchExecutionProvider"])
     assert wrong(report) == {"loads"}
-    assert "NoSuchExecutionProvider is not available here" in report.failures[0].detail
-    assert wrong(validate(model, CAUSAL, weights, providers=[3])) == {"loads"}  # type: ignore[list-item]
+    assert "NoSuchExecutionProvider is not available here, only " in report.failures[0].detail
+    names = [("tensorrt", {}), "cuda", (), (3, {}), 3]
+    report = validate(model, CAUSAL, weights, providers=names, lengths=[2])  # type: ignore[arg-type]
+    known = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "()", "3", "3"]
+    assert [(check.name, check.provider, check.case) for check in report.failures] == [
+        ("loads", name, "") for name in known
+    ]
     for name in ("providers", "runtimes"):
         (check,) = validate(model, CAUSAL, weights, **{name: ()}).failures  # type: ignore[arg-type]
-        assert check.name == "validation"
-        assert f"`{name}` must name at least one" in check.detail
+        told = f"ValueError: `{name}` must name at least one, got (): nothing would be run"
+        assert check == Check("validation", "", "", "", False, detail=told)
 
 
 def test_a_provider_that_did_not_run_the_nodes() -> None:
@@ -464,18 +559,23 @@ def test_bfloat16_on_onnxruntime_cpu_is_reported() -> None:
 
 def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
     """No CPU kernel multiplies bfloat16, so a graph of reshapes shows that arrays come and go unchanged."""
-    kind = onnx.TensorProto.BFLOAT16
+    kinds = {"x": onnx.TensorProto.BFLOAT16, "mask": onnx.TensorProto.BOOL}
     graph = helper.make_graph(
-        [helper.make_node("Transpose", ["x"], ["y"], perm=[1, 0])],
+        [helper.make_node("Transpose", [name], [f"{name}_turned"], perm=[1, 0]) for name in kinds],
         "turn",
-        [helper.make_tensor_value_info("x", kind, ["a", "b"])],
-        [helper.make_tensor_value_info("y", kind, ["b", "a"])],
+        [helper.make_tensor_value_info(name, kind, ["a", "b"]) for name, kind in kinds.items()],
+        [helper.make_tensor_value_info(f"{name}_turned", kind, ["b", "a"]) for name, kind in kinds.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     x = np.arange(6).reshape(2, 3).astype(runtimes.BFLOAT16)
-    (y,) = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu").run({"x": x})
-    assert y.dtype == runtimes.BFLOAT16
-    np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+    mask = np.arange(6).reshape(2, 3) % 2 == 0
+    runner = runtimes.open_onnxruntime(runtimes.Source(model, None), "cpu")
+    for run in (runner.run, runner.unoptimised):
+        assert run is not None
+        y, turned = run({"x": x, "mask": mask})
+        assert y.dtype == runtimes.BFLOAT16
+        np.testing.assert_array_equal(y.astype(np.float32), x.T.astype(np.float32))
+        np.testing.assert_array_equal(turned, mask.T)
 
 
 class Recorder:
@@ -590,19 +690,52 @@ def test_large_logits_get_a_fair_gate() -> None:
 def test_report() -> None:
     good = Check("y", "a", "b", "case", True, 1e-7, 2e-6)
     bad = Check("y", "a", "b", "other", False, float("nan"), 2e-6, "largest difference nan")
-    report = Report((good, bad, Check("loads", "c", "", "", False, detail="not here")))
+    report = Report((good, bad, Check("loads", "c", "", "", False, detail="not here")), 7)
     assert not report.ok
     assert report.failures == report.checks[1:]
     assert not Report(()).ok
     table = report.table()
-    assert "nan" in table.splitlines()[1]
-    assert "1 wrong" in table
-    assert "FAILED y (a, b, other): error nan, gate 2e-06: largest difference nan" in table
-    assert "FAILED loads (c): not here" in table
+    assert table.splitlines() == [
+        "check  runtime  provider  cases  worst error  gate   result",
+        "y      a        b             2          nan  2e-06  1 wrong",
+        "loads  c                      1                      1 wrong",
+        "FAILED y (a, b, other): error nan, gate 2e-06: largest difference nan",
+        "FAILED loads (c): not here",
+        "drawn from seed 7",
+    ]
     written = json.loads(report.to_json())
+    assert list(written) == ["ok", "seed", "checks", "failures"]
     assert written["ok"] is False
+    assert written["seed"] == 7
     assert [check["error"] for check in written["checks"]] == [1e-7, None, None]
-    assert len(written["failures"]) == 2
+    assert written["failures"] == written["checks"][1:]
+    assert written["checks"][0] == asdict(good)
+    assert report.to_json().startswith('{\n  "ok": false,')
+
+
+def test_table() -> None:
+    """Checks of one name and runtime in one line, wherever they came; the worst error beside the narrowest gate."""
+    checks = [
+        Check("y", "a", "b", "1", True, 1e-7, 2e-6),
+        Check("z", "a", "b", "1", True, 3e-7, 2e-6),
+        Check("y", "a", "b", "2", False, 4e-2, 3e-3),
+        Check("y", "a", "c", "2", False, 4e-2),
+        Check("y", "a", "b", "3", False, 2e-2, 1e-3, "far"),
+        Check("y", "d", "b", "1", True, 5e-7, 2e-6),
+    ]
+    assert Report(tuple(checks)).table().splitlines() == [
+        "check  runtime  provider  cases  worst error  gate   result",
+        "y      a        b             3      4.0e-02  2e-06  2 wrong",
+        "z      a        b             1      3.0e-07  2e-06  ok",
+        "y      a        c             1      4.0e-02         1 wrong",
+        "y      d        b             1      5.0e-07  2e-06  ok",
+        "FAILED y (a, b, 2): error 4.00e-02, gate 3e-03",
+        "FAILED y (a, c, 2): error 4.00e-02, gate 0e+00",
+        "FAILED y (a, b, 3): error 2.00e-02, gate 1e-03: far",
+    ]
+    assert "seed" not in Report(tuple(checks)).table()
+    assert "seed" not in Report((checks[0],), 7).table()  # of no use where all is well
+    assert Report((checks[0],), 7).ok
 
 
 def test_inputs_differ_between_cases() -> None:

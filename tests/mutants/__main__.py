@@ -16,11 +16,21 @@ from pathlib import Path
 from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
-CORE = ("_positions", "_kernel", "_functions")
-EXPORT = ("_graph", "_validate", "_model", "_plan", "_publish", "_save", "_weights")  # all but what torch calls
+CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"  # what torch calls in an export is left out
+
+
+def _tests(names: str) -> tuple[str, ...]:
+    return tuple(f"tests/export/test_{name}.py" for name in names.split())
+
+
 SUITES = {  # the modules, and the tests that are to notice their mutants
-    "core": (tuple(f"relskew_core/{name}" for name in CORE), ("tests/core",)),
-    "export": (tuple(f"relskew_core/export/{name}" for name in EXPORT), ("tests/export",)),
+    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core",)),
+    "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
+    "validation": ((f"{EXPORT}validate",), _tests("inspect opening questions trials validate")),
+    "graphs": (
+        (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
+        _tests("chunks contrib functions graphs in_place local model reach windows"),
+    ),
 }
 RECORD = Path(__file__).with_name("survivors.md")
 

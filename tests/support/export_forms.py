@@ -104,6 +104,7 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
         {},
     ),
     "stream, short table": (BlockSpec(8, 2, Span(3, 6), block_size=4, blocks_before=1), {}),
+    "stream, window within by one": (BlockSpec(8, 2, Span(4, 1), block_size=3, blocks_before=1, window=(4, 1)), {}),
     "stream, short future": (BlockSpec(8, 2, Span(9, 2), block_size=4, blocks_before=1), {}),
     "stream, many before": (BlockSpec(8, 2, Span(20, 1), block_size=2, blocks_before=9), {}),
     "stream, mask": (BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1), {"mask": True}),

@@ -1,0 +1,343 @@
+"""What `validate` says of a model before it runs it, each thing wrong in turn."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from export_forms import FORMS, PROFILES, random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import Check, save, to_onnx
+from relskew_core.export._validate.inspect import Subject, inspect_model
+
+ONNX = f"onnx {onnx.__version__}"
+CAUSAL = FORMS["causal"][0]
+GROUPED = BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2)
+CROSS = BlockSpec(8, 2, Span(8, 6), cross=True)
+IN_PLACE = {"past": True, "in_place": True, "mask": True, "segments": True, "projections": False}
+
+
+def model(spec: BlockSpec, **options: Any) -> onnx.ModelProto:
+    weights = random_weights(spec, projections=options.get("projections", True))
+    return to_onnx(spec, weights, **options)
+
+
+def inspected(made: Any, spec: BlockSpec, *, projections: bool = True) -> tuple[list[Check], Subject | None]:
+    checks: list[Check] = []
+    return checks, inspect_model(made, spec, random_weights(spec, projections=projections), checks.append)
+
+
+def failures(made: Any, spec: BlockSpec, *, projections: bool = True) -> dict[str, str]:
+    checks, _ = inspected(made, spec, projections=projections)
+    return {check.name: check.detail for check in checks if not check.ok}
+
+
+def test_all_that_is_asked() -> None:
+    made = model(CAUSAL, dtype="float16")
+    checks, subject = inspected(made, CAUSAL)
+    names = ("file", "standard", "metadata", "spec", "interface")
+    told = Check("weights", ONNX, "", "", True, detail="9 of 9 stored under their names and equal")
+    assert checks == [*(Check(name, ONNX, "", "", True) for name in names), told]
+    assert subject is not None
+    assert subject.source.model is made
+    assert subject.source.path is None
+    assert subject.outputs == ("y",)
+    assert {array.dtype for array in subject.weights.values()} == {np.dtype(np.float16)}
+
+
+def test_files(tmp_path: Path) -> None:
+    """Their weights may lie outside, where the path leads and the bytes do not."""
+    weights = random_weights(CAUSAL)
+    for threshold in (0, 2**30):
+        made = to_onnx(CAUSAL, weights)
+        made.graph.initializer.append(numpy_helper.from_array(np.zeros(300, np.float32), "ballast"))
+        path = save(made, tmp_path / f"{threshold}.onnx", external_threshold=threshold)
+        for given in (path, os.fspath(path)):
+            checks, subject = inspected(given, CAUSAL)
+            assert [check.name for check in checks if not check.ok] == []
+            assert subject is not None
+            assert subject.source.path == os.fspath(path)
+            assert subject.source.content() == os.fspath(path)
+            assert len(subject.source.model.graph.initializer[-1].raw_data) == 1200
+    path.write_bytes(b"no model")
+    assert failures(path, CAUSAL).keys() == {"file"}
+    broken = to_onnx(CAUSAL, weights)
+    broken.graph.node[0].input[0] = "nobody"
+    path.write_bytes(broken.SerializeToString())
+    assert "nobody" in failures(path, CAUSAL)["file"]
+    assert "nobody" in failures(broken, CAUSAL)["file"]
+
+
+def test_a_file_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checker has to say goes into one line, and no more of it than a reader takes in."""
+
+    def refuse(model: Any) -> None:
+        raise LookupError("not\n  a model " + "x" * 1000)
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    checks, subject = inspected(model(CAUSAL), CAUSAL)
+    assert checks == [Check("file", ONNX, "", "", False, detail="LookupError: not a model " + "x" * 388)]
+    assert subject is None
+
+
+Change = Callable[[onnx.ModelProto], object]
+FOREIGN: dict[str, tuple[Change, str]] = {
+    "import": (lambda made: made.opset_import.append(helper.make_opsetid("com.a", 1)), "domain com.a"),
+    "imports": (
+        lambda made: made.opset_import.extend([helper.make_opsetid("com.a", 1), helper.make_opsetid("ai.onnx", 1)]),
+        "domain com.a",
+    ),
+    "node": (
+        lambda made: (
+            made.opset_import.append(helper.make_opsetid("com.a", 1)),
+            made.graph.node.append(helper.make_node("Gelu", ["x"], ["gelu"], domain="com.a")),
+        ),
+        "domain com.a; Gelu of domain com.a",
+    ),
+    "node of our domain": (
+        lambda made: (
+            made.opset_import.append(helper.make_opsetid("relskew", 1)),
+            made.graph.node.append(helper.make_node("Gelu", ["x"], ["gelu"], domain="relskew")),
+        ),
+        "domain relskew; Gelu of domain relskew",
+    ),
+    "local function": (
+        lambda made: made.functions.append(
+            helper.make_function(
+                "com.a",
+                "Twice",
+                ["x"],
+                ["y"],
+                [helper.make_node("Quick", ["x"], ["y"], domain="com.b")],
+                [helper.make_opsetid("com.b", 1)],
+            )
+        ),
+        "local function Twice; Quick of domain com.b",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_standard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)  # which knows no stranger's operators
+    change, told = FOREIGN[kind]
+    made = model(CAUSAL)
+    change(made)
+    assert failures(made, CAUSAL) == {"standard": told}
+
+
+def test_a_tolerance_takes_operators_and_weights_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of quantised models: what is foreign is told, and weights may differ by their part of the largest."""
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
+    made = model(CAUSAL)
+    FOREIGN["node"][0](made)
+    (table,) = (tensor for tensor in made.graph.initializer if tensor.name == "rel_k")
+    array = numpy_helper.to_array(table).copy()
+    largest = float(np.max(np.abs(array)))
+    array[0, 3, 2] += 0.01 * largest
+    table.CopyFrom(numpy_helper.from_array(array, "rel_k"))
+    weights = random_weights(CAUSAL)
+    for tolerance, ok in ((0.011, True), (0.009, False)):
+        checks: list[Check] = []
+        inspect_model(made, CAUSAL, weights, checks.append, tolerance)
+        told = {check.name: (check.ok, check.detail) for check in checks}
+        assert told["standard"] == (True, "domain com.a; Gelu of domain com.a")
+        within = f"9 of 9 stored under their names within {tolerance}"
+        assert told["weights"] == (ok, within if ok else f"rel_k differs by up to {0.01 * largest:.3g}")
+    table.CopyFrom(numpy_helper.from_array(np.full_like(array, np.nan), "rel_k"))
+    inspect_model(made, CAUSAL, weights, checks.append, 1e9)
+    assert checks[-1].detail == "rel_k differs by up to nan"
+
+
+def test_the_operator_of_onnxruntime_is_known_in_its_profile() -> None:
+    spec = BlockSpec(16, 2, Span.causal(9), causal=True)
+    made = model(spec, profile="ort-contrib", past=True)
+    assert not failures(made, spec)
+    (node,) = (node for node in made.graph.node if node.op_type == "GroupQueryAttention")
+    node.op_type = "MultiHeadAttention"
+    assert failures(made, spec) == {"standard": "MultiHeadAttention of domain com.microsoft"}
+    node.op_type = "GroupQueryAttention"
+    props = {entry.key: entry.value for entry in made.metadata_props}
+    helper.set_model_props(made, props | {"relskew.profile": "portable"})
+    told = "domain com.microsoft; GroupQueryAttention of domain com.microsoft"
+    assert failures(made, spec) == {"standard": told}
+
+
+def test_our_own_functions_are_known() -> None:
+    made = model(CAUSAL, functions=True)
+    assert made.functions
+    assert not failures(made, CAUSAL)
+    made.graph.node.append(helper.make_node("Unknown", ["x"], ["unknown"], domain=made.functions[0].domain))
+    assert failures(made, CAUSAL) == {"standard": f"Unknown of domain {made.functions[0].domain}"}
+
+
+@pytest.mark.parametrize("form", ["full, mask", "cache, window, mask", "cross, clip, values", "blocks, cache"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_are_recognised_without_metadata(form: str, dtype: str) -> None:
+    """Whatever the profile: what its arguments were shows in the inputs."""
+    spec, options = FORMS[form]
+    for profile in PROFILES:
+        made = model(spec, dtype=dtype, profile=profile, **options)
+        del made.metadata_props[:]
+        checks, subject = inspected(made, spec, projections=options.get("projections", True))
+        assert all(check.ok for check in checks)
+        assert subject is not None
+        assert subject.plan.profile.name == "portable"  # the one that asks least
+        assert (subject.plan.mask, subject.plan.past) == (options.get("mask", False), options.get("past", False))
+
+
+def test_the_arguments_of_the_export_are_read_back() -> None:
+    spec = FORMS["causal, short"][0]
+    for profile in PROFILES:
+        for chunk_size in (None, 1, 3):
+            options = {"profile": profile, "max_length": 9, "chunk_size": chunk_size}
+            checks, subject = inspected(model(spec, **options), spec)
+            assert all(check.ok for check in checks)
+            assert subject is not None
+            plan = subject.plan
+            assert (plan.profile.name, plan.max_length, plan.chunk_size) == (profile, 9, chunk_size)
+    made = model(GROUPED, **IN_PLACE)
+    for known in (True, False):
+        checks, subject = inspected(made, GROUPED, projections=False)
+        assert all(check.ok for check in checks)
+        assert subject is not None
+        plan = subject.plan
+        assert (plan.past, plan.in_place, plan.mask, plan.segments, plan.projections) == (*[True] * 4, False)
+        assert plan.profile.name == "ort", known
+        del made.metadata_props[:]
+
+
+def test_a_model_without_a_sequence() -> None:
+    changes: tuple[Change, ...] = (
+        lambda made: setattr(made.graph.input[0], "name", "z"),
+        lambda made: setattr(made.graph.input[0].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
+    )
+    for change in changes:
+        made = model(CAUSAL)
+        change(made)
+        name = made.graph.input[0].name
+        for node in made.graph.node:
+            node.input[:] = [name if given == "x" else given for given in node.input]
+        with pytest.raises(ValueError, match=f"must have an input x or q of a floating type, got the inputs {name}$"):
+            inspected(made, CAUSAL)
+
+
+SHAPES = {
+    "x": (CROSS, {"mask": True}, "('batch', 'query_length', 8)"),
+    "memory": (CROSS, {"mask": True}, "('batch', 'memory_length', 8)"),
+    "mask": (CROSS, {"mask": True}, "('mask_batch', 'mask_heads', 'mask_queries', 'mask_keys')"),
+    "y": (CROSS, {"mask": True}, "('batch', 'query_length', 8)"),
+    "q": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
+    "k": (GROUPED, IN_PLACE, "('batch', 2, 'key_length', 2)"),
+    "v": (GROUPED, IN_PLACE, "('batch', 2, 'key_length', 2)"),
+    "segments": (GROUPED, IN_PLACE, "('batch', 'total_length')"),
+    "past_key": (GROUPED, IN_PLACE, "('batch', 2, 'past_length', 2)"),
+    "past_value": (GROUPED, IN_PLACE, "('batch', 2, 'past_length', 2)"),
+    "past_lengths": (GROUPED, IN_PLACE, "('batch',)"),
+    "out": (GROUPED, IN_PLACE, "('batch', 4, 'query_length', 2)"),
+    "present_key": (GROUPED, IN_PLACE, "('batch', 2, 'total_length', 2)"),
+    "present_value": (GROUPED, IN_PLACE, "('batch', 2, 'total_length', 2)"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_inputs_and_outputs(name: str) -> None:
+    """One dimension too few, a size that is no size; symbols may have any name, or be sizes."""
+    spec, options, told = SHAPES[name]
+    projections = options.get("projections", True)
+    made = model(spec, **options)
+    assert not failures(made, spec, projections=projections)
+    (value,) = [value for value in (*made.graph.input, *made.graph.output) if value.name == name]
+    dims, numbers = value.type.tensor_type.shape.dim, itertools.count(70)
+    assert all(dim.dim_param or dim.dim_value for dim in dims)
+    for dim in dims:
+        if dim.dim_param:
+            dim.dim_param = "anything"
+    assert not failures(made, spec, projections=projections)
+    for dim in dims:
+        if dim.dim_param:
+            dim.dim_value = next(numbers)
+    assert not failures(made, spec, projections=projections)
+    sizes = [dim for dim, wanted in zip(dims, told.split(","), strict=False) if "'" not in wanted]
+    for dim in sizes:
+        size, dim.dim_value = dim.dim_value, 99
+        assert f", expected {told}" in failures(made, spec, projections=projections)["interface"]
+        dim.dim_param = "any"
+        assert "any" in failures(made, spec, projections=projections)["interface"]
+        dim.dim_value = size
+    del dims[:]
+    dims.add(dim_value=77)
+    dims.add(dim_value=78)
+    dims.add(dim_value=79)
+    assert failures(made, spec, projections=projections) == {
+        "interface": f"{name} of shape (77, 78, 79), expected {told}"
+    }
+
+
+def test_other_inputs_and_outputs() -> None:
+    made = model(CROSS, mask=True)
+    made.graph.input.add(name="more").CopyFrom(made.graph.input[1])
+    made.graph.input[-1].name = "more"
+    made.graph.output.add(name="twice").CopyFrom(made.graph.output[0])
+    made.graph.output[-1].name = "memory2"
+    made.graph.node.append(helper.make_node("Identity", ["memory"], ["memory2"]))
+    told = "inputs x, memory, mask, more, expected x, memory, mask; outputs y, memory2, expected y"
+    checks, subject = inspected(made, CROSS)
+    assert [(check.name, check.detail) for check in checks if not check.ok] == [("interface", told)]
+    assert subject is None  # nothing could be fed
+    made = model(CROSS)
+    first, second = (type(value).FromString(value.SerializeToString()) for value in made.graph.input)
+    made.graph.input[0].CopyFrom(second)
+    made.graph.input[1].CopyFrom(first)
+    assert failures(made, CROSS) == {"interface": "inputs memory, x, expected x, memory"}  # the order is promised too
+
+
+def test_stored_weights() -> None:
+    made = model(CAUSAL)
+    tensors = {tensor.name: tensor for tensor in made.graph.initializer}
+    changes: dict[str, Callable[[Any], Any]] = {
+        "rel_k": lambda array: array + np.float32(0.25) * (np.arange(array.shape[-1]) == 3),
+        "k_proj.bias": lambda array: array[:-1],
+        "v_proj.bias": lambda array: array.astype(np.float64),
+        "q_proj.weight": lambda array: -array,
+    }
+    for key, change in changes.items():
+        array = numpy_helper.to_array(tensors[key])
+        tensors[key].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(array)), key))
+    largest = 2 * float(np.max(np.abs(numpy_helper.to_array(tensors["q_proj.weight"]))))
+    tensors["out_proj.bias"].name = "renamed"
+    for node in made.graph.node:
+        node.input[:] = ["renamed" if given == "out_proj.bias" else given for given in node.input]
+    assert failures(made, CAUSAL)["weights"].split("; ") == [
+        f"q_proj.weight differs by up to {largest:.3g}",
+        "k_proj.bias is float32 (7,), expected float32 (8,)",
+        "v_proj.bias is float64 (8,), expected float32 (8,)",
+        "rel_k differs by up to 0.25",
+    ]
+
+
+def test_weights_under_other_names_are_not_compared() -> None:
+    """Tools rename what they do not know; the numbers then show alone whether the weights are right."""
+    made = model(CAUSAL)
+    made.graph.initializer[0].name = "renamed"
+    for node in made.graph.node:
+        node.input[:] = ["renamed" if given == "q_proj.weight" else given for given in node.input]
+    checks, _ = inspected(made, CAUSAL)
+    assert checks[-1] == Check("weights", ONNX, "", "", True, detail="8 of 9 stored under their names and equal")
+
+
+def test_zeros_of_either_sign_differ() -> None:
+    """The bytes are compared: a sum that starts from the other zero differs in its sign too."""
+    weights = {key: np.zeros_like(array) for key, array in random_weights(CAUSAL).items()}
+    made = to_onnx(CAUSAL, {key: -array for key, array in weights.items()})
+    checks: list[Check] = []
+    inspect_model(made, CAUSAL, weights, checks.append)
+    assert "out_proj.bias differs by up to 0" in checks[-1].detail

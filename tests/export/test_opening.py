@@ -1,0 +1,472 @@
+"""How `validate` loads models in runtimes, and runs files in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export_forms import FORMS, random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import Check, save, to_onnx, validate
+from relskew_core.export._validate import isolated, runtimes
+from relskew_core.export._validate.run import Request
+
+CAUSAL = FORMS["causal"][0]
+module = importlib.import_module("relskew_core.export._validate.validate")  # whose name the function has too
+
+
+class Onnxruntime:
+    """What is asked of onnxruntime, where it has every provider and puts nodes as it is told."""
+
+    __version__ = "9.9"
+    GraphOptimizationLevel = SimpleNamespace(ORT_ENABLE_ALL="all", ORT_DISABLE_ALL="none")
+
+    def __init__(self, placed: Mapping[str, Sequence[str]], used: Mapping[str, str]) -> None:
+        self.placed, self.used = placed, used
+        self.sessions: list[tuple[Any, ...]] = []
+        self.preloaded = 0
+
+    def get_available_providers(self) -> list[str]:
+        return ["CUDAExecutionProvider", "CPUExecutionProvider", "TensorrtExecutionProvider"]
+
+    def preload_dlls(self) -> None:
+        self.preloaded += 1
+        print("what is missing")
+
+    def SessionOptions(self) -> Any:  # noqa: N802 -- its name there
+        entries: dict[str, str] = {}
+        return SimpleNamespace(entries=entries, add_session_config_entry=entries.__setitem__)
+
+    def InferenceSession(self, content: Any, settings: Any, providers: Any) -> Any:  # noqa: N802 -- its name there
+        self.sessions.append((content, settings.graph_optimization_level, settings.log_severity_level, providers))
+        assert settings.entries == {"session.record_ep_graph_assignment_info": "1"}
+        level = settings.graph_optimization_level
+        nodes = [
+            (where, [SimpleNamespace(name=name, op_type="MatMul")])
+            for where, names in self.placed.items()
+            for name in names
+        ]
+        return SimpleNamespace(
+            run=lambda names, feeds: [level, names, feeds],
+            get_provider_options=lambda: {"CUDAExecutionProvider": self.used},
+            get_provider_graph_assignment_info=lambda: [
+                SimpleNamespace(ep_name=where, get_nodes=lambda found=found: found) for where, found in nodes
+            ],
+        )
+
+
+def opened(
+    monkeypatch: pytest.MonkeyPatch,
+    provider: Any,
+    placed: Mapping[str, Sequence[str]],
+    used: Mapping[str, str] | None = None,
+    path: str | None = "model.onnx",
+) -> tuple[Onnxruntime, runtimes.Runner]:
+    fake = Onnxruntime(placed, used or {})
+    monkeypatch.setattr(runtimes, "_import", {"onnxruntime": fake}.__getitem__)
+    return fake, runtimes.open_onnxruntime(runtimes.Source(onnx.ModelProto(ir_version=9), path), provider)
+
+
+def test_onnxruntime_runs_with_and_without_its_optimiser(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, runner = opened(monkeypatch, "cpu", {"CPUExecutionProvider": ["a", "b"]})
+    providers: list[Any] = [("CPUExecutionProvider", {})]
+    assert fake.sessions == [("model.onnx", level, 4, providers) for level in ("all", "none")]
+    assert fake.preloaded == 0
+    assert (runner.runtime, runner.provider) == ("onnxruntime 9.9", "CPUExecutionProvider")
+    assert (runner.misplaced, runner.detail) == ((), "2 nodes on CPUExecutionProvider")
+    feeds = {"x": np.zeros(2, np.float32)}
+    assert runner.unoptimised is not None
+    assert runner.run(feeds) == ["all", None, feeds]
+    assert runner.unoptimised(feeds) == ["none", None, feeds]
+    fake, _ = opened(monkeypatch, "cpu", {}, path=None)
+    assert onnx.ModelProto.FromString(fake.sessions[0][0]).ir_version == 9
+
+
+def test_cuda_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless the options ask for TF32; what is used is told."""
+    asked: list[tuple[dict[str, str], str]] = [({}, "0"), ({"use_tf32": "1", "device_id": "2"}, "1")]
+    for given, used in asked:
+        before, placed = dict(given), {"CUDAExecutionProvider": ["a"]}
+        fake, runner = opened(monkeypatch, ("cuda", given), placed, {"use_tf32": used, "device_id": "0"})
+        assert given == before
+        assert fake.sessions[0][3] == [("CUDAExecutionProvider", {"use_tf32": "0", **given})]
+        assert fake.preloaded == 1
+        assert runner.detail == f"1 nodes on CUDAExecutionProvider; use_tf32={used}"
+    written = capsys.readouterr()
+    assert (written.out, written.err) == ("", "what is missing\n" * 2)
+    fake, _ = opened(monkeypatch, ("tensorrt", {"trt_fp16_enable": True}), {})
+    assert fake.sessions[0][3] == [("TensorrtExecutionProvider", {"trt_fp16_enable": True})]
+    assert fake.preloaded == 0
+
+
+def test_nodes_that_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that work out shapes may; where none runs on the provider, that is told even if there is nothing else."""
+    placed = {
+        "CUDAExecutionProvider": ["relskew/compute/q"],
+        "CPUExecutionProvider": ["relskew/shape/n", "f_relskew/shape/m", "relskew/compute/attention", ""],
+    }
+    _, runner = opened(monkeypatch, "cuda", placed)
+    assert runner.misplaced == ("relskew/compute/attention on CPUExecutionProvider", "MatMul on CPUExecutionProvider")
+    assert runner.detail == "1 nodes on CUDAExecutionProvider, 4 nodes on CPUExecutionProvider"
+    _, runner = opened(monkeypatch, "cuda", {"CPUExecutionProvider": ["relskew/shape/n"]})
+    assert runner.misplaced == ("no node on CUDAExecutionProvider",)
+
+
+def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def missing(name: str) -> Any:
+        if name in ("openvino", "onnxruntime"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.delitem(sys.modules, "openvino", raising=False)
+    weights = random_weights(CAUSAL)
+    for name in ("openvino", "onnxruntime"):
+        report = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, runtimes=[name])
+        provider = "CPUExecutionProvider" if name == "onnxruntime" else ""
+        told = f"{name} is not installed here (No module named {name!r})"
+        assert report.failures == (Check("loads", name, provider, "", False, detail=told),)
+
+
+def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its telemetry is not imported with it, and can be afterwards."""
+    seen: list[Any] = []
+
+    def imported(name: str) -> str:
+        seen.append((name, dict(sys.modules)))
+        return name
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    for name in ("openvino", "openvino_telemetry"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert runtimes._import("openvino") == "openvino"
+    ((name, modules),) = seen
+    assert name == "openvino"
+    assert modules["openvino_telemetry"] is None
+    assert "openvino_telemetry" not in sys.modules
+    for name in ("openvino", "openvino_telemetry"):  # what someone else has imported stays
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, SimpleNamespace())
+            assert runtimes.import_openvino() == "openvino"
+            assert ("openvino_telemetry" in sys.modules) == (name == "openvino_telemetry")
+            assert seen[-1][0] == "openvino"
+            assert seen[-1][1].get("openvino_telemetry", ...) is not None
+
+
+def test_the_reference_evaluator_computes_what_is_no_number() -> None:
+    """As other runtimes do, whatever the caller does about warnings of NumPy."""
+    value = functools.partial(onnx.helper.make_tensor_value_info, elem_type=onnx.TensorProto.FLOAT, shape=["n"])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Log", ["x"], ["y"])], "log", [value("x")], [value("y")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    runner = runtimes.open_reference(runtimes.Source(model, None), "")
+    with np.errstate(all="raise"):
+        (y,) = runner.run({"x": np.zeros(2, np.float32)})
+    np.testing.assert_array_equal(y, [-np.inf, -np.inf])
+
+
+def test_openvino_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Compiled:
+        outputs = ("b", "a")
+
+        def __call__(self, tensors: Any) -> Any:
+            calls.append(tensors)
+            return {"a": [1.0], "b": [2.0]}
+
+    class Core:
+        def read_model(self, content: Any) -> Any:
+            return ("read", content)
+
+        def compile_model(self, *given: Any) -> Any:
+            calls.append(given)
+            return Compiled()
+
+    fake = SimpleNamespace(
+        Core=Core,
+        Tensor=lambda *given: given,
+        Type=SimpleNamespace(bf16="bf16"),
+        __version__="2026.1.0-5-abc",
+    )
+    monkeypatch.setattr(runtimes, "_import", {"openvino": fake}.__getitem__)
+    runner = runtimes.open_openvino(runtimes.Source(onnx.ModelProto(), "file"), "")
+    assert (runner.runtime, runner.provider, runner.unoptimised) == ("OpenVINO 2026.1.0", "CPU", None)
+    assert calls == [(("read", "file"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})]
+    x = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    results = runner.run({"x": x, "half": x.astype(runtimes.BFLOAT16)})
+    assert [list(result) for result in results] == [[2.0], [1.0]]
+    (whole,), (bits, shape, kind) = calls[1]["x"], calls[1]["half"]
+    np.testing.assert_array_equal(whole, x)
+    assert whole.flags.c_contiguous
+    assert (bits.dtype, shape, kind) == (np.uint16, (3, 2), "bf16")
+
+
+def request(**changes: Any) -> Request:
+    given: dict[str, Any] = {"providers": ("cpu",), "runtimes": ("onnxruntime",), "lengths": None, "batches": None}
+    given |= {"weights": random_weights(CAUSAL), "atol": None, "tolerance": None, "seed": 0}
+    given |= {"model_or_path": None, "spec": CAUSAL}
+    return Request(**(given | changes))
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> tuple[Any, ...] | None:
+    """Return what a validation asks of another process; ``None`` if it stays in this one."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "run_isolated", lambda *given: asked.append(given))
+    monkeypatch.setattr(module, "run", lambda *given: None)
+    report = validate(model, CAUSAL, random_weights(CAUSAL), **options)
+    assert not report.failures
+    return asked[0] if asked else None
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file has them, a model that is given has those that are asked for."""
+    made = to_onnx(CAUSAL, random_weights(CAUSAL))
+    path = save(made, tmp_path / "block.onnx")
+    size = 2**33 + 16 * sum(array.nbytes for array in random_weights(CAUSAL).values())
+    assert ran(monkeypatch, made) is None
+    for model, options, limits in (
+        (path, {}, (600.0, size)),
+        (os.fspath(path), {"time_limit": 3}, (3.0, size)),
+        (os.fsencode(path), {"memory_limit": 1}, (600.0, 1)),
+        (path, {"providers": ["cpu", ("CPUExecutionProvider", {})]}, (600.0, size)),
+        (path, {"providers": ["cpu", "cuda"]}, (600.0, None)),
+        (made, {"time_limit": 3}, (3.0, size)),
+        (made, {"memory_limit": 5, "providers": ["cuda"]}, (600.0, 5)),
+    ):
+        asked = ran(monkeypatch, model, **options)
+        assert asked is not None
+        assert asked[1:3] == limits
+        assert asked[0].model_or_path == (os.fspath(path) if model is not made else made)
+
+
+def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
+    given: dict[str, Any] = {"providers": ["cpu"], "runtimes": ["reference"], "lengths": [3], "batches": [2]}
+    steps: list[str] = []
+    asked = ran(monkeypatch, path, atol=1, tolerance=2, seed=7, progress=steps.append, **given)
+    assert asked is not None
+    assert {name: getattr(asked[0], name) for name in given} == given
+    assert (asked[0].spec, asked[0].atol, asked[0].seed) == (CAUSAL, 1.0, 7)
+    assert asked[0].tolerance == 2.0
+    assert type(asked[0].atol) is type(asked[0].tolerance) is float
+    assert asked[0].weights.keys() == random_weights(CAUSAL).keys()
+    assert all(isinstance(array, np.ndarray) for array in asked[0].weights.values())
+    asked[4]("step")
+    assert steps == ["step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("seed", -1, "ValueError: `seed` must be an int >= 0, got -1"),
+        ("atol", 0.0, "ValueError: `atol` must be "),
+        ("tolerance", 0.0, "ValueError: `tolerance` must be "),
+        ("time_limit", 0, "ValueError: `time_limit` must be "),
+        ("time_limit", "1", "TypeError: `time_limit` must be "),
+        ("memory_limit", 0, "ValueError: `memory_limit` must be an int >= 1, got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit(name: str, value: Any, told: str) -> None:
+    weights = random_weights(CAUSAL)
+    (check,) = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, **{name: value}).checks
+    assert (check.name, check.runtime, check.provider, check.case, check.ok) == ("validation", "", "", "", False)
+    assert check.detail.startswith(told)
+
+
+def test_weights_that_are_none_are_told_by_name(tmp_path: Path) -> None:
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    for given in (
+        {**weights, "rel_k": "table"},
+        {**weights, "rel_k": [1.0]},
+        {**weights, "rel_k": weights["rel_k"].astype(np.int32)},
+    ):
+        (check,) = validate(path, CAUSAL, given).checks
+        assert check.detail.startswith("TypeError: `weights['rel_k']` must have one of the dtypes ")
+    (check,) = validate(path, "causal", weights).checks  # type: ignore[arg-type]
+    assert "`spec` must be a BlockSpec" in check.detail
+
+
+def test_kinds_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is opened: a reader of a pipe waits for its writer, and some devices never end."""
+    kinds = {"S_IFDIR": "a directory", "S_IFIFO": "a named pipe", "S_IFSOCK": "a socket"}
+    kinds |= {"S_IFCHR": "a device", "S_IFBLK": "a device"}
+    for mode, kind in kinds.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", lambda path, mode=mode: SimpleNamespace(st_mode=getattr(stat, mode)))
+            report = validate("there", CAUSAL, {}, seed=3)
+        assert report.checks == (Check("file", "", "", "", False, detail=f"must be a regular file, got {kind}: there"),)
+        assert report.seed == 3
+    (check,) = validate("nowhere", CAUSAL, {}).checks
+    assert check.detail == "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'"
+
+
+def test_seeds(tmp_path: Path) -> None:
+    """They follow from what is computed, not from the weights; of a file from its first MiB and its size."""
+    spec = BlockSpec(8, 2, Span.full(9))
+    made = [to_onnx(spec, random_weights(spec, seed)) for seed in range(2)]
+    seeds = [validate(model, "none", {}).seed for model in made]  # type: ignore[arg-type]
+    assert seeds[0] == seeds[1]
+    digest = hashlib.sha256(b"".join(node.SerializeToString(deterministic=True) for node in made[0].graph.node))
+    assert seeds[0] == int.from_bytes(digest.digest()[:4], "big")
+    path = tmp_path / "any"
+    path.write_bytes(b"a" * 2**20 + b"b" * 10)
+    digest = hashlib.sha256(b"a" * 2**20 + str(2**20 + 10).encode())
+    assert validate(path, "none", {}).seed == int.from_bytes(digest.digest()[:4], "big")  # type: ignore[arg-type]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tuple[list[Check], list[str]]:
+    """Let a process of these lines answer a request."""
+    monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {lines}")
+    checks: list[Check] = []
+    steps: list[str] = []
+    large = {"large": np.zeros(10**6)}  # more than a pipe holds
+    isolated.run_isolated(request(weights=large), seconds, None, checks.append, steps.append)
+    return checks, steps
+
+
+def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = '{"check": {"name": "y", "runtime": "r", "provider": "p", "case": "c", "ok": true, "error": 0.5}}'
+    step, done = '{"progress": "load"}', '{"done": true}'
+    say = "; ".join(f"print({line!r}, flush=True)" for line in (step, check, done))
+    assert told(monkeypatch, say) == ([Check("y", "r", "p", "c", True, 0.5)], ["load"])
+    early = told(monkeypatch, f"print({step!r}); print({done!r}); print({step!r})")
+    assert early[0] == [Check("validation", "", "", "", False, detail="ended with status 0, at: load")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "detail"),
+    [
+        ("os.kill(os.getpid(), 9)", "ended by SIGKILL, at: start"),
+        ("sys.exit(3)", "ended with status 3, at: start"),
+        ("sys.exit('so\\n  it is')", "ended with status 1 (so it is), at: start"),
+        ("print(json.dumps(dict(progress='here'))); sys.exit(2)", "ended with status 2, at: here"),
+        ("sys.exit('x' * 400)", f"ended with status 1 ({'x' * 300}), at: start"),
+        ("os.write(2, b'\\xff'); sys.exit(1)", "ended with status 1 (\ufffd), at: start"),
+    ],
+)
+def test_endings_of_another_process(monkeypatch: pytest.MonkeyPatch, lines: str, detail: str) -> None:
+    assert told(monkeypatch, lines)[0] == [Check("validation", "", "", "", False, detail=detail)]
+
+
+def test_another_process_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.perf_counter()
+    checks, _ = told(monkeypatch, "time.sleep(60)", 0.5)
+    assert time.perf_counter() - start < 30
+    assert checks == [Check("validation", "", "", "", False, detail="stopped after 0.5 s, `time_limit`, at: start")]
+
+
+def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    real = subprocess.Popen
+
+    def popen(*given: Any, **options: Any) -> Any:
+        started.append(real(*given, **options))
+        return started[-1]
+
+    def interrupt(step: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(isolated, "_CHILD", 'import time; print(\'{"progress": "x"}\', flush=True); time.sleep(60)')
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        isolated.run_isolated(request(), 60, None, lambda check: None, interrupt)
+    assert started[0].returncode == -9
+    assert started[0].stdin.closed
+    assert started[0].stdout.closed
+    deadline = time.perf_counter() + 10
+    while threading.active_count() > threads and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads  # the timer has ended too
+
+
+@pytest.mark.parametrize(
+    ("memory", "hard", "expected"),
+    [(100, -1, (100, -1)), (100, 50, (50, 50)), (100, 200, (100, 200)), (None, -1, None)],
+)
+def test_memory_is_limited_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, memory: int | None, hard: int, expected: tuple[int, int] | None
+) -> None:
+    resource = pytest.importorskip("resource")
+    assert resource.RLIM_INFINITY == -1
+    limits: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_DATA: (1, hard)}.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append((kind, both)))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    isolated._limit_memory(memory)
+    assert not limits
+    monkeypatch.setattr(sys, "platform", "linux")
+    isolated._limit_memory(memory)
+    assert limits == ([] if expected is None else [(resource.RLIMIT_DATA, expected)])
+
+
+def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads from where only the parent writes, until there is nobody to write."""
+    steps: list[Any] = []
+    monkeypatch.setattr(os, "read", lambda *given: steps.append(("read", *given)))
+    monkeypatch.setattr(os, "_exit", lambda status: steps.append(("exit", status)))
+    isolated._end_with_parent()
+    assert steps == [("read", 0, 1), ("exit", 1)]
+
+
+def child(monkeypatch: pytest.MonkeyPatch, load: str) -> list[str]:
+    """Let the process that validates load models otherwise; return how it is started."""
+    start, _, end = isolated._CHILD.rpartition("; ")
+    change = f"import onnx; real = onnx.load; onnx.load = lambda path: {load}"
+    monkeypatch.setattr(isolated, "_CHILD", f"{start}; {change}; {end}")
+    return [sys.executable, "-c", isolated._CHILD, json.dumps(sys.path)]
+
+
+def test_the_limit_of_memory_holds_where_the_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if sys.platform != "linux" or limit != resource.RLIM_INFINITY:
+        pytest.skip("memory cannot be limited here")
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    child(monkeypatch, "1 / 0 if __import__('resource').getrlimit(2)[0] == 2**33 + 1 else real(path)")
+    (check,) = validate(path, CAUSAL, weights, memory_limit=2**33 + 1).checks
+    assert check.detail == "ZeroDivisionError: division by zero"
+
+
+def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = save(to_onnx(CAUSAL, random_weights(CAUSAL)), tmp_path / "block.onnx")
+    command = child(monkeypatch, "print('reading', file=sys.stderr, flush=True) or __import__('time').sleep(60)")
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        pickle.dump((request(model_or_path=os.fspath(path)), None), process.stdin)
+        process.stdin.flush()
+        assert process.stderr.readline() == b"reading\n"
+        process.stdin.close()  # as the end of the parent would
+        assert process.wait(30) == 1
+
+
+def test_what_a_model_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the validation writes to its parent; the rest goes to where errors go."""
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    child(monkeypatch, "print('noise', flush=True) or real(path)")
+    report = validate(path, CAUSAL, weights, runtimes=["reference"], lengths=[2], batches=[1])
+    assert report.ok
+    assert [check.name for check in report.checks][-3:] == ["y", "y", "too long fails"]

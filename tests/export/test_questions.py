@@ -1,0 +1,420 @@
+"""How `validate` asks and judges: a runtime that is right by definition, and then wrong in one way at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_forms import random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import Check, to_onnx
+from relskew_core.export._validate import questions
+from relskew_core.export._validate.inspect import Subject, inspect_model
+from relskew_core.export._validate.questions import Questions, expected_outputs
+from relskew_core.export._validate.runtimes import Feeds, Runner, open_onnxruntime
+from relskew_core.export._validate.trials import Trial, make_inputs
+
+CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
+OPEN = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
+PAST = {"past": True}
+TRIAL = Trial(2, 3, 5, 2, True)
+Results = list[np.ndarray[Any, Any]]
+
+
+class Asked:
+    """The checks that a question leads to, and the inputs that the runtime got for it."""
+
+    def __init__(
+        self, spec: BlockSpec, *, atol: Any = None, tolerance: Any = None, scale: float = 1.0, **options: Any
+    ) -> None:
+        projections = options.get("projections", True)
+        weights = random_weights(spec, projections=projections)
+        weights = {key: scale * array if key.startswith("q_proj") else array for key, array in weights.items()}
+        subject = inspect_model(to_onnx(spec, weights, **options), spec, weights, lambda check: None)
+        assert subject is not None
+        self.subject: Subject = subject
+        self.atol, self.tolerance = atol, tolerance
+        self.checks: list[Check] = []
+        self.fed: list[Feeds] = []
+
+    def right(self, feeds: Feeds) -> Results:
+        """Answer by definition."""
+        self.fed.append(feeds)
+        return [output.astype(self.subject.plan.dtype) for output in expected_outputs(self.subject, feeds)[0]]
+
+    def about(self, change: Callable[[Results], Results] = list, **runner: Any) -> Questions:
+        """Ask a runtime whose results are changed."""
+        asked = Runner("fake 1", "here", lambda feeds: change(self.right(feeds)), **runner)
+        return Questions(self.subject, asked, self.checks.append, self.atol, self.tolerance)
+
+    def said(self) -> list[tuple[str, bool, str]]:
+        """Return the checks' names and answers."""
+        return [(check.name, check.ok, check.detail) for check in self.checks]
+
+
+def raising(*args: Any) -> Results:
+    raise RuntimeError("no\n such   kernel " + "x" * 500)
+
+
+def nothing(results: Results) -> Results:
+    return [np.full_like(results[0], np.nan), *results[1:]]
+
+
+def raised(index: int, by: float) -> Callable[[Results], Results]:
+    """Let one number of one output be too large."""
+
+    def change(results: Results) -> Results:
+        results[index].flat[3] += by
+        return results
+
+    return change
+
+
+def test_placement() -> None:
+    asked = Asked(CAUSAL)
+    asked.about(detail="3 nodes here").placement()
+    asked.about(misplaced=("MatMul there", "no node here"), detail="3 nodes there").placement()
+    assert asked.checks == [
+        Check("placement", "fake 1", "here", "", True, detail="3 nodes here"),
+        Check("placement", "fake 1", "here", "", False, detail="MatMul there; no node here; 3 nodes there"),
+    ]
+
+
+def test_right_outputs() -> None:
+    asked = Asked(CAUSAL, **PAST)
+    asked.about().trial(TRIAL, 0)
+    assert [check.name for check in asked.checks] == ["y", "present_key", "present_value"]
+    for check in asked.checks:
+        assert (check.runtime, check.provider, check.case, check.ok) == ("fake 1", "here", str(TRIAL), True)
+        assert check.gate == 2e-6
+        assert check.error is not None
+        assert 0 < check.error < 1e-7  # what float32 cannot hold
+        assert check.detail.startswith("largest difference ")
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_wrong_outputs(index: int) -> None:
+    """The error is relative to the whole output, the largest difference is not."""
+    asked = Asked(CAUSAL, **PAST)
+    asked.about(raised(index, 0.5)).trial(TRIAL, 0)
+    (wrong,) = [check for check in asked.checks if not check.ok]
+    assert wrong.name == asked.subject.outputs[index]
+    size = np.linalg.norm(asked.right(make_inputs(asked.subject.plan, TRIAL, 0))[index])
+    assert wrong.error == pytest.approx(0.5 / size, rel=1e-5)
+    assert wrong.detail == "largest difference 5.00e-01"
+
+
+def test_a_difference_larger_than_asked_for() -> None:
+    """Of an output whose other numbers hide it, within the relative error."""
+    for atol, ok in ((None, True), (1e-3, True), (1e-8, False)):
+        asked = Asked(CAUSAL, atol=atol)
+        asked.about().trial(Trial(1, 3, 3, 0, True), 0)
+        (check,) = asked.checks
+        assert check.ok == ok
+        assert check.detail.endswith(", more than atol 1e-08") != ok
+
+
+def test_where_logits_are_large_tolerances_grow() -> None:
+    """Those of ``y`` and of the largest difference, not those of what no softmax touches."""
+    trial = Trial(2, 3, 3, 0, True, large_logits=True)
+    asked = Asked(CAUSAL, atol=1e-8, **PAST)
+    asked.about(unoptimised=asked.right).trial(trial, 0)
+    _, logit = expected_outputs(asked.subject, asked.fed[0])
+    assert 128 < logit < 512
+    gates = [(check.name, check.gate) for check in asked.checks]
+    grown = pytest.approx(2e-6 * logit / 16)
+    assert gates == [("y", grown), ("present_key", 2e-6), ("present_value", 2e-6), *[("optimiser off", grown)] * 3]
+    assert [check.ok for check in asked.checks] == [False] * 3 + [True] * 3  # float32 is no nearer than 1e-8
+    assert asked.checks[0].detail.endswith(f", more than atol {1e-8 * logit / 16:g}")
+    assert asked.checks[1].detail.endswith(", more than atol 1e-08")
+
+
+def test_a_tolerance_of_its_own() -> None:
+    """It grows with large logits, and the largest difference with it, as the usual one does."""
+    asked = Asked(CAUSAL, tolerance=0.5, atol=1e-3)
+    asked.about().trial(Trial(2, 3, 3, 0, True), 0)
+    asked.about().trial(Trial(2, 3, 3, 0, True, large_logits=True), 0)
+    _, logit = expected_outputs(asked.subject, asked.fed[1])
+    assert [check.gate for check in asked.checks] == [0.5, pytest.approx(0.5 * logit / 16)]
+    asked.about(raised(0, 2e-3)).trial(Trial(2, 3, 3, 0, True), 0)
+    assert asked.checks[-1].detail == "largest difference 2.00e-03, more than atol 0.001"
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_what_lies_behind_a_cache_that_onnxruntime_fills_is_not_compared(core: bool) -> None:
+    """Its operator copies what counts to a new cache, and leaves the rest as it finds it."""
+    spec = BlockSpec(16, 2, Span(9, 0, "clip"), causal=True)
+    trial = Trial(3, 1, 5, 4, True, 9)  # pasts of 4, 2 and 0
+    for profile, row, place, ok in (
+        ("ort-contrib", 0, 5, True),
+        ("ort-contrib", 0, 4, False),
+        ("ort-contrib", 2, 1, True),
+        ("ort-contrib", 2, 0, False),
+        ("ort", 0, 5, False),
+    ):
+        asked = Asked(spec, profile=profile, in_place=True, projections=not core, **PAST)
+
+        def change(feeds: Feeds, asked: Asked = asked, row: int = row, place: int = place) -> Results:
+            results = asked.right(feeds)
+            for cache in results[1:]:
+                cache[row, 1, place, 3] += 1
+            return results
+
+        asked.about(unoptimised=change).trial(trial, 0)
+        assert [check.ok for check in asked.checks[3:]] == [True, ok, ok]
+
+
+@pytest.mark.parametrize(("profile", "ok"), [("ort-contrib", True), ("ort", False)])
+def test_nor_is_it_in_decoding(profile: str, ok: bool) -> None:
+    asked = Asked(BlockSpec(16, 2, Span(9, 0, "clip"), causal=True), profile=profile, in_place=True, **PAST)
+
+    def change(results: Results) -> Results:
+        for cache in results[1:]:
+            cache[:, :, -1] += len(asked.fed) == 1  # of the whole, one place behind its end
+        return results
+
+    asked.about(change).decoding(3)
+    assert [check.ok for check in asked.checks] == [True, ok, ok]
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(0.0, 64.0), (1e4, 1.0)])
+def test_inputs_grow_within_bounds_for_large_logits(scale: float, factor: float) -> None:
+    """Weights of zero have no large logits, others have them without help."""
+    asked, trial = Asked(CAUSAL, scale=scale), Trial(2, 3, 3, 0, True, large_logits=True)
+    asked.about().trial(trial, 5)
+    wanted = make_inputs(asked.subject.plan, trial, 5, factor=factor)
+    np.testing.assert_array_equal(asked.fed[0]["x"], wanted["x"])
+
+
+def test_inputs_that_are_too_long() -> None:
+    long = Trial(1, 10, 10, 0, False)
+    for change, ok, detail in (
+        (raising, True, "raised"),
+        (nothing, True, "no finite number"),
+        (list, False, "gave numbers"),
+    ):
+        asked = Asked(OPEN, **PAST)  # whose definition knows no end
+        asked.about(change, unoptimised=raising).trial(long, 0)
+        assert asked.checks == [Check("too long fails", "fake 1", "here", str(long), ok, detail=detail)]
+
+
+def test_a_runtime_that_raises() -> None:
+    asked = Asked(CAUSAL, **PAST)
+    asked.about(raising).trial(TRIAL, 0)
+    asked.about(unoptimised=raising).trial(TRIAL, 0)
+    asked.about(raising).decoding(4)
+    why = "RuntimeError: no such kernel " + "x" * 385  # so much of a long message
+    assert [check for check in asked.checks if not check.ok] == [
+        Check("y", "fake 1", "here", str(TRIAL), False, detail=why),
+        Check("optimiser off", "fake 1", "here", str(TRIAL), False, detail=why),
+        Check("decoding", "fake 1", "here", "batch 2, queries 4, keys 4, past 0, in pieces", False, detail=why),
+    ]
+    assert len(asked.checks) == 6
+
+
+def test_an_optimiser_is_held_against_none() -> None:
+    for index in range(3):
+        asked = Asked(CAUSAL, **PAST)
+        changed = raised(index, 0.5)
+        asked.about(unoptimised=lambda feeds, asked=asked, changed=changed: changed(asked.right(feeds))).trial(TRIAL, 0)
+        assert [check.ok for check in asked.checks] == [True] * 3 + [other != index for other in range(3)]
+        assert asked.fed[0] is asked.fed[1]
+        assert {check.case for check in asked.checks} == {str(TRIAL)}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 1e4), ("float32", 1e-10)])
+def test_numbers_of_every_size(dtype: str, size: float) -> None:
+    """Half precision cannot hold the squares of its numbers; errors of small numbers count as much."""
+    asked = Asked(CAUSAL, dtype=dtype, **PAST)
+    near, far = (np.dtype(dtype).type(size * factor) for factor in (1, 1.01))
+    asked.about(
+        lambda results: [result * near for result in results],
+        unoptimised=lambda feeds: [result * far for result in asked.right(feeds)],
+    ).trial(TRIAL, 0)
+    assert not any(check.ok for check in asked.checks)
+    assert all(check.error == pytest.approx(0.01, rel=0.1) for check in asked.checks[3:])
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        (lambda results: [results[0][:, :-1]], "shape (2, 2, 8), expected (2, 3, 8)"),
+        (lambda results: [results[0][:1]], "shape (1, 3, 8), expected (2, 3, 8)"),
+        (lambda results: [results[0][0]], "shape (3, 8), expected (2, 3, 8)"),
+        (lambda results: [results[0].astype(np.float16)], "dtype float16, expected float32"),
+    ],
+)
+def test_shapes_and_types(change: Callable[[Results], Results], detail: str) -> None:
+    asked = Asked(CAUSAL)
+    asked.about(change).trial(Trial(2, 3, 3, 0, True), 0)
+    assert asked.checks == [Check("y", "fake 1", "here", "batch 2, queries 3, keys 3, past 0", False, detail=detail)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 50, 198, 199, None])
+def test_rows_of_long_inputs(wrong: int | None) -> None:
+    """Of many queries the ends are always compared, others by chance, which the seed decides."""
+    asked = Asked(OPEN)
+
+    def change(results: Results) -> Results:
+        if wrong is not None:
+            results[0][:, wrong] += 1
+        return results
+
+    for seed in (0, 1, 2, 3) * (2 if wrong == 50 else 1):
+        asked.about(change).trial(Trial(1, 200, 200, 0, True), seed)
+    noticed = [not check.ok for check in asked.checks]
+    assert noticed[4:] in ([], noticed[:4])
+    assert set(noticed) == ({False} if wrong is None else {True, False} if wrong == 50 else {True})
+
+
+def test_as_many_rows_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(OPEN)
+    seen: list[np.ndarray[Any, Any]] = []
+    real = questions.expected_outputs
+
+    def expected(subject: Subject, feeds: Feeds, rows: np.ndarray[Any, Any]) -> Any:
+        seen.append(rows)
+        return real(subject, feeds, rows)
+
+    monkeypatch.setattr(questions, "expected_outputs", expected)
+    for length in (96, 97, 200):
+        asked.about().trial(Trial(1, length, length, 0, True), 0)
+    assert all(check.ok for check in asked.checks)
+    assert list(seen[0]) == list(range(96))
+    assert all(96 <= len(set(rows)) == len(rows) <= 100 for rows in seen)
+    assert all(list(rows) == sorted(rows) for rows in seen)
+
+
+FORMS = {
+    "block": (CAUSAL, {}),
+    "cross": (BlockSpec(8, 2, Span.clipped(9), cross=True), {"mask": True}),
+    "cache": (OPEN, {"mask": True, "segments": True, **PAST}),
+    "core": (OPEN, {"mask": True, "segments": True, "projections": False, **PAST}),
+    "in place": (OPEN, {"mask": True, "segments": True, "in_place": True, **PAST}),
+    "core in place": (OPEN, {"mask": True, "segments": True, "in_place": True, "projections": False, **PAST}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_are_right_by_definition(form: str) -> None:
+    """In a runtime that knows nothing of the definition."""
+    pytest.importorskip("onnxruntime")
+    spec, options = FORMS[form]
+    asked = Asked(spec, **options)
+    runner = open_onnxruntime(asked.subject.source, "cpu")
+    long = 120 if asked.subject.plan.left.past_edge != "limited" else 9
+    for seed, (queries, past) in enumerate([(3, 0), (2, 5 if "past" in options else 0), (long, 0)]):
+        keys = queries + past
+        trial = Trial(2, queries, keys, past, True, keys + 1 if "in_place" in options else None)
+        Questions(asked.subject, runner, asked.checks.append, None, None).trial(trial, seed)
+    assert len(asked.checks) == (18 if "past" in options else 6)
+    assert all(check.ok for check in asked.checks)
+
+
+def pieces(asked: Asked, name: str = "x") -> list[int]:
+    return [feeds[name].shape[-2] for feeds in asked.fed]
+
+
+def test_decoding() -> None:
+    """Pieces of every size up to 5, after the whole; each gets the presents of the one before."""
+    asked = Asked(CAUSAL, **PAST)
+    asked.about().decoding(9)
+    case = "batch 2, queries 9, keys 9, past 0, in pieces"
+    assert [(check.name, check.case, check.ok, check.gate) for check in asked.checks] == [
+        ("decoding", case, True, 2e-6)
+    ] * 3
+    assert pieces(asked) == [9, 1, 2, 3, 3]
+    assert pieces(asked, "past_key") == pieces(asked, "past_value") == [0, 0, 1, 3, 6]
+    np.testing.assert_array_equal(np.concatenate([feeds["x"] for feeds in asked.fed[1:]], 1), asked.fed[0]["x"])
+    asked = Asked(OPEN, **PAST)
+    asked.about().decoding(30)
+    assert pieces(asked) == [30, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_decoding_that_goes_wrong(index: int) -> None:
+    """In its last piece, or in what that returns for the next."""
+    asked = Asked(CAUSAL, **PAST)
+
+    def change(results: Results) -> Results:
+        return raised(index, 0.1)(results) if len(asked.fed) == 5 else results
+
+    asked.about(change).decoding(9)
+    assert [check.ok for check in asked.checks] == [other != index for other in range(3)]
+
+
+def test_decoding_of_blocks_that_see_ahead() -> None:
+    asked = Asked(BlockSpec(8, 2, Span(8, 2), block_size=3, blocks_before=2), **PAST)
+    asked.about().decoding(20)
+    assert all(check.ok for check in asked.checks)
+    assert pieces(asked) == [20, 3, 6, 9, 2]
+
+
+def test_decoding_of_causal_blocks() -> None:
+    asked = Asked(BlockSpec(8, 2, Span(8, 0), causal=True, block_size=3), **PAST)
+    asked.about().decoding(8)
+    assert pieces(asked) == [8, 1, 2, 3, 2]
+
+
+def test_decoding_with_large_logits() -> None:
+    asked = Asked(CAUSAL, scale=1e3, **PAST)
+    asked.about().decoding(4)
+    _, logit = expected_outputs(asked.subject, asked.fed[0])
+    assert logit > 100
+    assert [check.gate for check in asked.checks] == [pytest.approx(2e-6 * logit / 16)] * 3
+
+
+def test_decoding_with_a_mask_and_segments() -> None:
+    """Pieces see the part of both that belongs to their keys; every fifth key is hidden."""
+    asked = Asked(OPEN, mask=True, segments=True, projections=False, **PAST)
+    asked.about().decoding(9)
+    assert all(check.ok for check in asked.checks)
+    assert pieces(asked, "q") == pieces(asked, "k") == pieces(asked, "v") == [9, 1, 2, 3, 3]
+    whole, *parts = asked.fed
+    hidden = [True, True, True, False, True] * 2
+    for feeds, keys in zip(parts, (1, 3, 6, 9), strict=True):
+        np.testing.assert_array_equal(feeds["segments"], whole["segments"][:, :keys])
+        assert feeds["mask"].shape == (1, 1, feeds["q"].shape[-2], keys)
+        assert (feeds["mask"] == hidden[:keys]).all()
+    assert (whole["mask"] == hidden[:9]).all()
+
+
+def test_decoding_in_place() -> None:
+    """A cache that is longer by one than what is written to it."""
+    asked = Asked(OPEN, mask=True, segments=True, in_place=True, **PAST)
+    asked.about().decoding(9)
+    assert all(check.ok for check in asked.checks)
+    assert asked.checks[0].case == "batch 2, queries 9, keys 9, past 0, cache 10, in pieces"
+    assert pieces(asked) == [9, 1, 2, 3, 3]
+    assert [list(feeds["past_lengths"]) for feeds in asked.fed] == [[0, 0], [0, 0], [1, 1], [3, 3], [6, 6]]
+    assert {feeds["past_key"].shape[2] for feeds in asked.fed} == {10}
+    assert {feeds["mask"].shape[-1] for feeds in asked.fed} == {10}
+    assert {feeds["segments"].shape for feeds in asked.fed} == {(2, 10)}
+
+
+def test_a_cache_in_place_is_worked_out_row_by_row() -> None:
+    """Every item as if it were alone, with the past that counts; what lies behind stays as it is."""
+    asked = Asked(OPEN, mask=True, segments=True, in_place=True, **PAST)
+    appended = Asked(OPEN, mask=True, segments=True, **PAST)
+    trial = Trial(3, 2, 7, 5, True, 9)
+    for seed in range(3):  # masks of every shape
+        feeds = make_inputs(asked.subject.plan, trial, seed)
+        found, peak = expected_outputs(asked.subject, feeds)
+        logits = []
+        for row, past in enumerate((5, 3, 1)):
+            alone = {
+                "x": feeds["x"][[row]],
+                "mask": np.broadcast_to(feeds["mask"], (3, *feeds["mask"].shape[1:]))[[row], ..., : past + 2],
+                "segments": feeds["segments"][[row], : past + 2],
+                **{name: feeds[name][[row], :, :past] for name in ("past_key", "past_value")},
+            }
+            wanted, logit = expected_outputs(appended.subject, alone)
+            logits.append(logit)
+            np.testing.assert_allclose(found[0][[row]], wanted[0], rtol=1e-12)
+            for cache, present, name in zip(found[1:], wanted[1:], ("past_key", "past_value"), strict=True):
+                np.testing.assert_array_equal(cache[[row], :, : past + 2], present)
+                np.testing.assert_array_equal(cache[row, :, past + 2 :], feeds[name][row, :, past + 2 :])
+        assert peak == max(logits)

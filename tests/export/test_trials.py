@@ -1,0 +1,321 @@
+"""The inputs that `validate` tries: around every edge of a table, drawn between them, and past its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export_forms import random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import to_onnx
+from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._validate import trials
+from relskew_core.export._validate.trials import Trial, longest, make_inputs, make_trials
+
+SEED = 10**6  # what is drawn has seeds from here on
+CACHE = {"past": True}
+IN_PLACE = {"past": True, "in_place": True}
+CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
+
+
+def plan(spec: BlockSpec, dtype: str = "float32", **options: Any) -> GraphPlan:
+    return make_plan(spec, np.dtype(dtype), **options)
+
+
+def text(trial: Trial) -> str:
+    """Write a trial as ``queries/keys+past<cache``, what goes without saying left out."""
+    told = f"{trial.queries}" if trial.keys == trial.queries else f"{trial.queries}/{trial.keys}"
+    told += f"+{trial.past}" if trial.past else ""
+    return told + ("" if trial.cache is None else f"<{trial.cache}")
+
+
+def summary(found: list[Trial]) -> str:
+    """Write every trial once, and with how many batches it is tried."""
+    return " ".join(f"{name}×{count}" if count > 1 else name for name, count in Counter(map(text, found)).items())
+
+
+SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None], str, str, str]] = {
+    "table": (BlockSpec(8, 2, Span.full(9)), {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
+    "causal": (CAUSAL, {}, (9, 9), "1×3 2×3 3×3 7×3 8×3 9×3", "9 8 7", "10"),
+    "table of one row": (BlockSpec(8, 2, Span.causal(1), causal=True), CACHE, (1, 1), "1×3", "1", "2"),
+    "cache of two": (
+        BlockSpec(8, 2, Span.causal(2), causal=True),
+        CACHE,
+        (2, 2),
+        "1×3 1/2+1×3 2×3",
+        "1/2+1 2 1",
+        "1/3+2 2/3+1 3",
+    ),
+    "cache": (
+        CAUSAL,
+        CACHE,
+        (9, 9),
+        "1×3 1/2+1×3 1/8+7×3 2×3 2/3+1×3 2/9+7×3 3×3 3/4+1×3 7×3 7/8+1×3 8×3 8/9+1×3 9×3 1/9+8",
+        "2/9+7 8/9+1 9",
+        "1/10+9 9/10+1 10",
+    ),
+    "cache in place": (  # the first that fails finds a cache of 7 too short for 8 keys
+        BlockSpec(8, 2, Span.causal(4), causal=True),
+        IN_PLACE,
+        (4, 4),
+        "1<3×3 1/2+1<6×3 2<6×3 2/3+1<3×3 3<3×3 3/4+1<6×3 4<6×3 1/4+3<6",
+        "3/4+1<6 4<6 1/4+3<6",
+        "2/8+6<7 1/5+4<9 4/5+1<9 5<9",
+    ),
+    "cache of GroupQueryAttention": (  # which takes several queries behind a past for one item alone
+        BlockSpec(16, 2, Span.causal(3), causal=True),
+        CACHE | {"profile": "ort-contrib"},
+        (3, 3),
+        "1×3 1/2+1×3 2×3 2/3+1 3×3 1/3+2",
+        "2/3+1 3 1/3+2",
+        "1/4+3 3/4+1 4",
+    ),
+    "soft edges": (
+        BlockSpec(8, 2, Span(9, 1, "clip")),
+        {},
+        (None, None),
+        "1×3 2×3 3×3 6×3 7×3 8×3 10×3 11×3 14×3 16×3 33×3",
+        "33 16 14",
+        "",
+    ),
+    "cross": (
+        BlockSpec(8, 2, Span(8, 6), cross=True),
+        {},
+        (9, 7),
+        "1×3 1/7×3 2×3 2/3×3 3×3 3/2×3 7×3 7/1×3 8/1×3 8/7×3 9/2×3 9/3×3",
+        "1/7 7 8/7",
+        "10/1 1/8",
+    ),
+    "cross, open to the past": (
+        BlockSpec(8, 2, Span(3, 20), cross=True, window=(2, None)),
+        {},
+        (None, 21),
+        "1×3 1/21×3 2×3 2/16×3 3×3 3/8×3 4/7×3 7/8×3 7/3×3 8/16×3 8/2×3 16/21×3 16/1×3 21/1×3 21×3 22/2×3 22/16×3 "
+        "25/3×3 25/8×3 33/7×3",
+        "1/21 16/21 21",
+        "1/22",
+    ),
+    "cross, causal": (
+        BlockSpec(8, 2, Span(3, 0), cross=True, causal=True),
+        {},
+        (4, None),
+        "1×3 1/33×3 2×3 2/16×3 3×3 3/8×3 4×3 4/7×3 1/5×3 2/7×3 2/4×3 4/16×3 4/2×3",
+        "1/33 2/16 4/16",
+        "5/1",
+    ),
+    "blocks": (
+        BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, block_size=5),
+        {},
+        (None, None),
+        "1×3 2×3 3×3 4×3 5×3 6×3 7×3 8×3 10×3 14×3 16×3 33×3",
+        "33 16 14",
+        "",
+    ),
+    "chunks": (
+        BlockSpec(8, 2, Span.causal(100), causal=True),
+        {"chunk_size": 20},
+        (100, 100),
+        "1×3 2×3 3×3 7×3 8×3 16×3 20×3 21×3 33×3 41 100",  # long ones in one batch
+        "33 21 20",
+        "101",
+    ),
+    "large chunks": (
+        BlockSpec(8, 2, Span(2, 0, "zero"), causal=True),
+        {"chunk_size": 1024},
+        (None, None),
+        "1×3 2×3 3×3 4×3 5×3 7×3 8×3 16×3 33×3 1024 1025 2049",
+        "33 16 8",
+        "",
+    ),
+    "chunks too large": (
+        BlockSpec(8, 2, Span(2, 0, "zero"), causal=True),
+        {"chunk_size": 1025},
+        (None, None),
+        "1×3 2×3 3×3 4×3 5×3 7×3 8×3 16×3 33×3",
+        "33 16 8",
+        "",
+    ),
+}
+"""A block and how it is exported; how far its table reaches; the inputs that fit, with large logits, that do not."""
+
+
+def parts(found: list[Trial]) -> tuple[str, str, str]:
+    """Write those that fit, those with large logits and those that do not fit."""
+    large = [trial for trial in found if trial.large_logits]
+    plain = [trial for trial in found if trial.fits and not trial.large_logits]
+    return summary(plain), summary(large), summary([trial for trial in found if not trial.fits])
+
+
+@pytest.mark.parametrize("form", SWEEPS)
+def test_sweeps(form: str) -> None:
+    spec, options, reach, *expected = SWEEPS[form]
+    made = plan(spec, **options)
+    assert longest(made) == reach
+    found, first = make_trials(made, None, None, SEED), trials.BATCHES[0]
+    assert make_trials(made, None, None, SEED) == found
+    swept = [trial for trial, seed in found if seed < SEED]
+    assert parts(swept) == tuple(expected)
+    assert all(trial.batch == first for trial in swept if trial.large_logits or not trial.fits)
+    fits = [trial.fits for trial, _ in found]
+    assert fits == sorted(fits, reverse=True)  # what must fail comes last
+    assert sorted(seed for _, seed in found if seed < SEED) == list(range(len(swept)))  # each has its own numbers
+    assert {seed for _, seed in found if seed >= SEED} <= set(range(SEED, SEED + trials.DRAWN))
+
+
+def test_half_precision_has_no_large_logits() -> None:
+    for dtype, count in (("float64", 3), ("float32", 3), ("float16", 0), ("bfloat16", 0)):
+        found = make_trials(plan(CAUSAL, dtype), None, None, 0)
+        assert sum(trial.large_logits for trial, _ in found) == count
+
+
+def test_lengths_and_batches_that_are_asked_for() -> None:
+    """Every length in every batch, however long, in the order of the question; and the ends of the table."""
+    made = plan(BlockSpec(8, 2, Span.causal(60), causal=True), past=True)
+    found = [trial for trial, _ in make_trials(made, [50, 70], [4, 2], 0)]
+    assert {trial.batch for trial in found} == {4, 2}
+    assert {trial.batch for trial in found if trial.queries == 70} == {4, 2}
+    assert parts(found) == (
+        "50×2 50/51+1×2 50/57+7×2 1/60+59",
+        "1/60+59",  # none of many queries
+        "70×2 70/71+1×2 70/77+7×2 1/61+60 60/61+1 61",
+    )
+    cross = plan(BlockSpec(8, 2, Span(8, 6), cross=True))
+    swept = [trial for trial, _ in make_trials(cross, [3, 5], [2], 0)]
+    assert parts(swept) == ("3 3/5 5 5/3", "3/5 5 3", "10/3 3/8")
+
+
+def drawn(made: GraphPlan, batches: tuple[int, ...] | None = None) -> list[Trial]:
+    """Collect what forty seeds draw."""
+    found = [make_trials(made, None, batches, SEED + 100 * index) for index in range(40)]
+    return [trial for one in found for trial, seed in one if seed >= SEED]
+
+
+def test_drawn_inputs() -> None:
+    """Short ones and long ones, all within the table, in batches larger than those of the sweep."""
+    found = drawn(plan(BlockSpec(8, 2, Span.causal(100), causal=True), past=True))
+    assert {trial.batch for trial in found} == set(range(4, 9))
+    assert all(trial.fits and not trial.large_logits for trial in found)
+    assert all(trial.queries + trial.past == trial.keys for trial in found)
+    keys = np.array([trial.keys for trial in found])
+    assert (keys.min(), keys.max()) == (1, 100)
+    assert 0.15 < np.mean(keys <= 8) < 0.45
+    assert 0.2 < np.mean(keys > 50) < 0.45
+    shares = np.array([trial.past / trial.keys for trial in found if trial.keys > 20])
+    assert shares.min() < 0.1
+    assert shares.max() > 0.9
+    assert not any(trial.past for trial in drawn(plan(CAUSAL)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "queries", "keys"),
+    [
+        (BlockSpec(8, 2, Span(100, 3, "clip")), 200, 200),
+        (BlockSpec(8, 2, Span(3, 100, "clip")), 200, 200),
+        (BlockSpec(8, 2, Span.clipped(2)), 33, 33),
+        (BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, block_size=50), 100, 100),
+        (BlockSpec(8, 2, Span(19, 12), cross=True), 20, 13),
+        (BlockSpec(8, 2, Span.causal(3000), causal=True), 1024, 1024),
+    ],
+)
+def test_how_long_drawn_inputs_are(spec: BlockSpec, queries: int, keys: int) -> None:
+    """Twice as long as a table with soft edges; none that would take long."""
+    found = drawn(plan(spec))
+    for most, lengths in ((queries, [trial.queries for trial in found]), (keys, [trial.keys for trial in found])):
+        assert 0.97 * most <= max(lengths) <= most
+    assert all((trial.batch == 1) == (max(trial.queries, trial.keys) > 132) for trial in found)
+
+
+def test_drawn_batches_are_among_those_asked_for() -> None:
+    found = drawn(plan(BlockSpec(8, 2, Span.causal(1000), causal=True)), (7, 5))
+    assert {trial.batch for trial in found if trial.keys <= 132} == {5, 7}
+    assert {trial.batch for trial in found if trial.keys > 132} == {5}
+
+
+def test_a_trial_in_words_and_its_pasts() -> None:
+    trial = Trial(4, 2, 7, 5, True)
+    assert str(trial) == "batch 4, queries 2, keys 7, past 5"
+    trial = Trial(4, 2, 7, 5, True, 9, True)
+    assert str(trial) == "batch 4, queries 2, keys 7, past 5, cache 9, large logits"
+    assert list(trial.pasts()) == [5, 3, 1, 5]  # each item its own, in a cache in place
+
+
+CORE = {"projections": False}
+INPUTS: dict[str, tuple[BlockSpec, dict[str, Any], Trial, dict[str, tuple[int, ...]]]] = {
+    "block": (BlockSpec(8, 2, Span.full(9)), {}, Trial(2, 3, 3, 0, True), {"x": (2, 3, 8)}),
+    "cross": (
+        BlockSpec(8, 2, Span.full(9), cross=True),
+        {"mask": True},
+        Trial(2, 3, 5, 0, True),
+        {"x": (2, 3, 8), "memory": (2, 5, 8), "mask": (2, 1, 1, 5)},
+    ),
+    "cache": (
+        BlockSpec(8, 4, Span.causal(9), causal=True, num_kv_heads=2),
+        {"past": True, "segments": True, **CORE},
+        Trial(2, 3, 8, 5, True),
+        {
+            "q": (2, 4, 3, 2),
+            "k": (2, 2, 3, 2),
+            "v": (2, 2, 3, 2),
+            "segments": (2, 8),
+            "past_key": (2, 2, 5, 2),
+            "past_value": (2, 2, 5, 2),
+        },
+    ),
+    "core, cross": (
+        BlockSpec(8, 4, Span.full(9), cross=True, num_kv_heads=2),
+        CORE,
+        Trial(2, 3, 5, 0, True),
+        {"q": (2, 4, 3, 2), "k": (2, 2, 5, 2), "v": (2, 2, 5, 2)},
+    ),
+    "cache in place": (
+        CAUSAL,
+        {"mask": True, "segments": True, **IN_PLACE},
+        Trial(2, 3, 8, 5, True, 9),
+        {
+            "x": (2, 3, 8),
+            "mask": (2, 1, 1, 9),
+            "segments": (2, 9),
+            "past_key": (2, 2, 9, 4),
+            "past_value": (2, 2, 9, 4),
+            "past_lengths": (2,),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", INPUTS)
+def test_inputs(form: str) -> None:
+    """As the graph names them, in its order, in its type."""
+    spec, options, trial, shapes = INPUTS[form]
+    made = plan(spec, "float16", **options)
+    model = to_onnx(spec, random_weights(spec, projections=made.projections), dtype="float16", **options)
+    feeds = make_inputs(made, trial, 0)
+    assert [value.name for value in model.graph.input] == list(feeds)
+    assert {name: array.shape for name, array in feeds.items()} == shapes
+    assert [value.type.tensor_type.elem_type for value in model.graph.input] == [
+        onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for array in feeds.values()
+    ]
+    wide = make_inputs(made, trial, 0, factor=2.0)
+    for name, array in feeds.items():
+        if array.dtype == np.float16:
+            np.testing.assert_array_equal(wide[name], 2 * array)
+            assert 0.3 < array.std() < 2
+    if "past_lengths" in feeds:
+        assert list(feeds["past_lengths"]) == [5, 3]
+
+
+def test_masks_and_segments_of_every_kind() -> None:
+    made = plan(BlockSpec(8, 2, Span.causal(99), causal=True), mask=True, segments=True)
+    feeds = [make_inputs(made, Trial(3, 99, 99, 0, True), seed) for seed in range(6)]
+    assert [feed["mask"].shape for feed in feeds[:3]] == [(3, 1, 1, 99), (3, 2, 99, 99), (1, 1, 99, 99)]
+    assert all(0.55 < feed["mask"].mean() < 0.85 for feed in feeds)
+    few = make_inputs(made, Trial(3, 99, 99, 0, True, large_logits=True), 1)["mask"]
+    assert 0.15 < few.mean() < 0.25  # of few keys all may have logits far below zero: there a hidden key shows
+    for labels in (feed["segments"] for feed in feeds[::2]):
+        assert set(labels.ravel()) == {-7, 0, 7}  # in no order
+    for documents in (feed["segments"] for feed in feeds[1::2]):
+        assert set(np.diff(documents, axis=1).ravel()) == {0, 1}  # one after the other

@@ -1,0 +1,200 @@
+"""Models as text, a line for each node.
+
+``PYTHONPATH=. python tests/support/graph_text.py`` writes the files of ``tests/export/graphs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from export_forms import FORMS, IN_PLACE, PROFILES
+from relskew_core import BlockSpec
+from relskew_core.export import to_onnx
+from relskew_core.export._plan import GraphPlan, make_plan
+
+FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
+CHUNKS, TRT, PORTABLE, CONTRIB = {"chunk_size": 3}, *({"profile": name} for name in ("trt", "portable", "ort-contrib"))
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("causal", {}),
+    "full-half": ("full, mask", {"dtype": "float16"}),
+    "full-double": ("full, shared table", {"dtype": "float64"}),
+    "full-portable": ("full, uneven table", PORTABLE),
+    "short-trt": ("causal, short", TRT),
+    "cache-functions": ("cache, mask", {"functions": True}),
+    "functions-chunks": ("causal, window", CHUNKS | {"functions": True}),
+    "window-core-chunks": ("core: window, mask", CHUNKS),
+    "grouped-core-chunks": ("core: full, grouped", CHUNKS),
+    "values-window": ("values alone, window", {}),
+    "cross-clip-short": ("cross, clip, short", {}),
+    "causal-contrib": ("causal", CONTRIB),
+    "cache-core-contrib": ("core: cache, grouped, no bias", CONTRIB),
+    "core-functions": ("core: full, grouped", {"functions": True}),
+    "cache-contrib": ("cache, grouped, no bias", CONTRIB),
+    "in-place-contrib": ("in place: segments, cache", CONTRIB),
+    "cache-mask-chunks-trt": ("cache, mask", CHUNKS | TRT),
+    "cache-window-chunks-portable": ("cache, window, mask", CHUNKS | PORTABLE),
+    "cross-window-portable": ("cross, window, mask", PORTABLE),
+    "cross-chunks": ("cross, window, mask", CHUNKS),
+    "bias-cache-chunks": ("bias alone, cache", CHUNKS),
+    "bias-clip-cross-values": ("bias, clip, cross, values", {}),
+    "segments-cache-chunks-portable": ("segments, cache", CHUNKS | PORTABLE),
+    "segments-mask-values": ("segments, clip, values, mask", {}),
+    "segments-mask-values-chunks": ("segments, clip, values, mask", CHUNKS),
+    "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
+    "blocks-core": ("core: blocks, clip, values", {}),
+    "stream-window": ("stream, clip, window", {}),
+    "stream-values": ("stream, none before, values", PORTABLE),
+    "stream-segments": ("segments, stream", {}),
+    "stream-cache-trt": ("stream, cache, short table", TRT),
+    "in-place-core": ("in place: core: cache, grouped, no bias", {}),
+    "in-place-bias": ("in place: shared table, values, bias", {}),
+    "in-place-bias-alone": ("in place: bias alone, cache", {}),
+    "in-place-half": ("in place: cache", {"dtype": "float16"}),
+    "in-place-zero": ("in place: cache, zero, values, mask", {}),
+    "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
+    "in-place-blocks-functions": ("in place: blocks, cache", {"functions": True}),
+}
+"""What each file of the folder shows: a form, and how it is exported. Between them they come to every line."""
+
+
+def model_of(name: str) -> onnx.ModelProto:
+    """Export a form that is written down, with weights that no generator of random numbers has a part in."""
+    form, options = WRITTEN[name]
+    spec, own = (FORMS | IN_PLACE)[form]
+    if options == CONTRIB:  # whose heads are a multiple of 8 wide
+        spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
+    return to_onnx(spec, _weights(spec, **own), **own, **options)
+
+
+def _weights(spec: BlockSpec, *, projections: bool = True, **others: Any) -> dict[str, np.ndarray[Any, Any]]:
+    shapes = spec.weight_shapes(projections=projections)
+    return {
+        key: (np.arange(int(np.prod(shape)), dtype=np.float32) % 31 / 8 - index).reshape(shape)
+        for index, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def plans() -> str:
+    """Write what is decided for every form before its first node: which rows are stored where, and what is in use."""
+    lines = []
+    for name, (spec, own) in (FORMS | IN_PLACE).items():
+        profiles = PROFILES if name in FORMS else PROFILES[:1]
+        made = {profile: make_plan(spec, np.dtype(np.float32), profile=profile, **own) for profile in profiles}
+        lines.append(
+            " | ".join([f"{name}: {_rows(made['ort'])}", *(f"{key}{_uses(plan)}" for key, plan in made.items())])
+        )
+        if "max_length" not in own and not own.get("past"):
+            short = make_plan(spec, np.dtype(np.float16), **own, max_length=3)
+            lines.append(f"{name}, up to 3: {_rows(short)} | ort{_uses(short)}")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(plan: GraphPlan) -> str:
+    (start, stop), added = plan.kept_rows, "".join(f" +{count}" for count in plan.added_rows)
+    ends = ", ".join(f"{end.rows} {end.past_edge}" for end in (plan.left, plan.right))
+    return f"{ends}; rows {start} to {stop}{added}, {plan.lead} of {plan.columns} is 0{plan.reach}"
+
+
+def _uses(plan: GraphPlan) -> str:
+    kinds = ("local", "fused", "causal_attribute", "dead_rows")
+    return "".join(f" {kind}" for kind in kinds if getattr(plan, kind)) + f" {plan.masked_value:g}"
+
+
+def text(model: onnx.ModelProto) -> str:
+    """Write everything that a model holds but for the numbers of its weights, of which there is the digest."""
+    return "\n".join(_lines(model)) + "\n"
+
+
+def _lines(model: onnx.ModelProto) -> Iterator[str]:
+    yield f"{model.graph.name}: {_opsets(model)}, IR {model.ir_version}, by {model.producer_name}"
+    yield model.graph.doc_string
+    yield ""
+    for entry in model.metadata_props:
+        if entry.key != "relskew.version":
+            yield f"{entry.key} = {entry.value}"
+    yield ""
+    for tensor in model.graph.initializer:
+        yield _told(f"{tensor.name}: {_type(tensor.data_type)} {_shape(tensor.dims)}", tensor.doc_string)
+    yield ""
+    yield from _graph(model.graph)
+    for function in model.functions:
+        yield ""
+        inputs, outputs = ", ".join(map(_short, function.input)), ", ".join(map(_short, function.output))
+        yield _told(f"function {function.domain}.{function.name}({inputs}) → {outputs}", function.doc_string)
+        yield f"    {_opsets(function)}"
+        types = {value.name: _typed(value) for value in function.value_info}
+        for node in function.node:
+            yield from _node(node, types, "    ")
+
+
+def _graph(graph: onnx.GraphProto, indent: str = "") -> Iterator[str]:
+    types = {value.name: _typed(value) for value in (*graph.input, *graph.output)}
+    types |= {value.name: _told(_typed(value), value.doc_string) for value in graph.value_info}
+    for value in graph.input:
+        yield indent + _told(f"input {_short(value.name)}: {types[value.name]}", value.doc_string)
+    for node in graph.node:
+        yield from _node(node, types, indent)
+    for value in graph.output:
+        yield indent + _told(f"output {_short(value.name)}: {types[value.name]}", value.doc_string)
+
+
+def _node(node: onnx.NodeProto, types: dict[str, str], indent: str) -> Iterator[str]:
+    plain = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute if not a.HasField("g")}
+    given = [*map(_short, node.input), *(f"{name}={plain[name]}" for name in sorted(plain))]
+    named = "" if list(node.output) == [node.name] else f" as {_short(node.name)}"
+    domain = f"{node.domain}." if node.domain else ""
+    made = ", ".join(f"{_short(name)}: {types[name]}" if name in types else _short(name) for name in node.output)
+    yield f"{indent}{made} = {domain}{node.op_type}({', '.join(given)}){named}"
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield _told(f"{indent}    {attribute.name} {_short(attribute.g.name)}", attribute.g.doc_string)
+            yield from _graph(attribute.g, indent + "        ")
+
+
+def _plain(value: Any) -> Any:
+    return numpy_helper.to_array(value).tolist() if isinstance(value, onnx.TensorProto) else value
+
+
+def _told(line: str, doc: str) -> str:
+    return f"{line} -- {doc}" if doc else line
+
+
+def _short(name: str) -> str:
+    """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
+    for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
+        name = name.replace(start, mark)
+    return name or "-"
+
+
+def _type(number: int) -> str:
+    return onnx.TensorProto.DataType.Name(number).lower()
+
+
+def _shape(dims: Any) -> str:
+    return f"({', '.join(str(dim) for dim in dims)})"
+
+
+def _typed(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    shape = _shape(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+    return f"{_type(tensor.elem_type)} {shape if tensor.HasField('shape') else 'of any shape'}"
+
+
+def _opsets(owner: onnx.ModelProto | onnx.FunctionProto) -> str:
+    return ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in owner.opset_import)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    for name in WRITTEN:
+        (FOLDER / f"{name}.txt").write_text(text(model_of(name)))
+    (FOLDER / "plans.txt").write_text(plans())
