@@ -83,7 +83,7 @@ def train(rank: int, steps: int, mesh: Any) -> None:
         pairs = zip(whole.parameters(), split.parameters(), strict=True)
         difference = max(float((one - other).detach().abs().max()) for one, other in pairs)
         if rank == 0 and (step % 10 == 0 or step == steps - 1):
-            print(f"{step:>4}  {float(loss):>12.6f}  {float(total):>12.6f}  {difference:.1e}")
+            print(f"{step:>4}  {float(loss.detach()):>12.6f}  {float(total):>12.6f}  {difference:.1e}")
         if difference > 1e-9:
             raise SystemExit(f"step {step}: the split model is another one, by {difference}")
 
