@@ -198,7 +198,7 @@ def _tables(model: onnx.ModelProto) -> None:
     """Store the tables that are cut or looked up as int8, and make numbers of what was cut."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if tensor.dims == [1]}
+    constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if len(tensor.dims) == 1}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for part in _graphs(graph):
         for node in part.node:
@@ -206,10 +206,12 @@ def _tables(model: onnx.ModelProto) -> None:
                 readers.setdefault(name, []).append(node)
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
-        axes = {_axis(node, name, constants) for node in readers.get(name, [])}
+        found = [_axes(node, name, constants) for node in readers.get(name, [])]
         large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= LEAST
-        if large and axes and None not in axes and len({axis == 0 for axis in axes}) == 1:
-            cut[name] = -1 if 0 in axes else 0
+        axes = {axis for one in found for axis in one}
+        whole = [axis for axis in (0, -1) if axis % max(len(tensor.dims), 1) not in axes]  # where scales may be
+        if large and found and all(found) and whole:
+            cut[name] = whole[0]
     for part in _graphs(graph):
         _cut_as_int8(part, cut)
     for name, axis in cut.items():
@@ -237,12 +239,12 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
     graph.node.extend(nodes)
 
 
-def _axis(node: onnx.NodeProto, name: str, constants: Mapping[str, np.ndarray]) -> int | None:
-    """Return the axis along which a node cuts a table or looks it up, ``None`` if it does anything else."""
+def _axes(node: onnx.NodeProto, name: str, constants: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the axes along which a node cuts a table or looks it up, none if it does anything else."""
     if list(node.input).count(name) != 1 or node.input[0] != name or node.domain:
-        return None
+        return []
     if node.op_type == "Gather":
-        return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        return [next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)]
     if node.op_type == "Slice" and len(node.input) == 4 and node.input[3] in constants:
-        return int(constants[node.input[3]][0])
-    return None
+        return [int(axis) for axis in constants[node.input[3]]]
+    return []

@@ -61,9 +61,9 @@ def attention_weights(given: Any) -> Array:
            [0.33333333, 0.33333333, 0.33333333]])
     """
     arguments = {field.name: getattr(given, field.name) for field in fields(given)}
+    call = problem(Arguments(**arguments, v=given.k).autocast())
     if exported(given.q.shape[-2], given.k.shape[-2]):  # by the one operator that every length goes through
         return _of_operator(given, arguments)
-    call = problem(Arguments(**arguments, v=given.k).autocast())
     xp, operands, options = call.xp, call.operands(), call.options
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
