@@ -97,6 +97,12 @@ def check_window(name: str, value: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array, none of anything else: a module of arrays has a function of that name."""
+    shape = getattr(value, "shape", ())
+    return () if callable(shape) else tuple(shape)
+
+
 def describe(value: Any) -> str:
     """Name what came, in one line: an array by type, dtype and shape, anything else by type and value."""
     shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__

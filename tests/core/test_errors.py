@@ -519,3 +519,13 @@ def test_advice_names_arguments_that_the_function_has() -> None:
     weights = zeros(2, 2, 3, 3)
     with pytest.raises(ValueError, match=r"^`offset` .* leading axes of `weights`, \(2,\), got 3$"):
         relskew_core.relative_values(weights, TABLE, Span(4, 0, "clip"), offset=[1, 2, 3])
+
+
+def test_a_module_of_arrays_is_no_array() -> None:
+    """It has a function called ``shape``."""
+    spec = relskew_core.BlockSpec(4, 2, relskew_core.Span.causal(3), causal=True)
+    weights = relskew_core.init_weights(spec, seed=0)
+    with pytest.raises((ValueError, TypeError), match="`x` must have shape"):
+        relskew_core.attention_block(np, weights, spec)
+    with pytest.raises((ValueError, TypeError), match=r"`past\[0\]` must be an array, got module"):
+        relskew_core.attention_block(np.ones((1, 2, 4), np.float32), weights, spec, past=(np, np))

@@ -58,6 +58,7 @@ BY_HEAD = [
     BlockSpec(16, 4, Span.full(9), num_kv_heads=2, rel_values=True, shared_table=True),
     BlockSpec(16, 4, Span.causal(9), causal=True, num_kv_heads=2, rel_values=True),
     BlockSpec(16, 4, Span.causal(9), causal=True, num_kv_heads=1),
+    BlockSpec(16, 4, Span.clipped(2), rel_keys=False, rel_values=True),  # no table makes logits
 ]
 
 
