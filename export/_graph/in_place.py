@@ -48,7 +48,12 @@ def attend_in_place(
     if hides_by_condition(plan):
         lowest = g.constant(plan.masked_value, g.dtype)
         seen = g.compute("Greater", [bias, lowest], "visible/by_position", bias.shape, BOOL)
-        condition = seen if condition is None else g.compute("And", [seen, condition], "visible/all", bias.shape, BOOL)
+        if condition is not None:
+            # Without a table of logits positions hide from all heads alike, and a mask perhaps not.
+            of_heads = bias.shape[1] if bias.shape[1] == spec.num_heads else "visible_heads"
+            shape = (bias.shape[0], of_heads, *bias.shape[2:])
+            seen = g.compute("And", [seen, condition], "visible/all", shape, BOOL)
+        condition = seen
     elif plan.fused and condition is not None:
         bias = hide(g, plan, bias, condition)
     if plan.profile.contrib:
