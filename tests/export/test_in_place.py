@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 from export_forms import FORMS, IN_PLACE, made, random_weights
-from relskew_core import attention_block
+from relskew_core import BlockSpec, Span, attention_block
 from relskew_core.export import to_onnx, validate
 
 form = pytest.mark.parametrize("form", IN_PLACE)
@@ -96,6 +96,21 @@ def test_notices_a_past_that_is_the_same_for_all_rows() -> None:
         model.graph.node.insert(0, node)
     wrong = {check.name for check in validate(model, spec, weights, batches=(2,), lengths=[2]).failures}
     assert {"y", "present_key"} <= wrong
+
+
+def test_a_mask_by_head_where_no_table_makes_logits() -> None:
+    """Positions hide from all heads alike there, a mask does not."""
+    spec = BlockSpec(4, 2, Span.causal(6), causal=True, rel_keys=False, rel_values=True)
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, past=True, in_place=True, mask=True)
+    assert validate(model, spec, weights, runtimes=["onnxruntime"], lengths=[1, 3], batches=(2,)).ok
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    draw = np.random.default_rng(0)
+    x, mask = draw.standard_normal((1, 3, 4)).astype(np.float32), draw.random((1, 2, 3, 6)) < 0.7
+    past = np.zeros((1, 2, 6, 2), np.float32)
+    feeds = {"x": x, "past_key": past, "past_value": past, "past_lengths": np.zeros(1, np.int64), "mask": mask}
+    expected = attention_block(x, weights, spec, mask=mask[..., :3])
+    np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-5)
 
 
 def test_refused() -> None:
