@@ -220,8 +220,10 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
     if is_ragged(given.offset) or check_offset("offset", given.offset) != 0:
         raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
-    # Dropout is drawn by place: it must not matter whether somebody knows that positions follow one another.
-    offsets = None if given.dropout else consecutive_offsets(positions)
+    # Dropout is drawn by place: it must not matter whether somebody knows that positions follow one another. And blocks
+    # begin where positions are multiples, which an offset from the first key does not say.
+    by_place = given.dropout or given.block_size is not None
+    offsets = None if by_place else consecutive_offsets(positions)
     if offsets is None:
         return positions, 0
     if len(set(offsets)) <= 1:

@@ -493,3 +493,12 @@ def test_seeds_come_in_every_form() -> None:
     assert not np.array_equal(one, other)
     traced = jax.jit(lambda seed: relative_attention(q, k, v, dropout=0.5, seed=seed))(jax.numpy.uint32(12))
     np.testing.assert_allclose(np.asarray(traced), expected, rtol=0, atol=1e-12)
+
+
+def test_blocks_go_by_positions_that_follow_one_another_too() -> None:
+    """Position 6 is in the third block of three, and sees nothing of the first, where the key at 2 is."""
+    one = np.ones((1, 1))
+    _, lse = relative_attention(
+        one, one, one, positions=(np.asarray([6]), np.asarray([2])), block_size=3, return_lse=True
+    )
+    assert lse[0] == -np.inf
