@@ -529,3 +529,11 @@ def test_a_module_of_arrays_is_no_array() -> None:
         relskew_core.attention_block(np, weights, spec)
     with pytest.raises((ValueError, TypeError), match=r"`past\[0\]` must be an array, got module"):
         relskew_core.attention_block(np.ones((1, 2, 4), np.float32), weights, spec, past=(np, np))
+
+
+def test_an_empty_offset_beside_positions_is_named() -> None:
+    q, table, positions = np.ones((2, 3)), np.ones((3, 3)), (np.arange(2), np.arange(2))
+    with pytest.raises((ValueError, TypeError), match="`offset`"):
+        relskew_core.relative_logits(
+            q, table, relskew_core.Span.full(2), positions=positions, offset=np.asarray([], dtype=float)
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from typing import Any
 
 import jax
@@ -111,10 +110,11 @@ class Ring:
                 out, lse = sums
                 return merge_attention([out, more], [lse, more_lse])
 
-            return [
-                reduce(lambda sums, b, a=a: self._switch(a, b, source, distances, one, sums), range(len(row)), sums[a])  # type: ignore[misc]
-                for a, row in enumerate(self.kinds)
-            ]
+            found = list(sums)
+            for a, row in enumerate(self.kinds):
+                for b in range(len(row)):
+                    found[a] = self._switch(a, b, source, distances, one, found[a])
+            return found
 
         sums = varying([nothing(run) for run in self.queries[0]], axes)
         _, sums = self._round(_held(x), sums, meet)
