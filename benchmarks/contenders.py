@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from threadpoolctl import ThreadpoolController
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 import typer
 from rich.console import Console
 from torch import Tensor, nn

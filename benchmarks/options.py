@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 import typer
 from rich.console import Console
 from torch import Tensor

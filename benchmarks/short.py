@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 import typer
 from rich.console import Console
 

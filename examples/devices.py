@@ -92,6 +92,7 @@ def balance(rank: int, processes: int, length: int) -> None:
     """What each layout costs each process: seconds of its processor for causal attention, forward and backward."""
     table = torch.randn(length * processes, 32)
     rows = []
+    layout: Any
     for layout in ("contiguous", "zigzag", "striped"):
         q, k, v = (torch.randn(4, length, 32, requires_grad=True) for _ in range(3))
         for _ in range(2):  # the first one warms up
@@ -104,7 +105,7 @@ def balance(rank: int, processes: int, length: int) -> None:
                 table,
                 causal=True,
                 group=distributed.group.WORLD,
-                layout=layout,  # type: ignore[arg-type]
+                layout=layout,
             )
             out.sum().backward()
             spent = torch.tensor([time.thread_time() - start])

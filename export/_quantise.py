@@ -170,7 +170,7 @@ def _activations(model: onnx.ModelProto, inputs: Sequence[Mapping[str, np.ndarra
 def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
     from onnxruntime.quantization import CalibrationDataReader
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
         def __init__(self) -> None:
             self._left = iter(inputs)
 

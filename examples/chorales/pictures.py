@@ -85,7 +85,7 @@ def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
             seen.append(attention_weights(q, k, **given)[0].numpy())
             return type(block).attend(block, q, k, v, **options)
 
-        block.attend = attend  # type: ignore[method-assign]
+        block.attend = attend  # type: ignore[method-assign]  # of this one module
     try:
         model(torch.tensor([list(tokens)]))
     finally:

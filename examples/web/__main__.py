@@ -21,7 +21,7 @@ RUNTIME = HERE.parents[1] / ".venv-web" / "node_modules" / "onnxruntime-web" / "
 class Page(SimpleHTTPRequestHandler):
     """The files of this folder, the runtime under ``ort/``, a decoder and what the page has to know of its tokens."""
 
-    extensions_map = {**SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm"}  # noqa: RUF012
+    extensions_map = {**SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm"}  # noqa: RUF012 -- as the base has it
 
     def __init__(self, *arguments: Any, decoder: Path, **named: Any) -> None:
         self.decoder = decoder
@@ -47,7 +47,7 @@ class Page(SimpleHTTPRequestHandler):
         self.wfile.write(body)
         return None
 
-    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002 -- the base calls it so
         """Say nothing."""
 
 

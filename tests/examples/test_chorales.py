@@ -291,7 +291,7 @@ def test_ctrl_c_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class StopsHalfway(mido.MidiFile):  # type: ignore[misc]
+    class StopsHalfway(mido.MidiFile):  # type: ignore[misc]  # mido has no types
         def save(self, path: os.PathLike[str]) -> None:
             Path(path).write_bytes(b"half")
             raise KeyboardInterrupt

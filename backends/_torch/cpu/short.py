@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -49,4 +49,6 @@ def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> M
                     f"`{name}` must be alike on all ranks, got {fact} on rank {ranks.rank} and {others.get(name)} on "
                     f"rank {rank}"
                 )
-    raise AssertionError("ranks differ, and in nothing that was compared")  # pragma: no cover
+    raise AssertionError(
+        "ranks differ, and in nothing that was compared"
+    )  # pragma: no cover -- facts that are alike have one digest

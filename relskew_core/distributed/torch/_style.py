@@ -65,6 +65,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, TableAttention):
             raise TypeError(f"`ContextParallel` is for relskew_core.layers.torch's modules, got {describe(module)}")
+        # Of this one module: another class would lose what subclasses and wrappers have added.
         module.attend = partial(_attend, module, device_mesh, self.how)  # type: ignore[method-assign]
         return module
 
