@@ -1,0 +1,10 @@
+"""Pictures of spans, of who sees whom, of the skew, and of weights: as SVG without any package, or as PNG.
+
+In a notebook they show themselves. ``relskew draw`` writes them, or prints them in a terminal.
+"""
+
+from relskew_core.draw._call import draw_call
+from relskew_core.draw._picture import Picture
+from relskew_core.draw._skew import animate_skew, draw_skew
+
+__all__ = ["Picture", "animate_skew", "draw_call", "draw_skew"]

@@ -1,0 +1,100 @@
+"""Who sees whom in a call, and from which row of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relskew_core._array.checks import check_int
+from relskew_core._functions.weights import attention_weights
+from relskew_core._positions.span import Span
+from relskew_core.draw._picture import Cell, Panel, Picture, signed
+
+
+def draw_call(
+    n_queries: int, n_keys: int | None = None, span: Span | None = None, *, sinks: bool = False, **arguments: Any
+) -> Picture:
+    """Draw which keys each query of a call sees: it is called, with NumPy, and no query likes a key more than others.
+
+    Parameters
+    ----------
+    n_queries : int
+        Number of queries, the rows.
+    n_keys : int, optional
+        Number of keys, the columns; as many as queries by default, and an ``offset`` more: the cache.
+    span : Span, optional
+        Of a table. Cells then hold which row of it serves them, instead of their relative position.
+    sinks : bool, default False
+        With a column for the sink, which every query may attend to.
+    **arguments
+        What says who sees whom, as :func:`relskew_core.attention_weights` takes it: ``causal``, ``window``,
+        ``block_size``, ``blocks_before``, ``mask``, ``segments``, ``offset`` (an int), ``positions``.
+
+    Returns
+    -------
+    Picture
+        One panel. Cells that a query may not see are empty.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or the span does not reach as far as the call; the message names it.
+
+    Examples
+    --------
+    >>> picture = draw_call(2, span=Span.causal(3, "clip"), causal=True, offset=2)
+    >>> [[cell.text for cell in row] for row in picture.panels[0].cells]
+    [['0', '1', '2', ''], ['0', '0', '1', '2']]
+    """
+    n = check_int("n_queries", n_queries, minimum=1)
+    offset = arguments.get("offset", 0)
+    m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
+    bias = None if span is None else np.zeros(span.rows)
+    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_bias=bias, span=span, **arguments) > 0
+    queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
+    distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
+    shown = distances[seen] if seen.any() else np.zeros(1, dtype=int)
+    reach = max(1, int(abs(shown).max()))
+    cells = [
+        [_cell(int(r), bool(s), span, reach) for r, s in zip(*row, strict=True)]
+        for row in zip(distances, seen, strict=True)
+    ]
+    columns = [str(j) for j in keys]
+    if sinks:
+        cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["sink", *columns]
+    what = "the relative position" if span is None else f"its row of {span_words(span)}"
+    notes = [f"Each number is {what}. Empty: not seen."]
+    panel = Panel("", cells, [str(int(i)) for i in queries], columns)
+    return Picture(_title(n, m, arguments, sinks=sinks), [panel], notes=notes)
+
+
+def span_words(span: Span) -> str:
+    """Return a span in words."""
+    return f"a table {signed(-span.left)} … {span.right}, {span.beyond}"
+
+
+def row_of(r: int, span: Span) -> int | None:
+    """Return which row of a table serves a relative position, ``None`` where there is none."""
+    if span.beyond != "clip" and not -span.left <= r <= span.right:
+        return None
+    return min(max(r, -span.left), span.right) + span.left
+
+
+def _cell(r: int, seen: bool, span: Span | None, reach: int) -> Cell:
+    if not seen:
+        return Cell()
+    if span is None:
+        return Cell(r / reach, signed(r))
+    row = row_of(r, span)
+    return Cell(text="none") if row is None else Cell((row - span.left) / max(span.left, span.right, 1), str(row))
+
+
+def _title(n: int, m: int, arguments: dict[str, Any], *, sinks: bool) -> str:
+    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
+    words = [
+        name if not isinstance(value, (int, tuple)) or value is True else f"{name}={value}"
+        for name, value in given.items()
+    ]
+    sizes = f"{n} queries, {m} keys" if n != m else f"{n} queries and keys"
+    return ", ".join([sizes, *words, *(["sinks"] if sinks else [])])

@@ -1,0 +1,46 @@
+"""Two maps of colours, told apart by every eye and readable on light and dark paper.
+
+A colour is a hue and how much of it covers the paper: whatever the paper, little is near it and much stands out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LIGHT = {"paper": "#ffffff", "ink": "#1f2933", "faint": "#5b6773", "empty": "#1f2933"}
+DARK = {"paper": "#161b22", "ink": "#e6e9ee", "faint": "#a3adb8", "empty": "#e6e9ee"}
+HUES = {"past": "#2a6fbb", "self": "#7b8794", "future": "#d97706", "weight": "#7b3fa0"}
+"""Blue and orange beside grey are one map, of positions; violet alone is the other, of weights."""
+
+UNSEEN = 0.05
+LEAST, MOST = 0.15, 0.7
+"""How much covers the paper at least, and at most where a number stands on it."""
+
+
+class Paint(NamedTuple):
+    """A hue and how much of it."""
+
+    hue: str
+    cover: float
+
+
+def of_position(tone: float) -> Paint:
+    """Return the colour of a relative position, from -1 in the past to 1 in the future."""
+    hue = "past" if tone < 0 else "future" if tone > 0 else "self"
+    return Paint(hue, LEAST + (MOST - LEAST) * min(1.0, abs(tone)))
+
+
+def of_weight(tone: float) -> Paint:
+    """Return the colour of a weight, from 0 to 1."""
+    return Paint("weight", min(1.0, max(0.0, tone)))
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Return the three numbers of ``#rrggbb``."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def on(paper: str, paint: Paint) -> str:
+    """Return what is seen of a colour on a paper, as ``#rrggbb``."""
+    mixed = zip(rgb(HUES[paint.hue]), rgb(paper), strict=True)
+    return "#" + "".join(f"{round(paint.cover * a + (1 - paint.cover) * b):02x}" for a, b in mixed)

@@ -1,0 +1,208 @@
+"""A picture: panels of cells, and how they are laid out for every kind of file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relskew_core.draw._colours import UNSEEN, Paint, of_position, of_weight
+from relskew_core.draw._files import whole
+from relskew_core.draw._png import save_png
+from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Image, Shape, Words
+from relskew_core.draw._svg import svg
+
+GAP = 40
+"""Between panels side by side."""
+
+LARGEST, WRITTEN, SMALLEST = 44.0, 34.0, 1.0
+"""Sides of a cell: the largest, the smallest in which a number is written, and the smallest of all."""
+
+MANY = 900
+"""So many cells are one image and no shapes of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One place: ``tone`` -1 … 1 gives its colour, ``None`` where there is nothing; ``text`` is what stands in it."""
+
+    tone: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Rows of cells with the names of their sides."""
+
+    title: str
+    cells: list[list[Cell]]
+    rows: list[str]
+    columns: list[str]
+    row_axis: str = "query i"
+    column_axis: str = "key j"
+    weights: bool = False  # colours from 0 to 1, instead of from the past to the future
+
+    def paint(self, cell: Cell) -> Paint:
+        """Return the colour of a cell."""
+        if cell.tone is None:
+            return Paint("empty", UNSEEN)
+        return of_weight(cell.tone) if self.weights else of_position(cell.tone)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Panels of cells, as a file, in a notebook, or as numbers.
+
+    Notebooks show it by themselves, as SVG, without any package.
+
+    Parameters
+    ----------
+    title : str
+        What is seen, for those who cannot see it too.
+    panels : list of Panel
+        The panels; each holds its ``title``, and its ``cells`` with their ``text`` and ``tone``.
+    across : int, default 1
+        So many panels stand side by side.
+    notes : sequence of str
+        Lines below.
+
+    Examples
+    --------
+    >>> from relskew_core.draw import draw_call
+    >>> picture = draw_call(3, causal=True)
+    >>> for row in picture.panels[0].cells:
+    ...     print([cell.text for cell in row])
+    ['0', '', '']
+    ['−1', '0', '']
+    ['−2', '−1', '0']
+    """
+
+    title: str
+    panels: list[Panel]
+    across: int = 1
+    notes: Sequence[str] = ()
+
+    def svg(self) -> str:
+        """Return the picture as SVG, which follows the reader's choice of light or dark."""
+        shapes, height = self.shapes()
+        return svg(self.title, shapes, height)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture, whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            Ending in ``.svg``, or in ``.png``, which needs matplotlib: ``pip install 'relskew-core[plot]'``.
+
+        Returns
+        -------
+        Path
+            Where it is.
+        """
+        target = check_ending(path)
+        if target.suffix.lower() == ".svg":
+            with whole(target) as unfinished:
+                unfinished.write_text(self.svg(), encoding="utf-8")
+            return target
+        with whole(target) as unfinished:
+            save_png(unfinished, *self.shapes())
+        return target
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def shapes(self) -> tuple[list[Shape], float]:
+        """Return all shapes from the top down, and how high they stand together."""
+        rows = [self.panels[start : start + self.across] for start in range(0, len(self.panels), self.across)]
+        side = min([LARGEST, *(_side(row) for row in rows)])
+        shapes: list[Shape] = [Words(PAD, PAD + LETTERS / 2, self.title, anchor="start", bold=True)]
+        y = PAD + 2.0 * LETTERS
+        for row in rows:
+            x, below = float(PAD), y
+            for panel in row:
+                found, right, bottom = _panel_shapes(panel, side, x, y)
+                shapes += found
+                x, below = right + GAP, max(below, bottom)
+            y = below + 0.8 * LETTERS
+        for note in self.notes:
+            shapes.append(Words(PAD, y, note, size=0.9 * LETTERS, anchor="start", ink="faint"))
+            y += 1.3 * LETTERS
+        return shapes, y - LETTERS / 2 + PAD
+
+
+def check_ending(path: str | os.PathLike[str]) -> Path:
+    """Return where a picture is to be written; only two kinds can be."""
+    target = Path(path)
+    if target.suffix.lower() not in (".svg", ".png"):
+        raise ValueError(f"`path` must end in .svg or .png, got {os.fspath(path)!r}")
+    return target
+
+
+def signed(number: int) -> str:
+    """Return a whole number with a minus sign as wide as its digits."""
+    return f"−{-number}" if number < 0 else str(number)
+
+
+def _margin(panel: Panel) -> float:
+    """Return the width of the names of the rows."""
+    return 0.6 * LETTERS * max((len(name) for name in panel.rows), default=0) + 6
+
+
+def _side(row: list[Panel]) -> float:
+    """Return how large cells may be where these panels stand side by side."""
+    free = WIDTH - 2 * PAD - GAP * (len(row) - 1) - sum(_margin(panel) for panel in row)
+    return max(SMALLEST, free / max(1, sum(len(panel.columns) for panel in row)))
+
+
+def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[Shape], float, float]:
+    """Return a panel's shapes, its right and its bottom."""
+    left, shapes = x + _margin(panel), list[Shape]()
+    if panel.title:
+        shapes.append(Words(left, y, panel.title, anchor="start"))
+        y += 1.3 * LETTERS
+    axes = "   ".join(f"{axis} {arrow}" for axis, arrow in ((panel.row_axis, "↓"), (panel.column_axis, "→")) if axis)
+    if axes:
+        shapes.append(Words(left, y, axes, 0.9 * LETTERS, "start", "faint"))
+        y += 1.2 * LETTERS
+    shapes += [
+        Words(left + (index + 0.5) * side, y, name, ink="faint", size=_size(side))
+        for index, name in _some(panel.columns, side)
+    ]
+    y += 0.8 * LETTERS
+    shapes += [
+        Words(left - 6, y + (index + 0.5) * side, name, anchor="end", ink="faint", size=_size(side))
+        for index, name in _some(panel.rows, side)
+    ]
+    shapes += _cells(panel, side, left, y)
+    return shapes, left + side * len(panel.columns), y + side * len(panel.cells) + LETTERS / 2
+
+
+def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape]:
+    if len(panel.cells) * len(panel.columns) > MANY:
+        yield Image(left, top, side, [[panel.paint(cell) for cell in row] for row in panel.cells])
+        return
+    gap = min(3.0, side / 8)
+    for i, row in enumerate(panel.cells):
+        for j, cell in enumerate(row):
+            yield Box(left + j * side, top + i * side, side - gap, panel.paint(cell))
+            if cell.text and side >= WRITTEN:
+                ink = "faint" if cell.tone is None else "ink"
+                size = min(_size(side), 1.5 * side / max(2, len(cell.text)))
+                yield Words(
+                    left + j * side + (side - gap) / 2, top + i * side + (side - gap) / 2, cell.text, size, ink=ink
+                )
+
+
+def _size(side: float) -> float:
+    """Return how high the letters beside and in cells are."""
+    return min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
+
+
+def _some(names: list[str], side: float) -> list[tuple[int, str]]:
+    """Return the names that have room, each with its place."""
+    longest = max((len(name) for name in names), default=1)
+    room = 0.62 * _size(side) * max(1, longest) + 4
+    step = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n * side >= room), len(names) or 1)
+    return list(enumerate(names))[::step]
