@@ -54,8 +54,8 @@ def draw_call(
     n = check_int("n_queries", n_queries, minimum=1)
     offset = arguments.get("offset", 0)
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
-    bias = None if span is None else np.zeros(span.rows)
-    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_bias=bias, span=span, **arguments) > 0
+    table = None if span is None else np.zeros((span.rows, 1))
+    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_k=table, span=span, **arguments) > 0
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     shown = distances[seen] if seen.any() else np.zeros(1, dtype=int)
@@ -68,7 +68,7 @@ def draw_call(
     if sinks:
         cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["s", *columns]
     what = "the relative position" if span is None else f"the row of the table {span_words(span)}"
-    notes = [f"Cells tell {what}. Empty ones are not seen.", *(["s: the sink, which has no key."] if sinks else [])]
+    notes = [f"Cells tell {what}. Empty: not seen.", *(["s: the sink, which has no key."] if sinks else [])]
     panel = Panel("", cells, [str(int(i)) for i in queries], columns)
     return Picture(_title(n, m, arguments, sinks=sinks), [panel], notes=notes)
 

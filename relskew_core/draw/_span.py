@@ -12,7 +12,7 @@ PAST = 2
 BEYOND = {
     "error": "error: a call that sees past the ends is refused.",
     "clip": "clip: the rows at the ends serve what is past them.",
-    "zero": "zero: past the ends there is no row, and nothing is added.",
+    "zero": "zero: nothing is added past the ends.",
 }
 
 

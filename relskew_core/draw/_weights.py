@@ -11,7 +11,7 @@ from relskew_core._array.checks import check_int, describe
 from relskew_core.draw._picture import Cell, Panel, Picture
 
 ACROSS = 2
-NOTE = "The colour grows with the root of the weight. Full colour: {:.2g}."
+NOTE = "Colour: the root of the weight; full colour is {:.2g}."
 """By the weight itself, all but the few largest would look alike."""
 
 
@@ -39,7 +39,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     >>> q = k = np.zeros((2, 3, 1))  # heads, length, width
     >>> picture = draw_weights(attention_weights(q, k, causal=True))
     >>> [panel.title for panel in picture.panels], list(picture.notes)
-    (['head 0', 'head 1'], ['The colour grows with the root of the weight. Full colour: 1.'])
+    (['head 0', 'head 1'], ['Colour: the root of the weight; full colour is 1.'])
     """
     values = np.asarray(weights.tolist() if hasattr(weights, "tolist") else weights, dtype=np.float64)
     values = values[None] if values.ndim == 2 else values

@@ -68,7 +68,7 @@ def test_rows_are_those_that_the_library_takes(span: Span) -> None:
 
 
 def test_a_table_that_is_too_short_is_refused_as_the_call_refuses_it() -> None:
-    with pytest.raises(ValueError, match=r"`rel_bias` reaches the relative positions -1 … 1, but queries see -3 … 3"):
+    with pytest.raises(ValueError, match=r"`rel_k` reaches the relative positions -1 … 1, but queries see -3 … 3"):
         draw_call(4, span=Span.full(2))
 
 
