@@ -36,10 +36,14 @@ def run(path: Path) -> list[Any]:
         if cell.kind != "code":
             continue
         tree = ast.parse(cell.source)
-        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) and not cell.source.endswith(";") else None
+        last = tree.body[-1]
         place = f"{path.name}, cell {number}"
-        exec(compile(tree, place, "exec"), names)
-        shown.append(None if last is None else eval(compile(ast.Expression(last.value), place, "eval"), names))
+        if isinstance(last, ast.Expr):
+            exec(compile(ast.Module(tree.body[:-1], []), place, "exec"), names)
+            shown.append(eval(compile(ast.Expression(last.value), place, "eval"), names))
+        else:
+            exec(compile(tree, place, "exec"), names)
+            shown.append(None)
     return shown
 
 
