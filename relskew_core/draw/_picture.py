@@ -26,8 +26,8 @@ TITLE_CHARACTERS, NOTE_CHARACTERS = 45, 55
 LARGEST, WRITTEN, SMALLEST, LOWEST = 44.0, 34.0, 1.0, 11.0
 """Sides of a cell: the largest, the smallest with a number in it, the smallest of all; and the lowest letters."""
 
-MANY = 900
-"""So many cells are one image and no shapes of their own."""
+MANY = 300
+"""More cells without numbers are one image, and no shapes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[S
 
 
 def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape]:
-    if len(panel.cells) * len(panel.columns) > MANY:
+    if side < WRITTEN and len(panel.cells) * len(panel.columns) > MANY:
         yield Image(left, top, side, [[panel.paint(cell) for cell in row] for row in panel.cells])
         return
     gap = min(3.0, side / 8)

@@ -67,10 +67,11 @@ def test_letters_keep_inside_the_picture() -> None:
 
 
 def test_many_cells_are_one_image() -> None:
-    small, large = draw_call(20, causal=True).svg(), draw_call(100, causal=True).svg()
+    small, large = draw_call(17, causal=True).svg(), draw_call(100, causal=True).svg()
     assert "<image" not in small
     assert "data:image/png;base64," in large
     assert len(large) < len(small)
+    assert "<image" not in draw_call(200, 4).svg()  # its cells have room for their numbers
 
 
 def test_the_image_holds_the_colours() -> None:

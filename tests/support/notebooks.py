@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ def cells_of(path: Path) -> list[Cell]:
 
 
 def run(path: Path) -> list[Any]:
-    """Run the code of a notebook in one namespace; return what the last line of each cell is, ``None`` for nothing."""
+    """Run the code of a notebook in one namespace; return what each cell shows: its last line, and its plots."""
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = []
     for number, cell in enumerate(cells_of(path)):
@@ -43,7 +44,10 @@ def run(path: Path) -> list[Any]:
             shown.append(eval(compile(ast.Expression(last.value), place, "eval"), names))
         else:
             exec(compile(tree, place, "exec"), names)
-            shown.append(None)
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is not None:
+            shown += [pyplot.figure(number) for number in pyplot.get_fignums()]
+            pyplot.close("all")
     return shown
 
 
