@@ -49,15 +49,27 @@ class Extension:
             return cls(0, count - 1, edge, edge + 1, 0, 0)
         return cls(count, 0, edge, edge, 0, 0)
 
-    def widen(self, core: Array, *, xp: Namespace) -> Array:
-        """Extend (..., stop - start) columns to all that were planned; a view if they are all there."""
-        pieces = [core]
-        if self.edge_before:
-            pieces.insert(0, xp.broadcast_to(core[..., :1], (*core.shape[:-1], self.edge_before)))
-        if self.edge_after:
-            pieces.append(xp.broadcast_to(core[..., -1:], (*core.shape[:-1], self.edge_after)))
-        whole = xp.concat(pieces, axis=-1) if len(pieces) > 1 else core
-        return pad_last(whole, self.zeros_before, self.zeros_after, xp=xp)
+    def widen(self, core: Array, *, axis: int = -1, xp: Namespace) -> Array:
+        """Extend ``stop - start`` columns, or rows along ``axis=-2``, to all that were planned; a view if they are."""
+
+        def run(length: int) -> tuple[int, ...]:
+            return (*core.shape[:-1], length) if axis == -1 else (*core.shape[:-2], length, core.shape[-1])
+
+        def edge(place: slice, length: int) -> Array:
+            return xp.broadcast_to(core[..., place] if axis == -1 else core[..., place, :], run(length))
+
+        def zeros(length: int) -> Array:
+            return xp.zeros(run(length), dtype=core.dtype, device=device(core))
+
+        pieces = [
+            zeros(self.zeros_before) if self.zeros_before else None,
+            edge(slice(0, 1), self.edge_before) if self.edge_before else None,
+            core,
+            edge(slice(-1, None), self.edge_after) if self.edge_after else None,
+            zeros(self.zeros_after) if self.zeros_after else None,
+        ]
+        pieces = [piece for piece in pieces if piece is not None]
+        return xp.concat(pieces, axis=axis) if len(pieces) > 1 else core
 
     def place(self, core: Array, rows: int, *, xp: Namespace) -> Array:
         """Put (..., stop - start) columns where they belong among ``rows``, zeros elsewhere."""
@@ -101,7 +113,9 @@ class Table:
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
         extension = self.plan(first, last)
-        columns = extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)
+        # By rows, as the caller's table lies in memory: by columns they would be copied across it.
+        rows = xp.matrix_transpose(self.columns[..., extension.start : extension.stop])
+        columns = xp.matrix_transpose(extension.widen(rows, axis=-2, xp=xp))
         return Table(columns, -first, "zero", extension, self.columns.shape[-1])
 
     def _looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:

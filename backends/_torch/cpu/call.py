@@ -26,7 +26,7 @@ from relskew_core.backends._torch.cpu import threads
 
 T = TypeVar("T")
 
-STACK_BYTES = 2**21
+STACK_BYTES = 2**20
 """Budget of one logits buffer of several heads at once."""
 
 SHORT = 2**14
