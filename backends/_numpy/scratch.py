@@ -43,6 +43,10 @@ class Scratch:
             )
         return self._views[index]
 
+    def absolute(self, name: str, chunk: Chunk) -> Array:
+        """Return a buffer in absolute layout, (n, m)."""
+        return self._buffer(name, chunk.stop - chunk.start, chunk.end - chunk.first, self._call.q.dtype)
+
     def _buffer(self, name: str, n: int, m: int, dtype: type | np.dtype) -> Array:
         if name not in self._flat:
             self._flat[name] = np.empty(self._size, dtype)

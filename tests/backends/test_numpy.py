@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 import dense
-from relskew_core import Span, backends, relative_attention
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _blas, _parallel
-from relskew_core.backends._numpy import KNOWN, headwise
+from relskew_core.backends._numpy import forward, logits, serve
 from relskew_core.backends._numpy.call import HeadwiseCall
-from relskew_core.backends._path import PORTABLE
+from relskew_core.backends._path import PORTABLE, Path
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_small_calls_take_the_portable_code_unless_told_otherwise() -> None:
         q, k, v, _ = arrays(length)
         call = problem(Arguments(q, k, v, causal=True))
         assert (backends.path("attention", call, "auto") is not PORTABLE) == native
-        assert backends.path("attention", call, "native").attention is headwise.attention
+        assert backends.path("attention", call, "native").attention is forward.attention
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3)], ids=str)
@@ -77,9 +77,10 @@ def test_negligible_weights_are_zeros(every: int) -> None:
     assert not np.any(attend(q, k, v, scale=1.0))
 
 
-def is_known(case: dense.Case) -> bool:
+def is_known(case: dense.Case, function: str = "attention") -> bool:
     call = problem(Arguments(**case.arrays(), **case.call()))
-    return not unknown(call.given, call.options, KNOWN)
+    path = serve(function, call)
+    return isinstance(path, Path) and not unknown(call.given, call.options, path.knows)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
@@ -90,6 +91,51 @@ def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
     expected = relative_attention(**case.arrays(), **options, impl="portable")
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("whole", [False, True], ids=["recomputed", "given results"])
+@pytest.mark.parametrize("case", [case for case in dense.CASES if is_known(case, "attention_vjp")], ids=str)
+def test_gradients_equal_those_of_the_portable_code(case: dense.Case, whole: bool) -> None:
+    arrays, options = case.arrays(), case.call()
+    more = {}
+    if whole:
+        out, lse = relative_attention(**arrays, **options, return_lse=True, impl="portable")
+        d_lse = np.where(np.isfinite(lse), np.random.default_rng(1).standard_normal(lse.shape), 0.0)
+        more = {"out": out, "lse": lse + np.log(2), "d_lse": d_lse}  # as if there were as much elsewhere
+    expected = relative_attention_vjp(case.d_out(), **arrays, **options, **more, impl="portable")
+    for chunk_size in (1, 3, 100):
+        given = {**options, "chunk_size": chunk_size}
+        found = relative_attention_vjp(case.d_out(), **arrays, **given, **more, impl="native")
+        for name, x, y in zip(found._fields, found, expected, strict=True):
+            assert (x is None) == (y is None), name
+            if y is not None:
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-11 * max(1.0, np.abs(y).max()), err_msg=name)
+
+
+def test_gradients_keep_a_query_that_is_not_finite_to_itself() -> None:
+    case = dense.Case("poison", n=9, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias",
+                      options={"causal": True, "softcap": 3.0, "chunk_size": 4})  # fmt: skip
+    arrays, d_out = case.arrays(), case.d_out()
+    arrays["q"][..., 5, :] = np.nan
+    found = relative_attention_vjp(d_out, **arrays, **case.call(), impl="native")
+    expected = relative_attention_vjp(d_out, **arrays, **case.call(), impl="portable")
+    for name in ("q", "k", "v"):
+        assert (np.isnan(getattr(found, name)) <= np.isnan(getattr(expected, name))).all(), name
+    assert np.isfinite(np.delete(found.q, 5, axis=-2)).all()
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gradients_are_the_same_on_any_number_of_threads(heads: int) -> None:
+    q, k, v, table = arrays(200, heads)
+    found = []
+    for threads in (1, 2, 5):
+        backends.set_numpy_threads(threads)
+        found.append(relative_attention_vjp(q, q, k, v, table, causal=True, impl="native"))
+    backends.set_numpy_threads(None)
+    for other in found[1:]:
+        for x, y in zip(found[0][:4], other[:4], strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-10)
 
 
 def test_documents_and_dropout_are_known() -> None:
@@ -149,13 +195,13 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[E
 @pytest.mark.usefixtures("two_threads")
 def test_blas_has_one_thread_inside_and_its_own_number_after(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[list[int]] = []
-    write = headwise._write_exponentials
+    write = logits.write_exponentials
 
     def watched(*given: Any) -> Any:
         inside.append(blas_threads())
         return write(*given)
 
-    monkeypatch.setattr(headwise, "_write_exponentials", watched)
+    monkeypatch.setattr(forward, "write_exponentials", watched)
     with threadpool_limits(2, "blas"):
         before = blas_threads()
         attend(*arrays(200))
@@ -168,7 +214,7 @@ def test_an_error_in_a_worker_is_raised_and_leaves_everything_as_it_was(monkeypa
     given = arrays(200)
     expected, before = attend(*given), blas_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(headwise, "_write_exponentials", lambda *_: 1 // 0)
+        patch.setattr(forward, "write_exponentials", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             attend(*given)
     assert blas_threads() == before
