@@ -51,7 +51,7 @@ def path(function: str, call: Problem, impl: str) -> Path:
         return PORTABLE
     found = _native(function, call)
     if isinstance(found, Path):
-        return found if found.faster or impl == "native" else PORTABLE
+        return found if found.faster or impl == "native" else _instead(call)
     if impl == "native":
         raise ValueError(f"`impl` is 'native', but there is no native path for this call: {found}")
     return _instead(call)
@@ -70,7 +70,7 @@ _short: dict[type, Any] = {}
 
 
 def _instead(call: Problem) -> Path:
-    """Return the portable kernels, in the form that a library wants them in."""
+    """Return what serves where the native path does not or is the slower one, in the form that a library wants."""
     library = library_name(call.xp)
     choose = getattr(_module(library), "instead", None) if library in NATIVE else None
     path: Path = PORTABLE if choose is None else choose(call)

@@ -1,7 +1,7 @@
 """JAX: loops over chunks of one shape, compiled once, under a differentiation rule that keeps the memory promise.
 
 Left to themselves, ``jax.jit`` unrolls the portable kernel's chunks, which takes compile time by the length and memory
-by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass.
+by its square, and ``jax.grad`` keeps every chunk's weights for the backward pass. Calls of few logits need no loops.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
+from relskew_core.backends._jax import at_once, tangent
 from relskew_core.backends._jax import backward as jax_backward
-from relskew_core.backends._jax import tangent
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
@@ -36,7 +36,12 @@ LARGEST_ON_CPUS = 64
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    return Path(attention, attention_vjp, knows=KNOWN.union(Operands._fields))
+    return Path(attention, attention_vjp, knows=KNOWN, faster=function != "attention" or not at_once.serves(call))
+
+
+def instead(call: Problem) -> Path:
+    """Return the kernels for the calls that loops are not the faster way for."""
+    return Path(at_once.attention, attention_vjp)
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:

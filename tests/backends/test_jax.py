@@ -43,10 +43,13 @@ def close(actual: Any, expected: Any, tolerance: float, name: str) -> None:
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=tolerance * size, err_msg=name)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("impl", ["native", "auto"])
+@settings(max_examples=40, deadline=None)
 @given(call=strategies.calls(), seed=strategies.seeds)
-def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(call: strategies.Call, seed: int) -> None:
-    options = call.options
+def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
+    impl: str, call: strategies.Call, seed: int
+) -> None:
+    options = call.options if impl == "native" else {**call.options, "chunk_size": None}  # a few logits need no loop
     portable = relative_attention(**call.arrays, **options, return_lse=True, impl="portable")
     rng = np.random.default_rng(seed)
     cotangents = rng.standard_normal(portable[0].shape), rng.standard_normal(portable[1].shape)
@@ -56,7 +59,7 @@ def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(call: 
 
     def both(arrays: dict[str, Any]) -> Any:
         results, pull = jax.vjp(
-            lambda x: relative_attention(**x, **mask, **options, return_lse=True, impl="native"), arrays
+            lambda x: relative_attention(**x, **mask, **options, return_lse=True, impl=impl), arrays
         )
         return results, pull(tuple(jnp.asarray(x) for x in cotangents))[0]
 
@@ -392,6 +395,42 @@ def test_what_nobody_sees_gets_no_gradient_and_gives_none(options: dict[str, Any
         case.d_out(), arrays, {k: x for k, x in options.items() if k != "chunk_size"}
     ).items():
         close(getattr(gradients, name), gradient, 1e-10, name)
+
+
+def test_at_once_what_nobody_sees_gets_no_gradient_and_gives_none() -> None:
+    case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
+    options: dict[str, Any] = {"span": case.span, "window": (2, 0), "softcap": 3.0}
+    arrays = case.arrays()
+    poisoned = {name: x.copy() for name, x in arrays.items()}
+    for name in ("k", "v"):
+        poisoned[name][..., 6:, :] = np.nan
+    for name in ("rel_k", "rel_v"):
+        poisoned[name][..., :6, :] = np.inf
+    poisoned["rel_bias"][..., :6] = np.nan
+    d_out = jnp.asarray(case.d_out())
+    out, pull = jax.vjp(jax.jit(lambda x: relative_attention(**x, **options)), on_jax(poisoned))
+    close(out, relative_attention(**arrays, **options), 1e-12, "out")
+    (gradients,) = pull(d_out)
+    for name, gradient in dense.vjp(case.d_out(), arrays, options).items():
+        close(gradients[name], gradient, 1e-10, name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "loops"),
+    [
+        ((8, 128, 4), {"causal": True}, False),
+        ((8, 129, 4), {"causal": True}, True),  # more logits of a head
+        ((65, 128, 4), {"causal": True}, True),  # more of all heads
+        ((8, 128, 4), {"causal": True, "chunk_size": 32}, True),
+        ((8, 128, 4), {"dropout": 0.5, "seed": 0}, True),
+        ((8, 128, 4), {"impl": "native"}, True),
+    ],
+    ids=str,
+)
+def test_calls_of_few_logits_are_no_loops(shape: tuple[int, ...], options: dict[str, Any], loops: bool) -> None:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = jax.jit(lambda q, k, v: relative_attention(q, k, v, **options)).trace(x, x, x).jaxpr
+    assert ("scan" in str(program)) == loops
 
 
 def test_values_that_no_query_of_the_chunk_sees_may_be_anything() -> None:

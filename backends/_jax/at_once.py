@@ -1,0 +1,171 @@
+"""JAX: calls of few logits, all queries at once, differentiated by JAX itself.
+
+A loop of one turn is dear: its places are traced, and its backward pass computes the weights anew. Here the compiler
+sees one expression of constant shapes and joins what it can, and the weights stay for the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from relskew_core._array.checks import is_symbol
+from relskew_core._array.softmax import NEGLIGIBLE
+from relskew_core._array.typing import Array
+from relskew_core._kernel.call import Operands, Options, unknown
+from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.plan import Layout
+from relskew_core._kernel.problem import Problem
+from relskew_core._positions.skew import pad_last, skew_from, unskew_from
+from relskew_core._positions.span import Span
+from relskew_core.backends._jax.explicit import split_by_compiler
+from relskew_core.backends._path import COMMON
+
+KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
+"""The arrays and options that this way knows."""
+
+KEPT = 2**20
+"""Weights up to which a call may keep them for its backward pass: 4 MiB."""
+
+LOGITS = 2**14
+"""Logits of a head up to which this is the faster way, and keeps little under ``jax.vmap``, which hides the batch."""
+
+
+def serves(call: Problem) -> bool:
+    """Whether this is the faster way, and all that the call asks for is known here."""
+    x = call.given
+    if unknown(x, call.options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
+        return False
+    logits = x.q.shape[-2] * x.k.shape[-2]
+    heads = math.prod(call.operands().q.shape[:-2])
+    return logits <= LOGITS and heads * logits <= KEPT and Layout.of(call.options) is not None
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    return _attention(operands, options)
+
+
+@partial(jax.jit, static_argnames="options")
+def _attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
+    like = operands.q, operands.q[..., 0] if options.return_lse else None
+    with jax.named_scope("relative_attention"):
+        results: tuple[Array, Array | None] = split_by_compiler(partial(_attend, options), like, operands)
+    return results
+
+
+def _attend(options: Options, x: Operands) -> tuple[Array, Array | None]:
+    layout = Layout.of(options)
+    assert layout is not None
+    keys = slice(layout.first, layout.end)
+    visible = _visible(options, x, layout)
+    logits = _logits(x, x.k[..., keys, :], options, layout)
+    if options.softcap is not None:
+        if visible is not None:  # a slope of NaN would be no zero
+            logits = jnp.where(visible, logits, 0.0)
+        logits = jnp.tanh(logits * (1 / options.softcap)) * options.softcap
+    if x.mask is not None and x.mask.dtype != bool:
+        logits = logits + _of_keys(x.mask, layout)
+    if visible is not None:
+        logits = jnp.where(visible, logits, -math.inf)
+
+    largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    dead = None
+    if x.mask is not None or options.visibility.some_query_sees_nothing():
+        dead = largest == -math.inf
+        largest = jnp.where(dead, 0.0, largest)
+    shifted = logits - largest
+    weights = jnp.where(shifted < NEGLIGIBLE, 0.0, jnp.exp(shifted))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if dead is None else jnp.where(dead, 1.0, total)
+    weights = weights / total
+    out = grouped_matmul(weights, x.v[..., keys, :], xp=jnp)
+    if x.rel_v is not None:
+        out = out + jnp.matmul(_relative(weights, layout), _rows(x.rel_v, options.span, layout))
+    if not options.return_lse:
+        return out, None
+    lse = largest + jnp.log(total)
+    return out, (lse if dead is None else jnp.where(dead, -math.inf, lse))[..., 0]
+
+
+def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:
+    """Return the logits (..., H, n, m) before softcap and masks. Scaled last: the compiler does it on the way."""
+    product = grouped_matmul(x.q, jnp.matrix_transpose(k), xp=jnp)
+    relative = None
+    if x.rel_k is not None:
+        met = x.q if x.rel_q is None else x.rel_q
+        relative = _absolute(_product(met, x.rel_k, options.span, layout), layout)
+    if relative is not None and options.rel_scale == options.scale:
+        logits = (product + relative) * options.scale
+    else:
+        logits = product * options.scale
+        logits = logits if relative is None else logits + relative * options.rel_scale
+    if x.rel_bias is None:
+        return logits
+    bias, n = jnp.matrix_transpose(_rows(x.rel_bias[..., None], options.span, layout)), x.q.shape[-2]
+    return logits + _absolute(jnp.broadcast_to(bias, (*bias.shape[:-2], n, bias.shape[-1])), layout)
+
+
+def _visible(options: Options, x: Operands, layout: Layout) -> Array | None:
+    """Return which keys the queries may see, ``None`` if all of them."""
+    pattern = options.visibility
+    visible = pattern.mask(0, pattern.n_queries, layout.first, layout.end, xp=np, device="cpu")
+    visible = None if visible is None else jnp.asarray(visible)
+    if x.mask is None:
+        return visible
+    mask = _of_keys(x.mask, layout)
+    allowed = mask if mask.dtype == bool else mask > -math.inf
+    return allowed if visible is None else visible & allowed
+
+
+def _of_keys(mask: Array, layout: Layout) -> Array:
+    return mask if mask.shape[-1] == 1 else mask[..., layout.first : layout.end]
+
+
+def _product(q: Array, table: Array, span: Span, layout: Layout) -> Array:
+    """Return the products with the rows of a table that the columns stand for which some query sees."""
+    places = _places(span, layout)
+    if places[-1] - places[0] == len(places) - 1 or 2 * table.shape[-2] > len(places):
+        return jnp.matmul(q, jnp.matrix_transpose(_rows(table, span, layout)))
+    return _taken(jnp.matmul(q, jnp.matrix_transpose(table)), places, -1)  # of a short table, what is there
+
+
+def _rows(table: Array, span: Span, layout: Layout) -> Array:
+    """Return the rows of a table that the columns of the relative layout stand for which some query sees."""
+    return _taken(table, _places(span, layout), -2)
+
+
+def _places(span: Span, layout: Layout) -> list[int]:
+    return layout.rows(span)[layout.seen]
+
+
+def _taken(x: Array, places: list[int], axis: int) -> Array:
+    """Return places of an axis, zeros for what is past its end."""
+    count = x.shape[axis]
+    if places[-1] - places[0] == len(places) - 1 and places[-1] < count:  # they follow one another
+        return lax.slice_in_dim(x, places[0], places[-1] + 1, axis=x.ndim + axis)
+    taken = jnp.take(x, np.minimum(places, count - 1), axis=axis)
+    if max(places) < count:
+        return taken
+    there = np.less(places, count)
+    return jnp.where(there if axis == -1 else there[:, None], taken, 0.0)
+
+
+def _absolute(x: Array, layout: Layout) -> Array:
+    """Relative layout, of the columns that some query sees (..., n, columns), to absolute layout (..., n, m)."""
+    n, m = x.shape[-2], layout.end - layout.first
+    width = max(layout.width, m + (n > 1))  # rows after the first read one column earlier
+    wide = pad_last(x, layout.seen.start, width - layout.seen.stop, xp=jnp)
+    return skew_from(wide, n_keys=m, first=n - 1, xp=jnp)
+
+
+def _relative(s: Array, layout: Layout) -> Array:
+    """Absolute layout (..., n, m) to relative layout, of the columns that some query sees."""
+    n, m = s.shape[-2:]
+    return unskew_from(s, width=n + m, first=n - 1, xp=jnp)[..., layout.seen]
