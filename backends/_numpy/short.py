@@ -26,6 +26,8 @@ LOGITS = 2**14
 SCRATCH = 2**18
 """Logits of the items that are worked on at once: in the caches, and few enough for memory."""
 
+_NOTHING = {NoneType}
+
 
 def ordinary() -> bool:
     """Whether nobody traces, watches or changes what is computed here."""
@@ -60,6 +62,9 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    q, k, v, rel_k, *others = x
+    if q.shape[-2] == 1 and rel_k is not None and rel_k.ndim == 2 and plan.is_plain and _NOTHING == {*map(type, others)}:
+        return _attend_one(q, k, v, rel_k, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)
     if x.q.ndim != 4 or logits <= SCRATCH:
         return _quietly(x, plan)
@@ -72,6 +77,24 @@ def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     out, lse = (None if each[0] is None else np.concatenate(each) for each in zip(*found, strict=True))
     assert out is not None
     return out, lse
+
+
+def _attend_one(q: Array, k: Array, v: Array, rel_k: Array, plan: Plan) -> Array:
+    """Return the output of one query for each head, where there is nothing but a table for all heads."""
+    first, end, width, row, _ = plan.layout
+    if width < k.shape[-2]:
+        k, v = k[..., first:end, :], v[..., first:end, :]
+    scaled = q * plan.options.scale
+    relative = scaled.reshape(-1, q.shape[-1]) @ rel_k[row : row + width].T
+    logits: Array = grouped_matmul(scaled, k.swapaxes(-1, -2), xp=np)
+    logits += relative.reshape(logits.shape)
+    logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)
+    if np.minimum.reduce(logits, axis=None) < NEGLIGIBLE:
+        np.copyto(logits, -math.inf, where=logits < NEGLIGIBLE)
+    weights = np.exp(logits, out=logits)
+    out: Array = grouped_matmul(weights, v, xp=np)
+    out /= np.add.reduce(weights, axis=-1, keepdims=True)
+    return out
 
 
 def _quietly(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
