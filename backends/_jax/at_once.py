@@ -24,7 +24,8 @@ from relskew_core._kernel.plan import Layout
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
-from relskew_core.backends._jax.explicit import split_by_compiler
+from relskew_core.backends._jax.explicit import explicitly_split
+from relskew_core.backends._jax.manual import axes_of
 from relskew_core.backends._path import COMMON
 
 KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
@@ -40,6 +41,10 @@ LOGITS = 2**14
 def serves(call: Problem) -> bool:
     """Whether this is the faster way, and all that the call asks for is known here."""
     x = call.given
+    if axes_of(x) or explicitly_split(
+        x
+    ):  # every array that is made here would need the type that the loops give theirs
+        return False
     if unknown(x, call.options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return False
     logits = x.q.shape[-2] * x.k.shape[-2]
@@ -49,18 +54,13 @@ def serves(call: Problem) -> bool:
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    return _attention(operands, options)
+    result: tuple[Array, Array | None] = _attend(operands, options)
+    return result
 
 
 @partial(jax.jit, static_argnames="options")
-def _attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
-    like = operands.q, operands.q[..., 0] if options.return_lse else None
-    with jax.named_scope("relative_attention"):
-        results: tuple[Array, Array | None] = split_by_compiler(partial(_attend, options), like, operands)
-    return results
-
-
-def _attend(options: Options, x: Operands) -> tuple[Array, Array | None]:
+@jax.named_scope("relative_attention")
+def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
     layout = Layout.of(options)
     assert layout is not None
     keys = slice(layout.first, layout.end)

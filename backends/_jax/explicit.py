@@ -15,9 +15,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 def split_by_compiler(function: Callable[..., Any], like: Any, *arrays: Any) -> Any:
     """Return ``function(*arrays)``, with each result split as the first axes of the array are that it is ``like``."""
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    mesh = _mesh(arrays)
     if mesh is None:
         return function(*arrays)
     shardings = jax.tree.map(lambda like: NamedSharding(mesh, PartitionSpec(*jax.typeof(like).sharding.spec)), like)
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
+
+
+def explicitly_split(arrays: Any) -> bool:
+    """Whether the type of some array says how it is split."""
+    return _mesh(arrays) is not None
+
+
+def _mesh(arrays: Any) -> Any:
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)

@@ -63,7 +63,13 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     q, k, v, rel_k, *others = x
-    if q.shape[-2] == 1 and rel_k is not None and rel_k.ndim == 2 and plan.is_plain and _NOTHING == {*map(type, others)}:
+    if (
+        q.shape[-2] == 1
+        and rel_k is not None
+        and rel_k.ndim == 2
+        and plan.is_plain
+        and {*map(type, others)} == _NOTHING
+    ):
         return _attend_one(q, k, v, rel_k, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)
     if x.q.ndim != 4 or logits <= SCRATCH:
