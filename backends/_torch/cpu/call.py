@@ -57,7 +57,9 @@ class StackedCall:
     def of(cls, operands: Operands, options: Options) -> StackedCall:
         """Cut the queries of a call of flattened operands into chunks."""
         if options.chunk_size is None:
-            options = replace(options, chunk_size=chunk_size(options, operands.q.element_size()))
+            size = chunk_size(options, operands.q.element_size())
+            size *= 1 if operands.key_table is None else 2  # blocks of keys, too, are half of a chunk
+            options = replace(options, chunk_size=size)
         laid = [chunk for chunk in chunks(operands, options) if chunk.first < chunk.end]
         mask, bound = _mask_and_bound(operands)
         return cls(
