@@ -94,6 +94,14 @@ def results_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         return list(model(*(value.clone() for value in inputs)))
 
 
+def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:
+    """Say whether a graph neither fails nor marks its first result as none, which is full of NaN then."""
+    try:
+        return bool(np.isfinite(run(inputs, "inputs that the model refuses")[0]).any())
+    except RuntimeError:
+        return False
+
+
 def check_equal(
     names: Sequence[str], given: Arrays, wanted: Sequence[Tensor], case: str, tolerance: float | None
 ) -> None:

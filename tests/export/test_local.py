@@ -12,6 +12,7 @@ import pytest
 from export_forms import random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
+from relskew_core.export._plan import make_plan
 
 CAUSAL = BlockSpec(8, 2, Span.causal(16), causal=True, block_size=8)
 STREAM = BlockSpec(8, 2, Span(23, 7), block_size=8, blocks_before=2)
@@ -28,3 +29,10 @@ def test_what_is_multiplied(spec: BlockSpec, before: int, length: int, blocks: i
     queries, keys = list[Any](session.run(names, {"x": np.ones((2, length, 8), np.float32)}))
     assert queries.shape == (2 * blocks, size, 8)
     assert keys.shape == (2 * blocks, (1 + before) * size, 16)
+
+
+@pytest.mark.parametrize(("before", "folded"), [(8, True), (9, False)])
+def test_many_blocks_before_are_masked_instead(before: int, folded: bool) -> None:
+    """Each block before is one more copy of the keys."""
+    spec = BlockSpec(8, 2, Span(2 * before + 1, 1), block_size=2, blocks_before=before)
+    assert make_plan(spec, np.dtype(np.float32)).local == folded

@@ -213,7 +213,7 @@ def test_max_length_trims_the_stored_rows() -> None:
     ("spec", "options", "message"),
     [
         (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, what the span reaches into the past"),
-        (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.*future"),
+        (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
         (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
         (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),
         (FULL, {"past": True}, "`past=True` requires `spec.causal` or `spec.blocks_before`"),
@@ -238,6 +238,7 @@ def test_refused_values(spec: BlockSpec, options: dict[str, Any], message: str) 
     [
         ({"past": 1}, "`past` must be a bool"),
         ({"mask": None}, "`mask` must be a bool"),
+        ({"segments": 1}, "`segments` must be a bool"),
         ({"max_length": 4.0}, "`max_length` must be an int"),
         ({"opset": "23"}, "`opset` must be an int"),
         ({"name": ""}, "`name` must be a str"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -179,20 +180,27 @@ CROSS: dict[str, dict[str, Any]] = {
 class Across(nn.Module):
     """Many calls with queries and keys of different lengths, and masks that hide all keys of some queries."""
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, calls: Iterable[str]) -> None:
         super().__init__()
-        self.scale = scale
+        self.calls = [CROSS[name] for name in calls]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Any, ...]:
         results: list[Any] = []
-        for call in CROSS.values():
+        for call in self.calls:
             for shown in (None, mask):
                 cast: dict[str, Any] = {name: x.to(q.dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
                 result = relative_attention(q, k, v, **cast, mask=shown)
                 results += result if isinstance(result, tuple) else [result]
+        return tuple(results)
+
+
+class Shapes(nn.Module):
+    """Masks that are added, arrays with fewer axes and with more."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Any, ...]:
         table, values = TABLE.to(q.dtype), VALUES.to(q.dtype)
         additive = torch.where(mask, q[:, :1, :, :1], -torch.inf)
-        results += [
+        return (
             relative_attention(q, k, v, table, CLIP, mask=additive),
             relative_attention(q, k, v, table, CLIP, mask=additive, rel_v=values),
             relative_attention(q, k, v, table, CLIP, rel_q=q + 1),
@@ -204,8 +212,7 @@ class Across(nn.Module):
             relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
             # More queries than keys: the first ones stand before all keys.
             relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
-        ]
-        return tuple(results)
+        )
 
 
 def across(batch: int, queries: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -227,20 +234,28 @@ ACROSS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("opset", "dtype", "gate"),
-    [
-        (18, torch.float32, 2e-6),
-        (23, torch.float32, 2e-6),
-        (24, torch.float64, 1e-12),
-    ],
-    ids=["18", "23", "24, float64"],
-)
-def test_calls(opset: int, dtype: torch.dtype, gate: float) -> None:
-    model = Across()
+def compare_across(model: nn.Module, opset: int, dtype: torch.dtype = torch.float32, gate: float = 2e-6) -> None:
     run = session(export(model, across(2, 5, 7, dtype), ACROSS, opset))
     for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
         assert_same(run(*across(*shape, dtype)), model, *across(*shape, dtype), gate=gate)
+
+
+def test_calls_in_single() -> None:
+    compare_across(Across(CROSS), 18)
+
+
+def test_calls_in_double() -> None:
+    compare_across(Across(CROSS), 24, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_calls_optimised(part: int) -> None:
+    compare_across(Across([*CROSS][part::4]), 23)
+
+
+@opsets
+def test_other_shapes(opset: int) -> None:
+    compare_across(Shapes(), opset)
 
 
 ALONG: dict[str, dict[str, Any]] = {
@@ -268,24 +283,30 @@ ALONG: dict[str, dict[str, Any]] = {
 class Along(nn.Module):
     """Many calls with queries and keys known to be of one length."""
 
+    def __init__(self, calls: Iterable[str]) -> None:
+        super().__init__()
+        self.calls = [ALONG[name] for name in calls]
+
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Any, ...]:
         q, k = x, x[:, :2] * 2
         return tuple(
-            relative_attention(q, k, k - 1, **call, mask=shown) for call in ALONG.values() for shown in (None, mask)
+            relative_attention(q, k, k - 1, **call, mask=shown) for call in self.calls for shown in (None, mask)
         )
 
 
-@opsets
-def test_calls_along_one_sequence(opset: int) -> None:
+@pytest.mark.parametrize(("opset", "part"), [(18, slice(None)), (23, slice(0, None, 2)), (23, slice(1, None, 2))])
+def test_calls_along_one_sequence(opset: int, part: slice) -> None:
     def inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
         return random(batch, 4, length, 6, seed=1), random(batch, 1, 1, length, seed=2) > -1
 
-    model = Along()
+    model = Along([*ALONG][part])
     program = export(model, inputs(2, 5), {"x": {0: VARY, 2: VARY}, "mask": {0: VARY, 3: VARY}}, opset)
-    causal = [
-        bool(node.attributes.get_int("is_causal", 0)) for node in program.model.graph if node.op_type == "Attention"
-    ]
-    assert sum(causal) == (10 if opset == 23 else 0)  # five are causal and without `rel_v`, with and without a mask
+    causal = sum(node.attributes.get_int("is_causal", 0) for node in program.model.graph if node.op_type == "Attention")
+    single = [call for call in model.calls if "rel_v" not in call]
+    both, masked = (
+        sum(name in call and "blocks_before" not in call for call in single) for name in ("causal", "block_size")
+    )
+    assert causal == (2 * both + masked if opset == 23 else 0)  # blocks are cut where no mask is
     run = session(program)
     for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
@@ -307,9 +328,13 @@ PLACED: dict[str, dict[str, Any]] = {
 class Placed(nn.Module):
     """Many calls with positions in any order and segments."""
 
+    def __init__(self, calls: Iterable[str]) -> None:
+        super().__init__()
+        self.calls = [PLACED[name] for name in calls]
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, keys_at: Tensor, of: Tensor, keys_of: Tensor) -> Any:
         results: list[Any] = []
-        for call in PLACED.values():
+        for call in self.calls:
             for stands, segments in (((at, keys_at), None), ((at[0], keys_at), (of, keys_of[0]))):
                 result = relative_attention(q, k, v, **call, positions=stands, segments=segments)
                 results += result if isinstance(result, tuple) else [result]
@@ -332,9 +357,9 @@ def placed(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
     return (*across(batch, queries, keys)[:3], *labels)
 
 
-@opsets
-def test_positions_and_segments(opset: int) -> None:
-    model = Placed()
+@pytest.mark.parametrize(("opset", "part"), [(18, slice(None)), (23, slice(0, None, 2)), (23, slice(1, None, 2))])
+def test_positions_and_segments(opset: int, part: slice) -> None:
+    model = Placed([*PLACED][part])
     vary = {name: {0: VARY, 2: VARY} for name in "qkv"} | {
         name: {0: VARY, 1: VARY} for name in ("at", "keys_at", "of", "keys_of")
     }
@@ -363,7 +388,7 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
             asks = options.pop("return_lse", False)
             checked = problem(Arguments(queries, keys, values, **options), return_lse=asks)
             tried.update(unknown(checked.given, checked.options, frozenset()))
-    tried.add("rel_q")  # of `Across`
+    tried.add("rel_q")  # of `Shapes`
     fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
     fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
     fields.remove("by_value")

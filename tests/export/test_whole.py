@@ -537,6 +537,28 @@ def test_other_lengths_are_checked() -> None:
     assert shapes((*graph.input, *graph.output)) == {"x": ["batch", 3], "y": ["batch", 3], "sum": ["batch", 3]}
 
 
+class Choosy(nn.Module):
+    """Takes up to three numbers, which no graph can know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and len(x) > 3:
+            raise ValueError("too many")
+        return x + 1
+
+
+def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
+    with pytest.warns(
+        UserWarning, match=r"takes what `model` refuses, unchecked: inputs of x \(4,\) \(ValueError: too"
+    ):
+        torch_to_onnx(Choosy(), torch.randn(3))
+    torch_to_onnx(Choosy(), torch.randn(3), check=False)
+
+
+def test_lengths_that_both_refuse_are_nothing_to_tell() -> None:
+    short = RelativeMultiheadAttention(BlockSpec(8, 2, Span.full(5)))
+    torch_to_onnx(short, torch.randn(2, 5, 8))  # a warning would be an error here
+
+
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -366,7 +366,7 @@ def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
         y = function(*given)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
-    if not spec.cross:
+    if name in ("bidirectional", "stream"):  # with padding it is compiled anew
         padding = torch.arange(9) >= torch.tensor([[9], [6]])
         module.eval()
         torch.testing.assert_close(

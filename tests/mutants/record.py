@@ -62,19 +62,19 @@ class Mutant:
 def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False) -> str:
     """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
 
-    ``again``: only survivors were tried, and all others are noticed still. A sample changes nothing about a module
-    that was tried as a whole.
+    ``again``: only survivors were tried, and what was noticed is noticed still. A sample changes nothing about a module
+    of which more was tried.
     """
     counts = counted(before)
-    known = {name for name, count in counts.items() if count.tried == count.mutants}
+    known = {name: min(count.tried, sizes.get(name, 0)) for name, count in counts.items()}
     now, every = {name: Counter[str]() for name in sizes}, Counter[str]()
     for mutant, verdict in tried:
         every[mutant.module] += 1
         if verdict in ("survived", "unreached"):
             now[mutant.module][mutant.line] += 1
     for name, size in sizes.items():
-        number = (size if name in known else counts[name].tried) if again and name in counts else every[name]
-        if number == 0 or (number < size and name in known):
+        number = known.get(name, every[name]) if again else every[name]
+        if number == 0 or number < known.get(name, 0):
             del now[name]
         else:
             counts[name] = Count(size, number, number - now[name].total())

@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from relskew_core.export import torch_translation_table
 
 VARY = torch.export.Dim.DYNAMIC
+OPTIMISED = 23
 
 
 def export(model: nn.Module, inputs: tuple[Tensor, ...], vary: dict[str, Any], opset: int, **options: Any) -> Any:
+    """Translate a model, and have torch's optimiser go over it where the opset is `OPTIMISED`.
+
+    It is by far the slowest step: its time grows with the square of the nodes.
+    """
+    options.setdefault("optimize", opset == OPTIMISED)
     options.setdefault("custom_translation_table", torch_translation_table(opset))
     return torch.onnx.export(
         model.eval(), inputs, dynamo=True, opset_version=opset, dynamic_shapes=vary, verbose=False, **options
