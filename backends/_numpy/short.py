@@ -63,13 +63,7 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     q, k, v, rel_k, *others = x
-    if (
-        q.shape[-2] == 1
-        and rel_k is not None
-        and rel_k.ndim == 2
-        and plan.is_plain
-        and {*map(type, others)} == _NOTHING
-    ):
+    if q.shape[-2] == 1 and rel_k is not None and plan.is_plain and {*map(type, others)} == _NOTHING:
         return _attend_one(q, k, v, rel_k, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)
     if x.q.ndim != 4 or logits <= SCRATCH:
@@ -86,12 +80,15 @@ def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
 
 
 def _attend_one(q: Array, k: Array, v: Array, rel_k: Array, plan: Plan) -> Array:
-    """Return the output of one query for each head, where there is nothing but a table for all heads."""
+    """Return the output of one query for each head, where there is nothing but a table."""
     first, end, width, row, _ = plan.layout
     if width < k.shape[-2]:
         k, v = k[..., first:end, :], v[..., first:end, :]
     scaled = q * plan.options.scale
-    relative = scaled.reshape(-1, q.shape[-1]) @ rel_k[row : row + width].T
+    if rel_k.ndim == 2:
+        relative = scaled.reshape(-1, q.shape[-1]) @ rel_k[row : row + width].T
+    else:
+        relative = scaled @ rel_k[:, row : row + width].swapaxes(-1, -2)
     logits: Array = grouped_matmul(scaled, k.swapaxes(-1, -2), xp=np)
     logits += relative.reshape(logits.shape)
     logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)

@@ -67,6 +67,22 @@ def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[...,
 
 
 @libraries
+@pytest.mark.parametrize("lead", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_one_query_of_any_heads(
+    library: Callable[..., Any], lead: tuple[int, ...], key_heads: int, by_head: bool, known: dict[Any, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    shapes = [(*lead, 4, 1, 3), *[(*lead, key_heads, 9, 3)] * 2, (4, 64, 3) if by_head else (64, 3)]
+    x = [library(rng.standard_normal(shape)) for shape in shapes]
+    for scale in (1.0, 40.0):  # of the latter most weights are negligible
+        options: Any = {"span": Span.causal(64), "window": (6, 0), "offset": 8, "scale": scale}
+        close(relative_attention(*x, **options), relative_attention(*x, **options, impl="portable"))
+    assert len(known) == 2
+
+
+@libraries
 def test_calls_alike_are_one_kind(library: Callable[..., Any], known: dict[Any, Any]) -> None:
     for seed, m in ((0, 9), (1, 9), (2, 7)):
         x = [library(each) for each in drawn(3, m, seed=seed)]

@@ -117,7 +117,7 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
         apply: Any = _Attention.apply
         return apply(plan, *x), None
     q, k, v, rel_k, *others = x
-    if q.shape[-2] == 1 and rel_k is not None and rel_k.ndim == 2 and plan.is_plain and others == _NOTHING:
+    if q.shape[-2] == 1 and rel_k is not None and plan.is_plain and others == _NOTHING:
         return _attend_one(q, k, v, rel_k, plan), None
     parts = [_attend(block, plan)[:2] for block in _blocks(x, plan, BLOCK)]
     out, lse = (_joined(each) for each in zip(*parts, strict=True))
@@ -126,14 +126,18 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor, plan: Plan) -> Tensor:
-    """Return the output of one query for each head, where there is nothing but a table for all heads."""
+    """Return the output of one query for each head, where there is nothing but a table."""
     first, end, width, row, _ = plan.layout
     if width < k.shape[-2]:
         k, v = k[..., first:end, :], v[..., first:end, :]
     k, v = k.reshape(-1, width, k.shape[-1]), v.reshape(-1, width, v.shape[-1])
     scaled = q.reshape(-1, q.shape[-1]) * plan.options.scale
-    relative = torch.mm(scaled, rel_k.narrow(0, row, width).t())
-    logits = torch.baddbmm(relative.view(k.shape[0], -1, width), scaled.view(k.shape[0], -1, k.shape[-1]), k.mT)
+    if rel_k.ndim == 2:
+        relative = torch.mm(scaled, rel_k.narrow(0, row, width).t())
+    else:
+        by_head = scaled.view(-1, rel_k.shape[0], scaled.shape[-1]).transpose(0, 1)
+        relative = torch.bmm(by_head, rel_k.narrow(1, row, width).mT).transpose(0, 1)
+    logits = torch.baddbmm(relative.reshape(k.shape[0], -1, width), scaled.view(k.shape[0], -1, k.shape[-1]), k.mT)
     weights = torch.softmax(logits, -1)
     torch.threshold_(weights, TINY, 0.0)
     return torch.bmm(weights, v).view(*q.shape[:-1], -1)
