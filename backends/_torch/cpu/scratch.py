@@ -178,7 +178,7 @@ def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | 
             logits.masked_fill_(~mask, -math.inf)
         else:
             logits.add_(mask)
-            if mask.shape[-2] > 1:
+            if stack.mask.shape[-2] > 1:
                 logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
     if stack.bound is not None:  # a fifth of the time that filling takes
         logits.nan_to_num_(math.inf, math.inf, -math.inf)  # a NaN is the largest: its row stays NaN where it is seen
