@@ -175,7 +175,7 @@ def test_the_lowest_releases_are_the_lower_bounds() -> None:
     for_users = [
         line
         for name, lines in extras.items()
-        if not name.endswith(("gpu", "12x", "13x")) and name not in ("test", "dev", "bench")
+        if not name.endswith(("gpu", "12x", "13x")) and name not in ("test", "dev", "bench", "docs")
         for line in lines
     ]
     lowest = bounds((ROOT / "requirements" / "lowest.txt").read_text().splitlines())
