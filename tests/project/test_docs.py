@@ -6,6 +6,7 @@ A page is a namespace and a folder of its own. What is not run is recognised wor
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from project.test_public_names import PUBLIC
 
 import libraries
 import relskew_core
@@ -127,6 +129,12 @@ def test_the_table_of_names_is_complete() -> None:
     section = docs("reference.md").partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
     first_cells = re.findall(r"^\| ([^|]*)\|", section, re.MULTILINE)
     assert sorted(name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)) == sorted(relskew_core.__all__)
+
+
+def test_the_table_of_modules_is_complete() -> None:
+    first_cells = re.findall(r"^\| (`[^|]*)\|", docs("modules.md"), re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)]
+    assert sorted([*named, "relskew_core"]) == sorted(name for name in PUBLIC if importlib.import_module(name).__all__)
 
 
 def test_the_gates_are_those_of_the_tests() -> None:
