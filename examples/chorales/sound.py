@@ -10,8 +10,8 @@ from typing import Any
 import mido
 import numpy as np
 
-from examples.chorales.files import whole
 from examples.chorales.tokens import Voice
+from relskew_core.draw._files import whole
 
 TICKS = 480
 """Of MIDI, in a quarter note."""

@@ -10,35 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+from relskew_core.cli import _draw
 from relskew_core.cli._console import count, output, progress
 from relskew_core.cli._errors import CliError, need, reason
-
-
-def without_types(parameters: list[Any]) -> list[Any]:
-    """Show a flag by its name alone: ``--causal`` and not ``--causal <bool>``."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
-
-
-class Program(TyperGroup):
-    """The program, with its own flags."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments."""
-        return without_types(super().get_params(ctx))
-
-
-class Command(TyperCommand):
-    """One of its commands."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options and arguments."""
-        return without_types(super().get_params(ctx))
-
+from relskew_core.cli._options import BlockOptions, Command, Names, Prefix, Program, Seed, Weights, takes
 
 app = typer.Typer(
     name="relskew",
@@ -46,12 +22,9 @@ app = typer.Typer(
     cls=Program,
     pretty_exceptions_enable=False,
 )
+app.add_typer(_draw.app, name="draw")
 EXTRAS = {name: f"'relskew-core[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Names = list[str] | None
-Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
-Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
-Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
 
 
 def run(argv: list[str]) -> int:
@@ -127,27 +100,10 @@ def verify(
 
 
 @app.command(cls=Command)
+@takes(BlockOptions)
 def export(
+    block: BlockOptions,
     path: Annotated[Path, typer.Argument(help="Where to write the model.")],
-    embed_dim: Annotated[int, typer.Option(help="Width of the inputs and of the output.")],
-    num_heads: Annotated[int, typer.Option(help="Number of query heads.")],
-    length: Annotated[int | None, typer.Option(help="The table serves inputs up to this length.")] = None,
-    clip: Annotated[int | None, typer.Option(help="The table reaches this far; its edges serve beyond it.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="Number of key heads, for grouped queries.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Width of a head; embed-dim / num-heads by default.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Local attention in blocks of this size.")] = None,
-    blocks_before: Annotated[
-        int | None, typer.Option(help="With --block-size: a query sees its whole block and so many before it.")
-    ] = None,
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key of its future.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False,
-    rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False,
-    shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False,
-    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False,
-    no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False,
-    no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
@@ -171,33 +127,12 @@ def export(
 ) -> int:
     """Write an attention block as an ONNX model."""
     need("onnx", "'relskew-core[onnx]'", "exporting")
-    from relskew_core import BlockSpec
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights, load_weights
     from relskew_core.export import save, to_onnx
 
-    limits = _export.parse_window(window)
     whole = not no_projections
-    rows = _export.table_rows(load_weights(weights, prefix, projections=whole) if weights else None)
-    span = _export.choose_span(_export.SpanOptions(length, clip, causal, limits, block_size, blocks_before), rows)
-    spec = BlockSpec(
-        embed_dim,
-        num_heads,
-        span,
-        num_kv_heads=num_kv_heads,  # type: ignore[arg-type]
-        head_dim=head_dim,  # type: ignore[arg-type]
-        causal=causal,
-        cross=cross,
-        window=limits,
-        block_size=block_size,
-        blocks_before=blocks_before,
-        shared_table=shared_table,
-        rel_values=rel_values,
-        rel_keys=not no_rel_keys,
-        rel_bias=rel_bias,
-        sinks=sinks,
-        bias=not no_bias,
-    )
+    spec = block.spec(load_weights(weights, prefix, projections=whole) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)
     if chunk_size is None and not in_place:
         chunk_size = _export.chunk_of(device, spec)
@@ -275,12 +210,15 @@ def validate(
 def bench(
     length: Annotated[list[int] | None, typer.Option(help="Length to try; can be repeated.", min=1)] = None,
     library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot what was measured into this .svg or .png too.")] = None,
     as_json: Json = False,
 ) -> int:
     """Time the published algorithms beside ours, shortly; the large benchmark is in benchmarks/."""
-    from relskew_core.cli import _bench
+    from relskew_core.cli import _bench, _bench_plot
     from relskew_core.cli._libraries import chosen_libraries
 
+    if plot is not None:
+        _bench_plot.check_plot(plot)
     lengths = length or list(_bench.LENGTHS)
     found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
     entries, paths = [], {one.name: one.path for one in found if one.path}
@@ -291,6 +229,8 @@ def bench(
         _print_json(_bench.to_dict(entries, paths))
     else:
         _bench.show(entries, paths, output())
+    if plot is not None:
+        print(f"wrote {_bench_plot.save_plot(entries, plot)}", file=sys.stderr)
     return 0
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from relskew_core import BlockSpec, Span
+from relskew_core import BlockSpec
 from relskew_core.cli._console import as_bytes, count
 from relskew_core.cli._errors import CliError, need, reason
 
@@ -35,64 +33,6 @@ ADVICE_BFLOAT16 = (
     "onnxruntime computes in bfloat16 on CUDA only: validate there with --device cuda, or with --runtime reference"
 )
 """What a person can do about a model in bfloat16, anywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpanOptions:
-    """The options from which the span of the tables follows."""
-
-    length: int | None
-    clip: int | None
-    causal: bool
-    window: tuple[int | None, int | None] | None
-    block_size: int | None
-    blocks_before: int | None = None
-
-
-def choose_span(options: SpanOptions, table_rows: int | None) -> Span:
-    """Return the span of ``--length`` or ``--clip``, or the one that a window, a block size or a table implies."""
-    if options.length is not None and options.clip is not None:
-        raise CliError("--length and --clip exclude each other")
-    if options.clip is not None:
-        return Span.clipped(options.clip)
-    if options.length is not None:
-        return Span.causal(options.length) if options.causal else Span.full(options.length)
-    if table_rows is not None:
-        return _span_of_rows(table_rows, causal=options.causal)
-    if options.block_size is not None:
-        before = 1 if options.blocks_before is None else options.blocks_before
-        return Span((before + 1) * options.block_size - 1, 0 if options.causal else options.block_size - 1)
-    if options.window is not None and options.window[0] is not None:
-        left, right = options.window[0], 0 if options.causal else options.window[1]
-        if right is not None:
-            return Span(left, right)
-    raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
-
-
-def _span_of_rows(rows: int, *, causal: bool) -> Span:
-    if causal:
-        return Span.causal(rows)
-    if rows % 2 == 0:
-        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric, and not --causal")
-    return Span.full((rows + 1) // 2)
-
-
-def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
-    """Read ``"LEFT,RIGHT"``, where an empty side is unbounded."""
-    if text is None:
-        return None
-    sides = [side.strip() for side in text.split(",")]
-    if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
-        raise CliError(f"--window must be LEFT,RIGHT with whole numbers or nothing for unbounded, got {text!r}")
-    left, right = (int(side) if side else None for side in sides)
-    return left, right
-
-
-def table_rows(weights: Mapping[str, Any] | None) -> int | None:
-    """Return the rows of the table ``rel_k``, if there is one with rows."""
-    table = None if weights is None else weights.get("rel_k")
-    shape: tuple[int, ...] = () if table is None else tuple(table.shape)
-    return int(shape[-2]) if len(shape) > 1 else None
 
 
 def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:

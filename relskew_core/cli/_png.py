@@ -9,6 +9,7 @@ import numpy as np
 
 from relskew_core.cli._errors import CliError, need
 from relskew_core.cli._picture import Picture, Stripe, main_stripes, panels
+from relskew_core.draw._files import whole
 
 INK, FAINT, PAPER, EMPTY = "#f2f0f7", "#9a97ad", "#0b0a14", "#1d1b2c"
 MARKS = ("#56b4e9", "#2fd6a0", "#f0e442")  # told apart by every eye
@@ -23,7 +24,7 @@ def check_png(path: Path) -> None:
     """Refuse a path that is not a PNG's, and a machine without matplotlib, which nothing else needs."""
     if path.suffix.lower() != ".png":
         raise CliError(f"--png must be a path ending in .png, got {path}")
-    need("matplotlib", "matplotlib", "drawing a PNG")
+    need("matplotlib", "'relskew-core[plot]'", "drawing a PNG")
 
 
 def save_png(shown: Picture, path: Path) -> Path:
@@ -69,7 +70,8 @@ def save_png(shown: Picture, path: Path) -> Path:
     for row, (line, colour) in enumerate(_caption(shown, marked)):
         figure.text(0.045, 0.072 - 0.027 * row, line, size=10, color=colour, va="center")
     try:
-        figure.savefig(path)
+        with whole(path) as unfinished:
+            figure.savefig(unfinished)
     except OSError as error:
         raise CliError(f"--png {path}: {error.strerror}") from error
     return path

@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from relskew_core.cli._console import count
+from relskew_core.cli._half_blocks import Spot, half_blocks
 from relskew_core.cli._picture import Picture, main_stripes, panels
 
 F64 = NDArray[np.float64]
-SHADES = "·░▒▓█"
-EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: where the next shade begins
 # Colours of matplotlib's "magma", a few of them.
 MAGMA = ((0, 0, 4), (59, 15, 112), (140, 41, 129), (222, 73, 104), (254, 159, 109), (252, 253, 191))
 MARGIN = 4
@@ -42,28 +41,9 @@ def show(shown: Picture, console: Console) -> None:
 
 
 def heat_map(values: F64, *, colour: bool) -> list[Text]:
-    """Return values in 0 … 1 (NaN: nothing) as lines of text, two rows a line.
-
-    Without colour the brighter of the two rows decides: a stripe stays whole.
-    """
-    if len(values) % 2:
-        values = np.concatenate([values, np.full((1, values.shape[1]), np.nan)])
-    pairs = values.reshape(-1, 2, values.shape[1])
-    if not colour:
-        return [Text("".join(_shade(upper, lower) for upper, lower in pair.T)) for pair in pairs]
-    return [Text.assemble(*(_half_blocks(upper, lower) for upper, lower in pair.T)) for pair in pairs]
-
-
-def _shade(upper: float, lower: float) -> str:
-    if np.isnan(upper) and np.isnan(lower):
-        return " "
-    return SHADES[int(np.searchsorted(EDGES, np.nanmax([upper, lower]), side="right"))]
-
-
-def _half_blocks(upper: float, lower: float) -> tuple[str, str]:
-    if np.isnan(upper):
-        return (" ", "") if np.isnan(lower) else ("▄", _rgb(lower))
-    return ("▀", _rgb(upper)) if np.isnan(lower) else ("▀", f"{_rgb(upper)} on {_rgb(lower)}")
+    """Return values in 0 … 1 (NaN: nothing) as lines of text, two rows a line."""
+    rows = [[None if np.isnan(value) else Spot(_rgb(value), value) for value in row] for row in values.tolist()]
+    return half_blocks(rows, colour=colour)
 
 
 def _rgb(value: float) -> str:

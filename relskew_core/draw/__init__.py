@@ -6,5 +6,7 @@ In a notebook they show themselves. ``relskew draw`` writes them, or prints them
 from relskew_core.draw._call import draw_call
 from relskew_core.draw._picture import Picture
 from relskew_core.draw._skew import animate_skew, draw_skew
+from relskew_core.draw._span import draw_span
+from relskew_core.draw._weights import draw_weights
 
-__all__ = ["Picture", "animate_skew", "draw_call", "draw_skew"]
+__all__ = ["Picture", "animate_skew", "draw_call", "draw_skew", "draw_span", "draw_weights"]

@@ -10,6 +10,10 @@ from relskew_core._array.checks import check_int
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
 from relskew_core.draw._picture import Cell, Panel, Picture, signed
+from relskew_core.draw._span import row_cell, span_words
+
+ARRAYS = ("mask", "segments", "positions")
+"""Arguments that are too long for a title."""
 
 
 def draw_call(
@@ -50,8 +54,8 @@ def draw_call(
     n = check_int("n_queries", n_queries, minimum=1)
     offset = arguments.get("offset", 0)
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
-    bias = None if span is None else np.zeros(span.rows)
-    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_bias=bias, span=span, **arguments) > 0
+    table = None if span is None else np.zeros((span.rows, 1))
+    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_k=table, span=span, **arguments) > 0
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     shown = distances[seen] if seen.any() else np.zeros(1, dtype=int)
@@ -62,39 +66,24 @@ def draw_call(
     ]
     columns = [str(j) for j in keys]
     if sinks:
-        cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["sink", *columns]
-    what = "the relative position" if span is None else f"its row of {span_words(span)}"
-    notes = [f"Each number is {what}. Empty: not seen."]
+        cells, columns = [[Cell(0.0, "s"), *row] for row in cells], ["s", *columns]
+    what = "the relative position" if span is None else f"the row of the table {span_words(span)}"
+    notes = [f"Cells tell {what}. Empty: not seen.", *(["s: the sink, which has no key."] if sinks else [])]
     panel = Panel("", cells, [str(int(i)) for i in queries], columns)
     return Picture(_title(n, m, arguments, sinks=sinks), [panel], notes=notes)
-
-
-def span_words(span: Span) -> str:
-    """Return a span in words."""
-    return f"a table {signed(-span.left)} … {span.right}, {span.beyond}"
-
-
-def row_of(r: int, span: Span) -> int | None:
-    """Return which row of a table serves a relative position, ``None`` where there is none."""
-    if span.beyond != "clip" and not -span.left <= r <= span.right:
-        return None
-    return min(max(r, -span.left), span.right) + span.left
 
 
 def _cell(r: int, seen: bool, span: Span | None, reach: int) -> Cell:
     if not seen:
         return Cell()
-    if span is None:
-        return Cell(r / reach, signed(r))
-    row = row_of(r, span)
-    return Cell(text="none") if row is None else Cell((row - span.left) / max(span.left, span.right, 1), str(row))
+    return Cell(r / reach, signed(r)) if span is None else row_cell(r, span)
 
 
 def _title(n: int, m: int, arguments: dict[str, Any], *, sinks: bool) -> str:
-    given = {name: value for name, value in arguments.items() if value is not None and value is not False}
-    words = [
-        name if not isinstance(value, (int, tuple)) or value is True else f"{name}={value}"
-        for name, value in given.items()
-    ]
-    sizes = f"{n} queries, {m} keys" if n != m else f"{n} queries and keys"
-    return ", ".join([sizes, *words, *(["sinks"] if sinks else [])])
+    words = [f"{n} queries, {m} keys" if n != m else f"{n} queries and keys"]
+    for name, value in arguments.items():
+        if isinstance(value, bool) or name in ARRAYS:
+            words += [name] if value is not None and value is not False else []
+        elif value is not None and (name, value) != ("offset", 0):
+            words.append(f"{name}={value}")
+    return ", ".join([*words, *(["sinks"] if sinks else [])])

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 LIGHT = {"paper": "#ffffff", "ink": "#1f2933", "faint": "#5b6773", "empty": "#1f2933"}
 DARK = {"paper": "#161b22", "ink": "#e6e9ee", "faint": "#a3adb8", "empty": "#e6e9ee"}
-HUES = {"past": "#2a6fbb", "self": "#7b8794", "future": "#d97706", "weight": "#7b3fa0"}
+HUES = {"past": "#2a6fbb", "self": "#7b8794", "future": "#cb6d00", "weight": "#9250bd"}
 """Blue and orange beside grey are one map, of positions; violet alone is the other, of weights."""
 
 UNSEEN = 0.05
-LEAST, MOST = 0.15, 0.7
-"""How much covers the paper at least, and at most where a number stands on it."""
+LEAST, SELF, MOST = 0.15, 0.35, 0.7
+"""How much covers the paper near a query, at the query itself, and at most where a number stands on it."""
 
 
 class Paint(NamedTuple):
@@ -26,13 +26,14 @@ class Paint(NamedTuple):
 
 def of_position(tone: float) -> Paint:
     """Return the colour of a relative position, from -1 in the past to 1 in the future."""
-    hue = "past" if tone < 0 else "future" if tone > 0 else "self"
-    return Paint(hue, LEAST + (MOST - LEAST) * min(1.0, abs(tone)))
+    if tone == 0:
+        return Paint("self", SELF)
+    return Paint("past" if tone < 0 else "future", LEAST + (MOST - LEAST) * min(1.0, abs(tone)))
 
 
 def of_weight(tone: float) -> Paint:
     """Return the colour of a weight, from 0 to 1."""
-    return Paint("weight", min(1.0, max(0.0, tone)))
+    return Paint("weight", MOST * min(1.0, max(0.0, tone)))
 
 
 def rgb(colour: str) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 
 from relskew_core.draw._colours import UNSEEN, Paint, of_position, of_weight
 from relskew_core.draw._files import whole
@@ -16,11 +17,17 @@ from relskew_core.draw._svg import svg
 GAP = 40
 """Between panels side by side."""
 
-LARGEST, WRITTEN, SMALLEST = 44.0, 34.0, 1.0
-"""Sides of a cell: the largest, the smallest in which a number is written, and the smallest of all."""
+SMALL = 0.9 * LETTERS
+"""How high the letters are that explain."""
 
-MANY = 900
-"""So many cells are one image and no shapes of their own."""
+TITLE_CHARACTERS, NOTE_CHARACTERS = 45, 55
+"""So many stand in a line."""
+
+LARGEST, WRITTEN, SMALLEST, LOWEST = 44.0, 34.0, 1.0, 11.0
+"""Sides of a cell: the largest, the smallest with a number in it, the smallest of all; and the lowest letters."""
+
+MANY = 300
+"""More cells without numbers are one image, and no shapes of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,11 @@ class Panel:
     row_axis: str = "query i"
     column_axis: str = "key j"
     weights: bool = False  # colours from 0 to 1, instead of from the past to the future
+
+    def axes(self) -> str:
+        """Return the line that names the sides."""
+        named = ((self.row_axis, "↓"), (self.column_axis, "→"))
+        return ", ".join(f"{axis} {arrow}" for axis, arrow in named if axis)
 
     def paint(self, cell: Cell) -> Paint:
         """Return the colour of a cell."""
@@ -117,8 +129,11 @@ class Picture:
         """Return all shapes from the top down, and how high they stand together."""
         rows = [self.panels[start : start + self.across] for start in range(0, len(self.panels), self.across)]
         side = min([LARGEST, *(_side(row) for row in rows)])
-        shapes: list[Shape] = [Words(PAD, PAD + LETTERS / 2, self.title, anchor="start", bold=True)]
-        y = PAD + 2.0 * LETTERS
+        shapes, y = list[Shape](), PAD + LETTERS / 2.0
+        for line in wrap(self.title, TITLE_CHARACTERS):
+            shapes.append(Words(PAD, y, line, anchor="start", bold=True))
+            y += 1.3 * LETTERS
+        y += 0.2 * LETTERS
         for row in rows:
             x, below = float(PAD), y
             for panel in row:
@@ -126,8 +141,8 @@ class Picture:
                 shapes += found
                 x, below = right + GAP, max(below, bottom)
             y = below + 0.8 * LETTERS
-        for note in self.notes:
-            shapes.append(Words(PAD, y, note, size=0.9 * LETTERS, anchor="start", ink="faint"))
+        for line in (line for note in self.notes for line in wrap(note, NOTE_CHARACTERS)):
+            shapes.append(Words(PAD, y, line, size=SMALL, anchor="start", ink="faint"))
             y += 1.3 * LETTERS
         return shapes, y - LETTERS / 2 + PAD
 
@@ -150,10 +165,22 @@ def _margin(panel: Panel) -> float:
     return 0.6 * LETTERS * max((len(name) for name in panel.rows), default=0) + 6
 
 
+def _least(panel: Panel) -> float:
+    """Return how wide a panel's heading is."""
+    return max(0.58 * LETTERS * len(panel.title), 0.58 * SMALL * len(panel.axes()))
+
+
 def _side(row: list[Panel]) -> float:
     """Return how large cells may be where these panels stand side by side."""
     free = WIDTH - 2 * PAD - GAP * (len(row) - 1) - sum(_margin(panel) for panel in row)
-    return max(SMALLEST, free / max(1, sum(len(panel.columns) for panel in row)))
+    while row:
+        side = free / sum(len(panel.columns) for panel in row)
+        narrow = [panel for panel in row if side * len(panel.columns) < _least(panel)]
+        if not narrow:
+            return max(SMALLEST, side)
+        free -= sum(_least(panel) for panel in narrow)
+        row = [panel for panel in row if panel not in narrow]
+    return LARGEST
 
 
 def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[Shape], float, float]:
@@ -162,12 +189,10 @@ def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[S
     if panel.title:
         shapes.append(Words(left, y, panel.title, anchor="start"))
         y += 1.3 * LETTERS
-    axes = "   ".join(f"{axis} {arrow}" for axis, arrow in ((panel.row_axis, "↓"), (panel.column_axis, "→")) if axis)
-    if axes:
-        shapes.append(Words(left, y, axes, 0.9 * LETTERS, "start", "faint"))
-        y += 1.2 * LETTERS
+    shapes.append(Words(left, y, panel.axes(), SMALL, "start", "faint"))
+    y += 1.2 * LETTERS
     shapes += [
-        Words(left + (index + 0.5) * side, y, name, ink="faint", size=_size(side))
+        Words(left + (index + 0.5) * side, y, name, ink="faint", size=_size(side, panel.columns))
         for index, name in _some(panel.columns, side)
     ]
     y += 0.8 * LETTERS
@@ -176,11 +201,11 @@ def _panel_shapes(panel: Panel, side: float, x: float, y: float) -> tuple[list[S
         for index, name in _some(panel.rows, side)
     ]
     shapes += _cells(panel, side, left, y)
-    return shapes, left + side * len(panel.columns), y + side * len(panel.cells) + LETTERS / 2
+    return shapes, left + max(_least(panel), side * len(panel.columns)), y + side * len(panel.cells) + LETTERS / 2
 
 
 def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape]:
-    if len(panel.cells) * len(panel.columns) > MANY:
+    if side < WRITTEN and len(panel.cells) * len(panel.columns) > MANY:
         yield Image(left, top, side, [[panel.paint(cell) for cell in row] for row in panel.cells])
         return
     gap = min(3.0, side / 8)
@@ -189,20 +214,21 @@ def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape
             yield Box(left + j * side, top + i * side, side - gap, panel.paint(cell))
             if cell.text and side >= WRITTEN:
                 ink = "faint" if cell.tone is None else "ink"
-                size = min(_size(side), 1.5 * side / max(2, len(cell.text)))
+                size = min(_size(side), 1.3 * side / max(2, len(cell.text)))
                 yield Words(
                     left + j * side + (side - gap) / 2, top + i * side + (side - gap) / 2, cell.text, size, ink=ink
                 )
 
 
-def _size(side: float) -> float:
-    """Return how high the letters beside and in cells are."""
-    return min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
+def _size(side: float, names: Sequence[str] = ()) -> float:
+    """Return how high the letters beside and in cells are, lower where names are long but not much."""
+    size = min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
+    fitting = (side - 4) / (0.7 * max(1, *map(len, names), 1))
+    return min(size, fitting) if fitting >= LOWEST else size
 
 
 def _some(names: list[str], side: float) -> list[tuple[int, str]]:
     """Return the names that have room, each with its place."""
-    longest = max((len(name) for name in names), default=1)
-    room = 0.62 * _size(side) * max(1, longest) + 4
-    step = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n * side >= room), len(names) or 1)
+    room = 0.62 * _size(side, names) * max(1, *map(len, names), 1) + 4
+    step = next((n for n in (1, 5, 10, 20, 50, 100, 200, 500, 1000) if n * side >= room - 0.01), len(names) or 1)
     return list(enumerate(names))[::step]

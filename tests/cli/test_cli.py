@@ -57,7 +57,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     without = capsys.readouterr().out
     assert relskew("--help") == 0
     told = capsys.readouterr().out
-    for command in ("info", "verify", "export", "validate", "bench", "demo"):
+    for command in ("info", "verify", "export", "validate", "bench", "draw", "demo"):
         assert command in told
         assert command in without
         assert relskew(command, "--help") == 0

@@ -246,7 +246,7 @@ def test_png_refused_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err.startswith("relskew: error: --png folder.png: ")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["demo", "--picture-only", "--png", "picture.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'relskew-core[plot]'" in capsys.readouterr().err
 
 
 def few(monkeypatch: pytest.MonkeyPatch) -> None:

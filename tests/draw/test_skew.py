@@ -14,11 +14,23 @@ from relskew_core.draw import animate_skew, draw_skew
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
 
-def test_the_committed_pictures_are_what_the_code_draws(tmp_path: Path) -> None:
-    for name in ("skew.svg", "skew-animated.svg"):
-        path = tmp_path / name
-        assert path == (animate_skew(path) if "animated" in name else draw_skew().save(path))
-        assert path.read_text() == (PICTURES / name).read_text(), f"draw docs/pictures/{name} anew"
+ANEW = {
+    "skew.svg": "relskew draw skew --save docs/pictures/skew.svg",
+    "skew-animated.svg": "relskew draw skew --queries 5 --moving --save docs/pictures/skew-animated.svg",
+}
+"""What draws the committed pictures again."""
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_the_committed_pictures_are_what_the_code_draws(name: str, tmp_path: Path) -> None:
+    cli = pytest.importorskip("relskew_core.cli")
+    path = tmp_path / name
+    assert cli.main([str(path) if part.endswith(name) else part for part in ANEW[name].split()[1:]]) == 0
+    assert path.read_text() == (PICTURES / name).read_text(), ANEW[name]
+
+
+def test_every_committed_picture_is_drawn_here() -> None:
+    assert {path.name for path in PICTURES.iterdir()} == set(ANEW)
 
 
 def test_committed_pictures_are_small() -> None:

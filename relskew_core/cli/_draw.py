@@ -1,0 +1,157 @@
+"""``relskew draw``: what rows stand for, who sees whom, the skew, and weights; as a file, or in the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from relskew_core._positions.span import BEYOND
+from relskew_core.cli._console import output
+from relskew_core.cli._errors import CliError, reason
+from relskew_core.cli._options import (
+    BlockOptions,
+    CallOptions,
+    Command,
+    Prefix,
+    Program,
+    Seed,
+    SpanOptions,
+    Weights,
+    takes,
+)
+
+app = typer.Typer(
+    help="Draw pictures: as SVG, as PNG, or in the terminal.", cls=Program, no_args_is_help=True,
+)  # fmt: skip
+Save = Annotated[Path | None, typer.Option(help="Write an .svg, or a .png, instead of drawing in the terminal.")]
+QUERIES = 24
+
+
+@app.command(cls=Command)
+@takes(SpanOptions)
+def span(given: SpanOptions, save: Save = None) -> int:
+    """Draw which relative position each row of a table stands for, and what serves those past its ends.
+
+    Without --beyond all three ways are drawn.
+    """
+    from relskew_core.draw import draw_span
+
+    chosen = given.chosen()
+    if chosen is None:
+        raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
+    same = given.beyond is not None or given.clip is not None
+    spans = [chosen] if same else [replace(chosen, beyond=beyond) for beyond in BEYOND]
+    return _give(draw_span(*spans), save)
+
+
+@app.command(cls=Command)
+@takes(CallOptions)
+def call(
+    given: CallOptions,
+    queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 12,
+    keys: Annotated[
+        int | None, typer.Option(help="Number of keys; those of the cache and the queries by default.", min=1)
+    ] = None,
+    past: Annotated[int, typer.Option(help="Keys in a cache: the queries come after so many.", min=0)] = 0,
+    segments: Annotated[
+        str | None, typer.Option(help="Packed documents, one after the other: their lengths, as in 4,3,5.")
+    ] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With a sink beside the keys.")] = False,
+    save: Save = None,
+) -> int:
+    """Draw which keys each query of a call sees, and at which relative position.
+
+    With --length or --clip: from which row of a table.
+    """
+    from relskew_core.draw import draw_call
+
+    total = past + queries if keys is None else keys
+    labels = None if segments is None else _segments(segments, queries, past, total)
+    picture = draw_call(queries, total, given.chosen(), sinks=sinks, **given.pattern(), segments=labels, offset=past)
+    return _give(picture, save)
+
+
+@app.command(cls=Command)
+def skew(
+    queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4,
+    keys: Annotated[int | None, typer.Option(help="Number of keys; as many as queries by default.", min=1)] = None,
+    moving: Annotated[bool, typer.Option("--moving", help="With --save and .svg: the rows move.")] = False,
+    save: Save = None,
+) -> int:
+    """Draw what the skew does: a column for each relative position, then one for each key."""
+    from relskew_core.draw import animate_skew, draw_skew
+
+    if not moving:
+        return _give(draw_skew(queries, keys), save)
+    if save is None or save.suffix.lower() != ".svg":
+        raise CliError("--moving needs --save with a path ending in .svg: only there do pictures move")
+    output().print(f"wrote {animate_skew(save, queries, keys)}", soft_wrap=True)
+    return 0
+
+
+@app.command(cls=Command)
+@takes(BlockOptions, optional=True)
+def weights(
+    given: BlockOptions,
+    model: Annotated[
+        Path | None, typer.Option(help="Take the block from a model that relskew exported, instead of options.")
+    ] = None,
+    weights: Weights = None,
+    prefix: Prefix = "",
+    seed: Seed = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", help="What the block reads, (length, width), as .npy; random by default."),
+    ] = None,
+    memory: Annotated[Path | None, typer.Option(help="With --cross: what it attends to, likewise.")] = None,
+    queries: Annotated[int, typer.Option(help="Length of a random input.", min=1)] = QUERIES,
+    head: Annotated[list[int] | None, typer.Option(help="Only this head; can be repeated.", min=0)] = None,
+    save: Save = None,
+) -> int:
+    """Draw how much each query of a block attends to each key, head by head.
+
+    The block is given by options, or by a model that was exported; its weights by a file or a seed, as for export
+    and validate.
+    """
+    from relskew_core.cli import _layer
+    from relskew_core.draw import draw_weights
+
+    spec, arrays, origin = _layer.block_of(given, model, weights, prefix, seed)
+    x, read = _layer.read_input("input", source, spec, queries)
+    kept, _ = _layer.read_input("memory", memory, spec, queries) if spec.cross else (None, "")
+    if memory is not None and not spec.cross:
+        raise CliError("--memory is what a block with --cross attends to, and this one is not")
+    try:
+        drawn = draw_weights(_layer.weights_of(spec, arrays, x, kept), heads=head)
+    except ValueError as error:
+        raise CliError(reason(error)) from error
+    return _give(replace(drawn, notes=[*drawn.notes, f"Weights: {origin}. Input: {read}."]), save)
+
+
+def _segments(text: str, queries: int, past: int, keys: int) -> Any:
+    """Return the numbers of the documents, of the queries and of the keys."""
+    import numpy as np
+
+    lengths = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in lengths) or sum(map(int, lengths)) != keys or past + queries > keys:
+        raise CliError(f"--segments must be the lengths of documents, which hold {keys} keys in all, got {text!r}")
+    of_keys = np.repeat(np.arange(len(lengths)), [int(part) for part in lengths])
+    return of_keys[past : past + queries], of_keys
+
+
+def _give(picture: Any, save: Path | None) -> int:
+    """Write a picture, or print it."""
+    from relskew_core.cli._drawn import show
+
+    if save is None:
+        show(picture, output())
+        return 0
+    try:
+        written = picture.save(save)
+    except ValueError as error:
+        raise CliError(f"--save {save}: the path must end in .svg or .png") from error
+    output().print(f"wrote {written}", soft_wrap=True)
+    return 0

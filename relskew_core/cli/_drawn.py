@@ -1,0 +1,84 @@
+"""A picture in the terminal: numbers in colour where they fit, else half blocks."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relskew_core.cli._half_blocks import Spot, half_blocks
+from relskew_core.draw._colours import LIGHT, on
+from relskew_core.draw._picture import Cell, Panel, Picture
+
+BETWEEN = 3
+NUMBERS = 16
+"""More columns are drawn without their numbers."""
+
+
+def show(picture: Picture, console: Console) -> None:
+    """Print a picture, its panels side by side where there is room."""
+    blocks = [_block(panel, console) for panel in picture.panels]
+    width = max(len(line) for block in blocks for line in block.plain.splitlines()) + BETWEEN
+    across = max(1, min(picture.across, (console.width + BETWEEN) // width))
+    console.print(Text(picture.title, style="bold"))
+    for start in range(0, len(blocks), across):
+        console.print()
+        grid = Table.grid(padding=(0, BETWEEN, 0, 0))
+        grid.add_row(*blocks[start : start + across])
+        console.print(grid)
+    console.print()
+    for note in picture.notes:
+        console.print(Text(note, style="dim"))
+
+
+def _block(panel: Panel, console: Console) -> Text:
+    colour = console.color_system is not None
+    margin = max(len(name) for name in panel.rows) + 1
+    axes = panel.axes()
+    lines = [Text(" " * margin + panel.title, style="bold")] if panel.title else []
+    lines.append(Text(" " * margin + axes, style="dim"))
+    texts = [cell.text for row in panel.cells for cell in row]
+    wide = max(map(len, [*texts, *panel.columns])) + 1
+    fits = len(panel.columns) <= NUMBERS and margin + wide * len(panel.columns) <= console.width
+    if any(texts) and fits:
+        lines.append(Text(" " * margin + "".join(f"{name:>{wide}}" for name in panel.columns), style="dim"))
+        lines += [
+            Text.assemble(
+                (f"{name:>{margin - 1}} ", "dim"), *(_number(panel, cell, wide, colour=colour) for cell in row)
+            )
+            for name, row in zip(panel.rows, panel.cells, strict=True)
+        ]
+    else:
+        lines += _small(panel, margin, console.width - margin, colour=colour)
+    return Text("\n").join(lines)
+
+
+def _number(panel: Panel, cell: Cell, wide: int, colour: bool) -> tuple[str, str]:
+    text = f"{cell.text or '·':>{wide}}"
+    if cell.tone is None:
+        return text, "dim"
+    return text, f"{LIGHT['ink']} on {on(LIGHT['paper'], panel.paint(cell))}" if colour else ""
+
+
+def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
+    """Return two rows a line, and where they are too wide the strongest of so many cells for each place."""
+    step = -(-len(panel.columns) // max(1, room))
+    rows = [
+        [
+            max((_spot(panel, cell) for cell in row[j : j + step]), key=lambda spot: spot.strength if spot else -1.0)
+            for j in range(0, len(row), step)
+        ]
+        for row in panel.cells[::step]
+    ]
+    lines = half_blocks(rows, colour=colour)
+    names = [panel.rows[2 * step * k] if k % 4 == 0 else "" for k in range(len(lines))]
+    found = [Text.assemble((f"{name:>{margin - 1}} ", "dim"), line) for name, line in zip(names, lines, strict=True)]
+    told = f"{len(panel.columns)} columns" + (f", {step} a place, and one of {step} rows" if step > 1 else "")
+    return [*found, Text(" " * margin + told, style="dim")]
+
+
+def _spot(panel: Panel, cell: Cell) -> Spot | None:
+    if cell.tone is None:
+        return None
+    # What is near a query stands out in a terminal without colours, and what is heavy.
+    return Spot(on(LIGHT["paper"], panel.paint(cell)), cell.tone if panel.weights else 1 - 0.8 * abs(cell.tone))

@@ -1,0 +1,69 @@
+"""The weights of attention in a block: what it is, what it reads, and what its queries and keys make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relskew_core import BlockSpec, attention_weights
+from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._block.block import apply_block, check_inputs
+from relskew_core.cli._errors import CliError, reason
+from relskew_core.cli._export import spec_of_model
+from relskew_core.cli._options import BlockOptions
+from relskew_core.cli._weights import chosen_weights, load_weights
+
+
+def block_of(
+    given: BlockOptions, model: Path | None, weights: Path | None, prefix: str, seed: int | None
+) -> tuple[BlockSpec, dict[str, Any], str]:
+    """Return the block that the options or the model name, its weights in float64, and where these are from."""
+    if model is not None:
+        if given != BlockOptions(embed_dim=None, num_heads=None):  # type: ignore[arg-type]
+            raise CliError("--model says what the block is: no other option of a block may be given")
+        spec, projections, _ = spec_of_model(model)
+        if not projections:
+            raise CliError(f"{model}: attends without projections: there are no queries and keys to draw")
+    elif given.embed_dim is None or given.num_heads is None:
+        raise CliError("--embed-dim and --num-heads, or --model, must be given")
+    else:
+        spec = given.spec(load_weights(weights, prefix) if weights else None)
+    arrays, origin = chosen_weights(spec, weights, prefix, seed)
+    # As lists, arrays of every library and dtype are alike.
+    return spec, {key: np.asarray(array.tolist(), dtype=np.float64) for key, array in arrays.items()}, origin
+
+
+def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tuple[Any, str]:
+    """Return an input (length, width) from a file, or a random one, and where it is from."""
+    if path is None:
+        return np.random.default_rng(0).standard_normal((length, spec.embed_dim)), "random, seed 0"
+    try:
+        x = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise CliError(f"--{name} {path}: cannot be read as .npy: {reason(error)}") from error
+    x = x[0] if getattr(x, "ndim", 0) == 3 and len(x) == 1 else x
+    if getattr(x, "ndim", 0) != 2 or x.shape[1] != spec.embed_dim or not np.isrealobj(x):
+        raise CliError(f"--{name} {path}: must have shape (length, {spec.embed_dim}), got {getattr(x, 'shape', x)}")
+    return x.astype(np.float64), str(path)
+
+
+def weights_of(spec: BlockSpec, weights: Mapping[str, Any], x: Any, memory: Any) -> Any:
+    """Return the weights of a block's attention, (heads, queries, keys): those that its own code would use."""
+    check_inputs(x, memory, spec)
+    seen = []
+
+    def attend(q: Any, k: Any, v: Any, *, rel_v: Any, **others: Any) -> Any:
+        seen.append(attention_weights(q, k, **others))
+        return q  # what becomes of it is not looked at
+
+    def project(name: str, of: Any) -> Any:
+        if name == "out_proj":
+            return of
+        return of @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+
+    tables = {name: weights.get(name) for name in ("rel_k", "rel_v", "rel_bias", "sinks")}
+    apply_block(x, spec, project, tables, memory=memory, cache=None, attend=attend, xp=namespace_of_arrays({"x": x}))
+    return seen[0]

@@ -1,0 +1,206 @@
+"""The options of a call and of a block, declared once for all commands that take them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo
+
+from relskew_core import BlockSpec, Span
+from relskew_core._positions.span import BEYOND, Beyond
+from relskew_core.cli._errors import CliError
+
+Given = TypeVar("Given")
+
+Names = list[str] | None
+Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
+Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
+Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
+
+
+def without_types(parameters: list[Any]) -> list[Any]:
+    """Show a flag by its name alone: ``--causal`` and not ``--causal <bool>``."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Program(TyperGroup):
+    """The program, with its own flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return without_types(super().get_params(ctx))
+
+
+class Command(TyperCommand):
+    """One of its commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return without_types(super().get_params(ctx))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanOptions:
+    """Which relative positions the rows of a table stand for."""
+
+    length: Annotated[int | None, typer.Option(help="The table serves inputs up to this length.")] = None
+    clip: Annotated[int | None, typer.Option(help="The table reaches this far; its edges serve beyond it.")] = None
+    beyond: Annotated[
+        str | None, typer.Option(help="With --length, what serves beyond it: error (the default), clip or zero.")
+    ] = None
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key of its future.")] = False
+
+    def chosen(self) -> Span | None:
+        """Return the span that the options name, if they name one."""
+        if self.length is not None and self.clip is not None:
+            raise CliError("--length and --clip exclude each other")
+        if self.beyond is not None and self.length is None:
+            raise CliError("--beyond says what serves beyond --length, which must be given too")
+        if self.clip is not None:
+            return Span.clipped(self.clip)
+        if self.length is None:
+            return None
+        beyond = _beyond(self.beyond)
+        return Span.causal(self.length, beyond) if self.causal else Span.full(self.length, beyond)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions(SpanOptions):
+    """Who sees whom, too."""
+
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Local attention in blocks of this size.")] = None
+    blocks_before: Annotated[
+        int | None, typer.Option(help="With --block-size: a query sees its whole block and so many before it.")
+    ] = None
+
+    def limits(self) -> tuple[int | None, int | None] | None:
+        """Read ``"LEFT,RIGHT"``, where an empty side is unbounded."""
+        if self.window is None:
+            return None
+        sides = [side.strip() for side in self.window.split(",")]
+        if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
+            raise CliError(
+                f"--window must be LEFT,RIGHT with whole numbers or nothing for unbounded, got {self.window!r}"
+            )
+        left, right = (int(side) if side else None for side in sides)
+        return left, right
+
+    def pattern(self) -> dict[str, Any]:
+        """Return who sees whom, as arguments of a call or of a spec."""
+        same = {name: getattr(self, name) for name in ("causal", "block_size", "blocks_before")}
+        return {**same, "window": self.limits()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions(CallOptions):
+    """A block."""
+
+    embed_dim: Annotated[int, typer.Option(help="Width of the inputs and of the output.")]
+    num_heads: Annotated[int, typer.Option(help="Number of query heads.")]
+    num_kv_heads: Annotated[int | None, typer.Option(help="Number of key heads, for grouped queries.")] = None
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head; embed-dim / num-heads by default.")] = None
+    cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
+    rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
+    shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
+    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False
+    no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False
+    no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
+
+    def spec(self, weights: Mapping[str, Any] | None) -> BlockSpec:
+        """Return the block, whose span may follow from its weights."""
+        same = ("num_kv_heads", "head_dim", "cross", "rel_values", "shared_table", "rel_bias", "sinks")
+        given = {name: getattr(self, name) for name in same}
+        span = choose_span(self, table_rows(weights))
+        given.update(self.pattern(), rel_keys=not self.no_rel_keys, bias=not self.no_bias)
+        return BlockSpec(self.embed_dim, self.num_heads, span, **given)
+
+
+def choose_span(options: CallOptions, rows: int | None) -> Span:
+    """Return the span of ``--length`` or ``--clip``, or the one that a window, a block size or a table implies."""
+    span = options.chosen()
+    if span is not None:
+        return span
+    if rows is not None:
+        return _span_of_rows(rows, causal=options.causal)
+    if options.block_size is not None:
+        before = 1 if options.blocks_before is None else options.blocks_before
+        return Span((before + 1) * options.block_size - 1, 0 if options.causal else options.block_size - 1)
+    left, right = options.limits() or (None, None)
+    right = 0 if options.causal else right
+    if left is not None and right is not None:
+        return Span(left, right)
+    raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
+
+
+def _span_of_rows(rows: int, *, causal: bool) -> Span:
+    if causal:
+        return Span.causal(rows)
+    if rows % 2 == 0:
+        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric, and not --causal")
+    return Span.full((rows + 1) // 2)
+
+
+def table_rows(weights: Mapping[str, Any] | None) -> int | None:
+    """Return the rows of the table ``rel_k``, if there is one with rows."""
+    table = None if weights is None else weights.get("rel_k")
+    shape: tuple[int, ...] = () if table is None else tuple(table.shape)
+    return int(shape[-2]) if len(shape) > 1 else None
+
+
+def _beyond(text: str | None) -> Beyond:
+    if text not in (None, *BEYOND):
+        raise CliError(f"--beyond must be one of {', '.join(BEYOND)}, got {text!r}")
+    found: Beyond = text or "error"  # type: ignore[assignment]
+    return found
+
+
+def _maybe(hint: Any) -> Any:
+    """Return an option's declaration, where it may be ``None``."""
+    kind, about = get_args(hint)
+    return Annotated[kind | None, about]
+
+
+def takes(options: type[Given], *, optional: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command the options of a class, of which it gets one as its first argument.
+
+    Those that must be given come first, as people read the help; where something else may say all of it, they are
+    ``None`` by default.
+    """
+    needed = None if optional else inspect.Parameter.empty
+    hints = get_type_hints(options, include_extras=True)
+    declared = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=needed if one.default is MISSING else one.default,
+            annotation=_maybe(hints[one.name]) if optional and one.default is MISSING else hints[one.name],
+        )
+        for one in sorted(fields(options), key=lambda one: one.default is not MISSING)  # type: ignore[arg-type]
+    ]
+
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def command(**values: Any) -> int:
+            given = options(**{one.name: values.pop(one.name) for one in declared})
+            return function(given, **values)
+
+        own = inspect.signature(function, eval_str=True)
+        _, *others = (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own.parameters.values())
+        arguments = [one for one in others if any(isinstance(x, ArgumentInfo) for x in get_args(one.annotation))]
+        rest = [one for one in others if one not in arguments]
+        command.__signature__ = own.replace(parameters=[*arguments, *declared, *rest])  # type: ignore[attr-defined]
+        return command
+
+    return decorate

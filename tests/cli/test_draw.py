@@ -1,0 +1,298 @@
+"""`relskew draw`, and the plot of `relskew bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from relskew_core import BlockSpec, Span, attention_weights, init_weights
+from relskew_core._reference import reference_block
+from relskew_core.cli import _bench, _bench_plot, _layer, main
+from relskew_core.cli._bench import Entry
+from relskew_core.cli._drawn import show
+from relskew_core.cli._options import BlockOptions
+from relskew_core.draw import Picture, draw_call, draw_skew, draw_weights
+
+pytest.importorskip("matplotlib")
+BLOCK = ["--embed-dim", "8", "--num-heads", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["draw", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["draw", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith("relskew: error: ")
+    return told
+
+
+def printed(picture: Picture, width: int = 80, *, colour: bool = False) -> str:
+    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
+    with console.capture() as captured:
+        show(picture, console)
+    return captured.get()
+
+
+def test_help_names_every_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    told = drawn(capsys, "--help")
+    for command in ("span", "call", "skew", "weights"):
+        assert command in told
+        assert "--save" in drawn(capsys, command, "--help")
+
+
+# In the terminal
+
+
+def test_a_call_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    told = drawn(capsys, "call", "--queries", "3", "--past", "2", "--causal", "--window", "1,")
+    assert "3 queries, 5 keys, causal, window=(1, None), offset=2" in told
+    rows = [line.split() for line in told.splitlines() if line[:1].isdigit()][1:]
+    assert rows == [
+        ["2", "·", "−1", "0", "·", "·"], ["3", "·", "·", "−1", "0", "·"], ["4", "·", "·", "·", "−1", "0"],
+    ]  # fmt: skip
+
+
+def test_segments_are_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    told = drawn(capsys, "call", "--queries", "2", "--past", "2", "--segments", "3,1", "--clip", "1")
+    rows = [line.split() for line in told.splitlines() if line.startswith(("2  ", "3  "))]
+    assert rows == [["2", "0", "0", "1", "·"], ["3", "·", "·", "·", "1"]]
+    assert "hold 4 keys in all, got '3,2'" in refused(capsys, "call", "--queries", "4", "--segments", "3,2")
+
+
+def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    three = drawn(capsys, "span", "--length", "3", "--causal")
+    assert [line.split("beyond: ")[1].strip() for line in three.splitlines() if "beyond: " in line] == [
+        "error", "clip", "zero",
+    ]  # fmt: skip
+    assert three.count("beyond: ") == 3
+    for options, wanted in ((["--length", "3", "--beyond", "zero"], "zero"), (["--clip", "2"], "clip")):
+        (line,) = [line for line in drawn(capsys, "span", *options).splitlines() if "beyond: " in line]
+        assert line.split() == ["−2", "…", "2,", "beyond:", wanted]
+
+
+def test_panels_stand_side_by_side_where_there_is_room() -> None:
+    def lines(width: int) -> list[str]:
+        return [line for line in printed(draw_skew(4), width).splitlines() if "before" in line or "after" in line]
+
+    assert len(lines(80)) == 1
+    assert len(lines(40)) == 2
+
+
+def test_colours_of_the_terminal_are_those_of_the_files() -> None:
+    told = printed(draw_call(2, causal=True), colour=True)
+    assert "\x1b[38;2;31;41;51;48;2;" in told  # ink on a colour
+    assert "\x1b[38" not in printed(draw_call(2, causal=True))
+
+
+def test_many_columns_are_half_blocks_and_too_many_are_told() -> None:
+    told = printed(draw_call(40, causal=True, window=(3, 0)))
+    rows = [line for line in told.splitlines() if "█" in line]
+    assert len(rows) == 20
+    assert "40 columns" in told
+    narrow = printed(draw_call(200, causal=True), 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "200 columns, 4 a place, and one of 4 rows" in narrow
+    assert sum(any(shade in line for shade in "·░▒▓█") for line in narrow.splitlines()) == 200 / 4 / 2
+    shades = printed(draw_weights(np.eye(20)), 60)
+    assert sum(line.count("█") for line in shades.splitlines()) == 20
+
+
+# Files
+
+
+def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert drawn(capsys, "skew", "--save", "folder/skew.svg") == "wrote folder/skew.svg\n"
+    assert Path("folder/skew.svg").read_text() == draw_skew().svg()
+    drawn(capsys, "call", "--queries", "3", "--save", "call.PNG")
+    assert Path("call.PNG").read_bytes().startswith(b"\x89PNG")
+    drawn(capsys, "skew", "--queries", "3", "--keys", "5", "--moving", "--save", "moving.svg")
+    assert "@keyframes" in Path("moving.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        pytest.param(["skew", "--save", "skew.jpg"], "--save skew.jpg: the path must end in .svg or .png", id="ending"),
+        pytest.param(["skew", "--moving"], "--moving needs --save", id="moving nowhere"),
+        pytest.param(["skew", "--moving", "--save", "a.png"], "--moving needs --save", id="moving png"),
+        pytest.param(["span"], "--length N", id="no span"),
+        pytest.param(["span", "--clip", "2", "--beyond", "zero"], "--length, which must be given", id="beyond alone"),
+        pytest.param(["span", "--length", "2", "--beyond", "x"], "--beyond must be one of error, clip", id="beyond"),
+        pytest.param(["call", "--window", "3"], "--window must be LEFT,RIGHT", id="window"),
+        pytest.param(["call", "--length", "3"], "reaches the relative positions -2 … 2", id="reach"),
+        pytest.param(["call", "--segments", "a"], "--segments must be the lengths", id="segments"),
+        pytest.param(["weights"], "--embed-dim and --num-heads, or --model", id="no block"),
+        pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be of the 2 heads", id="head"),
+        pytest.param(["weights", *BLOCK, "--clip", "2", "--input", "x.npy"], "--input x.npy: cannot be read", id="npy"),
+        pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
+        pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model says what the block is", id="both"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
+    assert part in refused(capsys, *arguments)
+
+
+def test_a_png_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'relskew-core[plot]'" in refused(capsys, "skew", "--save", "a.png")
+    assert "wrote a.svg" in drawn(capsys, "skew", "--save", "a.svg")
+
+
+# The weights of a layer
+
+
+def options(**given: object) -> BlockOptions:
+    return BlockOptions(embed_dim=8, num_heads=2, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"length": 6, "causal": True}, id="causal"),
+        pytest.param({"clip": 2, "rel_values": True, "rel_bias": True, "no_bias": True}, id="clip"),
+        pytest.param({"length": 6, "causal": True, "num_kv_heads": 1, "sinks": True, "shared_table": True}, id="sinks"),
+        pytest.param({"window": "2,1"}, id="window"),
+        pytest.param({"length": 6, "cross": True}, id="cross"),
+    ],
+)
+def test_the_weights_are_those_of_the_block(given: dict[str, object]) -> None:
+    """They attend over the block's own values to what the reference in float64 gives."""
+    spec, arrays, origin = _layer.block_of(options(**given), None, None, "", 3)
+    assert origin == "random, seed 3"
+    x, _ = _layer.read_input("input", None, spec, 5)
+    memory = np.random.default_rng(1).standard_normal((6, 8)) if spec.cross else None
+    weights = _layer.weights_of(spec, arrays, x, memory)
+    assert weights.shape == (2, 5, 6 if spec.cross else 5)
+    v = (x if memory is None else memory) @ arrays["v_proj.weight"].T + arrays.get("v_proj.bias", 0.0)
+    v = v.reshape(len(v), spec.num_kv_heads, spec.head_dim).transpose(1, 0, 2)
+    heads = weights @ np.repeat(v, 2 // spec.num_kv_heads, axis=0)
+    if spec.rel_values:
+        i, j = np.indices(weights.shape[1:])
+        heads = heads + np.einsum("hij,hijd->hid", weights, arrays["rel_v"][:, np.clip(j - i, -2, 2) + 2])
+    y = heads.transpose(1, 0, 2).reshape(5, -1) @ arrays["out_proj.weight"].T + arrays.get("out_proj.bias", 0.0)
+    batched = None if memory is None else memory[None]
+    np.testing.assert_allclose(y, reference_block(spec, arrays, x[None], batched)[0][0], atol=1e-12)
+
+
+def test_weights_from_a_checkpoint_and_an_input(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    spec = BlockSpec(8, 2, Span.causal(6), causal=True)
+    arrays = init_weights(spec, seed=5)
+    state = {f"layer.{key}": torch.from_numpy(np.array(array)).bfloat16() for key, array in arrays.items()}
+    torch.save(state, "model.pt")
+    x = np.random.default_rng(0).standard_normal((4, 8))
+    np.save("x.npy", x[None].astype(np.float32))
+    told = drawn(
+        capsys, "weights", *BLOCK, "--causal", "--weights", "model.pt", "--prefix", "layer.", "--input", "x.npy",
+        "--head", "1",
+    )  # fmt: skip
+    rounded = {key: state[f"layer.{key}"].double().numpy() for key in arrays}
+    q, k = (
+        (x.astype(np.float32) @ rounded[f"{name}.weight"].T + rounded[f"{name}.bias"]).reshape(4, 2, 4).swapaxes(0, 1)
+        for name in ("q_proj", "k_proj")
+    )
+    wanted = attention_weights(q, k, rounded["rel_k"], spec.span, causal=True)[1]
+    last = next(line.split() for line in told.splitlines() if line.startswith("3 "))
+    assert last[1:] == [f"{value:.2f}".removeprefix("0") for value in wanted[3]]
+    assert "head 1" in told
+    assert "head 0" not in told
+    assert "Weights: model.pt, layer.*. Input: x.npy." in told
+    np.save("x.npy", x[:, :3])
+    assert "--input x.npy: must have shape (length, 8), got (4, 3)" in refused(
+        capsys, "weights", *BLOCK, "--clip", "2", "--input", "x.npy"
+    )
+
+
+def test_a_block_from_an_exported_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnx")
+    asked = [*BLOCK, "--length", "6", "--causal", "--seed", "2"]
+    assert main(["export", "m.onnx", *asked]) == 0
+    same = drawn(capsys, "weights", "--model", "m.onnx", "--seed", "2", "--queries", "5")
+    assert same == drawn(capsys, "weights", *asked, "--queries", "5")
+    assert same != drawn(capsys, "weights", "--model", "m.onnx", "--queries", "5")
+    assert main(["export", "bare.onnx", *asked, "--no-projections"]) == 0
+    assert "attends without projections" in refused(capsys, "weights", "--model", "bare.onnx")
+
+
+def test_export_takes_what_serves_beyond_its_length(capsys: pytest.CaptureFixture[str]) -> None:
+    onnx = pytest.importorskip("onnx")
+    assert main(["export", "m.onnx", *BLOCK, "--length", "6", "--causal", "--beyond", "clip"]) == 0
+    metadata = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}
+    assert BlockSpec.from_dict(json.loads(metadata["relskew.spec"])).span == Span.causal(6, "clip")
+
+
+# The plot of a benchmark
+
+
+def entries() -> list[Entry]:
+    about = [("numpy", "cpu"), ("torch", "cpu")]
+    return [
+        Entry(*machine, kind, method, length, length * 1e-5 * (1 + number), None if number else length * 1000, 0.0)
+        for kind, (_, methods) in _bench.KINDS.items()
+        for number, machine in enumerate(about)
+        for method in methods
+        for length in (64, 128)
+    ]
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_what_was_measured_is_plotted(ending: str) -> None:
+    path = _bench_plot.save_plot(entries(), Path(f"plots/bench.{ending}"))
+    assert path.stat().st_size > 5000
+    assert list(path.parent.iterdir()) == [path]
+    assert ending == "png" or "<svg" in path.read_text()
+
+
+def test_lines_go_through_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    kept: list[Figure] = []
+
+    def keep(figure: Figure, path: Path, **_: object) -> None:
+        kept.append(figure)
+        path.touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    _bench_plot.save_plot(entries(), Path("bench.svg"))
+    (figure,) = kept
+    time, memory, *_ = figure.axes
+    lines = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in time.lines}
+    assert lines["relskew, torch cpu"] == [[64, 64e-5 * 2], [128, 128e-5 * 2]]
+    assert lines["published, numpy cpu"] == [[64, 64e-5], [128, 128e-5]]
+    assert {line.get_label() for line in memory.lines} == {"relskew, numpy cpu", "published, numpy cpu"}
+    assert [label.get_text() for label in memory.get_yticklabels()] == ["64 KiB"]
+
+
+def test_bench_plots_beside_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--length", "8", "--library", "numpy", "--json", "--plot", "b.svg"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["entries"]
+    assert told.err.endswith("wrote b.svg\n")
+    assert "<svg" in Path("b.svg").read_text()
+
+
+def test_bench_refuses_a_plot_before_it_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bench, "bench", None)
+    assert main(["bench", "--plot", "bench.txt"]) == 2
+    assert "--plot must be a path ending in .svg or .png, got bench.txt" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--plot", "bench.svg"]) == 2
+    assert "pip install 'relskew-core[plot]'" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Who sees whom: the pictures hold what calls do, worked out a second time by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relskew_core import Span, toeplitz
+from relskew_core.draw import Picture, draw_call, draw_span
+
+Sees = Callable[[int, int], bool]  # the positions of a query and of a key
+
+
+def texts(picture: Picture) -> list[list[str]]:
+    (panel,) = picture.panels
+    return [[cell.text.replace("−", "-") for cell in row] for row in panel.cells]
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "arguments", "sees"),
+    [
+        pytest.param(4, None, {}, lambda i, j: True, id="all"),
+        pytest.param(5, None, {"causal": True}, lambda i, j: j <= i, id="causal"),
+        pytest.param(6, None, {"window": (2, 1)}, lambda i, j: -2 <= j - i <= 1, id="window"),
+        pytest.param(6, None, {"causal": True, "window": (2, None)}, lambda i, j: i - 2 <= j <= i, id="past window"),
+        pytest.param(
+            8, None, {"causal": True, "block_size": 3}, lambda i, j: j <= i and j // 3 >= i // 3 - 1, id="blocks"
+        ),
+        pytest.param(
+            8, None, {"block_size": 2, "blocks_before": 2}, lambda i, j: i // 2 - 2 <= j // 2 <= i // 2, id="stream"
+        ),
+        pytest.param(
+            7,
+            None,
+            {"segments": np.asarray([0, 0, 0, 1, 1, 2, 2]), "causal": True},
+            lambda i, j: j <= i and (i < 3, i < 5) == (j < 3, j < 5),
+            id="segments",
+        ),
+        pytest.param(2, None, {"causal": True, "offset": 3}, lambda i, j: j <= i, id="cache"),
+        pytest.param(3, 5, {"window": (1, 1), "offset": -1}, lambda i, j: abs(j - i) <= 1, id="cross"),
+    ],
+)
+def test_cells_are_seen_as_the_call_sees(n: int, m: int | None, arguments: dict[str, Any], sees: Sees) -> None:
+    offset = arguments.get("offset", 0)
+    keys = n + offset if m is None else m
+    picture = draw_call(n, m, **arguments)
+    queries = range(offset, offset + n)
+    assert texts(picture) == [[str(j - i) if sees(i, j) else "" for j in range(keys)] for i in queries]
+    assert picture.panels[0].rows == [str(i) for i in queries]
+
+
+def test_positions_name_rows_and_columns() -> None:
+    positions = np.asarray([3, 1]), np.asarray([0, 2, 3])
+    picture = draw_call(2, 3, causal=True, positions=positions)
+    assert texts(picture) == [["-3", "-1", "0"], ["-1", "", ""]]
+    assert (picture.panels[0].rows, picture.panels[0].columns) == (["3", "1"], ["0", "2", "3"])
+
+
+@pytest.mark.parametrize("span", [Span(2, 1, "clip"), Span(1, 2, "zero"), Span.full(5)], ids=str)
+def test_rows_are_those_that_the_library_takes(span: Span) -> None:
+    numbered = np.arange(1.0, span.rows + 1)[None]  # 0 is what no row serves
+    rows = toeplitz(numbered, span, n_queries=4, n_keys=5)[0].astype(int) - 1
+    expected = [[str(row) if row >= 0 else "–" for row in line] for line in rows]
+    assert texts(draw_call(4, 5, span)) == expected
+
+
+def test_a_table_that_is_too_short_is_refused_as_the_call_refuses_it() -> None:
+    with pytest.raises(ValueError, match=r"`rel_k` reaches the relative positions -1 … 1, but queries see -3 … 3"):
+        draw_call(4, span=Span.full(2))
+
+
+def test_a_sink_is_a_column_beside_the_keys() -> None:
+    picture = draw_call(2, causal=True, sinks=True)
+    assert texts(picture) == [["s", "0", ""], ["s", "-1", "0"]]
+    assert "the sink" in " ".join(picture.notes)
+
+
+def test_titles_name_what_was_asked() -> None:
+    segments = np.asarray([0, 0, 1])
+    picture = draw_call(3, causal=True, window=None, offset=0, segments=segments)
+    assert picture.title == "3 queries and keys, causal, segments"
+    assert draw_call(1, 4, window=(2, 0), offset=3).title == "1 queries, 4 keys, window=(2, 0), offset=3"
+
+
+def test_colours_tell_past_from_future() -> None:
+    (panel,) = draw_call(3).panels
+    tones = [[cell.tone for cell in row] for row in panel.cells]
+    assert tones == [[0, 0.5, 1], [-0.5, 0, 0.5], [-1, -0.5, 0]]
+    assert [panel.paint(cell).hue for cell in panel.cells[1]] == ["past", "self", "future"]
+
+
+# Spans
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        pytest.param(Span(1, 2), ["✕", "✕", "0", "1", "2", "3", "✕", "✕"], id="error"),
+        pytest.param(Span(1, 2, "clip"), ["0", "0", "0", "1", "2", "3", "3", "3"], id="clip"),
+        pytest.param(Span(1, 2, "zero"), ["–", "–", "0", "1", "2", "3", "–", "–"], id="zero"),
+    ],
+)
+def test_past_the_ends_of_a_span(span: Span, expected: list[str]) -> None:
+    (panel,) = draw_span(span).panels
+    assert [cell.text for cell in panel.cells[0]] == expected
+    assert panel.columns == ["−3", "−2", "−1", "0", "1", "2", "3", "4"]
+
+
+def test_of_a_long_span_the_ends_and_the_middle_are_drawn() -> None:
+    (panel,) = draw_span(Span.causal(2048, "clip")).panels
+    assert panel.columns == ["−2049", "−2048", "−2047", "−2046", "", "−1", "0", "1", "2"]
+    assert [cell.text for cell in panel.cells[0]] == ["0", "0", "0", "1", "…", "2046", "2047", "2047", "2047"]
+    (both,) = draw_span(Span.full(100)).panels
+    assert both.columns[4:8] == ["", "−1", "0", "1"]
+    (short,) = draw_span(Span.full(6)).panels
+    assert len(short.columns) == 15
+
+
+def test_spans_stand_one_below_the_other_with_what_each_word_means() -> None:
+    picture = draw_span(Span.full(2), Span.clipped(1), Span.clipped(2))
+    assert [panel.title for panel in picture.panels] == [
+        "−1 … 1, beyond: error", "−1 … 1, beyond: clip", "−2 … 2, beyond: clip",
+    ]  # fmt: skip
+    assert [note.partition(":")[0] for note in picture.notes[1:]] == ["error", "clip"]
+
+
+def test_what_is_no_span_is_named() -> None:
+    with pytest.raises(TypeError, match=r"`spans\[1\]` must be a Span, got"):
+        draw_span(Span.full(2), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`spans` must name at least one Span, got none"):
+        draw_span()
