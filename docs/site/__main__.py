@@ -6,6 +6,7 @@ together in ``FOLDER/source``, whose root is ``docs/``: links that led from one 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -33,9 +34,8 @@ def place(path: Path) -> Path:
 
 def contents_below(page: Path) -> str:
     """Return what the site adds to pages with others below them: a table of contents."""
-    tutorials = sorted((DOCS / "tutorials").glob("*.ipynb"))
     below = {
-        "tutorials.md": [f"tutorials/{path.stem}" for path in tutorials],
+        "tutorials.md": re.findall(r"\]\((tutorials/\w+)\.ipynb\)", (DOCS / "tutorials.md").read_text()),
         "reference.md": [reference.page_of(relskew_core, name) for name in relskew_core.__all__],
         "modules.md": [f"reference/{module.__name__}" for module in reference.modules() if module is not relskew_core],
     }.get(page.name)
@@ -74,9 +74,19 @@ def bring_together(source: Path) -> None:
             path.write_bytes(content)
 
 
+def prepare_kernels(settings: Path) -> None:
+    """Have the notebooks' processes import what stands here, know no settings of the person, and tell errors alone."""
+    os.environ |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(settings)}
+    profile = settings / "profile_default"
+    profile.mkdir(parents=True, exist_ok=True)
+    (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
+    logging.getLogger("traitlets").setLevel(logging.WARNING)
+
+
 def build(folder: Path) -> int:
     """Return Sphinx's exit status; every warning is an error, and so is a name that is referred to and not there."""
     bring_together(folder / "source")
+    prepare_kernels(folder / "ipython")
     options = ["--nitpicky", "--fail-on-warning", "--quiet", "--conf-dir", str(HERE)]
     return sphinx([*options, "-d", str(folder / "doctrees"), str(folder / "source"), str(folder / "html")])
 

@@ -48,7 +48,7 @@ class Names(SphinxTransform):
 
 
 class Shapes(SphinxTransform):
-    """Name what the style sheet treats apart: tables of words, which a phone shows row by row, and the home's cards."""
+    """Name what the style sheet treats apart: tables of words, which a phone shows row by row, and lists of cards."""
 
     default_priority = 400
 
@@ -56,7 +56,7 @@ class Shapes(SphinxTransform):
         for table in self.document.findall(nodes.table):
             if not any("text-right" in entry["classes"] for entry in table.findall(nodes.entry)):
                 table["classes"].append("words")
-        if self.env.docname == "index":
+        if self.env.docname in ("index", "tutorials"):
             for cards in self.document.findall(nodes.bullet_list):
                 cards["classes"].append("cards")
 
