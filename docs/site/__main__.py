@@ -86,7 +86,7 @@ def prepare_kernels(settings: Path) -> None:
 def build(folder: Path) -> int:
     """Return Sphinx's exit status; every warning is an error, and so is a name that is referred to and not there."""
     bring_together(folder / "source")
-    prepare_kernels(folder / "ipython")
+    prepare_kernels(folder.resolve() / "ipython")
     options = ["--nitpicky", "--fail-on-warning", "--quiet", "--conf-dir", str(HERE)]
     return sphinx([*options, "-d", str(folder / "doctrees"), str(folder / "source"), str(folder / "html")])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -61,6 +63,19 @@ class Shapes(SphinxTransform):
                 cards["classes"].append("cards")
 
 
+class Titles(SphinxTransform):
+    """Say in words what the notebooks draw: what a picture of ours calls itself."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        for image in self.document.findall(nodes.image):
+            if "alt" not in image and image["uri"].endswith(".svg"):
+                drawn = Path(self.env.relfn2path(image["uri"], self.env.docname)[1]).read_text()
+                if title := re.search("<title>(.*?)</title>", drawn):
+                    image["alt"] = html.unescape(title[1])
+
+
 def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolve a name that a docstring says without its module."""
     target = full_name(node.get("reftarget", "").rpartition(".")[2])
@@ -72,5 +87,6 @@ def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Names)
     app.add_transform(Shapes)
+    app.add_transform(Titles)
     app.connect("missing-reference", by_its_last_part)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
