@@ -23,7 +23,7 @@ exclude_patterns = ["README.md"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 
 # Reference: signatures stay short, the types stand in the docstrings; names of ours in them are links.
 add_module_names = False
