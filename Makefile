@@ -3,6 +3,7 @@
 #   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
 #   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
+#   make docs           the site, in site/html: all pages, tutorials that run, a reference; without network
 #   make test           every test, with coverage
 #   make test-peers     the same numbers as other code bases, which it installs
 #   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
@@ -34,7 +35,7 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py
 
-.PHONY: help demo example example-full web test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: help demo example example-full web docs test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
@@ -55,6 +56,9 @@ web: example-output/decoder.onnx .venv-web/stamp
 
 example-output/decoder.onnx: .venv/example.stamp
 	$(BIN)/python -m examples.chorales
+
+docs: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.site
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
@@ -113,7 +117,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output *.egg-info
+	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output site *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'

@@ -6,30 +6,32 @@ A page is a namespace and a folder of its own. What is not run is recognised wor
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from project.test_public_names import PUBLIC
 
 import libraries
 import relskew_core
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-README = (ROOT / "README.md").read_text()
 
 OF_PEERS = {"huggingface.md": "tests/peers/test_families_page.py", "keras.md": "tests/peers/test_keras.py"}
 """Pages that need what only ``make test-peers`` installs, and what runs them there."""
 
 RUN = [page for page in PAGES if page.name not in OF_PEERS]
 
-SHOWN = {"text", "toml", "json", "bibtex"}
-"""Languages of blocks that are read and not run."""
+SHOWN = {"text", "toml", "json", "bibtex", "{toctree}", "{include} README.md"}
+"""Languages of blocks that are read and not run; what the site's generator does, tests/project/test_site.py builds."""
 
 NOT_RUN = {
     "python -m benchmarks": "takes minutes; tests/project/test_benchmarks.py runs it small",
@@ -113,25 +115,56 @@ def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def docs(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
 def test_the_table_of_libraries_is_the_matrix() -> None:
-    shown = README.partition("<!-- libraries: python tests/support/libraries.py -->\n")[2].partition(
-        "<!-- end of libraries"
-    )[0]
+    begin = "<!-- libraries: python tests/support/libraries.py -->\n"
+    shown = docs("libraries.md").partition(begin)[2].partition("<!-- end of libraries")[0]
     assert shown.strip() == libraries.table().strip()
 
 
 def test_the_table_of_names_is_complete() -> None:
-    section = README.partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
+    section = docs("reference.md").partition("<!-- names -->")[2].partition("<!-- end of names -->")[0]
     first_cells = re.findall(r"^\| ([^|]*)\|", section, re.MULTILINE)
     assert sorted(name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)) == sorted(relskew_core.__all__)
 
 
+def test_the_table_of_modules_is_complete() -> None:
+    first_cells = re.findall(r"^\| (`[^|]*)\|", docs("modules.md"), re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`([\w.]+)`", cell)]
+    assert sorted([*named, "relskew_core"]) == sorted(name for name in PUBLIC if importlib.import_module(name).__all__)
+
+
 def test_the_gates_are_those_of_the_tests() -> None:
-    shown = dict(re.findall(r"(float64|float32|float16|bfloat16)\s+(\de-\d+)", README))
+    shown = dict(re.findall(r"(float64|float32|float16|bfloat16)\s+(\de-\d+)", docs("libraries.md")))
     assert {dtype: float(gate) for dtype, gate in shown.items()} == libraries.GATES
 
 
 def test_every_extra_is_named() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = set(re.findall(r"`([\w-]+)`", README.partition("Extras:")[2].partition("\n\n")[0]))
-    assert set(project["optional-dependencies"]) - {"test", "dev", "bench"} == named - {"relskew"}
+    named = set(re.findall(r"`([\w-]+)`", docs("install.md").partition("Extras:")[2].partition("\n\n")[0]))
+    assert set(project["optional-dependencies"]) - {"test", "dev", "bench", "docs"} == named - {"relskew"}
+
+
+def cell(page: str, heading: str, row: str, column: str) -> str:
+    """Return a cell of the first table under a heading."""
+    section = page.partition(f"# {heading}\n")[2]
+    lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    return next(cells for cells in lines if cells[0] == row)[lines[0].index(column)]
+
+
+def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
+    """Their pages are written from the records."""
+    memory = partial(cell, docs("benchmarks.md"), "Peak extra memory, causal, forward", column="L = 4096")
+    seconds = partial(cell, docs("benchmarks.md"), "Forward, causal", column="L = 4096")
+    theirs, ours, plain = "pad–reshape–slice (Huang)", "relskew on torch", "plain SDPA, no relative positions"
+    before, after = cell(docs("huggingface.md"), "Time and memory", "T5", "memory, longest").split(" → ")
+    figures = [
+        memory(row=theirs),
+        memory(row=ours),
+        *(seconds(row=row).split(" (")[0] for row in (plain, theirs, ours)),
+    ]
+    section = (ROOT / "README.md").read_text().partition("<!-- figures -->")[2].partition("<!-- end of figures -->")[0]
+    assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, before, after]

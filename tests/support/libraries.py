@@ -1,4 +1,4 @@
-"""The matrix of array libraries, every row tested or skipped with its reason; the README's table is made from it.
+"""The matrix of array libraries, every row tested or skipped with its reason; docs/libraries.md shows it.
 
 ``python tests/support/libraries.py`` prints the table.
 """
@@ -295,7 +295,7 @@ LIBRARIES = (
 
 
 def table() -> str:
-    """Print the matrix as the README shows it."""
+    """Print the matrix as docs/libraries.md shows it."""
     rows = [("library", "tested", "held to the tolerances of float64 in"), ("---",) * 3]
     rows += [(library.name, library.tested, ", ".join(library.dtypes)) for library in LIBRARIES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

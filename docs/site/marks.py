@@ -1,0 +1,92 @@
+"""What is done to every page: public names become links, and tables are told apart by what they hold."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+import relskew_core
+from docs.site.reference import modules
+
+MODULES = [module.__name__ for module in modules() if module is not relskew_core]
+FULL = [f"{module.__name__}.{name}" for module in modules() for name in module.__all__]
+"""Every public name, in full."""
+
+
+def full_name(text: str) -> str:
+    """Return the one public name that code is about, or nothing: ``skew(x)``, ``export.save``, ``Span.causal(n)``."""
+    match = re.match(r"(?:[\w.]+ = )?([\w.]+)(?:\(.*\))?$", text, re.DOTALL)
+    if match is None or text in MODULES:
+        return text if match else ""
+    asked = [match[1], match[1].rpartition(".")[0]]  # a name, or what a method is of
+    for one in asked[: 1 + asked[1][:1].isupper()]:
+        found = [full for full in FULL if f".{full}".endswith(f".{one}")]
+        if len(found) == 1:
+            return found[0]
+    return ""
+
+
+class Names(SphinxTransform):
+    """Make links of code in the text of pages written in Markdown."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        for code in list(self.document.findall(nodes.literal)):
+            target = full_name(code.astext())
+            if not target or isinstance(code.parent, nodes.reference | addnodes.pending_xref | nodes.title):
+                continue
+            link = addnodes.pending_xref(
+                "", code.deepcopy(), refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname
+            )
+            code.replace_self(link)
+
+
+class Shapes(SphinxTransform):
+    """Name what the style sheet treats apart: tables of words, which a phone shows row by row, and lists of cards."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        for table in self.document.findall(nodes.table):
+            if not any("text-right" in entry["classes"] for entry in table.findall(nodes.entry)):
+                table["classes"].append("words")
+        if self.env.docname in ("index", "tutorials"):
+            for cards in self.document.findall(nodes.bullet_list):
+                cards["classes"].append("cards")
+
+
+class Titles(SphinxTransform):
+    """Say in words what the notebooks draw: what a picture of ours calls itself."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        for image in self.document.findall(nodes.image):
+            if "alt" not in image and image["uri"].endswith(".svg"):
+                drawn = Path(self.env.relfn2path(image["uri"], self.env.docname)[1]).read_text()
+                if title := re.search("<title>(.*?)</title>", drawn):
+                    image["alt"] = html.unescape(title[1])
+
+
+def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
+    """Resolve a name that a docstring says without its module."""
+    target = full_name(node.get("reftarget", "").rpartition(".")[2])
+    if node.get("refdomain") != "py" or not target:
+        return None
+    return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_transform(Names)
+    app.add_transform(Shapes)
+    app.add_transform(Titles)
+    app.connect("missing-reference", by_its_last_part)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,70 @@
+"""The reference: a page for each public name, and one for each module, in the words of the docstrings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
+import relskew_core
+
+
+def modules(package: ModuleType = relskew_core) -> Iterator[ModuleType]:
+    """Give the package and every public module in it that has names."""
+    if package.__all__:
+        yield package
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if not found.name.rpartition(".")[2].startswith("_"):
+            module = importlib.import_module(found.name)
+            if found.ispkg:
+                yield from modules(module)
+            else:
+                yield module
+
+
+def page_of(module: ModuleType, name: str) -> str:
+    """Return where a name has its page, without the ending."""
+    return f"reference/{module.__name__}.{name}"
+
+
+def directive(module: ModuleType, name: str) -> str:
+    """Return the directive that writes a name's page."""
+    value = getattr(module, name)
+    if inspect.isclass(value):
+        first = next(home for home in modules() if getattr(home, name, None) is value)
+        if first is not module:  # one class in two modules has one description
+            return f".. class:: {name}\n\n   The same class as :class:`{first.__name__}.{name}`.\n"
+        return f".. autoclass:: {name}\n   :members:\n"
+    return f".. auto{'function' if callable(value) else 'data'}:: {name}\n"
+
+
+def titled(title: str, *parts: str) -> str:
+    """Return a page in reStructuredText."""
+    return "\n".join((title, "=" * len(title), "", *parts))
+
+
+def page(module: ModuleType) -> str:
+    """Return the page of a module: its docstring and a table of its names, each with its first line."""
+    names = [f"   {name}" for name in module.__all__]
+    pages = [f"   /{page_of(module, name)}" for name in module.__all__]
+    return titled(
+        module.__name__.removeprefix("relskew_core."),
+        f".. automodule:: {module.__name__}\n   :no-members:\n",
+        f".. currentmodule:: {module.__name__}\n",
+        "\n".join((".. autosummary::", "   :nosignatures:", "", *names, "")),
+        "\n".join((".. toctree::", "   :hidden:", "", *pages, "")),
+    )
+
+
+def pages() -> dict[str, str]:
+    """Return all pages, by their file."""
+    written = {}
+    for module in modules():
+        if module is not relskew_core:
+            written[f"reference/{module.__name__}.rst"] = page(module)
+        for name in module.__all__:
+            text = titled(name, f".. currentmodule:: {module.__name__}\n", directive(module, name))
+            written[f"{page_of(module, name)}.rst"] = text
+    return written

@@ -1,0 +1,66 @@
+"""docs/chooser.md line by line: each runs after the page's own setup, or stands in a page that runs elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.site.marks import full_name
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "chooser.md").read_text()
+SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ELSEWHERE = {
+    "model = replace_attention(model)": ("huggingface.md", "model = replace_attention("),
+    'register_attention("alibi")': ("huggingface.md", 'register_attention("alibi")'),
+    'decoder_to_onnx(model, "decoder.onnx")': ("decoders.md", 'decoder_to_onnx(model, "decoder.onnx")'),
+    "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)": ("decoders.md", "generate(path, [3, 1, 4, 1, 5, 9, 2, 6], 12)"),
+}
+"""Lines that need a model, and the page that runs them."""
+
+
+def rows() -> list[list[str]]:
+    lines = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    return [[cell.strip("| ") for cell in cells] for cells in lines if cells[1] != "what you write"]
+
+
+ROWS = rows()
+LINES = sorted({row[1].strip("`") for row in ROWS if re.fullmatch(r"`[^`]*[(=][^`]*`", row[1])})
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if line in ELSEWHERE:
+        page, there = ELSEWHERE[line]
+        assert there in (DOCS / page).read_text()
+        return
+    monkeypatch.chdir(tmp_path)
+    assert SETUP is not None
+    names: dict[str, Any] = {}
+    exec(SETUP[1], names)
+    exec(line, names)
+
+
+def test_every_row_has_a_line_a_name_or_a_link() -> None:
+    assert len(ROWS) > 30
+    assert all(len(row) == 3 and ("`" in row[1] or "](" in row[2]) for row in ROWS)
+
+
+def test_the_names_beside_the_lines_are_public() -> None:
+    theirs = {"relative_key", "relative_key_query", "nn.TransformerEncoderLayer", "query − key"}
+    beside = {name for row in ROWS for cell in (row[0], row[2]) for name in re.findall(r"`([^`]+)`", cell)} - theirs
+    assert len(beside) > 10
+    assert all(full_name(name) for name in beside), beside
+
+
+def test_every_replaced_family_is_there() -> None:
+    families = re.search(r"## Families\n(.*?)\n## ", (DOCS / "huggingface.md").read_text(), re.DOTALL)
+    assert families is not None
+    names = re.findall(r"^\| ((?:[A-Z])[^|]*) \|", families[1], re.MULTILINE)
+    assert len(names) > 10
+    for name in ", ".join(names).split(", "):
+        family = re.sub("-v[23]|Swinv2", "", name)
+        assert family in PAGE, name

@@ -1,0 +1,248 @@
+"""The site as it is built: every page, every link, every picture; in a browser, as wide as a desk and as a phone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from filelock import FileLock
+from project.test_public_names import PUBLIC
+
+import chromium
+from tracked import ROOT
+
+WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
+CALL = "reference/relskew_core.relative_attention"
+SEEN = ("index", "chooser", "benchmarks", "variants", "tutorials", "reference", CALL)
+"""Pages that are looked at in light and dark; all are held to the width of a phone."""
+
+
+class Page(HTMLParser):
+    """What a page shows without its scripts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.anchors: set[str] = set()
+        self.texts: dict[str, str] = {}
+        self._inside: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if given.get("id"):
+            self.anchors.add(str(given["id"]))
+        if tag in ("a", "link") and given.get("href") is not None:
+            self.links.append(str(given["href"]))
+        if tag in ("script", "img", "source") and given.get("src") is not None:
+            self.links.append(str(given["src"]))
+        if tag == "img":
+            self.images.append(given)
+        if tag in ("title", "h1", "article", "script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and tag == self._inside[-1]:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self._inside):
+            for tag in self._inside:
+                self.texts[tag] = self.texts.get(tag, "") + data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as ``make docs`` does, once for all workers; notebooks run while it is built."""
+    here = tmp_path_factory.getbasetemp()
+    folder = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "site"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "built").exists():
+            command = [sys.executable, "-m", "docs.site", str(folder)]
+            untraced = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+            run = subprocess.run(command, cwd=ROOT, env=untraced, capture_output=True, text=True, timeout=900)
+            assert run.returncode == 0, run.stdout + run.stderr
+            (folder / "built").touch()
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    found = {path: Page(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
+    assert len(found) > 100
+    return found
+
+
+def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                assert parts.scheme in ("https", "mailto", "data"), f"{path.name}: {link}"
+                assert parts.scheme != "https" or "." in parts.netloc, f"{path.name}: {link}"
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            if not target.exists() or (target in pages and anchor and anchor not in pages[target].anchors):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        text = path.read_text()
+        assert not [link for link in page.links if link.startswith("http") and f'src="{link}"' in text], path.name
+
+
+def test_every_page_has_a_title_and_text_without_scripts(site: Path, pages: dict[Path, Page]) -> None:
+    titles = {path: page.texts["title"] for path, page in pages.items()}
+    assert all(title.strip() for title in titles.values())
+    for path, page in pages.items():
+        if path.stem not in ("search", "genindex", "py-modindex"):
+            assert page.texts.get("h1", "").strip(), path.name
+            assert len(page.texts["article"].split()) > 5, f"{path.relative_to(site)} says nothing without scripts"
+
+
+def test_every_picture_is_there_and_told(pages: dict[Path, Page]) -> None:
+    assert sum(len(page.images) for page in pages.values()) > 8
+    for path, page in pages.items():
+        for image in page.images:
+            source = str(image["src"])
+            assert source.startswith("data:") or (path.parent / unquote(source)).exists(), f"{path.name}: {source}"
+            assert len((image.get("alt") or "").split()) > 1, (
+                f"{path.name}: {source[:80]} has no words for who cannot see it"
+            )
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_has_a_page(module: str, site: Path, pages: dict[Path, Page]) -> None:
+    for name in importlib.import_module(module).__all__:
+        page = pages[site / "reference" / f"{module}.{name}.html"]
+        assert f"{module}.{name}" in page.anchors
+        assert page.texts["h1"].startswith(name)
+        assert len(page.texts["article"].split()) > 6
+
+
+def test_every_page_of_the_project_is_on_the_site_and_in_its_contents(site: Path, pages: dict[Path, Page]) -> None:
+    written = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    written |= {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.ipynb")}
+    written |= {Path(name) for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY", "RELEASING")}
+    home = {unquote(urlsplit(link).path) for link in pages[site / "index.html"].links}
+    for name in written:
+        assert site / f"{name}.html" in pages
+        assert name == Path("index") or f"{name}.html" in home, f"{name} is in no list of docs/index.md"
+
+
+def test_code_in_the_pages_leads_to_the_reference(site: Path, pages: dict[Path, Page]) -> None:
+    links = pages[site / "chooser.html"].links
+    for name in ("huggingface.replace_attention", "relative_attention", "conventions.load_vits", "export.quantize"):
+        assert f"reference/relskew_core.{name}.html#relskew_core.{name}" in links
+    torch = (site / "torch.html").read_text()
+    assert '<span class="pre">nn.MultiheadAttention</span></code>, ' not in torch  # torch's own is not ours
+
+
+needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Chromium]:
+    with chromium.Chromium() as opened:
+        yield opened
+
+
+CONTRAST = """(() => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+    const context = canvas.getContext("2d", {willReadFrequently: true});
+    const over = (colour, below) => {
+        context.fillStyle = `rgb(${below})`; context.fillRect(0, 0, 1, 1);
+        context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+        return [...context.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+    };
+    const behind = (element) => {
+        if (!element) return [255, 255, 255];
+        return over(getComputedStyle(element).backgroundColor, behind(element.parentElement));
+    };
+    const light = (colour) => {
+        const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+        const [r, g, b] = colour.map((c) => linear(c / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const faint = {};
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement;
+        if (!walker.currentNode.data.trim() || element.closest("script, style, noscript, svg, .headerlink")) continue;
+        if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+        const below = behind(element), text = over(getComputedStyle(element).color, below);
+        const [high, low] = [light(text), light(below)].sort((a, b) => b - a);
+        const ratio = (high + 0.05) / (low + 0.05);
+        if (ratio < 4.5) faint[element.className + ": " + walker.currentNode.data.trim().slice(0, 30)] = ratio;
+    }
+    return faint;
+})()"""
+"""The texts of a page whose contrast WCAG calls too low, with what it is."""
+
+
+def loaded(browser: chromium.Chromium, path: Path) -> None:
+    """Go to a page and wait for it, whether scripts are allowed or not."""
+    browser.open(path.as_uri())
+    deadline = time.monotonic() + 60
+    while browser.run("[document.readyState, location.href]") != ["complete", path.as_uri()]:
+        assert time.monotonic() < deadline, f"{path.name} does not load"
+        time.sleep(0.01)
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", SEEN)
+def test_a_page_can_be_read(name: str, scheme: str, site: Path, browser: chromium.Chromium, tmp_path: Path) -> None:
+    browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    loaded(browser, site / f"{name}.html")
+    for width, size in WIDTHS.items():
+        picture = tmp_path / f"{name.replace('/', '_')}-{width}-{scheme}.png"
+        browser.screenshot(picture, *size)
+        assert picture.stat().st_size > 10_000
+        if folder := os.environ.get("SITE_PICTURES"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, folder)
+        assert browser.run(CONTRAST) == {}
+    assert not browser.errors
+
+
+@needs_chromium
+def test_no_page_is_wider_than_a_phone(pages: dict[Path, Page], browser: chromium.Chromium) -> None:
+    width, height = WIDTHS["phone"]
+    size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+    browser.ask("Emulation.setDeviceMetricsOverride", **size)
+    for path in pages:
+        loaded(browser, path)
+        # The theme lets its column of text scroll by itself.
+        wide = browser.run("Math.max(...[...document.querySelectorAll('html, .content')].map((e) => e.scrollWidth))")
+        assert wide <= width, f"{path.name} is {wide} pixels wide"
+
+
+@needs_chromium
+def test_a_page_without_scripts_shows_the_same(site: Path, browser: chromium.Chromium) -> None:
+    page = site / "chooser.html"
+    loaded(browser, page)
+    text = "document.querySelector('article').innerText"
+    with_scripts = browser.run(text)
+    browser.ask("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        loaded(browser, page)
+        assert browser.run(text) == with_scripts
+    finally:
+        browser.ask("Emulation.setScriptExecutionDisabled", value=False)
