@@ -80,7 +80,8 @@ def _cell(r: int, seen: bool, span: Span | None, reach: int) -> Cell:
 
 
 def _title(n: int, m: int, arguments: dict[str, Any], *, sinks: bool) -> str:
-    words = [f"{n} queries, {m} keys" if n != m else f"{n} queries and keys"]
+    queries, keys = f"{n} quer{'y' if n == 1 else 'ies'}", f"{m} key{'s' * (m != 1)}"
+    words = [f"{queries}, {keys}" if n != m or n == 1 else f"{n} queries and keys"]
     for name, value in arguments.items():
         if isinstance(value, bool) or name in ARRAYS:
             words += [name] if value is not None and value is not False else []
