@@ -17,6 +17,13 @@ if importlib.util.find_spec("jax") is not None:
     jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless asked before its first array
 
 
+@pytest.fixture(autouse=True)
+def coverage_watches_children_alike(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it leave the processes alone that an unwatched test starts."""
+    if request.node.get_closest_marker("no_cover"):
+        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def torch_works_in_stacks() -> Iterator[None]:
     """Have torch's native path work off the tests' short calls as it does long ones, unless a test asks."""
@@ -50,5 +57,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     reason = row.missing()
     if reason is not None:
         pytest.skip(reason)
+    if row.compiled:
+        # Coverage more than doubles the time of their tracers; what they trace, NumPy runs line by line.
+        request.node.add_marker("no_cover")
     with row.setting():
         yield row

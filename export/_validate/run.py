@@ -84,7 +84,7 @@ def _in_runtime(
     for trial, seed in trials:
         progress(f"{runtime}: {trial}")
         questions.trial(trial, seed)
-    if subject.plan.past:
+    whole = sorted({trial.queries for trial, _ in trials if trial.fits and trial.past == 0})
+    if subject.plan.past and whole:  # lengths that were asked for may all be too long
         progress(f"{runtime}: decoding in pieces")
-        whole = sorted({trial.queries for trial, _ in trials if trial.fits and trial.past == 0})
         questions.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))

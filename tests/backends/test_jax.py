@@ -326,6 +326,7 @@ def other_gradients(q: Any, k: Any, v: Any, rel_k: Any, labels: Any) -> Any:
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("function", [gradient, pushed, other_gradients])
 def test_memory_grows_with_the_length_and_not_with_its_square(function: Any) -> None:
     def scratch(length: int) -> int:

@@ -45,6 +45,7 @@ WAYS = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("way", WAYS)
 def test_ten_thousand_calls_leave_no_memory_behind(way: str) -> None:
     pytest.importorskip(way.partition(",")[0])

@@ -219,7 +219,10 @@ def test_attention_is_the_formula(library: Library, name: str) -> None:
     want = attention_2d(CASES[name])
     arrays = {key: x for key, x in CASES[name].items() if key in ARRAYS}
     options = {key: x for key, x in CASES[name].items() if key not in ARRAYS}
-    for dtype, chunk_size in [(library.dtypes[0], None), (library.dtypes[-1], 5)]:
+    ways: list[tuple[str, int | None]] = [(library.dtypes[0], None), (library.dtypes[-1], 5)]
+    if library.compiled:  # either way in every second case
+        ways = [ways[list(CASES).index(name) % 2]]
+    for dtype, chunk_size in ways:
         given_arrays = {key: library.asarray(x, None if x.dtype == bool else dtype) for key, x in arrays.items()}
         out, lse = library.call(relative_attention_2d, given_arrays, **options, chunk_size=chunk_size, return_lse=True)
         assert str(out.dtype).endswith(dtype)

@@ -174,8 +174,7 @@ def everywhere(argument: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
     tried = []
     for number, (name, case) in enumerate(cases.items()):
         for library in LIBRARIES:
-            compiled = library.traced or library.module == "jax"  # which compiles its operations one by one
-            dtypes = library.dtypes[number % len(library.dtypes) :][:1] if compiled else library.dtypes
+            dtypes = library.dtypes[number % len(library.dtypes) :][:1] if library.compiled else library.dtypes
             marks = [pytest.mark.gpu] if library.gpu else []
             tried += [
                 pytest.param(library, dtype, case, id=f"{name}-{library}-{dtype}", marks=marks) for dtype in dtypes

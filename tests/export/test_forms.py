@@ -29,6 +29,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.no_cover
 @form
 @pytest.mark.parametrize("profile", PROFILES)
 def test_onnxruntime(form: str, profile: str) -> None:
@@ -56,6 +57,7 @@ def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> N
     assert report.ok, report.table()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("form", TYPED)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
@@ -142,6 +144,7 @@ def test_the_reference_is_the_definition() -> None:
     np.testing.assert_allclose(y[0], loops(spec, weights, x[0]), rtol=1e-12)
 
 
+@pytest.mark.no_cover
 @form
 @pytest.mark.parametrize("profile", PROFILES)
 def test_symbols_tell_the_truth(form: str, profile: str) -> None:

@@ -31,6 +31,7 @@ def run(content: bytes, feeds: dict[str, Any]) -> np.ndarray[Any, Any]:
     return result
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("queries", [1, 7])
 def test_the_same_numbers(form: str, queries: int) -> None:

@@ -244,10 +244,12 @@ def test_calls_in_single() -> None:
     compare_across(Across(CROSS), 18)
 
 
+@pytest.mark.no_cover
 def test_calls_in_double() -> None:
     compare_across(Across(CROSS), 24, torch.float64, 1e-12)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("part", range(4))
 def test_calls_optimised(part: int) -> None:
     compare_across(Across([*CROSS][part::4]), 23)

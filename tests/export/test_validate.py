@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
+import pickle
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,15 +232,27 @@ def test_a_difference_that_is_asked_to_be_smaller() -> None:
 
 def test_which_input_is_decoded() -> None:
     """The longest of up to 64, or the shortest of longer ones."""
-    spec = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights, past=True)
-    for lengths, decoded in (([1, 9, 7], 9), ([64, 65], 64), ([70, 66], 66)):
+    clipped = BlockSpec(8, 2, Span(9, 0, "clip"), causal=True)
+    for spec, lengths, decoded in (
+        (clipped, [1, 9, 7], 9),
+        (clipped, [8, 64, 65], 64),
+        (clipped, [70, 66], 66),
+        (CACHE, [9], 9),  # the whole table: behind a past it does not fit
+    ):
+        weights = random_weights(spec)
+        model = to_onnx(spec, weights, past=True)
         steps: list[str] = []
         report = validate(model, spec, weights, lengths=lengths, batches=[1], progress=steps.append)
-        assert report.ok
+        assert report.ok, report.table()
         assert steps[-1] == "onnxruntime: decoding in pieces"
         assert report.checks[-1].case == f"batch 2, queries {decoded}, keys {decoded}, past 0, in pieces"
+
+
+def test_nothing_is_decoded_where_no_length_fits() -> None:
+    weights = random_weights(CACHE)
+    report = validate(to_onnx(CACHE, weights, **CACHE_OPTIONS), CACHE, weights, lengths=[10, 12])
+    assert report.ok, report.table()
+    assert "decoding" not in {check.name for check in report.checks}
 
 
 def test_lengths_and_batches_on_request() -> None:
@@ -428,6 +445,42 @@ def test_a_process_that_dies_is_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
         (check,) = validate(path, CAUSAL, weights).failures
         assert (check.name, check.runtime) == ("validation", "")
         assert f"{told}, at: start" in check.detail
+
+
+def test_a_process_that_reads_no_request_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that no pipe holds cannot be written then."""
+    monkeypatch.setattr(isolated, "_CHILD", "raise SystemExit(3)")
+    weights = random_weights(CAUSAL)
+    path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
+    (check,) = validate(path, CAUSAL, {**weights, "another": np.zeros(2**20)}).failures
+    assert "ended with status 3, at: start" in check.detail
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # that of the answers: a process ends with them
+def test_what_a_process_answers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(request: Any, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
+        print(request, flush=True)
+        os.write(1, b"a runtime's own\n")
+        progress("one step")
+        tell(Check("loads", "here", "", "", False, detail="no"))
+
+    limits: list[int | None] = []
+    ended = threading.Event()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(("asked", 5)))))
+    monkeypatch.setattr(isolated, "run", run)
+    monkeypatch.setattr(isolated, "_limit_memory", limits.append)
+    monkeypatch.setattr(isolated, "_end_with_parent", ended.set)
+    output = os.dup(1)
+    try:
+        isolated.answer()
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+    told = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    check = asdict(Check("loads", "here", "", "", False, detail="no"))
+    assert told == [{"progress": "one step"}, {"check": check}, {"done": True}]
+    assert limits == [5]
+    assert ended.wait(10)
 
 
 def test_a_model_runs_elsewhere_on_request() -> None:

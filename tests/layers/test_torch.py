@@ -351,6 +351,7 @@ def test_vmap_over_dropout(randomness: str) -> None:
 # Everything else a module must stand
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("name", "dropout"), [*((name, 0.0) for name in SPECS), ("grouped, wide heads", 0.3), ("cross", 0.3)]
 )

@@ -26,11 +26,15 @@ def _tests(names: str) -> tuple[str, ...]:
 SUITES = {  # the modules, and the tests that are to notice their mutants
     "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core",)),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
-    "validation": ((f"{EXPORT}validate",), _tests("inspect opening questions trials validate")),
+    "validation": (
+        (f"{EXPORT}validate",),
+        _tests("contrib in_place inspect opening quantise questions trials validate"),
+    ),
     "graphs": (
         (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
         _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
+    "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches quantise")),
 }
 RECORD = Path(__file__).with_name("survivors.md")
 

@@ -63,6 +63,11 @@ class Library:
         """Whether functions are compiled, so that values are unknown while they run."""
         return self.wrap is not unchanged
 
+    @property
+    def compiled(self) -> bool:
+        """Whether calls wait for a compiler: JAX has one for single operations too."""
+        return self.traced or self.module == "jax"
+
     def namespace(self) -> Any:
         """Return the module that has the library's functions."""
         return importlib.import_module({"jax": "jax.numpy", "dask": "dask.array"}.get(self.module, self.module))
