@@ -48,6 +48,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "segments-mask-values": ("segments, clip, values, mask", {}),
     "segments-mask-values-chunks": ("segments, clip, values, mask", CHUNKS),
     "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
+    "sinks-grouped-chunks": ("sinks, causal, grouped", CHUNKS),
     "blocks-core": ("core: blocks, clip, values", {}),
     "stream-window": ("stream, clip, window", {}),
     "stream-values": ("stream, none before, values", PORTABLE),
