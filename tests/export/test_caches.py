@@ -165,3 +165,5 @@ def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
         caches_in_place(make(), **options)
     with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
         caches_in_place("decoder.onnx")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`contrib` must be a bool"):
+        caches_in_place(growing(), contrib=1, **NAMES)
