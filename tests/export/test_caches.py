@@ -166,4 +166,4 @@ def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
         caches_in_place("decoder.onnx")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`contrib` must be a bool"):
-        caches_in_place(growing(), contrib=1, **NAMES)
+        caches_in_place(growing(), contrib=1, **NAMES)  # type: ignore[arg-type]
