@@ -104,6 +104,18 @@ def test_the_interface_and_the_metadata() -> None:
     assert shapes["past_key"] == shapes["present_value"] == ["batch", 2, "cache_length", 8]
     assert shapes["past_length"] == [1]
     assert changed.metadata_props[0].value == "in_place"
+    assert "GroupQueryAttention" not in {node.op_type for node in changed.graph.node}
+
+
+def test_outputs_that_are_no_caches_stay() -> None:
+    model = growing()
+    for name in ("present_more", "key"):  # nothing past of its name; the past's name without what says present
+        model.graph.node.append(helper.make_node("Identity", ["y"], [name], name=name))
+        model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", None, 32)))
+    changed = caches_in_place(model, **NAMES)
+    y, *_, more, key = run(changed, {"x": np.ones((1, 2, 32), np.float32), **empty(4), "past_length": np.array([0])})
+    assert (y == more).all()
+    assert (y == key).all()
 
 
 def primitives() -> onnx.ModelProto:
@@ -153,3 +165,5 @@ def test_refused(make: Any, options: dict[str, Any], message: str) -> None:
         caches_in_place(make(), **options)
     with pytest.raises(TypeError, match=r"`model` must be an onnx\.ModelProto"):
         caches_in_place("decoder.onnx")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`contrib` must be a bool"):
+        caches_in_place(growing(), contrib=1, **NAMES)  # type: ignore[arg-type]

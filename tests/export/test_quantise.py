@@ -40,6 +40,8 @@ def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
     given = inputs() if kind == "static" else None
     path = quantize(model, tmp_path / "quantised.onnx", kind, inputs=given)
     assert model.SerializeToString() == before
+    with pytest.raises(FileExistsError):
+        quantize(model, path, kind, inputs=given)
     assert path.stat().st_size < 0.5 * save(model, tmp_path / "whole.onnx").stat().st_size
     made = onnx.load(path)
     assert not [

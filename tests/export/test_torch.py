@@ -68,6 +68,7 @@ def tokens(batch: int, *lengths: int) -> tuple[Tensor, ...]:
     return tuple(torch.randint(0, 50, (batch, length), generator=generator) for length in lengths)
 
 
+@pytest.mark.no_cover
 @opsets
 def test_model(opset: int) -> None:
     model = Model()
@@ -111,6 +112,7 @@ class Cached(nn.Module):
         return y, *present
 
 
+@pytest.mark.no_cover
 @opsets
 @pytest.mark.parametrize(
     "options",

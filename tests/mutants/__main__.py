@@ -34,7 +34,7 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
         (f"{EXPORT}graph", f"{EXPORT}model", f"{EXPORT}plan", f"{EXPORT}weights"),
         _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
-    "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches quantise")),
+    "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
 }
 RECORD = Path(__file__).with_name("survivors.md")
 

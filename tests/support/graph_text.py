@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 
 from export_forms import FORMS, IN_PLACE, PROFILES
 from relskew_core import BlockSpec
-from relskew_core.export import to_onnx
+from relskew_core.export import caches_in_place, to_onnx
 from relskew_core.export._plan import GraphPlan, make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "export" / "graphs"
@@ -48,6 +48,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "segments-mask-values": ("segments, clip, values, mask", {}),
     "segments-mask-values-chunks": ("segments, clip, values, mask", CHUNKS),
     "sinks-mask-values": ("sinks, mask, values", {"dtype": "bfloat16"}),
+    "sinks-grouped-chunks": ("sinks, causal, grouped", CHUNKS),
     "blocks-core": ("core: blocks, clip, values", {}),
     "stream-window": ("stream, clip, window", {}),
     "stream-values": ("stream, none before, values", PORTABLE),
@@ -61,6 +62,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "in-place-segments": ("in place: segments, cache, mask, sinks", {}),
     "in-place-blocks-functions": ("in place: blocks, cache", {"functions": True}),
 }
+CHANGES: dict[str, dict[str, Any]] = {"cache-changed": {}, "cache-changed-contrib": {"contrib": True}}
+WRITTEN |= {name: ("cache, grouped, no bias", TRT | {"opset": 24}) for name in CHANGES}
 """What each file of the folder shows: a form, and how it is exported. Between them they come to every line."""
 
 
@@ -68,9 +71,11 @@ def model_of(name: str) -> onnx.ModelProto:
     """Export a form that is written down, with weights that no generator of random numbers has a part in."""
     form, options = WRITTEN[name]
     spec, own = (FORMS | IN_PLACE)[form]
-    if options == CONTRIB:  # whose heads are a multiple of 8 wide
+    changes = CHANGES.get(name)
+    if options == CONTRIB or changes is not None:  # whose heads are a multiple of 8 wide
         spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
-    return to_onnx(spec, _weights(spec, **own), **own, **options)
+    model = to_onnx(spec, _weights(spec, **own), **own, **options)
+    return model if changes is None else caches_in_place(model, past="past_", present="present_", **changes)
 
 
 def _weights(spec: BlockSpec, *, projections: bool = True, **others: Any) -> dict[str, np.ndarray[Any, Any]]:
