@@ -21,11 +21,13 @@ options = {"span": Span.causal(4, beyond="clip"), "causal": True}
 CALLS = """
 for offset in range(1000):
     call(offset)
-process = psutil.Process()
-before = process.memory_info().rss
-for offset in range(10_000):  # another one in every call: nothing may be remembered for each
-    call(offset)
-print(process.memory_info().rss - before)
+process, grown = psutil.Process(), []
+for start in range(0, 10_000, 2_500):
+    before = process.memory_info().rss
+    for offset in range(start, start + 2_500):  # another one in every call: nothing may be remembered for each
+        call(offset)
+    grown.append(process.memory_info().rss - before)
+print(min(grown))
 """
 WAYS = {
     "numpy, portable": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='portable', **options)",
@@ -52,4 +54,5 @@ def test_ten_thousand_calls_leave_no_memory_behind(way: str) -> None:
     script = SETUP + textwrap.dedent(WAYS[way]) + CALLS
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**19  # what an allocator keeps; 10,000 small things would be more
+    # What a library or its allocator keeps now and then; 2,500 small things in every round would be more.
+    assert int(done.stdout) < 2**17
