@@ -215,7 +215,7 @@ def child(question: str) -> int:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     torch.set_num_threads(1)
     asked = json.loads(question)
-    work(asked["option"], asked["which"], 256, backward=asked["backward"])()
+    work(asked["option"], asked["which"], 512, backward=asked["backward"])()  # as long calls go, kernels and all
     call = work(asked["option"], asked["which"], asked["length"], backward=asked["backward"])
     kept: list[Any] = []
     gc.collect()
