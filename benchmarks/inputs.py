@@ -101,6 +101,6 @@ def visible(shape: Shape, i: np.ndarray, r: np.ndarray) -> np.ndarray:
     return seen if shape.window is None else seen & (r > -shape.window)
 
 
-def tiny(shape: Shape, length: int = 256) -> Shape:
-    """Return the same problem at a length that costs nothing, for warming up."""
+def tiny(shape: Shape, length: int = 512) -> Shape:
+    """Return the same problem at a length that costs little, for warming up: long enough to go as long calls go."""
     return replace(shape, length=min(length, shape.length))
