@@ -90,7 +90,7 @@ def by_numba(logits: np.ndarray, out: np.ndarray) -> Callable[[], Any]:
     coefficients = [f(x) for x in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)]
     c0, c1, c2, c3, c4 = coefficients
 
-    @numba.njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    @numba.njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]  # numba has no types
     def exponentials(x: Any, out: Any, total: Any) -> None:
         for i in range(x.shape[0]):
             largest = x[i, 0]

@@ -19,7 +19,7 @@ from relskew_core._array.checks import is_symbol
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unknown
-from relskew_core._kernel.forward import grouped_matmul
+from relskew_core._kernel.forward import capped, grouped_matmul
 from relskew_core._kernel.plan import Layout
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
@@ -41,9 +41,7 @@ LOGITS = 2**14
 def serves(call: Problem) -> bool:
     """Whether this is the faster way, and all that the call asks for is known here."""
     x = call.given
-    if axes_of(x) or explicitly_split(
-        x
-    ):  # every array that is made here would need the type that the loops give theirs
+    if axes_of(x) or explicitly_split(x):  # the loops give what they make the types that such arrays want
         return False
     if unknown(x, call.options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return False
@@ -69,7 +67,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
     if options.softcap is not None:
         if visible is not None:  # a slope of NaN would be no zero
             logits = jnp.where(visible, logits, 0.0)
-        logits = jnp.tanh(logits * (1 / options.softcap)) * options.softcap
+        logits = capped(logits, options, xp=jnp)
     if x.mask is not None and x.mask.dtype != bool:
         logits = logits + _of_keys(x.mask, layout)
     if visible is not None:
@@ -80,7 +78,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
     if x.mask is not None or options.visibility.some_query_sees_nothing():
         dead = largest == -math.inf
         largest = jnp.where(dead, 0.0, largest)
-    shifted = logits - largest
+    shifted = logits - largest  # as `softmax`, in the order that the compiler makes the least of
     weights = jnp.where(shifted < NEGLIGIBLE, 0.0, jnp.exp(shifted))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if dead is None else jnp.where(dead, 1.0, total)

@@ -121,7 +121,7 @@ def _pull_back(
 ) -> None:
     """Add one chunk's gradients."""
     views, options = scratch.views(number), call.options
-    chunk, weights = views.chunk, views.logits  # the logits become the weights, and these their gradients
+    chunk, weights = views.chunk, views.logits  # the logits become the weights
     group = head * call.k.shape[1] // call.q.shape[1]
     queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.end)
     slope = None if options.softcap is None else scratch.absolute("slope", chunk)
