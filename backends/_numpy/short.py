@@ -26,8 +26,6 @@ LOGITS = 2**14
 SCRATCH = 2**18
 """Logits of the items that are worked on at once: in the caches, and few enough for memory."""
 
-_NOTHING = {NoneType}
-
 
 def ordinary() -> bool:
     """Whether nobody traces, watches or changes what is computed here."""
@@ -62,9 +60,8 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    q, k, v, rel_k, *others = x
-    if q.shape[-2] == 1 and rel_k is not None and plan.is_plain and {*map(type, others)} == _NOTHING:
-        return _attend_one(q, k, v, rel_k, plan), None
+    if x.q.shape[-2] == 1 and plan.is_plain:
+        return _attend_one(x, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)
     if x.q.ndim != 4 or logits <= SCRATCH:
         return _quietly(x, plan)
@@ -79,8 +76,10 @@ def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     return out, lse
 
 
-def _attend_one(q: Array, k: Array, v: Array, rel_k: Array, plan: Plan) -> Array:
+def _attend_one(x: Operands, plan: Plan) -> Array:
     """Return the output of one query for each head, where there is nothing but a table."""
+    q, k, v, rel_k, *_ = x
+    assert rel_k is not None
     first, end, width, row, _ = plan.layout
     if width < k.shape[-2]:
         k, v = k[..., first:end, :], v[..., first:end, :]

@@ -97,6 +97,7 @@ class Checked:
     plan: Plan | None  # None for one query: each call has its own
     as_given: bool  # whether the kernels get the caller's arrays as they are
     tables: bool
+    only_rel_k: bool  # beside queries, keys and values
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -113,7 +114,8 @@ class Checked:
             if plan is None:
                 return None
         as_given = all(map(operator.is_, _arrays(given), call.operands()))
-        return cls(kernels, replace(call, given=Operands(None, None, None)), plan, as_given, tables)
+        only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
+        return cls(kernels, replace(call, given=Operands(None, None, None)), plan, as_given, tables, only_rel_k)
 
     def attend(self, given: Arguments) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
@@ -150,7 +152,7 @@ class Checked:
             if options.span.beyond == "error":
                 return None
             rows = self.kernels.rows(layout.rows(options.span))
-        return Plan(options, layout, rows=rows)
+        return Plan(options, layout, rows=rows, only_rel_k=self.only_rel_k)
 
 
 def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:

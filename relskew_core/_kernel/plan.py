@@ -69,13 +69,15 @@ class Plan(NamedTuple):
     hidden: Any = None  # what the pattern hides from queries, in the kernels' own form; None if nothing
     dead_rows: bool = False  # whether it hides all keys from some query
     rows: Array | None = None  # of the tables, which the columns stand for, where they do not just follow one another
+    only_rel_k: bool = False  # whether this is the one array beside queries, keys and values
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits are scaled sums of two products, and no more is asked for than the output."""
         options = self.options
         return (
-            self.hidden is self.rows is options.softcap is None
+            self.only_rel_k
+            and self.hidden is self.rows is options.softcap is None
             and options.rel_scale == options.scale
             and not options.return_lse
         )

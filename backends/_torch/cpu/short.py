@@ -45,7 +45,6 @@ KEPT = 2**20
 TINY = math.exp(NEGLIGIBLE)
 
 COUNT = len(Operands._fields)
-_NOTHING = [None] * (COUNT - 4)
 
 
 def ordinary() -> bool:
@@ -116,17 +115,18 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
             return None
         apply: Any = _Attention.apply
         return apply(plan, *x), None
-    q, k, v, rel_k, *others = x
-    if q.shape[-2] == 1 and rel_k is not None and plan.is_plain and others == _NOTHING:
-        return _attend_one(q, k, v, rel_k, plan), None
+    if x.q.shape[-2] == 1 and plan.is_plain:
+        return _attend_one(x, plan), None
     parts = [_attend(block, plan)[:2] for block in _blocks(x, plan, BLOCK)]
     out, lse = (_joined(each) for each in zip(*parts, strict=True))
     shape = x.q.shape[:-1]
     return out.view(*shape, -1), None if lse is None else lse.view(shape)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, rel_k: Tensor, plan: Plan) -> Tensor:
+def _attend_one(x: Operands, plan: Plan) -> Tensor:
     """Return the output of one query for each head, where there is nothing but a table."""
+    q, k, v, rel_k, *_ = x
+    assert rel_k is not None
     first, end, width, row, _ = plan.layout
     if width < k.shape[-2]:
         k, v = k[..., first:end, :], v[..., first:end, :]
