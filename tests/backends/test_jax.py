@@ -416,6 +416,26 @@ def test_at_once_what_nobody_sees_gets_no_gradient_and_gives_none() -> None:
         close(gradients[name], gradient, 1e-10, name)
 
 
+def test_at_once_a_bias_that_a_mask_hides_everywhere_may_be_anything() -> None:
+    case = dense.Case("poisoned bias", n=5, m=5, span=Span.full(5), tables="rel_bias")
+    arrays, steps = case.arrays(), np.arange(5)
+    mask = jnp.asarray(steps[None, :] - steps[:, None] != -2)
+    poisoned = {**arrays, "rel_bias": np.where(np.arange(9) == 2, np.nan, arrays["rel_bias"])}
+
+    def pulled(given: dict[str, Any]) -> Any:
+        _, pull = jax.vjp(lambda x: relative_attention(**x, span=case.span, mask=mask, softcap=3.0), on_jax(given))
+        return pull(jnp.asarray(case.d_out()))[0]
+
+    found, expected = pulled(poisoned), pulled(arrays)
+    for name, gradient in expected.items():
+        close(found[name], np.asarray(gradient), 1e-12, name)
+
+
+def test_at_once_negligible_weights_are_zeros() -> None:
+    q, k, v = jnp.ones((1, 1)), jnp.asarray([[0.0], [-75.0]]), jnp.asarray([[1.0], [1e30]])
+    assert float(relative_attention(q, k, v)[0, 0]) == 1.0
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "loops"),
     [

@@ -123,6 +123,17 @@ def test_gradients_keep_a_query_that_is_not_finite_to_itself() -> None:
     for name in ("q", "k", "v"):
         assert (np.isnan(getattr(found, name)) <= np.isnan(getattr(expected, name))).all(), name
     assert np.isfinite(np.delete(found.q, 5, axis=-2)).all()
+    assert np.isfinite(found.v[..., 6:, :]).all()  # of keys that the query does not see, though others of its chunk do
+
+
+def test_gradients_take_nothing_from_values_of_other_documents() -> None:
+    q, k, v, _ = arrays(8)
+    documents = (np.asarray([0, 0, 0, 0, 2, 2, 2, 2]), np.asarray([0, 0, 1, 1, 2, 2, 2, 2]))
+    expected = relative_attention_vjp(q, q, k, v, segments=documents, impl="native", chunk_size=8)
+    v[..., 2:4, :] = np.nan
+    found = relative_attention_vjp(q, q, k, v, segments=documents, impl="native", chunk_size=8)
+    for name in ("q", "k", "v"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
