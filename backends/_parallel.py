@@ -206,9 +206,9 @@ def set_numpy_threads(threads: int | None) -> None:
     _numpy_threads = None if threads is None else check_int("threads", threads, minimum=1)
 
 
-def numpy_threads() -> int:
+def numpy_threads(*, blas: bool = True) -> int:
     """Return on how many threads NumPy's native path works: one where nothing can keep BLAS to one thread each."""
-    if not _blas.can_limit():
+    if blas and not _blas.can_limit():
         return 1
     return _numpy_threads or _processors()
 

@@ -14,6 +14,7 @@ import numpy as np
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core.backends import _blas, _parallel
+from relskew_core.backends._numpy import compiled
 from relskew_core.backends._numpy.call import Array, HeadwiseCall
 from relskew_core.backends._numpy.logits import write_exponentials, write_logits
 from relskew_core.backends._numpy.scratch import Scratch, Views
@@ -24,6 +25,8 @@ SHORT = 2**13
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    if compiled.serves(operands, options):
+        return compiled.attention(operands, options)
     call = HeadwiseCall.of(operands, options)
     shape = call.q.shape[:-1]
     out = np.zeros((*shape, call.v.shape[-1]), call.q.dtype)

@@ -15,6 +15,7 @@ from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel.call import Operands
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core._kernel.plan import Plan
+from relskew_core.backends._numpy import compiled as kernels
 from relskew_core.backends._numpy.call import Array
 
 TYPES = frozenset((np.ndarray, NoneType))
@@ -41,6 +42,10 @@ def serves(x: Operands) -> bool:
     return True
 
 
+compiled = kernels.serves
+"""Whether compiled kernels serve a call that these are for."""
+
+
 def rows(wanted: Sequence[int]) -> Array:
     """Return which rows of a table are wanted, as an array."""
     return np.asarray(wanted)
@@ -60,6 +65,8 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    if plan.compiled:
+        return kernels.attention(x, plan.options, plan.layout if x.q.shape[-2] == 1 else None)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)

@@ -98,6 +98,7 @@ class Checked:
     as_given: bool  # whether the kernels get the caller's arrays as they are
     tables: bool
     only_rel_k: bool  # beside queries, keys and values
+    compiled: bool  # whether compiled kernels serve it
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -108,14 +109,16 @@ class Checked:
         if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
             return None
         tables = any(getattr(x, name) is not None for name in TABLES)
+        compiled = kernels.compiled(call.operands(), call.options)
         plan = None
         if x.q.shape[-2] > 1:
-            plan = _plan(call, kernels, tables=tables)
+            plan = _plan(call, kernels, tables=tables, compiled=compiled)
             if plan is None:
                 return None
         as_given = all(map(operator.is_, _arrays(given), call.operands()))
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
-        return cls(kernels, replace(call, given=Operands(None, None, None)), plan, as_given, tables, only_rel_k)
+        known = replace(call, given=Operands(None, None, None))
+        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled)
 
     def attend(self, given: Arguments) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
@@ -152,10 +155,10 @@ class Checked:
             if options.span.beyond == "error":
                 return None
             rows = self.kernels.rows(layout.rows(options.span))
-        return Plan(options, layout, rows=rows, only_rel_k=self.only_rel_k)
+        return Plan(options, layout, None, False, rows, self.only_rel_k, self.compiled)
 
 
-def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
+def _plan(call: Problem, kernels: Any, *, tables: bool, compiled: bool) -> Plan | None:
     """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
     options, visibility, span = call.options, call.options.visibility, call.options.span
     layout = Layout.of(options)
@@ -169,4 +172,5 @@ def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
         hidden=None if seen is None else kernels.hidden(seen, visibility, layout, call.wide),
         dead_rows=visibility.some_query_sees_nothing(),
         rows=kernels.rows(layout.rows(span)) if tables and not layout.within(span) else None,
+        compiled=compiled,
     )

@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     dead_rows: bool = False  # whether it hides all keys from some query
     rows: Array | None = None  # of the tables, which the columns stand for, where they do not just follow one another
     only_rel_k: bool = False  # whether this is the one array beside queries, keys and values
+    compiled: bool = False  # whether compiled kernels serve it
 
     @property
     def is_plain(self) -> bool:

@@ -12,6 +12,7 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import visible_columns
 from relskew_core._kernel.forward import attention as portable
 from relskew_core.backends._parallel import leave_if_dropped
+from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.call import HeadPlace, Stack, StackedCall, is_short, run, undisturbed
 from relskew_core.backends._torch.cpu.parts import flattened, parts
 from relskew_core.backends._torch.cpu.scratch import (
@@ -25,7 +26,8 @@ from relskew_core.backends._torch.cpu.scratch import (
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    if is_short(operands):
+    served = compiled.serves(operands, options)
+    if is_short(operands) and not served:
         with undisturbed():
             return portable(operands, options, xp=xp)
     flat = flattened(operands)
@@ -33,8 +35,11 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | No
     out = flat.q.new_zeros((*shape, flat.v.shape[-1]))
     lse = flat.q.new_full(shape, -math.inf) if options.return_lse else None
     for part in parts(flat, options):
-        call = StackedCall.of(part.operands, part.options)
-        _attend(call, out[part.items], None if lse is None else lse[part.items])
+        own = out[part.items], None if lse is None else lse[part.items]
+        if served:
+            compiled.attend(part.operands, part.options, *own)
+        else:
+            _attend(StackedCall.of(part.operands, part.options), *own)
     if options.dropout:
         out.div_(1 - options.dropout)
     lead = operands.q.shape[:-3]

@@ -25,6 +25,7 @@ from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._in_place import mask_by_batch
+from relskew_core.backends._torch.cpu import compiled as kernels
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.cpu.scratch import log_sum_exp
 from relskew_core.backends._torch.operator import flat
@@ -66,6 +67,10 @@ about = attrgetter("dtype", "device", "layout")
 def serves(x: Operands) -> bool:
     """Whether these kernels are for such arrays."""
     return x.q.device.type == "cpu" and all(each is None or each.layout == torch.strided for each in x)
+
+
+compiled = kernels.serves
+"""Whether compiled kernels serve a call that these are for."""
 
 
 def rows(wanted: Sequence[int]) -> Tensor:
@@ -115,6 +120,8 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
             return None
         apply: Any = _Attention.apply
         return apply(plan, *x), None
+    if plan.compiled:
+        return kernels.attention(x, plan)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
     parts = [_attend(block, plan)[:2] for block in _blocks(x, plan, BLOCK)]

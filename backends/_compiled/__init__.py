@@ -1,0 +1,137 @@
+"""Kernels compiled at installation, where there was a compiler: whole calls of float32 on CPUs, for NumPy and torch.
+
+Products, skew, softmax and mixing of a block of queries and keys happen in one core's cache. What they do not serve
+stays with the library's own path, as does everything where nothing was compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.plan import Layout
+from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core.backends import _parallel
+
+try:
+    kernels: Any = importlib.import_module("relskew_core.backends._compiled._kernels")
+except ImportError:
+    kernels = None
+
+FAR = 2**40
+"""Further than anything is that is seen; offsets beyond it are for others."""
+
+BLOCK = 48
+"""Queries of a head that are worked on at once."""
+
+WORK = 2**25
+"""Multiplications of one part of a call: some milliseconds, after which an interrupt is noticed."""
+
+SHARED = 2**17
+"""Multiplications for which it pays to wake another thread."""
+
+SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask"))
+
+Lend = Callable[[Any], Any]
+"""Gives the kernels an array whose rows are in one piece: an object with a buffer, or (address, step of each axis), which
+is 0 along axes of 1."""
+
+
+def serves(x: Operands, options: Options) -> bool:
+    """Whether a call of four axes each is one for these kernels, but for its dtype."""
+    pattern = options.visibility
+    if kernels is None or options.dropout or pattern.by_value or isinstance(pattern, RaggedVisibility):
+        return False
+    if any(array is not None and name not in SERVED for name, array in x._asdict().items()):
+        return False
+    return abs(pattern.offset) < FAR and 0 not in (*x.q.shape, *x.k.shape, x.v.shape[-1])
+
+
+def numbers(x: Operands, options: Options) -> tuple[Any, ...]:
+    """Return what the kernels are to know of a call beside its arrays."""
+    pattern = options.visibility
+    before = FAR if pattern.left is None else min(pattern.left, FAR)
+    after = FAR if pattern.right is None else min(pattern.right, FAR)
+    block, behind = pattern.block_size or 0, pattern.whole_blocks_before
+    if block:
+        block = min(block, FAR)
+        before, after = min(before, (min(behind, FAR // block) + 1) * block - 1), min(after, block - 1)
+    return _numbers(x, options, (before, after, block, behind, pattern.offset))
+
+
+def numbers_of_one(x: Operands, options: Options, layout: Layout) -> tuple[Any, ...]:
+    """Return the same for one query, whose layout says what it sees."""
+    position = layout.first - layout.row + options.span.left
+    return _numbers(x, options, (position - layout.first, layout.end - 1 - position, 0, 0, position))
+
+
+def _numbers(x: Operands, options: Options, pattern: tuple[int, ...]) -> tuple[Any, ...]:
+    items, heads, queries, width = x.q.shape
+    _, key_heads, keys, value_width = x.v.shape
+    span, rel_width = options.span, 0 if x.rel_k is None else x.rel_k.shape[-1]
+    return (
+        items, heads, key_heads, queries, keys, width, rel_width, value_width,
+        span.left + span.right + 1, span.left, span.beyond == "clip", *pattern,
+        options.scale, options.rel_scale, options.softcap or 0.0,
+    )  # fmt: skip
+
+
+def attend(
+    x: Operands,
+    options: Options,
+    layout: Layout | None,
+    out: Any,
+    lse: Any,
+    *,
+    lend: Lend,
+    workers: int,
+) -> None:
+    """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq).
+
+    One query has a layout, which says what it sees.
+    """
+    given = numbers(x, options) if layout is None else numbers_of_one(x, options, layout)
+    arrays = (*_lent(x, lend), lend(out), None if lse is None else lend(lse[..., None]))
+    count = _parts(given, workers)
+    if count == 1:
+        kernels.attend(given, *arrays, 0, 1)
+    else:
+        _parallel.for_each(
+            lambda part: kernels.attend(given, *arrays, part, count), range(count),
+            workers=workers, library="compiled", initializer=_nothing,
+        )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Prepare a thread: these kernels set nothing."""
+
+
+def _parts(given: tuple[Any, ...], workers: int) -> int:
+    """Return into how many parts to cut a call: enough for the workers, and none for long."""
+    items, heads, _, queries, keys, width, _, _, _, _, _, before, after, *_ = given
+    work = items * heads * queries * min(keys, before + after + 1) * 3 * width
+    if work <= SHARED:
+        return 1
+    most = items * heads * -(-queries // BLOCK)
+    return max(1, min(most, max(work // WORK, workers if work <= WORK else 4 * workers)))
+
+
+def _lent(x: Operands, lend: Lend) -> tuple[Any, ...]:
+    """Lend the arrays of a call, in the kernels' order."""
+    q, k, v, rel_k, rel_v, bias, rel_q, mask, *_ = x
+    seen = added = None
+    if mask is not None:
+        if mask.dtype == q.dtype:
+            added = lend(mask)
+        else:
+            seen = lend(mask)
+    return (
+        lend(q), lend(k), lend(v),
+        None if rel_k is None else lend(rel_k),
+        None if rel_v is None else lend(rel_v),
+        None if bias is None else lend(bias[:, None]),
+        None if rel_q is None else lend(rel_q),
+        seen, added,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+// The module `_kernels`: calls of Python, and the choice between what was compiled for this processor.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "problem.hpp"
+
+namespace v4 { bool attend(const Problem &, std::int64_t, std::int64_t); }
+namespace v3 { bool attend(const Problem &, std::int64_t, std::int64_t); }
+namespace base { bool attend(const Problem &, std::int64_t, std::int64_t); }
+
+namespace {
+
+// What was compiled, the least first, and whether this processor can do it.
+struct Level {
+    const char *name;
+    Kernel attend;
+    bool here;
+};
+
+Level levels[] = {
+    {"base", base::attend, true},
+#if defined(__x86_64__)
+    {"x86-64-v3", v3::attend, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+    {"x86-64-v4", v4::attend,
+     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl")},
+#endif
+};
+
+const Level *chosen = nullptr;
+
+// use(name): work with what was compiled for a kind of processors; tests do so.
+PyObject *use(PyObject *, PyObject *name) {
+    for (const Level &level : levels) {
+        PyObject *own = PyUnicode_FromString(level.name);
+        const int same = own ? PyObject_RichCompareBool(own, name, Py_EQ) : -1;
+        Py_XDECREF(own);
+        if (same < 0) return nullptr;
+        if (!same || !level.here) continue;
+        chosen = &level;
+        Py_RETURN_NONE;
+    }
+    return PyErr_Format(PyExc_ValueError, "%R is not compiled, or not for this processor", name);
+}
+
+// Arrays of a call, and the buffers of those that were lent.
+struct Lent {
+    Py_buffer buffers[10];
+    int count = 0;
+
+    ~Lent() {
+        while (count) PyBuffer_Release(&buffers[--count]);
+    }
+
+    // Read None, an object with a buffer, or (address, step of each axis); put the steps last, zeros before them.
+    bool read(PyObject *from, int axes, std::int64_t size, const void **at, std::int64_t *steps) {
+        if (from == Py_None) return true;
+        if (PyTuple_Check(from)) {
+            const int given = static_cast<int>(PyTuple_Size(from)) - 1;
+            if (given < 1 || given > axes) return refuse();
+            *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
+            for (int i = 0; i < given; i++)
+                steps[axes - given + i] = PyLong_AsLongLong(PyTuple_GetItem(from, i + 1));
+            return !PyErr_Occurred() && (steps[axes - 1] <= 1 || refuse());
+        }
+        Py_buffer &buffer = buffers[count];
+        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return false;
+        count++;
+        if (buffer.ndim > axes || buffer.itemsize != size) return refuse();
+        *at = buffer.buf;
+        for (int i = 0; i < buffer.ndim; i++)
+            steps[axes - buffer.ndim + i] = buffer.shape[i] == 1 ? 0 : buffer.strides[i] / size;
+        return steps[axes - 1] <= 1 || refuse();
+    }
+
+    static bool refuse() {
+        PyErr_SetString(PyExc_TypeError, "an array has too many axes, another type, or rows in pieces");
+        return false;
+    }
+
+    // Read an array of the axes (items, heads, rows, columns), of which the first ones may be missing.
+    template <class T> bool read(PyObject *from, Array<T> &to, std::int64_t *column = nullptr) {
+        std::int64_t steps[4] = {};
+        const void *at = nullptr;
+        if (!read(from, 4, sizeof(T), &at, steps)) return false;
+        to.at = static_cast<T *>(const_cast<void *>(at)), to.item = steps[0], to.head = steps[1], to.row = steps[2];
+        if (column && to) *column = steps[3];
+        return true;
+    }
+};
+
+bool read_numbers(PyObject *from, Problem &x) {
+    std::int64_t *whole[] = {&x.items, &x.heads, &x.key_heads, &x.queries, &x.keys, &x.width, &x.rel_width,
+                             &x.value_width, &x.rows, &x.left, &x.clip, &x.before, &x.after, &x.block, &x.behind, &x.offset};
+    float *real[] = {&x.scale, &x.rel_scale, &x.softcap};
+    constexpr int wholes = sizeof(whole) / sizeof(*whole), reals = sizeof(real) / sizeof(*real);
+    if (!PyTuple_Check(from) || PyTuple_Size(from) != wholes + reals) {
+        PyErr_SetString(PyExc_TypeError, "a call has another number of numbers");
+        return false;
+    }
+    for (int i = 0; i < wholes; i++) *whole[i] = PyLong_AsLongLong(PyTuple_GetItem(from, i));
+    for (int i = 0; i < reals; i++) *real[i] = static_cast<float>(PyFloat_AsDouble(PyTuple_GetItem(from, wholes + i)));
+    return !PyErr_Occurred();
+}
+
+// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, seen, added, out, lse, part, parts)
+PyObject *call(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    if (count != 14) {
+        PyErr_SetString(PyExc_TypeError, "attend takes 14 arguments");
+        return nullptr;
+    }
+    Problem x{};
+    Lent lent;
+    if (!read_numbers(args[0], x) || !lent.read(args[1], x.q) || !lent.read(args[2], x.k) || !lent.read(args[3], x.v) ||
+        !lent.read(args[4], x.rel_k) || !lent.read(args[5], x.rel_v) || !lent.read(args[6], x.bias) ||
+        !lent.read(args[7], x.rel_q) || !lent.read(args[8], x.seen, &x.mask_key) ||
+        !lent.read(args[9], x.added, &x.mask_key) || !lent.read(args[10], x.out) || !lent.read(args[11], x.lse))
+        return nullptr;
+    const std::int64_t part = PyLong_AsLongLong(args[12]), parts = PyLong_AsLongLong(args[13]);
+    if (PyErr_Occurred()) return nullptr;
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = chosen->attend(x, part, parts);
+    Py_END_ALLOW_THREADS
+    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+}
+
+PyMethodDef methods[] = {
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr},
+    {"use", use, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// LEVELS: what this processor can do, the best last.
+int start(PyObject *module) {
+    PyObject *names = PyList_New(0);
+    if (!names) return -1;
+    for (const Level &level : levels) {
+        if (!level.here) continue;
+        chosen = &level;
+        PyObject *name = PyUnicode_FromString(level.name);
+        const int failed = name ? PyList_Append(names, name) : -1;
+        Py_XDECREF(name);
+        if (failed) break;
+    }
+    if (PyErr_Occurred() || PyModule_AddObjectRef(module, "LEVELS", names)) {
+        Py_DECREF(names);
+        return -1;
+    }
+    Py_DECREF(names);
+    return 0;
+}
+
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(start)}, {0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, methods, slots, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__kernels() { return PyModuleDef_Init(&definition); }

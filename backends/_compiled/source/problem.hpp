@@ -1,0 +1,33 @@
+// One call of relative attention, as the kernels get it: arrays of float32 by address and strides in entries.
+// The last axis of every array is contiguous, that of a mask may be one entry for all.
+#pragma once
+
+#include <cstdint>
+
+template <class T> struct Array {
+    T *at = nullptr;
+    std::int64_t item = 0, head = 0, row = 0;  // steps
+
+    explicit operator bool() const { return at != nullptr; }
+    T *of(std::int64_t i, std::int64_t h, std::int64_t r = 0) const { return at + i * item + h * head + r * row; }
+};
+
+struct Problem {
+    std::int64_t items, heads, key_heads, queries, keys, width, rel_width, value_width;
+    std::int64_t rows, left;       // of the tables: row c is for the relative position c - left
+    std::int64_t clip;             // whether the edge rows go on, else nothing is beyond them
+    std::int64_t before, after;    // a query sees the relative positions -before … after …
+    std::int64_t block, behind;    // … of its own block of so many positions, and of so many behind; block 0: none
+    std::int64_t offset;           // the position of query 0
+    float scale, rel_scale, softcap;  // softcap 0: none
+
+    Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, added;
+    Array<const unsigned char> seen;  // a boolean mask
+    std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
+    Array<float> out, lse;
+
+    std::int64_t group() const { return heads / key_heads; }
+};
+
+// Work on one of so many parts of a call; false if there is no memory.
+using Kernel = bool (*)(const Problem &, std::int64_t part, std::int64_t parts);

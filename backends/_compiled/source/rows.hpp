@@ -1,0 +1,83 @@
+// What is done to a row of logits between the products: softcap, masks, the softmax.
+#pragma once
+
+#include "tile.hpp"
+
+namespace {
+
+// A row of logits, of which the keys low … high - 1 are seen; what stands around them is written over, LANES at most.
+struct Row {
+    float *at;
+    Index low, high;
+
+    Index start() const { return floored(low, LANES); }
+    Index end() const { return padded(high); }
+
+    void put_around(float x) const {
+        for (Index j = start(); j < low; j++) at[j] = x;
+        for (Index j = high; j < end(); j++) at[j] = x;
+    }
+};
+
+// The keys' entries of a mask for one query.
+struct MaskRow {
+    const float *added = nullptr;
+    const unsigned char *seen = nullptr;
+    Index step = 0;
+
+    static MaskRow of(const Problem &x, Index item, Index head, Index query) {
+        MaskRow row;
+        if (x.added) row.added = x.added.of(item, head, query);
+        if (x.seen) row.seen = x.seen.of(item, head, query);
+        row.step = x.mask_key;
+        return row;
+    }
+
+    void hide(const Row &row, Index first) const {
+        if (seen)
+            for (Index j = row.low; j < row.high; j++) row.at[j] = seen[(first + j) * step] ? row.at[j] : -INF;
+        if (added)
+            for (Index j = row.low; j < row.high; j++) {
+                const float x = added[(first + j) * step];
+                row.at[j] = x == -INF ? -INF : row.at[j] + x;
+            }
+    }
+};
+
+// Turn products into logits; `first` is the key that column 0 stands for.
+inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first) {
+    if (x.softcap != 0.0f) {
+        const float cap = x.softcap, part = 1.0f / cap;
+        for (Index j = row.start(); j < row.end(); j += LANES)
+            store(row.at + j, hyperbolic_tangent(load(row.at + j) * part) * cap);
+    }
+    mask.hide(row, first);
+    row.put_around(-INF);
+}
+
+// The softmax of a row as more and more of it is seen.
+struct Softmax {
+    float most = -INF, total = 0;
+
+    // Replace logits by weights to be divided by the total; return what earlier weights are to be multiplied by.
+    float take(const Row &row) {
+        Vec a = splat(-INF);
+        for (Index j = row.start(); j < row.end(); j += LANES) a = larger(load(row.at + j), a);
+        const float before = most, now = std::max(most, largest(a));
+        const float origin = now == -INF ? 0.0f : now;
+        Vec added{};
+        for (Index j = row.start(); j < row.end(); j += LANES) {
+            Vec weights = exponential(load(row.at + j) - origin);
+            added += weights;
+            store(row.at + j, weights);
+        }
+        const float factor = before == now ? 1.0f : before == -INF ? 0.0f : std::exp(before - now);
+        most = now;
+        total = total * factor + sum(added);
+        return factor;
+    }
+
+    float log_sum() const { return total == 0 ? -INF : most + std::log(total); }
+};
+
+}  // namespace

@@ -1,0 +1,105 @@
+// Vectors of as many floats as a processor's registers hold, in the compilers' own extension of the language: the same
+// text for AVX-512, AVX2, SSE and NEON.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4)));  // anywhere in memory
+typedef std::int32_t Ints __attribute__((vector_size(LANES * 4)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float NEGLIGIBLE = -70.0f;  // relskew_core._array.softmax
+
+inline Vec load(const float *p) { return *reinterpret_cast<const Loose *>(p); }
+inline void store(float *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
+inline Vec splat(float x) { return x - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x of x <= 88: exactly 0 below e^-70, NaN of NaN. Cephes' polynomial, 2 ulp.
+inline Vec exponential(Vec x) {
+    Vec held = x < -88.0f ? splat(-88.0f) : x;
+    Vec shifted = held * 1.44269504f + 12582912.0f;  // the nearest integer, in the last bits
+    Vec n = shifted - 12582912.0f;
+    Vec r = held - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    Ints power = (reinterpret_cast<Ints>(shifted) - 0x4B400000 + 127) << 23;
+    Vec result = p * reinterpret_cast<Vec>(power);
+    return x < NEGLIGIBLE ? Vec{} : result;
+}
+
+inline Vec hyperbolic_tangent(Vec x) {
+    Vec size = x < 0.0f ? -x : x;
+    Vec held = size > 10.0f ? splat(10.0f) : size;
+    Vec far = 1.0f - 2.0f / (exponential(2.0f * held) + 1.0f);
+    Vec s = x * x;
+    Vec near = size * (1.0f + s * (-0.333333333f + s * (0.133333333f + s * (-0.0539682540f + s * 0.0218694885f))));
+    Vec result = size < 0.25f ? near : far;
+    return x < 0.0f ? -result : result;
+}
+
+// Lanes of two vectors in turn, from lane n on; the lanes of one from lane n on, and around.
+#if defined(__AVX512F__)
+#define IN_TURN(n) {n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23}
+#define FROM(n) {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15}
+#elif defined(__AVX2__)
+#define IN_TURN(n) {n, n + 8, n + 1, n + 9, n + 2, n + 10, n + 3, n + 11}
+#define FROM(n) {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7}
+#else
+#define IN_TURN(n) {n, n + 4, n + 1, n + 5}
+#define FROM(n) {n, n + 1, n + 2, n + 3}
+#endif
+
+inline Vec low_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(0)); }
+inline Vec high_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(LANES / 2)); }
+
+template <int N = LANES / 2> inline Vec sum_in_all(Vec x) {
+    if constexpr (N > 0) return sum_in_all<N / 2>(x + __builtin_shuffle(x, Ints FROM(N)));
+    return x;
+}
+
+template <int N = LANES / 2> inline Vec largest_in_all(Vec x) {
+    if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, __builtin_shuffle(x, Ints FROM(N))));
+    return x;
+}
+
+inline float sum(Vec x) { return sum_in_all(x)[0]; }
+inline float largest(Vec x) { return largest_in_all(x)[0]; }
+
+// Return the sum of each of LANES vectors, in their order.
+inline Vec sums(Vec *x) {
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] = low_in_turn(x[i], x[i + step]) + high_in_turn(x[i], x[i + step]);
+    return x[0];
+}
+
+// Make columns of LANES rows.
+inline void transpose(Vec *x) {
+    for (int step = LANES; step > 1; step /= 2) {
+        Vec y[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            y[2 * i] = low_in_turn(x[i], x[i + LANES / 2]);
+            y[2 * i + 1] = high_in_turn(x[i], x[i + LANES / 2]);
+        }
+        for (int i = 0; i < LANES; i++) x[i] = y[i];
+    }
+}
+
+}  // namespace

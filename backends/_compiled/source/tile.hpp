@@ -1,0 +1,113 @@
+// Products of small matrices whose sums stay in registers: what every longer call is made of.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "problem.hpp"
+#include "simd.hpp"
+
+namespace {
+
+using Index = std::int64_t;
+
+constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int HIGH = 12;          // … and rows: as many as there are registers for
+#else
+constexpr int HIGH = 6;
+#endif
+
+// A matrix whose entry (row, column) is at[row * row_step + column * step], one of the steps being 1: a transposed one,
+// or a skewed one, whose rows are stepped through as if they were an entry shorter or longer.
+struct Matrix {
+    const float *at;
+    Index row, step;
+};
+
+// c = start + a · b for N rows and V vectors of columns; `start` may be nowhere, or c.
+template <int N, int V, bool TRANSPOSED>
+void product(Index depth, Matrix a, const float *b, Index b_row, const float *start, Index start_row, float *c,
+             Index c_row) {
+    Vec total[N][V];
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
+    for (Index k = 0; k < depth; k++) {
+        Vec row[V];
+        for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
+        const float *x = TRANSPOSED ? a.at + k * a.step : a.at + k;
+#pragma GCC unroll 12
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < V; i++) total[n][i] += splat(x[TRANSPOSED ? n : n * a.row]) * row[i];
+    }
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
+}
+
+// The same for any number of rows, which is rounded up: a and c have rows to spare.
+template <int V>
+void multiply(Index rows, Index depth, Matrix a, const float *b, Index b_row, const float *start, Index start_row,
+              float *c, Index c_row) {
+    const bool transposed = a.step != 1;
+    while (rows > 0) {
+        const int n = rows > 8 ? HIGH : rows > 4 ? std::min(8, HIGH) : 4;
+        switch (2 * n + transposed) {
+        case 8: product<4, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+        case 9: product<4, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+#if !defined(__AVX512F__) && !defined(__aarch64__)
+        case 12: product<6, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+        case 13: product<6, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+#else
+        case 16: product<8, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+        case 17: product<8, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+        case 24: product<12, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+        case 25: product<12, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+#endif
+        }
+        rows -= n;
+        a.at += n * a.row;
+        if (start) start += n * start_row;
+        c += n * c_row;
+    }
+}
+
+// c += a · b for all columns of rows that are padded to whole vectors.
+inline void add_product(Index rows, Index depth, Matrix a, const float *b, Index b_row, Index columns, float *c,
+                        Index c_row) {
+    Index i = 0;
+    for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
+    for (; i < columns; i += LANES) multiply<1>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
+}
+
+inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
+
+inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to * to; }
+
+// Lay rows out by panels of PANEL of them, each a column after the other; rows that are not there are zeros.
+inline void pack(const float *x, Index row, Index rows, Index width, float *panels) {
+    const Index whole = width / LANES * LANES;
+    for (Index first = 0; first < rows; first += PANEL, panels += PANEL * width)
+        for (int half = 0; half < PANEL; half += LANES) {
+            const float *from = x + (first + half) * row;
+            const Index have = std::clamp<Index>(rows - first - half, 0, LANES);
+            for (Index d = 0; d < whole; d += LANES) {
+                Vec block[LANES];
+                for (Index j = 0; j < LANES; j++) block[j] = j < have ? load(from + j * row + d) : Vec{};
+                transpose(block);
+                for (int i = 0; i < LANES; i++) store(panels + (d + i) * PANEL + half, block[i]);
+            }
+            for (Index d = whole; d < width; d++)
+                for (Index j = 0; j < LANES; j++) panels[d * PANEL + half + j] = j < have ? from[j * row + d] : 0.0f;
+        }
+}
+
+inline float dot(const float *a, const float *b, Index width) {
+    Vec total{};
+    Index d = 0;
+    for (; d + LANES <= width; d += LANES) total += load(a + d) * load(b + d);
+    float rest = 0;
+    for (; d < width; d++) rest += a[d] * b[d];
+    return sum(total) + rest;
+}
+
+}  // namespace

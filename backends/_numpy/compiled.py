@@ -1,0 +1,47 @@
+"""NumPy: calls of float32 by the kernels that were compiled at installation."""
+
+from __future__ import annotations
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.plan import Layout
+from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends._in_place import by_batch, mask_by_batch
+from relskew_core.backends._numpy.call import Array
+
+
+def serves(x: Operands, options: Options) -> bool:
+    """Whether the kernels take a call."""
+    return x.q.dtype == np.float32 and _compiled.serves(x, options)
+
+
+def attention(operands: Operands, options: Options, layout: Layout | None = None) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq); for one query by a layout."""
+    x = _flattened(operands)
+    out = np.empty((*x.q.shape[:-1], x.v.shape[-1]), np.float32)
+    lse = np.empty(out.shape[:-1], np.float32) if options.return_lse else None
+    workers = _parallel.numpy_threads(blas=False)
+    _compiled.attend(x, options, layout, out, lse, lend=_in_rows, workers=workers)
+    if operands.q.ndim == 4:
+        return out, lse
+    rows = operands.q.shape[:-1]
+    return out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
+
+
+def _flattened(operands: Operands) -> Operands:
+    """Return a call with one batch axis."""
+    if operands.q.ndim == 4 and operands.mask is None:
+        return operands
+    found = {name: by_batch(getattr(operands, name), xp=xp) for name in ("q", "k", "v")}
+    if operands.rel_q is not None:
+        found["rel_q"] = by_batch(operands.rel_q, xp=xp)
+    if operands.mask is not None:
+        found["mask"] = mask_by_batch(operands.mask, operands.q, xp=xp)
+    return operands._replace(**found)
+
+
+def _in_rows(x: Array) -> Array:
+    """Return an array whose rows are in one piece."""
+    return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
