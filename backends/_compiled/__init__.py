@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options, names_of
 from relskew_core._kernel.plan import Layout
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _parallel
@@ -26,11 +26,13 @@ FAR = 2**40
 BLOCK = 48
 """Queries of a head that are worked on at once."""
 
-WORK = 2**25
-"""Multiplications of one part of a call: some milliseconds, after which an interrupt is noticed."""
+WORK = 2**30
+"""Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
 
 SHARED = 2**17
 """Multiplications for which it pays to wake another thread."""
+
+_SEQUENCES = names_of(Kind.SEQUENCE)
 
 SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask"))
 
@@ -98,10 +100,57 @@ def attend(
     if count == 1:
         kernels.attend(given, *arrays, 0, 1)
     else:
-        _parallel.for_each(
-            lambda part: kernels.attend(given, *arrays, part, count), range(count),
-            workers=workers, library="compiled", initializer=_nothing,
-        )  # fmt: skip
+        _run(lambda part: kernels.attend(given, *arrays, part, count), count, workers)
+
+
+def pull_back(
+    d_out: Any,
+    x: Operands,
+    options: Options,
+    lse: Any,
+    delta: Any,
+    *,
+    empty: Callable[..., Any],
+    zeros: Callable[..., Any],
+    lend: Lend,
+    workers: int,
+) -> dict[str, Any] | None:
+    """Return the gradients of a call's arrays by name, but for the mask's; ``None`` if hidden entries are not finite.
+
+    The log-sum-exp and ``delta``, by which a row's mean gradient of its weights is less, are (B, H, Lq).
+    """
+    parts = max(1, min(workers, x.k.shape[0] * x.k.shape[1]))
+    found = {name: empty(array.shape) for name in _SEQUENCES if (array := getattr(x, name)) is not None}
+    for name in names_of(Kind.TABLE, Kind.BIAS):
+        table = getattr(x, name)
+        if table is not None:
+            found[name] = zeros((parts, *_with_heads(name, table).shape))
+    given = (
+        numbers(x, options), *_lent(x, lend), lend(d_out), lend(lse[..., None]), lend(delta[..., None]),
+        *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", "rel_k", "rel_v", "rel_bias")),
+    )  # fmt: skip
+    done = [False] * parts
+
+    def work(part: int) -> None:
+        done[part] = kernels.pull_back(*given, part, parts)
+
+    _run(work, parts, workers)
+    if not all(done):
+        return None
+    return {
+        name: array if name in _SEQUENCES else array.sum(0).reshape(getattr(x, name).shape) for name, array in found.items()
+    }
+
+
+def _with_heads(name: str, table: Any) -> Any:
+    """Return a table, or a bias, as (1 or H, rows, width)."""
+    if KINDS[name] is Kind.BIAS:
+        return table[:, None]
+    return table if table.ndim == 3 else table[None]
+
+
+def _run(work: Callable[[int], Any], parts: int, workers: int) -> None:
+    _parallel.for_each(work, range(parts), workers=workers, library="compiled", initializer=_nothing)
 
 
 def _nothing() -> None:
@@ -120,7 +169,7 @@ def _parts(given: tuple[Any, ...], workers: int) -> int:
 
 def _lent(x: Operands, lend: Lend) -> tuple[Any, ...]:
     """Lend the arrays of a call, in the kernels' order."""
-    q, k, v, rel_k, rel_v, bias, rel_q, mask, *_ = x
+    q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, *_ = x
     seen = added = None
     if mask is not None:
         if mask.dtype == q.dtype:
@@ -131,7 +180,7 @@ def _lent(x: Operands, lend: Lend) -> tuple[Any, ...]:
         lend(q), lend(k), lend(v),
         None if rel_k is None else lend(rel_k),
         None if rel_v is None else lend(rel_v),
-        None if bias is None else lend(bias[:, None]),
+        None if rel_bias is None else lend(rel_bias[:, None]),
         None if rel_q is None else lend(rel_q),
         seen, added,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from relskew_core._kernel.sums import sum_to
 from relskew_core._positions.table import Table
 from relskew_core.backends import _blas, _parallel
 from relskew_core.backends._in_place import by_batch, mask_by_batch
+from relskew_core.backends._numpy import compiled
 from relskew_core.backends._numpy.call import Array, HeadwiseCall
 from relskew_core.backends._numpy.logits import write_exponentials, write_logits
 from relskew_core.backends._numpy.scratch import Scratch, Views
@@ -35,6 +36,10 @@ def attention_vjp(
     xp: Any,
 ) -> Gradients:
     """Return the gradients of every operand; repeatable to the bit for a given number of threads."""
+    if compiled.serves_backward(operands, options, out, lse):
+        found = compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
+        if found is not None:
+            return found
     call = HeadwiseCall.of(operands, options)
     whole = _Whole.of(call, d_out, out, lse, d_lse)
     groups = [(batch, group) for batch in range(call.k.shape[0]) for group in range(call.k.shape[1])]

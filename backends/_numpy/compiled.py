@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import array_api_compat.numpy as xp
 import numpy as np
 
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.plan import Layout
 from relskew_core.backends import _compiled, _parallel
 from relskew_core.backends._in_place import by_batch, mask_by_batch
@@ -15,6 +18,12 @@ from relskew_core.backends._numpy.call import Array
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
     return x.q.dtype == np.float32 and _compiled.serves(x, options)
+
+
+def serves_backward(x: Operands, options: Options, out: Array | None, lse: Array | None) -> bool:
+    """Whether the kernels take a call's backward pass: no gradient of a mask, and no part of what is to be known."""
+    additive = x.mask is not None and x.mask.dtype != bool
+    return serves(x, options) and not additive and (out is None) == (lse is None)
 
 
 def attention(operands: Operands, options: Options, layout: Layout | None = None) -> tuple[Array, Array | None]:
@@ -28,6 +37,26 @@ def attention(operands: Operands, options: Options, layout: Layout | None = None
         return out, lse
     rows = operands.q.shape[:-1]
     return out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
+
+
+def attention_vjp(
+    d_out: Array, operands: Operands, options: Options, out: Array | None, lse: Array | None, d_lse: Array | None
+) -> Gradients | None:
+    """Return the gradients of every operand; ``None`` if what a mask hides is not finite."""
+    if out is None or lse is None:
+        out, lse = attention(operands, replace(options, return_lse=True))
+    assert lse is not None
+    delta = np.einsum("...d,...d->...", d_out, out)
+    if d_lse is not None:
+        delta = delta - d_lse
+    x = _flattened(operands)
+    rows = x.q.shape[:-1]
+    found = _compiled.pull_back(
+        by_batch(d_out, xp=xp), x, options, lse.reshape(rows), delta.reshape(rows), lend=_in_rows,
+        empty=partial(np.empty, dtype=np.float32), zeros=partial(np.zeros, dtype=np.float32),
+        workers=_parallel.numpy_threads(blas=False),
+    )  # fmt: skip
+    return None if found is None else Gradients(**{name: each.reshape(getattr(operands, name).shape) for name, each in found.items()})
 
 
 def _flattened(operands: Operands) -> Operands:

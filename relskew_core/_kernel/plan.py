@@ -7,6 +7,7 @@ column for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from relskew_core._array.typing import Array
@@ -71,6 +72,14 @@ class Plan(NamedTuple):
     rows: Array | None = None  # of the tables, which the columns stand for, where they do not just follow one another
     only_rel_k: bool = False  # whether this is the one array beside queries, keys and values
     compiled: bool = False  # whether compiled kernels serve it
+
+    def options_for(self, n_keys: int) -> Options:
+        """Return the call's own options: those of one query are known for all that are alike, wherever they stand."""
+        pattern, layout = self.options.visibility, self.layout
+        if pattern.n_queries > 1:
+            return self.options
+        own = replace(pattern, n_keys=n_keys, offset=layout.first - layout.row + self.options.span.left)
+        return replace(self.options, visibility=own)
 
     @property
     def is_plain(self) -> bool:

@@ -7,6 +7,7 @@
 
 namespace {
 
+constexpr Index KEYS = 512;  // that are worked on at once
 constexpr Index FEW = 4;  // queries up to which nothing is worth packing
 
 // Write the products of a query with consecutive rows.
@@ -89,7 +90,7 @@ struct Few {
             const float factor = softmax.take(row);
             if (factor != 1.0f)
                 for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
-            mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, x.added || x.seen, out);
+            mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, x.masked(), out);
             if (x.rel_v) mix_table(s, head, key - p, n, out);
         }
         const float part = softmax.total == 0 ? 0.0f : 1.0f / softmax.total;
@@ -145,16 +146,12 @@ struct Few {
     }
 };
 
-inline bool attend_few(const Problem &x, Index part, Index parts) {
+inline Result attend_few(const Problem &x, Index part, Index parts) {
     const Index heads = x.items * x.heads;
     Few work{x, nullptr, nullptr, nullptr};
-    if (!work.make()) return false;
+    if (!work.make()) return Result::NO_MEMORY;
     work.run(heads * part / parts, heads * (part + 1) / parts);
-    return true;
-}
-
-inline bool attend(const Problem &x, Index part, Index parts) {
-    return x.queries <= FEW ? attend_few(x, part, parts) : forward(x, part, parts);
+    return Result::DONE;
 }
 
 }  // namespace

@@ -5,24 +5,30 @@
 
 #include "problem.hpp"
 
-namespace v4 { bool attend(const Problem &, std::int64_t, std::int64_t); }
-namespace v3 { bool attend(const Problem &, std::int64_t, std::int64_t); }
-namespace base { bool attend(const Problem &, std::int64_t, std::int64_t); }
+#define DECLARE(LEVEL)                                             \
+    namespace LEVEL {                                              \
+    Result attend(const Problem &, std::int64_t, std::int64_t);    \
+    Result pull_back(const Problem &, std::int64_t, std::int64_t); \
+    }
+DECLARE(base)
+DECLARE(v3)
+DECLARE(v4)
 
 namespace {
 
 // What was compiled, the least first, and whether this processor can do it.
 struct Level {
     const char *name;
-    Kernel attend;
+    Kernel attend, pull_back;
     bool here;
 };
 
 Level levels[] = {
-    {"base", base::attend, true},
+    {"base", base::attend, base::pull_back, true},
 #if defined(__x86_64__)
-    {"x86-64-v3", v3::attend, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-    {"x86-64-v4", v4::attend,
+    {"x86-64-v3", v3::attend, v3::pull_back,
+     __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+    {"x86-64-v4", v4::attend, v4::pull_back,
      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl")},
 #endif
@@ -46,7 +52,7 @@ PyObject *use(PyObject *, PyObject *name) {
 
 // Arrays of a call, and the buffers of those that were lent.
 struct Lent {
-    Py_buffer buffers[10];
+    Py_buffer buffers[20];
     int count = 0;
 
     ~Lent() {
@@ -104,30 +110,54 @@ bool read_numbers(PyObject *from, Problem &x) {
     return !PyErr_Occurred();
 }
 
+// Work on a part without the interpreter's lock; return whether it could be done.
+PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
+    const std::int64_t part = PyLong_AsLongLong(args[0]), parts = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) return nullptr;
+    Result result;
+    Py_BEGIN_ALLOW_THREADS
+    result = kernel(x, part, parts);
+    Py_END_ALLOW_THREADS
+    return result == Result::NO_MEMORY ? PyErr_NoMemory() : PyBool_FromLong(result == Result::DONE);
+}
+
+bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {
+    return read_numbers(args[0], x) && lent.read(args[1], x.q) && lent.read(args[2], x.k) && lent.read(args[3], x.v) &&
+           lent.read(args[4], x.rel_k) && lent.read(args[5], x.rel_v) && lent.read(args[6], x.bias) &&
+           lent.read(args[7], x.rel_q) && lent.read(args[8], x.seen, &x.mask_key) &&
+           lent.read(args[9], x.added, &x.mask_key);
+}
+
+bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted) PyErr_Format(PyExc_TypeError, "%zd arguments are wanted, got %zd", wanted, count);
+    return count == wanted;
+}
+
 // attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, seen, added, out, lse, part, parts)
-PyObject *call(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    if (count != 14) {
-        PyErr_SetString(PyExc_TypeError, "attend takes 14 arguments");
-        return nullptr;
-    }
+PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!read_numbers(args[0], x) || !lent.read(args[1], x.q) || !lent.read(args[2], x.k) || !lent.read(args[3], x.v) ||
-        !lent.read(args[4], x.rel_k) || !lent.read(args[5], x.rel_v) || !lent.read(args[6], x.bias) ||
-        !lent.read(args[7], x.rel_q) || !lent.read(args[8], x.seen, &x.mask_key) ||
-        !lent.read(args[9], x.added, &x.mask_key) || !lent.read(args[10], x.out) || !lent.read(args[11], x.lse))
+    if (!check_count(count, 14) || !read_operands(lent, args, x) || !lent.read(args[10], x.out) ||
+        !lent.read(args[11], x.lse))
         return nullptr;
-    const std::int64_t part = PyLong_AsLongLong(args[12]), parts = PyLong_AsLongLong(args[13]);
-    if (PyErr_Occurred()) return nullptr;
-    bool done;
-    Py_BEGIN_ALLOW_THREADS
-    done = chosen->attend(x, part, parts);
-    Py_END_ALLOW_THREADS
-    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    return work(chosen->attend, x, args + 12);
+}
+
+// pull_back(numbers, q, …, added, d_out, lse, delta, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, part, parts)
+PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    Problem x{};
+    Lent lent;
+    if (!check_count(count, 22) || !read_operands(lent, args, x) || !lent.read(args[10], x.d_out) ||
+        !lent.read(args[11], x.given_lse) || !lent.read(args[12], x.delta) || !lent.read(args[13], x.d_q) ||
+        !lent.read(args[14], x.d_k) || !lent.read(args[15], x.d_v) || !lent.read(args[16], x.d_rel_q) ||
+        !lent.read(args[17], x.d_rel_k) || !lent.read(args[18], x.d_rel_v) || !lent.read(args[19], x.d_bias))
+        return nullptr;
+    return work(chosen->pull_back, x, args + 20);
 }
 
 PyMethodDef methods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr},
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL, nullptr},
+    {"pull_back", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(pull_back)), METH_FASTCALL, nullptr},
     {"use", use, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

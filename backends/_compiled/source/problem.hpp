@@ -26,8 +26,15 @@ struct Problem {
     std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
     Array<float> out, lse;
 
+    // What the backward pass is given and gives; gradients of tables have an axis of parts instead of items.
+    Array<const float> d_out, given_lse, delta;
+    Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias;
+
+    bool masked() const { return seen || added; }
     std::int64_t group() const { return heads / key_heads; }
 };
 
-// Work on one of so many parts of a call; false if there is no memory.
-using Kernel = bool (*)(const Problem &, std::int64_t part, std::int64_t parts);
+enum class Result { DONE, NO_MEMORY, NOT_FINITE };
+
+// Work on one of so many parts of a call.
+using Kernel = Result (*)(const Problem &, std::int64_t part, std::int64_t parts);

@@ -17,6 +17,16 @@ struct Row {
         for (Index j = start(); j < low; j++) at[j] = x;
         for (Index j = high; j < end(); j++) at[j] = x;
     }
+
+    // Put zeros between two places where they are not in the row.
+    void clear_around(float *from, float *to) const {
+        if (low >= high) {
+            std::fill(from, to, 0.0f);
+            return;
+        }
+        if (from < at + start()) std::fill(from, at + start(), 0.0f);
+        if (at + end() < to) std::fill(at + end(), to, 0.0f);
+    }
 };
 
 // The keys' entries of a mask for one query.

@@ -22,6 +22,7 @@ from relskew_core._kernel.chunk import visible_columns
 from relskew_core._positions.table import Table
 from relskew_core.backends._in_place import by_batch
 from relskew_core.backends._parallel import leave_if_dropped
+from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.call import (
     HeadPlace,
     Stack,
@@ -57,6 +58,12 @@ def attention_vjp(
 
     Of those that are not ``wanted`` the mask's alone is left out: it is the one that costs much.
     """
+    given = {"out": out is not None, "lse": lse is not None}
+    if compiled.serves_backward(operands, options, **given, wanted=wanted):
+        with undisturbed():
+            found = compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
+        if found is not None:
+            return found
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
@@ -66,6 +73,22 @@ def attention_vjp(
         for name, gradient in _pull_back(StackedCall.of(part.operands, part.options), whole.part(part)).items():
             tables[name] = tables[name] + gradient if name in tables else gradient
     return whole.gradients(operands, tables)
+
+
+def own_attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    *,
+    out: Tensor | None,
+    lse: Tensor | None,
+    d_lse: Tensor | None,
+    wanted: frozenset[str],
+) -> Gradients:
+    """Return the same where the results are the call's own: who computes the weights anew needs them not."""
+    if not compiled.serves_backward(operands, options, out=True, lse=True, wanted=wanted):
+        out = lse = None
+    return attention_vjp(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=wanted)
 
 
 def _pull_back(call: StackedCall, whole: _Whole) -> dict[str, Tensor]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import KINDS, Gradients, Kind, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core.backends import _compiled
-from relskew_core.backends._torch.cpu.parts import flattened
+from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
 
 
 def serves(x: Operands, options: Options) -> bool:
@@ -26,21 +25,74 @@ def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None, layou
     _compiled.attend(x, options, layout, out, lse, lend=_lend, workers=workers)
 
 
-def attention(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, plan: Plan, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a short call."""
-    q = operands.q
-    plain = q.ndim == 4 and operands.mask is None
-    x = operands if plain else flattened(operands)
-    shape = q.shape[:-1]
+    shape = operands.q.shape[:-1]
     out = torch.empty((*shape, operands.v.shape[-1]))
-    lse = torch.empty(shape) if plan.options.return_lse else None
+    lse = torch.empty(shape) if return_lse or plan.options.return_lse else None
     layout = plan.layout if shape[-1] == 1 else None
-    if plain:
-        attend(x, plan.options, out, lse, layout)
+    if operands.q.ndim == 4 and operands.mask is None:
+        attend(operands, plan.options, out, lse, layout)
     else:
-        flat = out.view(*x.q.shape[:-1], -1), None if lse is None else lse.view(x.q.shape[:-1])
-        attend(x, plan.options, *flat, layout)
+        x = flattened(operands)
+        rows = x.q.shape[:-1]
+        attend(x, plan.options, out.view(*rows, -1), None if lse is None else lse.view(rows), layout)
     return out, lse
+
+
+def attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    out: Tensor | None,
+    lse: Tensor | None,
+    d_lse: Tensor | None,
+) -> Gradients | None:
+    """Return the gradients of every operand but the mask; ``None`` if what a mask hides is not finite."""
+    whole = flattened(operands)
+    rows = whole.q.shape[:-1]
+    if out is None or lse is None:
+        out, lse = torch.zeros((*rows, whole.v.shape[-1])), torch.full(rows, -math.inf)
+        for part in parts(whole, options):
+            attend(part.operands, part.options, out[part.items], lse[part.items])
+    d_out, lse = d_out.reshape(*rows, -1), lse.reshape(rows)
+    delta = (d_out * out.reshape(*rows, -1)).sum(-1)
+    if d_lse is not None:
+        delta -= d_lse.reshape(rows)
+    found: dict[str, Tensor] = {}
+    for part in parts(whole, options):
+        own = _pull_back(part.operands, part.options, *(part.cut("q", x) for x in (d_out, lse, delta)))
+        if own is None:
+            return None
+        for name, gradient in own.items():
+            _put(found, name, gradient, part, getattr(whole, name))
+    return Gradients(**{name: x.view(getattr(operands, name).shape) for name, x in found.items()})
+
+
+def serves_backward(x: Operands, options: Options, *, out: bool, lse: bool, wanted: frozenset[str]) -> bool:
+    """Whether the kernels take a call's backward pass: no gradient of a mask, and no part of what is to be known."""
+    learned = "mask" in wanted and x.mask is not None and x.mask.dtype != torch.bool
+    return serves(x, options) and not learned and out == lse
+
+
+def _pull_back(
+    x: Operands, options: Options, d_out: Tensor, lse: Tensor, delta: Tensor
+) -> dict[str, Tensor] | None:
+    x = Operands(*(each if each is None else _in_rows(each) for each in x))
+    return _compiled.pull_back(
+        _in_rows(d_out), x, options, lse, delta, empty=torch.empty, zeros=torch.zeros, lend=_lend,
+        workers=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
+    """Put the gradient of a part where it belongs; those of tables are sums."""
+    if KINDS[name] is not Kind.SEQUENCE:
+        found[name] = found[name] + gradient if name in found else gradient
+    elif gradient.shape == like.shape:
+        found[name] = gradient
+    else:
+        part.cut(name, found.setdefault(name, torch.zeros(like.shape))).copy_(gradient)
 
 
 def _in_rows(x: Tensor) -> Tensor:

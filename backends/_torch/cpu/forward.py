@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import array_api_compat.torch as xp
 import torch
@@ -44,6 +45,11 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | No
         out.div_(1 - options.dropout)
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
+
+
+def attention_with_lse(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the log-sum-exp."""
+    return attention(operands, replace(options, return_lse=True))
 
 
 def _attend(call: StackedCall, out: Tensor, lse: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""torch on CPU as an operator, which keeps nothing but its inputs for the backward pass."""
+"""torch on CPU as an operator, which keeps its output and the log-sum-exp for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends._torch.cpu import backward, forward
 from relskew_core.backends._torch.operator import Operator
 
-OPERATOR = Operator("attention", forward.attention, backward.attention_vjp, devices="cpu")
+OPERATOR = Operator("attention", forward.attention_with_lse, backward.own_attention_vjp, keeps=True, devices="cpu")
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ one node, which keeps the weights where they are small.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
 from types import NoneType
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from relskew_core._array.softmax import NEGLIGIBLE
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends._in_place import mask_by_batch
@@ -118,7 +118,7 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
         learned = x.mask is not None and x.mask.requires_grad
         if learned or plan.options.return_lse or plan.options.softcap is not None:
             return None
-        apply: Any = _Attention.apply
+        apply: Any = (_Compiled if plan.compiled else _Attention).apply
         return apply(plan, *x), None
     if plan.compiled:
         return kernels.attention(x, plan)
@@ -168,13 +168,56 @@ class _Attention(torch.autograd.Function):
         """Return the gradients; where these are to be differentiated again, the operator's."""
         saved = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         operands, kept = Operands(*saved[:COUNT]), saved[COUNT:]
-        wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not ordinary():
-            found = OPERATOR.vjp(d_out, None, None, None, " ".join(wanted), *operands, *flat(ctx.plan.options))
-            gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
-        else:
-            gradients = _pull_back(d_out, operands, ctx.plan, kept)
-        return (None, *(gradients[name] if name in wanted else None for name in Operands._fields))
+        return _wanted(ctx, d_out, operands, lambda _: _pull_back(d_out, operands, ctx.plan, kept))
+
+
+class _Compiled(torch.autograd.Function):
+    """The same by compiled kernels, which keep the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *operands: Tensor | None) -> Tensor:
+        """Attend."""
+        out, lse = kernels.attention(Operands(*operands), plan, return_lse=True)
+        ctx.plan = plan
+        ctx.save_for_backward(*operands, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; where these are to be differentiated again, the operator's."""
+        *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
+        x = Operands(*operands)
+
+        def compute(options: Options) -> dict[str, Any]:
+            found = kernels.attention_vjp(d_out, x, options, out, lse, None)
+            # What a mask hides is not finite: the operator's kernels know how.
+            return _by_operator(d_out, x, options, DIFFERENTIABLE) if found is None else found._asdict()
+
+        return _wanted(ctx, d_out, x, compute, out, lse)
+
+
+def _wanted(
+    ctx: Any,
+    d_out: Tensor,
+    x: Operands,
+    compute: Callable[[Options], dict[str, Any]],
+    *results: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients that are asked for; where these are to be differentiated again, the operator's."""
+    wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
+    options = ctx.plan.options_for(x.k.shape[-2])
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not ordinary():
+        gradients = _by_operator(d_out, x, options, wanted, *results)
+    else:
+        gradients = compute(options)
+    return (None, *(gradients[name] if name in wanted else None for name in Operands._fields))
+
+
+def _by_operator(
+    d_out: Tensor, x: Operands, options: Options, wanted: list[str], out: Tensor | None = None, lse: Tensor | None = None
+) -> dict[str, Any]:
+    found = OPERATOR.vjp(d_out, None, out, lse, " ".join(wanted), *x, *flat(options))
+    return dict(zip(DIFFERENTIABLE, found, strict=True))
 
 
 class _Block(NamedTuple):

@@ -1,0 +1,240 @@
+// The backward pass: blocks of queries against blocks of keys once more, from the log-sum-exp of the forward pass.
+//
+// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of dP.
+// From there every gradient is a product: of P or dS, transposed or not, in absolute or in relative layout.
+#pragma once
+
+#include "forward.hpp"
+
+namespace {
+
+// Sums of gradients of rows, with rows and columns to spare.
+struct Sums {
+    Floats at;
+    Index row = 0, rows = 0;
+
+    bool make(Index count, Index width) {
+        row = padded(width), rows = count;
+        at = zeros((count + HIGH) * row);
+        return static_cast<bool>(at);
+    }
+
+    void clear() { std::memset(at.get(), 0, rows * row * sizeof(float)); }
+
+    void write(float *to, Index to_row, Index width, float scale) const {
+        for (Index j = 0; j < rows; j++)
+            for (Index d = 0; d < width; d++) to[j * to_row + d] = at.get()[j * row + d] * scale;
+    }
+
+    // Add the rows first … end - 1 to what is there, and begin anew.
+    void hand_over(Index first, Index end, float *to, Index to_row, Index width) {
+        for (Index j = first; j < end; j++)
+            for (Index d = 0; d < width; d++) to[j * to_row + d] += at.get()[j * row + d];
+        std::memset(at.get() + first * row, 0, (end - first) * row * sizeof(float));
+    }
+};
+
+struct Backward {
+    static constexpr Index KEYS = 256;  // of a block
+
+    const Problem &x;
+    const Index width, rel_width, value_width;  // of padded rows
+    const Index logits_row, height;
+    Queries queries;
+    Relative relative, relative_values;
+    Rows keys, rel_k, rel_v;
+    Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
+    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias;
+
+    explicit Backward(const Problem &x)
+        : x(x), width(padded(x.width)), rel_width(padded(x.rel_width)), value_width(padded(x.value_width)),
+          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
+          height(std::min(ROWS, padded(x.queries, HIGH))), queries(x), relative(x, x.rel_k, x.bias, x.rel_width),
+          relative_values(x, x.rel_v, {}, x.value_width) {}
+
+    bool make() {
+        key_panels = floats(padded(x.keys, PANEL) * x.width);
+        value_panels = floats(padded(x.keys, PANEL) * x.value_width);
+        d_outs = zeros(height * value_width);
+        weights = floats(height * logits_row);
+        d_logits = floats(height * logits_row);
+        slopes = floats(logits_row);
+        return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
+               relative.make(height, logits_row) && relative_values.make(height, logits_row) &&
+               keys.make(x.keys, x.width) && d_q.make(height, x.width) && d_k.make(x.keys, x.width) &&
+               d_v.make(x.keys, x.value_width) && make_tables();
+    }
+
+    bool make_tables() {
+        return (!queries.apart || d_met.make(height, x.rel_width)) && (!x.bias || d_bias.make(1, x.rows)) &&
+               (!x.rel_k || (rel_k.make(x.rows, x.rel_width) && d_rel_k.make(x.rows, x.rel_width))) &&
+               (!x.rel_v || (rel_v.make(x.rows, x.value_width) && d_rel_v.make(x.rows, x.value_width)));
+    }
+
+    // Work on some heads of keys, of all items.
+    void run(Index part, Index first, Index last) {
+        for (Index pair = first; pair < last; pair++) {
+            const Index item = pair / x.key_heads, own = pair % x.key_heads;
+            pack(x.k.of(item, own), x.k.row, x.keys, x.width, key_panels.get());
+            pack(x.v.of(item, own), x.v.row, x.keys, x.value_width, value_panels.get());
+            keys.take(x.k.of(item, own), x.k.row, x.keys, x.width);
+            for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
+                take_tables(head);
+                for (Index i = 0; i < x.queries; i += ROWS) pull_back(item, head, i);
+                hand_tables_over(part, head);
+            }
+            d_k.write(x.d_k.of(item, own), x.d_k.row, x.width, 1);
+            d_v.write(x.d_v.of(item, own), x.d_v.row, x.value_width, 1);
+            d_k.clear(), d_v.clear();
+        }
+    }
+
+    void take_tables(Index head) {
+        relative.take(head), relative_values.take(head);
+        if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows, x.rel_width);
+        if (x.rel_v && (!rel_v.at || x.rel_v.head)) rel_v.take(x.rel_v.of(0, head), x.rel_v.row, x.rows, x.value_width);
+    }
+
+    void hand_tables_over(Index part, Index head) {
+        const Relative &met = relative, &mixed = relative_values;
+        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(part, head), x.d_rel_k.row, x.rel_width);
+        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(part, head), x.d_rel_v.row, x.value_width);
+        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(part, head), 0, x.rows);
+    }
+
+    void pull_back(Index item, Index head, Index first) {
+        const Index count = std::min(ROWS, x.queries - first), position = x.offset + first;
+        const Seen seen = Seen::of(x, position, position + count - 1);
+        d_q.clear();
+        if (queries.apart) d_met.clear();
+        if (!seen.none()) {
+            queries.take(item, head, first, count);
+            for (Index m = 0; m < count; m++)
+                std::memcpy(d_outs.get() + m * value_width, x.d_out.of(item, head, first + m),
+                            x.value_width * sizeof(float));
+            relative.take_edges(queries.met(), queries.met_row(), count);
+            relative_values.take_edges(d_outs.get(), value_width, count);
+            for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
+                meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
+        }
+        for (Index m = 0; m < count; m++) write_queries(item, head, first, m);
+    }
+
+    void write_queries(Index item, Index head, Index first, Index m) const {
+        float *to = x.d_q.of(item, head, first + m);
+        const float *own = d_q.at.get() + m * d_q.row;
+        for (Index d = 0; d < x.width; d++) to[d] = own[d] * x.scale;
+        if (!queries.apart) return;
+        const float *met = d_met.at.get() + m * d_met.row;
+        if (x.rel_q) to = x.d_rel_q.of(item, head, first + m);
+        for (Index d = 0; d < x.rel_width; d++) to[d] = met[d] * x.rel_scale + (x.rel_q ? 0.0f : to[d]);
+    }
+
+    // A block of queries meets a block of keys, `start … start + n - 1`.
+    void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
+        const Seen seen = Seen::of(x, position, position + count - 1);
+        const Index low = std::max(start, seen.low) - start, high = std::min(start + n, seen.high) - start;
+        float *p = weights.get() + MARGIN, *ds = d_logits.get() + MARGIN;
+        const Weights mixed{p, logits_row, count, position, start, low, high};
+        const Weights changed{ds, logits_row, count, position, start, low, high};
+        for (Index m = 0; m < count; m += HIGH) {
+            const Index rows = std::min<Index>(HIGH, count - m);
+            const Seen own = Seen::of(x, position + m, position + m + rows - 1);
+            const Index from = std::max(start, own.low) - start, to = std::min(start + n, own.high) - start;
+            if (from < to) multiply_block(m, rows, position, start, from, to);
+            for (Index i = m; i < m + rows; i++) weigh(item, head, first, position, i, start, low, high);
+            if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
+        }
+        const Index keys_there = high - low;
+        float *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
+        add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values, d_v.row);
+        add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
+        if (x.rel_k)
+            changed.spread(x, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+        if (x.rel_v) mixed.spread(x, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
+        if (x.bias) add_to_bias(changed);
+    }
+
+    // Write products of queries with keys and with the table, and of the outputs' gradients with values and theirs.
+    void multiply_block(Index m, Index rows, Index position, Index start, Index from, Index to) {
+        const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
+        const Index origin = relative.origin(start - (position + height - 1));
+        const Index of_values = relative_values.origin(start - (position + height - 1));
+        const float *g = d_outs.get() + m * value_width;
+        if (relative) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
+        if (relative_values) relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
+        for (Index j = floored(from, PANEL); j < to; j += PANEL) {
+            float *s = weights.get() + MARGIN + m * logits_row + j, *d = d_logits.get() + MARGIN + m * logits_row + j;
+            ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
+                          key_panels.get() + (start + j) * x.width, PANEL, relative.at(m, start + j, p, origin),
+                          relative.row - 1, s, logits_row);
+            ::multiply<2>(rows, x.value_width, {g, value_width, 1}, value_panels.get() + (start + j) * x.value_width,
+                          PANEL, relative_values.at(m, start + j, p, of_values), relative_values.row - 1, d, logits_row);
+        }
+    }
+
+    // Turn a row of products into weights and the gradient of the logits, with zeros around both.
+    void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
+        const Seen seen = Seen::of(x, position + m, position + m);
+        float *s = weights.get() + MARGIN + m * logits_row, *d = d_logits.get() + MARGIN + m * logits_row;
+        const Row row{s, std::max(low, seen.low - start), std::min(high, seen.high - start)};
+        if (row.low < row.high) {
+            const float sum = *x.given_lse.of(item, head, first + m), delta = *x.delta.of(item, head, first + m);
+            if (x.softcap != 0) take_slopes(row);
+            finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            const float origin = sum == -INF ? INF : sum;
+            for (Index j = row.start(); j < row.end(); j += LANES) {
+                Vec weight = exponential(load(s + j) - origin), change = load(d + j) - delta;
+                if (x.softcap != 0) change = change * load(slopes.get() + MARGIN + j);
+                store(s + j, weight);
+                store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
+            }
+        }
+        row.clear_around(s + low - MARGIN, s + high + MARGIN);
+        Row{d, row.low, row.high}.clear_around(d + low - MARGIN, d + high + MARGIN);
+    }
+
+    // Keep by how much each logit follows its product through a softcap.
+    void take_slopes(const Row &row) {
+        for (Index j = row.start(); j < row.end(); j += LANES) {
+            Vec t = hyperbolic_tangent(load(row.at + j) * (1.0f / x.softcap));
+            store(slopes.get() + MARGIN + j, 1.0f - t * t);
+        }
+    }
+
+    void mix_queries(Index m, const Weights &changed) {
+        add_product(changed.count, changed.high - changed.low, {changed.at + changed.low, logits_row, 1},
+                    keys.at + (changed.start + changed.low) * keys.row, keys.row, width, d_q.at.get() + m * d_q.row,
+                    d_q.row);
+        Sums &to = queries.apart ? d_met : d_q;
+        if (x.rel_k) changed.mix(x, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
+    }
+
+    void add_to_bias(const Weights &changed) {
+        float *to = d_bias.at.get();
+        for (Index i = 0; i < changed.count; i++) {
+            const Index shift = changed.start - (changed.p + i) + x.left;  // from keys to rows
+            const float *row = changed.at + i * changed.row;
+            Index j = std::max(changed.low, -shift);
+            const Index end = std::min(changed.high, x.rows - shift);
+            for (; j < end; j++) to[j + shift] += row[j];
+            if (x.clip) to[0] += changed.beyond(x, i, 0), to[x.rows - 1] += changed.beyond(x, i, 1);
+        }
+    }
+};
+
+inline Result backward(const Problem &x, Index part, Index parts) {
+    const Index pairs = x.items * x.key_heads;
+    Backward work(x);
+    if (!work.make()) return Result::NO_MEMORY;
+    if (x.masked())  // nothing may be multiplied by 0 that a mask hides: others know how
+        for (Index pair = pairs * part / parts; pair < pairs * (part + 1) / parts; pair++) {
+            const Index item = pair / x.key_heads, own = pair % x.key_heads;
+            if (!finite(x.k.of(item, own), x.k.row, x.keys, x.width)) return Result::NOT_FINITE;
+            if (!finite(x.v.of(item, own), x.v.row, x.keys, x.value_width)) return Result::NOT_FINITE;
+        }
+    work.run(part, pairs * part / parts, pairs * (part + 1) / parts);
+    return Result::DONE;
+}
+
+}  // namespace

@@ -1,0 +1,13 @@
+// What every level of processors is compiled to have.
+#include "backward.hpp"
+#include "few.hpp"
+
+namespace LEVEL {
+
+Result attend(const Problem &x, Index part, Index parts) {
+    return x.queries <= FEW ? attend_few(x, part, parts) : forward(x, part, parts);
+}
+
+Result pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }
+
+}  // namespace LEVEL

@@ -1,0 +1,165 @@
+// What a block of queries has with a table: products in relative layout, and sums over it.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+#include "rows.hpp"
+
+namespace {
+
+constexpr Index ROWS = 48;    // queries of a block
+constexpr Index MARGIN = 64;  // around a row of weights: zeros that skewed products read
+
+struct Free {
+    void operator()(float *p) const { std::free(p); }
+};
+
+using Floats = std::unique_ptr<float, Free>;
+
+inline Floats floats(Index count) {
+    const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(float)), 64);
+    return Floats(static_cast<float *>(std::aligned_alloc(64, static_cast<std::size_t>(bytes))));
+}
+
+inline Floats zeros(Index count) {  // pages of many zeros cost nothing until they are touched
+    return Floats(static_cast<float *>(std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(float))));
+}
+
+inline Index blocks(const Problem &x) { return (x.queries + ROWS - 1) / ROWS; }
+
+// Which keys some queries of an item see.
+struct Seen {
+    Index low, high;
+
+    static Seen of(const Problem &x, Index first_position, Index last_position) {
+        Index low = first_position - x.before, high = last_position + x.after + 1;
+        if (x.block) {
+            low = std::max(low, floored(first_position, x.block) - x.behind * x.block);
+            high = std::min(high, floored(last_position, x.block) + x.block);
+        }
+        return {std::max<Index>(0, low), std::min(x.keys, high)};
+    }
+
+    bool none() const { return low >= high; }
+};
+
+// Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
+struct Relative {
+    const Problem &x;
+    const Array<const float> table, bias;
+    const Index width;
+    Index first = 0, end = 0, row = 0;  // the rows of the table that may be met, and the step of `products`
+    Floats panels, biases, products;
+    Index head = -1;
+    float edges[2][ROWS];
+
+    Relative(const Problem &x, Array<const float> table, Array<const float> bias, Index width)
+        : x(x), table(table), bias(bias), width(table ? width : 0) {}
+
+    explicit operator bool() const { return table || bias; }
+
+    bool make(Index height, Index logits_row) {
+        if (!*this) return true;
+        const Index low = std::max(-x.before, 1 - x.offset - x.queries) + x.left;
+        const Index high = std::min(x.after, x.keys - 1 - x.offset) + x.left + 1;
+        first = std::clamp<Index>(low, 0, x.rows), end = std::clamp<Index>(high, first, x.rows);
+        row = logits_row + ROWS + 2 * PANEL;
+        panels = floats(padded(end - first, PANEL) * width);
+        biases = floats(padded(end - first, PANEL) + PANEL);
+        products = floats(height * row);
+        return panels && biases && products;
+    }
+
+    void take(Index of) {
+        if (!*this || head == of || (head >= 0 && table.head == 0 && bias.head == 0)) return;
+        head = of;
+        if (table) pack(table.of(0, of, first), table.row, end - first, width, panels.get());
+        if (bias) std::memcpy(biases.get(), bias.of(0, of) + first, (end - first) * sizeof(float));
+    }
+
+    // Take what the queries of a block make of what stands beyond the table.
+    void take_edges(const float *met, Index met_row, Index count) {
+        if (!*this || !x.clip) return;
+        for (int side = 0; side < 2; side++) {
+            const Index c = side ? x.rows - 1 : 0;
+            for (Index m = 0; m < count; m++)
+                edges[side][m] = (table ? dot(met + m * met_row, table.of(0, head, c), width) : 0) +
+                                 (bias ? bias.of(0, head)[c] : 0);
+        }
+    }
+
+    // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a block.
+    Index origin(Index lowest) const { return floored(lowest + x.left - first, PANEL) + first - x.left; }
+
+    // Write the products of some queries for the relative positions low … high - 1.
+    void multiply(const float *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
+        const Index shift = x.left - first, have = this->end - first;
+        const Index start = low + shift, stop = high + shift;  // of what is packed: not all of them are there
+        for (Index c = floored(std::max<Index>(0, start), PANEL); c < std::min(have, stop); c += PANEL)
+            ::multiply<2>(rows, width, {met + m * met_row, met_row, 1}, panels.get() + c * width, PANEL,
+                          bias ? biases.get() + c : nullptr, 0, products.get() + m * row + (c - shift - origin), row);
+        for (Index i = m; i < m + rows; i++) {
+            float *to = products.get() + i * row - shift - origin;
+            if (start < 0) std::fill(to + start, to + std::min<Index>(0, stop), x.clip ? edges[0][i] : 0.0f);
+            if (stop > have) std::fill(to + std::max(have, start), to + stop, x.clip ? edges[1][i] : 0.0f);
+        }
+    }
+
+    // Where the product of query m, at position p, with a key stands: row by row a step less than `row` further.
+    const float *at(Index m, Index key, Index p, Index origin) const {
+        return *this ? products.get() + m * row + (key - p - origin) : nullptr;
+    }
+};
+
+// Some queries, `count` of them from position p on, and the keys start + low … start + high - 1 of which some are seen;
+// `weights` are those of the queries and of the keys from `start` on, zeros around.
+struct Weights {
+    const float *at;
+    Index row, count, p, start, low, high;
+
+    // The rows of a table that they may meet.
+    Index first_row(const Problem &x) const { return std::max(start + low - (p + count - 1), -x.before) + x.left; }
+    Index end_row(const Problem &x) const { return std::min(start + high - 1 - p, x.after) + x.left + 1; }
+
+    // Of query i, the weight of all keys that meet what stands before the table, or after it.
+    float beyond(const Problem &x, Index i, int side) const {
+        const Index left = p + i - x.left - start, right = left + x.rows;
+        Index j = side ? std::max(low, right) : low;
+        const Index end = side ? high : std::min(high, left);
+        Vec totals{};
+        for (; j + LANES <= end; j += LANES) totals += load(at + i * row + j);
+        float total = sum(totals);
+        for (; j < end; j++) total += at[i * row + j];
+        return total;
+    }
+
+    // Add what they make of the rows of a table: a product with their skewed view.
+    void mix(const Problem &x, const float *table, Index table_row, Index width, float *out, Index out_row) const {
+        const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
+        if (c < stop)
+            add_product(count, stop - c, {at + c - x.left + p - start, row + 1, 1}, table + c * table_row, table_row,
+                        width, out, out_row);
+        for (int side = 0; side < 2 && x.clip; side++)
+            for (Index i = 0; i < count; i++)
+                add_row(beyond(x, i, side), table + (side ? x.rows - 1 : 0) * table_row, width, out + i * out_row);
+    }
+
+    // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
+    void spread(const Problem &x, const float *from, Index from_row, Index width, float *table, Index table_row) const {
+        const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
+        if (c < stop)
+            add_product(stop - c, count, {at + c - x.left + p - start, 1, row + 1}, from, from_row, width,
+                        table + c * table_row, table_row);
+        for (int side = 0; side < 2 && x.clip; side++)
+            for (Index i = 0; i < count; i++)
+                add_row(beyond(x, i, side), from + i * from_row, width, table + (side ? x.rows - 1 : 0) * table_row);
+    }
+
+    static void add_row(float weight, const float *from, Index width, float *to) {
+        if (weight == 0) return;
+        for (Index d = 0; d < width; d += LANES) store(to + d, load(to + d) + load(from + d) * weight);
+    }
+};
+
+}  // namespace
