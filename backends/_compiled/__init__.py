@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.plan import Layout
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _parallel
@@ -32,13 +32,10 @@ WORK = 2**30
 SHARED = 2**17
 """Multiplications for which it pays to wake another thread."""
 
-_SEQUENCES = names_of(Kind.SEQUENCE)
-
 SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask"))
 
 Lend = Callable[[Any], Any]
-"""Gives the kernels an array whose rows are in one piece: an object with a buffer, or (address, step of each axis), which
-is 0 along axes of 1."""
+"""Gives the kernels an array whose rows are in one piece: an object with a buffer, or (address, sizes, steps)."""
 
 
 def serves(x: Operands, options: Options) -> bool:
@@ -107,8 +104,9 @@ def pull_back(
     d_out: Any,
     x: Operands,
     options: Options,
+    out: Any,
     lse: Any,
-    delta: Any,
+    d_lse: Any,
     *,
     empty: Callable[..., Any],
     zeros: Callable[..., Any],
@@ -117,17 +115,21 @@ def pull_back(
 ) -> dict[str, Any] | None:
     """Return the gradients of a call's arrays by name, but for the mask's; ``None`` if hidden entries are not finite.
 
-    The log-sum-exp and ``delta``, by which a row's mean gradient of its weights is less, are (B, H, Lq).
+    The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
-    parts = max(1, min(workers, x.k.shape[0] * x.k.shape[1]))
-    found = {name: empty(array.shape) for name in _SEQUENCES if (array := getattr(x, name)) is not None}
-    for name in names_of(Kind.TABLE, Kind.BIAS):
-        table = getattr(x, name)
-        if table is not None:
-            found[name] = zeros((parts, *_with_heads(name, table).shape))
+    q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
+    parts = max(1, min(workers, k.shape[0] * k.shape[1]))
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": None if rel_bias is None else rel_bias[:, None]}
+    found = {"q": empty(q.shape), "k": empty(k.shape), "v": empty(v.shape)}
+    if rel_q is not None:
+        found["rel_q"] = empty(rel_q.shape)
+    for name, table in tables.items():
+        if table is not None:  # a sum for each part
+            found[name] = zeros((parts, *(table.shape if table.ndim == 3 else (1, *table.shape))))
     given = (
-        numbers(x, options), *_lent(x, lend), lend(d_out), lend(lse[..., None]), lend(delta[..., None]),
-        *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", "rel_k", "rel_v", "rel_bias")),
+        numbers(x, options), *_lent(x, lend), lend(d_out), lend(out), lend(lse[..., None]),
+        None if d_lse is None else lend(d_lse[..., None]),
+        *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", *tables)),
     )  # fmt: skip
     done = [False] * parts
 
@@ -137,16 +139,11 @@ def pull_back(
     _run(work, parts, workers)
     if not all(done):
         return None
-    return {
-        name: array if name in _SEQUENCES else array.sum(0).reshape(getattr(x, name).shape) for name, array in found.items()
-    }
-
-
-def _with_heads(name: str, table: Any) -> Any:
-    """Return a table, or a bias, as (1 or H, rows, width)."""
-    if KINDS[name] is Kind.BIAS:
-        return table[:, None]
-    return table if table.ndim == 3 else table[None]
+    for name, table in tables.items():
+        if table is not None:
+            sums = found[name]
+            found[name] = (sums[0] if parts == 1 else sums.sum(0)).reshape(getattr(x, name).shape)
+    return found
 
 
 def _run(work: Callable[[int], Any], parts: int, workers: int) -> None:

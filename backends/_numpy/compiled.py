@@ -45,18 +45,16 @@ def attention_vjp(
     """Return the gradients of every operand; ``None`` if what a mask hides is not finite."""
     if out is None or lse is None:
         out, lse = attention(operands, replace(options, return_lse=True))
-    assert lse is not None
-    delta = np.einsum("...d,...d->...", d_out, out)
-    if d_lse is not None:
-        delta = delta - d_lse
     x = _flattened(operands)
     rows = x.q.shape[:-1]
     found = _compiled.pull_back(
-        by_batch(d_out, xp=xp), x, options, lse.reshape(rows), delta.reshape(rows), lend=_in_rows,
+        _in_rows(by_batch(d_out, xp=xp)), x, options, _in_rows(by_batch(out, xp=xp)), *(None if each is None else each.reshape(rows) for each in (lse, d_lse)), lend=_in_rows,
         empty=partial(np.empty, dtype=np.float32), zeros=partial(np.zeros, dtype=np.float32),
         workers=_parallel.numpy_threads(blas=False),
     )  # fmt: skip
-    return None if found is None else Gradients(**{name: each.reshape(getattr(operands, name).shape) for name, each in found.items()})
+    if found is None:
+        return None
+    return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 
 def _flattened(operands: Operands) -> Operands:

@@ -1,6 +1,7 @@
 // The backward pass: blocks of queries against blocks of keys once more, from the log-sum-exp of the forward pass.
 //
-// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of dP.
+// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of dP,
+// which is g · out, less the gradient of the log-sum-exp.
 // From there every gradient is a product: of P or dS, transposed or not, in absolute or in relative layout.
 #pragma once
 
@@ -44,6 +45,7 @@ struct Backward {
     Relative relative, relative_values;
     Rows keys, rel_k, rel_v;
     Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
+    float delta[ROWS];
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias;
 
     explicit Backward(const Problem &x)
@@ -109,9 +111,12 @@ struct Backward {
         if (queries.apart) d_met.clear();
         if (!seen.none()) {
             queries.take(item, head, first, count);
-            for (Index m = 0; m < count; m++)
-                std::memcpy(d_outs.get() + m * value_width, x.d_out.of(item, head, first + m),
-                            x.value_width * sizeof(float));
+            for (Index m = 0; m < count; m++) {
+                const float *d_out = x.d_out.of(item, head, first + m);
+                std::memcpy(d_outs.get() + m * value_width, d_out, x.value_width * sizeof(float));
+                delta[m] = dot(d_out, x.out.of(item, head, first + m), x.value_width) -
+                           (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0.0f);
+            }
             relative.take_edges(queries.met(), queries.met_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
@@ -179,12 +184,12 @@ struct Backward {
         float *s = weights.get() + MARGIN + m * logits_row, *d = d_logits.get() + MARGIN + m * logits_row;
         const Row row{s, std::max(low, seen.low - start), std::min(high, seen.high - start)};
         if (row.low < row.high) {
-            const float sum = *x.given_lse.of(item, head, first + m), delta = *x.delta.of(item, head, first + m);
+            const float sum = *x.lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             const float origin = sum == -INF ? INF : sum;
             for (Index j = row.start(); j < row.end(); j += LANES) {
-                Vec weight = exponential(load(s + j) - origin), change = load(d + j) - delta;
+                Vec weight = exponential(load(s + j) - origin), change = load(d + j) - delta[m];
                 if (x.softcap != 0) change = change * load(slopes.get() + MARGIN + j);
                 store(s + j, weight);
                 store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything

@@ -59,17 +59,10 @@ struct Lent {
         while (count) PyBuffer_Release(&buffers[--count]);
     }
 
-    // Read None, an object with a buffer, or (address, step of each axis); put the steps last, zeros before them.
+    // Read None, an object with a buffer, or (address, sizes, steps); put the steps last, zeros before them.
     bool read(PyObject *from, int axes, std::int64_t size, const void **at, std::int64_t *steps) {
         if (from == Py_None) return true;
-        if (PyTuple_Check(from)) {
-            const int given = static_cast<int>(PyTuple_Size(from)) - 1;
-            if (given < 1 || given > axes) return refuse();
-            *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
-            for (int i = 0; i < given; i++)
-                steps[axes - given + i] = PyLong_AsLongLong(PyTuple_GetItem(from, i + 1));
-            return !PyErr_Occurred() && (steps[axes - 1] <= 1 || refuse());
-        }
+        if (PyTuple_Check(from)) return read_tuple(from, axes, at, steps);
         Py_buffer &buffer = buffers[count];
         if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return false;
         count++;
@@ -78,6 +71,18 @@ struct Lent {
         for (int i = 0; i < buffer.ndim; i++)
             steps[axes - buffer.ndim + i] = buffer.shape[i] == 1 ? 0 : buffer.strides[i] / size;
         return steps[axes - 1] <= 1 || refuse();
+    }
+
+    static bool read_tuple(PyObject *from, int axes, const void **at, std::int64_t *steps) {
+        if (PyTuple_Size(from) != 3) return refuse();
+        PyObject *sizes = PyTuple_GetItem(from, 1), *given = PyTuple_GetItem(from, 2);
+        const Py_ssize_t here = PyTuple_Check(sizes) && PyTuple_Check(given) ? PyTuple_Size(sizes) : -1;
+        if (here < 1 || here > axes || PyTuple_Size(given) != here) return refuse();
+        *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
+        for (Py_ssize_t i = 0; i < here; i++)
+            if (PyLong_AsLongLong(PyTuple_GetItem(sizes, i)) != 1)
+                steps[axes - here + i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+        return !PyErr_Occurred() && (steps[axes - 1] <= 1 || refuse());
     }
 
     static bool refuse() {
@@ -143,16 +148,17 @@ PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return work(chosen->attend, x, args + 12);
 }
 
-// pull_back(numbers, q, …, added, d_out, lse, delta, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, part, parts)
+// pull_back(numbers, q, …, added, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, part, parts)
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 22) || !read_operands(lent, args, x) || !lent.read(args[10], x.d_out) ||
-        !lent.read(args[11], x.given_lse) || !lent.read(args[12], x.delta) || !lent.read(args[13], x.d_q) ||
-        !lent.read(args[14], x.d_k) || !lent.read(args[15], x.d_v) || !lent.read(args[16], x.d_rel_q) ||
-        !lent.read(args[17], x.d_rel_k) || !lent.read(args[18], x.d_rel_v) || !lent.read(args[19], x.d_bias))
+    if (!check_count(count, 23) || !read_operands(lent, args, x) || !lent.read(args[10], x.d_out) ||
+        !lent.read(args[11], x.out) || !lent.read(args[12], x.lse) || !lent.read(args[13], x.d_lse) ||
+        !lent.read(args[14], x.d_q) || !lent.read(args[15], x.d_k) || !lent.read(args[16], x.d_v) ||
+        !lent.read(args[17], x.d_rel_q) || !lent.read(args[18], x.d_rel_k) || !lent.read(args[19], x.d_rel_v) ||
+        !lent.read(args[20], x.d_bias))
         return nullptr;
-    return work(chosen->pull_back, x, args + 20);
+    return work(chosen->pull_back, x, args + 21);
 }
 
 PyMethodDef methods[] = {

@@ -26,8 +26,8 @@ struct Problem {
     std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
     Array<float> out, lse;
 
-    // What the backward pass is given and gives; gradients of tables have an axis of parts instead of items.
-    Array<const float> d_out, given_lse, delta;
+    // What the backward pass is given beside the results, and gives; gradients of tables have parts instead of items.
+    Array<const float> d_out, d_lse;
     Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias;
 
     bool masked() const { return seen || added; }

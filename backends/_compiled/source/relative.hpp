@@ -63,7 +63,7 @@ struct Relative {
         if (!*this) return true;
         const Index low = std::max(-x.before, 1 - x.offset - x.queries) + x.left;
         const Index high = std::min(x.after, x.keys - 1 - x.offset) + x.left + 1;
-        first = std::clamp<Index>(low, 0, x.rows), end = std::clamp<Index>(high, first, x.rows);
+        first = std::clamp<Index>(low, 0, x.rows - 1), end = std::clamp<Index>(high, first + 1, x.rows);  // edges included
         row = logits_row + ROWS + 2 * PANEL;
         panels = floats(padded(end - first, PANEL) * width);
         biases = floats(padded(end - first, PANEL) + PANEL);

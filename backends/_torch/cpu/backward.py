@@ -63,7 +63,7 @@ def attention_vjp(
         with undisturbed():
             found = compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
         if found is not None:
-            return found
+            return Gradients(**found)
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, Gradients, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core.backends import _compiled
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
@@ -47,26 +48,33 @@ def attention_vjp(
     out: Tensor | None,
     lse: Tensor | None,
     d_lse: Tensor | None,
-) -> Gradients | None:
-    """Return the gradients of every operand but the mask; ``None`` if what a mask hides is not finite."""
+) -> dict[str, Tensor] | None:
+    """Return the gradients of every operand but the mask by name; ``None`` if what a mask hides is not finite."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     if out is None or lse is None:
         out, lse = torch.zeros((*rows, whole.v.shape[-1])), torch.full(rows, -math.inf)
         for part in parts(whole, options):
             attend(part.operands, part.options, out[part.items], lse[part.items])
-    d_out, lse = d_out.reshape(*rows, -1), lse.reshape(rows)
-    delta = (d_out * out.reshape(*rows, -1)).sum(-1)
-    if d_lse is not None:
-        delta -= d_lse.reshape(rows)
-    found: dict[str, Tensor] = {}
-    for part in parts(whole, options):
-        own = _pull_back(part.operands, part.options, *(part.cut("q", x) for x in (d_out, lse, delta)))
-        if own is None:
-            return None
-        for name, gradient in own.items():
-            _put(found, name, gradient, part, getattr(whole, name))
-    return Gradients(**{name: x.view(getattr(operands, name).shape) for name, x in found.items()})
+    results = (
+        d_out.reshape(*rows, -1),
+        out.reshape(*rows, -1),
+        lse.reshape(rows),
+        None if d_lse is None else d_lse.reshape(rows),
+    )
+    if whole.mask is None:
+        found = _pull_back(whole, options, *results)
+    else:
+        found = {}
+        for part in parts(whole, options):
+            own = _pull_back(part.operands, part.options, *(part.cut("q", each) for each in results))
+            if own is None:
+                return None
+            for name, gradient in own.items():
+                _put(found, name, gradient, part, getattr(whole, name))
+    if found is None or operands.q.ndim == 4:
+        return found
+    return {name: gradient.view(getattr(operands, name).shape) for name, gradient in found.items()}
 
 
 def serves_backward(x: Operands, options: Options, *, out: bool, lse: bool, wanted: frozenset[str]) -> bool:
@@ -76,11 +84,11 @@ def serves_backward(x: Operands, options: Options, *, out: bool, lse: bool, want
 
 
 def _pull_back(
-    x: Operands, options: Options, d_out: Tensor, lse: Tensor, delta: Tensor
+    x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor] | None:
     x = Operands(*(each if each is None else _in_rows(each) for each in x))
     return _compiled.pull_back(
-        _in_rows(d_out), x, options, lse, delta, empty=torch.empty, zeros=torch.zeros, lend=_lend,
+        _in_rows(d_out), x, options, _in_rows(out), lse, d_lse, empty=torch.empty, zeros=torch.zeros, lend=_lend,
         workers=torch.get_num_threads(),
     )  # fmt: skip
 
@@ -100,5 +108,5 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _lend(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *(step if size > 1 else 0 for size, step in zip(x.shape, x.stride(), strict=True)))
+def _lend(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride()

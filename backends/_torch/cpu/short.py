@@ -191,7 +191,7 @@ class _Compiled(torch.autograd.Function):
         def compute(options: Options) -> dict[str, Any]:
             found = kernels.attention_vjp(d_out, x, options, out, lse, None)
             # What a mask hides is not finite: the operator's kernels know how.
-            return _by_operator(d_out, x, options, DIFFERENTIABLE) if found is None else found._asdict()
+            return _by_operator(d_out, x, options, DIFFERENTIABLE) if found is None else found
 
         return _wanted(ctx, d_out, x, compute, out, lse)
 
@@ -214,7 +214,12 @@ def _wanted(
 
 
 def _by_operator(
-    d_out: Tensor, x: Operands, options: Options, wanted: list[str], out: Tensor | None = None, lse: Tensor | None = None
+    d_out: Tensor,
+    x: Operands,
+    options: Options,
+    wanted: list[str],
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> dict[str, Any]:
     found = OPERATOR.vjp(d_out, None, out, lse, " ".join(wanted), *x, *flat(options))
     return dict(zip(DIFFERENTIABLE, found, strict=True))
