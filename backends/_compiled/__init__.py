@@ -112,8 +112,8 @@ def pull_back(
     zeros: Callable[..., Any],
     lend: Lend,
     workers: int,
-) -> dict[str, Any] | None:
-    """Return the gradients of a call's arrays by name, but for the mask's; ``None`` if hidden entries are not finite.
+) -> dict[str, Any]:
+    """Return the gradients of a call's arrays by name, but for the mask's.
 
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
@@ -131,14 +131,7 @@ def pull_back(
         None if d_lse is None else lend(d_lse[..., None]),
         *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", *tables)),
     )  # fmt: skip
-    done = [False] * parts
-
-    def work(part: int) -> None:
-        done[part] = kernels.pull_back(*given, part, parts)
-
-    _run(work, parts, workers)
-    if not all(done):
-        return None
+    _run(lambda part: kernels.pull_back(*given, part, parts), parts, workers)
     for name, table in tables.items():
         if table is not None:
             sums = found[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relskew_core._kernel.problem import Problem
+from relskew_core.backends._numpy import compiled
 from relskew_core.backends._numpy import short as short
 from relskew_core.backends._numpy.backward import attention_vjp
 from relskew_core.backends._numpy.forward import SHORT, attention
@@ -16,4 +17,5 @@ def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call."""
     q, k = call.given.q, call.given.k
     knows = KNOWN if function == "attention" else KNOWN - {"dropout", "seed"}
-    return Path(attention, attention_vjp, knows=knows, faster=q.shape[-2] * k.shape[-2] > SHORT)
+    faster = q.shape[-2] * k.shape[-2] > SHORT or compiled.serves(call.operands(), call.options)
+    return Path(attention, attention_vjp, knows=knows, faster=faster)

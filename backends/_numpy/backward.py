@@ -37,9 +37,7 @@ def attention_vjp(
 ) -> Gradients:
     """Return the gradients of every operand; repeatable to the bit for a given number of threads."""
     if compiled.serves_backward(operands, options, out, lse):
-        found = compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
-        if found is not None:
-            return found
+        return compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
     call = HeadwiseCall.of(operands, options)
     whole = _Whole.of(call, d_out, out, lse, d_lse)
     groups = [(batch, group) for batch in range(call.k.shape[0]) for group in range(call.k.shape[1])]

@@ -41,8 +41,8 @@ def attention(operands: Operands, options: Options, layout: Layout | None = None
 
 def attention_vjp(
     d_out: Array, operands: Operands, options: Options, out: Array | None, lse: Array | None, d_lse: Array | None
-) -> Gradients | None:
-    """Return the gradients of every operand; ``None`` if what a mask hides is not finite."""
+) -> Gradients:
+    """Return the gradients of every operand."""
     if out is None or lse is None:
         out, lse = attention(operands, replace(options, return_lse=True))
     x = _flattened(operands)
@@ -52,8 +52,6 @@ def attention_vjp(
         empty=partial(np.empty, dtype=np.float32), zeros=partial(np.zeros, dtype=np.float32),
         workers=_parallel.numpy_threads(blas=False),
     )  # fmt: skip
-    if found is None:
-        return None
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 

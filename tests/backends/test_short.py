@@ -291,3 +291,19 @@ def test_the_kernels_are_small_in_what_they_take() -> None:
     assert not torch_kernels.is_short((1, 8, 1, 64), 2**18)
     assert not torch_kernels.is_short((1, 1, 512, 64), 512)
     assert not numpy_kernels.is_short((1, 1, 256, 64), 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_gradients_to_be_differentiated_again_are_those_of_a_querys_own_place(dtype: torch.dtype) -> None:
+    """All single queries are one kind of call, wherever they stand."""
+    torch.manual_seed(0)
+    for offset in (5, 9):
+        shapes = ((1, 2, 1, 8), (1, 2, offset + 1, 8), (1, 2, offset + 1, 8), (32, 8))
+        given = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        found = []
+        for impl in ("auto", "portable"):
+            out = relative_attention(*given, Span.causal(32), causal=True, offset=offset, impl=impl)
+            first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+            found.append([*first, *torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), given)])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

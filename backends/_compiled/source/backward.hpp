@@ -35,6 +35,12 @@ struct Sums {
     }
 };
 
+inline bool finite(const float *x, Index width) {
+    float nothing = 0;
+    for (Index d = 0; d < width; d++) nothing += x[d] * 0.0f;
+    return nothing == 0;
+}
+
 struct Backward {
     static constexpr Index KEYS = 256;  // of a block
 
@@ -46,6 +52,7 @@ struct Backward {
     Rows keys, rel_k, rel_v;
     Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
     float delta[ROWS];
+    bool lost[ROWS];  // queries that are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias;
 
     explicit Backward(const Problem &x)
@@ -117,12 +124,24 @@ struct Backward {
                 delta[m] = dot(d_out, x.out.of(item, head, first + m), x.value_width) -
                            (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0.0f);
             }
+            keep_apart(count);
             relative.take_edges(queries.met(), queries.met_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
         }
         for (Index m = 0; m < count; m++) write_queries(item, head, first, m);
+    }
+
+    // A query that is not finite may reach the gradients of what it sees, and of nothing else: 0 · NaN is not 0.
+    void keep_apart(Index count) {
+        for (Index m = 0; m < count; m++) {
+            float *own = queries.same.get() + m * width, *other = queries.others.get() + m * rel_width;
+            lost[m] = !finite(own, x.width) || (queries.apart && !finite(other, x.rel_width));
+            if (!lost[m]) continue;
+            std::fill(own, own + width, 0.0f);
+            if (queries.apart) std::fill(other, other + rel_width, 0.0f);
+        }
     }
 
     void write_queries(Index item, Index head, Index first, Index m) const {
@@ -187,7 +206,7 @@ struct Backward {
             const float sum = *x.lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
-            const float origin = sum == -INF ? INF : sum;
+            const float origin = lost[m] ? NAN : sum == -INF ? INF : sum;
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 Vec weight = exponential(load(s + j) - origin), change = load(d + j) - delta[m];
                 if (x.softcap != 0) change = change * load(slopes.get() + MARGIN + j);
@@ -195,8 +214,10 @@ struct Backward {
                 store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
             }
         }
+        const Row changed{d, row.low, row.high};
+        if (lost[m]) row.put_around(0), changed.put_around(0);
         row.clear_around(s + low - MARGIN, s + high + MARGIN);
-        Row{d, row.low, row.high}.clear_around(d + low - MARGIN, d + high + MARGIN);
+        changed.clear_around(d + low - MARGIN, d + high + MARGIN);
     }
 
     // Keep by how much each logit follows its product through a softcap.
@@ -228,18 +249,12 @@ struct Backward {
     }
 };
 
-inline Result backward(const Problem &x, Index part, Index parts) {
+inline bool backward(const Problem &x, Index part, Index parts) {
     const Index pairs = x.items * x.key_heads;
     Backward work(x);
-    if (!work.make()) return Result::NO_MEMORY;
-    if (x.masked())  // nothing may be multiplied by 0 that a mask hides: others know how
-        for (Index pair = pairs * part / parts; pair < pairs * (part + 1) / parts; pair++) {
-            const Index item = pair / x.key_heads, own = pair % x.key_heads;
-            if (!finite(x.k.of(item, own), x.k.row, x.keys, x.width)) return Result::NOT_FINITE;
-            if (!finite(x.v.of(item, own), x.v.row, x.keys, x.value_width)) return Result::NOT_FINITE;
-        }
+    if (!work.make()) return false;
     work.run(part, pairs * part / parts, pairs * (part + 1) / parts);
-    return Result::DONE;
+    return true;
 }
 
 }  // namespace

@@ -25,21 +25,21 @@ inline void multiply_rows(const float *query, const float *x, Index row, Index r
     for (; j < rows; j++, x += row) to[j] = dot(query, x, width);
 }
 
-// Add rows of values to an output, times their weights; a row without weight may hold anything.
-inline void mix_rows(const float *weights, const float *v, Index row, Index rows, Index width, bool holes, float *out) {
+// Add rows of values to an output, times their weights.
+inline void mix_rows(const float *weights, const float *v, Index row, Index rows, Index width, float *out) {
     Index d = 0;
     const auto columns = [&](auto count) {
         constexpr int N = decltype(count)::value;
         Vec total[2][N];
         for (int i = 0; i < N; i++) total[0][i] = load(out + d + i * LANES), total[1][i] = Vec{};
         Index j = 0;
-        for (; !holes && j + 2 <= rows; j += 2)
+        for (; j + 2 <= rows; j += 2)
             for (int i = 0; i < N; i++) {
                 total[0][i] += weights[j] * load(v + j * row + d + i * LANES);
                 total[1][i] += weights[j + 1] * load(v + (j + 1) * row + d + i * LANES);
             }
         for (; j < rows; j++)
-            for (int i = 0; i < N && !(holes && weights[j] == 0); i++)
+            for (int i = 0; i < N; i++)
                 total[0][i] += weights[j] * load(v + j * row + d + i * LANES);
         for (int i = 0; i < N; i++) store(out + d + i * LANES, total[0][i] + total[1][i]);
         d += N * LANES;
@@ -48,7 +48,7 @@ inline void mix_rows(const float *weights, const float *v, Index row, Index rows
     while (d + LANES <= width) columns(std::integral_constant<int, 1>());
     for (; d < width; d++)
         for (Index j = 0; j < rows; j++)
-            if (!(holes && weights[j] == 0)) out[d] += weights[j] * v[j * row + d];
+            out[d] += weights[j] * v[j * row + d];
 }
 
 struct Few {
@@ -90,7 +90,7 @@ struct Few {
             const float factor = softmax.take(row);
             if (factor != 1.0f)
                 for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
-            mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, x.masked(), out);
+            mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, out);
             if (x.rel_v) mix_table(s, head, key - p, n, out);
         }
         const float part = softmax.total == 0 ? 0.0f : 1.0f / softmax.total;
@@ -133,7 +133,7 @@ struct Few {
 
     void mix_table(const float *weights, Index head, Index r, Index n, float *out) const {
         const Reach at = Reach::of(x, r, n);
-        mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, true, out);
+        mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
         if (!x.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;
@@ -146,12 +146,12 @@ struct Few {
     }
 };
 
-inline Result attend_few(const Problem &x, Index part, Index parts) {
+inline bool attend_few(const Problem &x, Index part, Index parts) {
     const Index heads = x.items * x.heads;
     Few work{x, nullptr, nullptr, nullptr};
-    if (!work.make()) return Result::NO_MEMORY;
+    if (!work.make()) return false;
     work.run(heads * part / parts, heads * (part + 1) / parts);
-    return Result::DONE;
+    return true;
 }
 
 }  // namespace

@@ -25,13 +25,6 @@ struct Rows {
     }
 };
 
-inline bool finite(const float *x, Index row, Index rows, Index width) {
-    float nothing = 0;
-    for (Index j = 0; j < rows; j++)
-        for (Index d = 0; d < width; d++) nothing += x[j * row + d] * 0.0f;
-    return nothing == 0;
-}
-
 // What both passes have of the queries of a block, scaled: those that meet the keys, and those that meet the table.
 struct Queries {
     const Problem &x;
@@ -76,7 +69,6 @@ struct Forward {
     Floats keys, logits, outs;
     Index key_item = -1, key_head = -1, rel_v_head = -1;
     Seen packed{0, 0};
-    bool values_finite = true;
     Softmax softmax[ROWS];
 
     explicit Forward(const Problem &x)
@@ -116,7 +108,6 @@ struct Forward {
         const Index count = seen.high - seen.low;
         pack(x.k.of(item, own, seen.low), x.k.row, count, x.width, keys.get());
         values.take(x.v.of(item, own, seen.low), x.v.row, count, x.value_width);
-        if (x.masked()) values_finite = finite(x.v.of(item, own, seen.low), x.v.row, count, x.value_width);
     }
 
     void attend(Index item, Index head, Index first) {
@@ -181,33 +172,18 @@ struct Forward {
     void mix(Index m, const Weights &weights) {
         const float *v = values.at + (weights.start + weights.low - packed.low) * values.row;
         float *out = outs.get() + m * value_row;
-        for (Index j = weights.low; j < weights.high;) {
-            Index end = weights.high;
-            if (!values_finite) {  // nothing may be multiplied by 0 that a mask hides
-                while (j < end && !weighs(weights, j)) j++;
-                const Index high = end;
-                for (end = j; end < high && weighs(weights, end);) end++;
-            }
-            add_product(weights.count, end - j, {weights.at + j, logits_row, 1}, v + (j - weights.low) * values.row,
-                        values.row, value_row, out, value_row);
-            j = end;
-        }
+        add_product(weights.count, weights.high - weights.low, {weights.at + weights.low, logits_row, 1}, v, values.row,
+                    value_row, out, value_row);
         if (x.rel_v) weights.mix(x, rel_v.at, rel_v.row, value_row, out, value_row);
-    }
-
-    static bool weighs(const Weights &weights, Index j) {
-        for (Index i = 0; i < weights.count; i++)
-            if (weights.at[i * weights.row + j] != 0) return true;
-        return false;
     }
 };
 
-inline Result forward(const Problem &x, Index part, Index parts) {
+inline bool forward(const Problem &x, Index part, Index parts) {
     const Index tasks = x.items * x.heads * blocks(x);
     Forward work(x);
-    if (!work.make()) return Result::NO_MEMORY;
+    if (!work.make()) return false;
     work.run(tasks * part / parts, tasks * (part + 1) / parts);
-    return Result::DONE;
+    return true;
 }
 
 }  // namespace

@@ -4,10 +4,10 @@
 
 namespace LEVEL {
 
-Result attend(const Problem &x, Index part, Index parts) {
+bool attend(const Problem &x, Index part, Index parts) {
     return x.queries <= FEW ? attend_few(x, part, parts) : forward(x, part, parts);
 }
 
-Result pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }
+bool pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }
 
 }  // namespace LEVEL

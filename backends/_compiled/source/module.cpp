@@ -7,8 +7,8 @@
 
 #define DECLARE(LEVEL)                                             \
     namespace LEVEL {                                              \
-    Result attend(const Problem &, std::int64_t, std::int64_t);    \
-    Result pull_back(const Problem &, std::int64_t, std::int64_t); \
+    bool attend(const Problem &, std::int64_t, std::int64_t);    \
+    bool pull_back(const Problem &, std::int64_t, std::int64_t); \
     }
 DECLARE(base)
 DECLARE(v3)
@@ -115,15 +115,15 @@ bool read_numbers(PyObject *from, Problem &x) {
     return !PyErr_Occurred();
 }
 
-// Work on a part without the interpreter's lock; return whether it could be done.
+// Work on a part without the interpreter's lock.
 PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
     const std::int64_t part = PyLong_AsLongLong(args[0]), parts = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
-    Result result;
+    bool done;
     Py_BEGIN_ALLOW_THREADS
-    result = kernel(x, part, parts);
+    done = kernel(x, part, parts);
     Py_END_ALLOW_THREADS
-    return result == Result::NO_MEMORY ? PyErr_NoMemory() : PyBool_FromLong(result == Result::DONE);
+    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {

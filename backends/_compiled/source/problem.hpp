@@ -30,11 +30,8 @@ struct Problem {
     Array<const float> d_out, d_lse;
     Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias;
 
-    bool masked() const { return seen || added; }
     std::int64_t group() const { return heads / key_heads; }
 };
 
-enum class Result { DONE, NO_MEMORY, NOT_FINITE };
-
-// Work on one of so many parts of a call.
-using Kernel = Result (*)(const Problem &, std::int64_t part, std::int64_t parts);
+// Work on one of so many parts of a call; false if there is no memory.
+using Kernel = bool (*)(const Problem &, std::int64_t part, std::int64_t parts);

@@ -61,9 +61,7 @@ def attention_vjp(
     given = {"out": out is not None, "lse": lse is not None}
     if compiled.serves_backward(operands, options, **given, wanted=wanted):
         with undisturbed():
-            found = compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
-        if found is not None:
-            return Gradients(**found)
+            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)

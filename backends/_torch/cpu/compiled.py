@@ -48,8 +48,8 @@ def attention_vjp(
     out: Tensor | None,
     lse: Tensor | None,
     d_lse: Tensor | None,
-) -> dict[str, Tensor] | None:
-    """Return the gradients of every operand but the mask by name; ``None`` if what a mask hides is not finite."""
+) -> dict[str, Tensor]:
+    """Return the gradients of every operand but the mask, by name."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     if out is None or lse is None:
@@ -68,11 +68,9 @@ def attention_vjp(
         found = {}
         for part in parts(whole, options):
             own = _pull_back(part.operands, part.options, *(part.cut("q", each) for each in results))
-            if own is None:
-                return None
             for name, gradient in own.items():
                 _put(found, name, gradient, part, getattr(whole, name))
-    if found is None or operands.q.ndim == 4:
+    if operands.q.ndim == 4:
         return found
     return {name: gradient.view(getattr(operands, name).shape) for name, gradient in found.items()}
 
@@ -85,7 +83,7 @@ def serves_backward(x: Operands, options: Options, *, out: bool, lse: bool, want
 
 def _pull_back(
     x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
-) -> dict[str, Tensor] | None:
+) -> dict[str, Tensor]:
     x = Operands(*(each if each is None else _in_rows(each) for each in x))
     return _compiled.pull_back(
         _in_rows(d_out), x, options, _in_rows(out), lse, d_lse, empty=torch.empty, zeros=torch.zeros, lend=_lend,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from types import NoneType
@@ -188,11 +189,7 @@ class _Compiled(torch.autograd.Function):
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x = Operands(*operands)
 
-        def compute(options: Options) -> dict[str, Any]:
-            found = kernels.attention_vjp(d_out, x, options, out, lse, None)
-            # What a mask hides is not finite: the operator's kernels know how.
-            return _by_operator(d_out, x, options, DIFFERENTIABLE) if found is None else found
-
+        compute = partial(kernels.attention_vjp, d_out, x, out=out, lse=lse, d_lse=None)
         return _wanted(ctx, d_out, x, compute, out, lse)
 
 

@@ -1,0 +1,287 @@
+"""The compiled kernels: they equal the portable code in NumPy and torch, for every kind of processor they know."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import dense
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core.backends import _compiled
+from relskew_core.backends._numpy import compiled as of_numpy
+
+kernels = _compiled.kernels
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+
+LEVELS = kernels.LEVELS if kernels else []
+
+GATE = 2e-5
+"""Of float32, beside the largest number of a result."""
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Work as on an older processor."""
+    kernels.use(request.param)
+    yield request.param
+    kernels.use(LEVELS[-1])
+
+
+def narrow(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(narrow, x))
+    return x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
+
+
+def as_torch(x: Any) -> Any:
+    return tuple(map(as_torch, x)) if isinstance(x, tuple) else torch.from_numpy(x.copy())
+
+
+LONG: list[dense.Case] = [
+    dense.Case("blocks of queries and of keys", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2, span=Span(40, 700, "clip"),
+               tables="rel_k rel_v rel_bias", options={"offset": 300}),
+    dense.Case("causal and long", n=300, m=300, d=64, lead=(1,), span=Span.causal(300), tables="rel_k rel_v",
+               options={"causal": True}),
+    dense.Case("window beyond the table", n=130, m=130, d=16, span=Span(5, 3, "zero"), tables="rel_k rel_v rel_bias",
+               options={"window": (60, 9)}),
+    dense.Case("local blocks", n=200, m=200, d=8, span=Span(5, 3, "clip"), tables="rel_k rel_v rel_bias",
+               options={"block_size": 37, "blocks_before": 2}),
+    dense.Case("softcap and mask", n=100, m=150, d=32, span=Span(149, 149), mask="boolean", options={"softcap": 2.0}),
+    dense.Case("queries that meet the table", n=60, m=560, d=32, rel_q_width=20, span=Span(700, 700, "clip"),
+               tables="rel_k", options={"rel_scale": 0.5}),
+    dense.Case("all beyond the table", n=5, m=100, d=24, span=Span(1, 1, "clip"), tables="rel_k rel_v rel_bias",
+               options={"offset": -16, "window": (29, 77), "softcap": 3.0}),
+    dense.Case("nothing seen by some", n=70, m=30, span=Span(9, 9, "clip"), tables="rel_k", options={"window": (3, 3)}),
+]  # fmt: skip
+
+
+def is_served(case: dense.Case) -> bool:
+    call = problem(Arguments(**{name: narrow(x) for name, x in case.arrays().items()}, **case.call()))
+    return of_numpy.serves(call.operands(), call.options)
+
+
+CASES = [case for case in [*dense.CASES, *LONG] if is_served(case)]
+
+
+def close(found: Any, expected: Any, what: str = "") -> None:
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(found), finite, err_msg=what)
+    scale = max(1.0, np.abs(expected[finite]).max(initial=0))
+    np.testing.assert_allclose(found[finite], expected[finite], rtol=0, atol=GATE * scale, err_msg=what)
+
+
+def test_there_are_cases_of_every_kind() -> None:
+    assert len(CASES) > 40
+    assert {case.name for case in LONG} <= {case.name for case in CASES}
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_equal_those_of_the_portable_code(case: dense.Case) -> None:
+    options = {**case.call(), "return_lse": True}
+    expected = relative_attention(**case.arrays(), **options, impl="portable")
+    given = {name: narrow(x) for name, x in case.arrays().items()}
+    for x, y in zip(relative_attention(**given, **options, impl="native"), expected, strict=True):
+        close(x, y)
+    tensors = {name: as_torch(x) for name, x in given.items()}
+    for x, y in zip(relative_attention(**tensors, **options, impl="native"), expected, strict=True):
+        close(x.numpy(), y)
+    close(relative_attention(**given, **case.call()), expected[0], "short")
+    close(relative_attention(**tensors, **case.call()).numpy(), expected[0], "short, torch")
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("whole", [False, True], ids=["recomputed", "given results"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_equal_those_of_the_portable_code(case: dense.Case, whole: bool) -> None:
+    arrays, options, d_out = case.arrays(), case.call(), case.d_out()
+    more: dict[str, Any] = {}
+    if whole:
+        out, lse = relative_attention(**arrays, **options, return_lse=True, impl="portable")
+        d_lse = np.where(np.isfinite(lse), np.random.default_rng(1).standard_normal(lse.shape), 0.0)
+        more = {"out": out, "lse": lse + np.log(2), "d_lse": d_lse}  # as if there were as much elsewhere
+    expected = relative_attention_vjp(d_out, **arrays, **options, **more, impl="portable")
+    given, more = ({name: narrow(x) for name, x in each.items()} for each in (arrays, more))
+    found = relative_attention_vjp(narrow(d_out), **given, **options, **more, impl="native")
+    as_tensors = [{name: as_torch(x) for name, x in each.items()} for each in (given, more)]
+    of_torch = relative_attention_vjp(as_torch(narrow(d_out)), **as_tensors[0], **options, **as_tensors[1])
+    for name, x, z, y in zip(found._fields, found, of_torch, expected, strict=True):
+        assert (x is None) == (y is None) == (z is None), name
+        if y is not None:
+            close(x, y, name)
+            close(z.numpy(), y, f"{name}, torch")
+
+
+@pytest.mark.parametrize("n", [1, 3, 20, 200], ids="{} queries".format)
+@pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
+def test_torch_trains_with_them(n: int, mask: bool) -> None:
+    case = dense.Case("training", n=n, m=n + 2, d=16, span=Span(7, 4, "clip"), tables="rel_k rel_v rel_bias",
+                      options={"softcap": 5.0, "offset": 2})  # fmt: skip
+    case = replace(case, mask="boolean") if mask else case
+    arrays = {name: as_torch(x) for name, x in case.arrays().items()}
+    results = []
+    for dtype, impl in ((torch.float32, "auto"), (torch.float64, "portable")):
+        given = {name: x.to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
+        out = relative_attention(**given, **case.call(), impl=impl)
+        out.backward(as_torch(case.d_out()).to(dtype))
+        results.append([out.detach().numpy(), *(x.grad.numpy() for x in given.values() if x.requires_grad)])
+    for x, y in zip(*results, strict=True):
+        close(x, y)
+
+
+def test_arrays_may_lie_in_memory_in_any_way() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 60, 3, 16)).astype(np.float32).swapaxes(1, 2) for _ in range(3))
+    k, table = np.asfortranarray(k), np.broadcast_to(rng.standard_normal((21, 1)).astype(np.float32), (21, 16))
+    mask = np.broadcast_to(rng.random((2, 1, 60, 1)) < 0.7, (2, 1, 60, 60))
+    options: dict[str, Any] = {"span": Span(10, 10, "clip"), "mask": mask}
+    expected = relative_attention(q, k, v, table, **options, impl="portable")
+    close(relative_attention(q, k, v, table, **options), expected)
+    tensors = [torch.from_numpy(np.array(x)).mT.contiguous().mT for x in (q, k, v)]
+    given = {**options, "mask": torch.from_numpy(np.array(mask[..., :1])).expand(2, 1, 60, 60)}
+    of_table = torch.from_numpy(np.array(table[:, :1])).expand(21, 16)
+    close(relative_attention(*tensors, of_table, **given).numpy(), expected)
+
+
+@pytest.mark.parametrize("n", [2, 30], ids=["few", "many"])
+def test_keys_that_a_mask_hides_may_be_anything(n: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, m, 8)).astype(np.float32) for m in (n, 600, 600))
+    table, seen = rng.standard_normal((9, 8)).astype(np.float32), rng.random((2, 1, 1, 600)) < 0.6
+    options: dict[str, Any] = {"span": Span(4, 4, "clip"), "mask": seen}
+    expected = relative_attention(q, k, v, table, **options)
+    k = np.where(seen.swapaxes(-1, -2), k, np.float32(np.nan))
+    np.testing.assert_array_equal(relative_attention(q, k, v, table, **options), expected)
+
+
+def test_a_query_that_is_not_finite_keeps_to_what_it_sees() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = rng.standard_normal((4, 1, 20, 8)).astype(np.float32)
+    table = rng.standard_normal((20, 8)).astype(np.float32)
+    q[..., 5, :] = np.nan
+    found = relative_attention_vjp(d_out, q, k, v, table, Span.causal(20), causal=True)
+    assert np.isfinite(np.delete(found.q, 5, axis=-2)).all()
+    assert np.isnan(found.q[..., 5, :]).all()
+    for gradient in (found.k, found.v):
+        assert np.isnan(gradient[..., :6, :]).all()
+        assert np.isfinite(gradient[..., 6:, :]).all()
+
+
+def test_nan_that_is_seen_is_seen() -> None:
+    q, k, v = np.ones((3, 1, 30, 8), np.float32)
+    k[..., 3, :] = np.nan
+    out, lse = relative_attention(q, k, v, return_lse=True)
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+def test_negligible_weights_are_zeros(level: str) -> None:
+    for n in (1, 40):
+        q, k = np.ones((1, n, 1), np.float32), np.zeros((1, 600, 1), np.float32)
+        v = np.zeros_like(k)
+        k[..., 1::2, :], v[..., 1::2, :] = -80.0, 1e38
+        assert not np.any(relative_attention(q, k, v, scale=1.0)), level
+
+
+def test_results_are_the_same_on_any_number_of_threads() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((2, 4, 500, 64)).astype(np.float32) for _ in range(4))
+    table = rng.standard_normal((500, 64)).astype(np.float32)
+    found = []
+    for threads in (1, 2, 5):
+        backends.set_numpy_threads(threads)
+        out = relative_attention(q, k, v, table, Span.causal(500), causal=True)
+        gradients = relative_attention_vjp(d_out, q, k, v, table, Span.causal(500), causal=True)
+        found.append((out, *gradients[:4]))
+    backends.set_numpy_threads(None)
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0][0], other[0])
+        for x, y in zip(found[0], other, strict=True):
+            close(x, y)
+
+
+def test_other_threads_go_on_while_they_work() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, 3000, 64)).astype(np.float32) for _ in range(3))
+    counted, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = counted[0]
+        given = problem(Arguments(q, k, v))
+        out = np.empty_like(q)
+        kernels.attend(_compiled.numbers(given.operands(), given.options), q, k, v, *[None] * 6, out, None, 0, 1)
+        assert counted[0] > before + 1000
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_memory_is_given_back() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 8, 100, 64)).astype(np.float32) for _ in range(3))
+    process, used = psutil.Process(), []
+    for _ in range(3):
+        for _ in range(200):
+            relative_attention_vjp(q, q, k, v, causal=True)
+        gc.collect()
+        used.append(process.memory_info().rss)
+    assert used[-1] - used[0] < 2**22
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({0: (1, 2)}, "number of numbers"),
+        ({1: np.zeros((1, 1, 4, 8))}, "another type"),
+        ({1: np.zeros((1, 1, 4, 16), np.float32)[..., ::2]}, "rows in pieces"),
+        ({2: np.zeros((1, 1, 1, 4, 8), np.float32)}, "too many axes"),
+        ({3: (0, (4, 8))}, "too many axes"),
+        ({3: 7}, "bytes-like"),
+        ({12: "0"}, "int"),
+    ],
+)
+def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
+    q = np.zeros((1, 1, 4, 8), np.float32)
+    given = problem(Arguments(q, q, q))
+    numbers = _compiled.numbers(given.operands(), given.options)
+    args: list[Any] = [numbers, q, q, q, *[None] * 6, np.empty_like(q), None, 0, 1]
+    for index, value in changed.items():
+        args[index] = value
+    with pytest.raises((TypeError, ValueError), match=why):
+        kernels.attend(*args)
+    with pytest.raises(TypeError, match="arguments are wanted"):
+        kernels.attend(numbers)
+
+
+def test_a_level_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="'x86-64-v9' is not compiled"):
+        kernels.use("x86-64-v9")
+
+
+def test_without_them_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 100, 8)).astype(np.float32) for _ in range(3))
+    expected = relative_attention(q, k, v, causal=True), *relative_attention_vjp(q, q, k, v, causal=True)[:3]
+    monkeypatch.setattr(_compiled, "kernels", None)
+    for given in ((q, k, v), tuple(map(torch.from_numpy, (q, k, v)))):
+        out = relative_attention(*given, causal=True, return_lse=True)[0]
+        found = out, *relative_attention_vjp(given[0], *given, causal=True)[:3]
+        for x, y in zip(found, expected, strict=True):
+            close(np.asarray(x), y)
