@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.plan import Layout
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _parallel
@@ -32,16 +35,30 @@ WORK = 2**30
 SHARED = 2**17
 """Multiplications for which it pays to wake another thread."""
 
-SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask"))
+LANES = 16
+"""Numbers of the longest vectors."""
 
-Lend = Callable[[Any], Any]
-"""Gives the kernels an array whose rows are in one piece: an object with a buffer, or (address, sizes, steps)."""
+NONE = (None, None)
+
+SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "seed"))
+
+
+class Library(NamedTuple):
+    """What differs from array library to array library."""
+
+    xp: Namespace
+    lend: Callable[
+        [Any], Any
+    ]  # an array whose rows are in one piece: an object with a buffer, or (address, sizes, steps)
+    empty: Callable[..., Any]  # of float32 and a shape
+    zeros: Callable[..., Any]
+    threads: Callable[[], int]
 
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether a call of four axes each is one for these kernels, but for its dtype."""
     pattern = options.visibility
-    if kernels is None or options.dropout or pattern.by_value or isinstance(pattern, RaggedVisibility):
+    if kernels is None or pattern.by_value or isinstance(pattern, RaggedVisibility):
         return False
     if any(array is not None and name not in SERVED for name, array in x._asdict().items()):
         return False
@@ -72,8 +89,8 @@ def _numbers(x: Operands, options: Options, pattern: tuple[int, ...]) -> tuple[A
     span, rel_width = options.span, 0 if x.rel_k is None else x.rel_k.shape[-1]
     return (
         items, heads, key_heads, queries, keys, width, rel_width, value_width,
-        span.left + span.right + 1, span.left, span.beyond == "clip", *pattern,
-        options.scale, options.rel_scale, options.softcap or 0.0,
+        span.left + span.right + 1, span.left, span.beyond == "clip", *pattern, threshold(options.dropout),
+        options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
     )  # fmt: skip
 
 
@@ -84,15 +101,20 @@ def attend(
     out: Any,
     lse: Any,
     *,
-    lend: Lend,
-    workers: int,
+    library: Library,
 ) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq).
 
     One query has a layout, which says what it sees.
     """
+    lend, workers, drawn = library.lend, library.threads(), _drawn(x, options, library.xp)
     given = numbers(x, options) if layout is None else numbers_of_one(x, options, layout)
-    arrays = (*_lent(x, lend), lend(out), None if lse is None else lend(lse[..., None]))
+    arrays = (
+        *_lent(x, lend),
+        *(NONE if drawn is None else map(lend, drawn)),
+        lend(out),
+        None if lse is None else lend(lse[..., None]),
+    )
     count = _parts(given, workers)
     if count == 1:
         kernels.attend(given, *arrays, 0, 1)
@@ -108,15 +130,14 @@ def pull_back(
     lse: Any,
     d_lse: Any,
     *,
-    empty: Callable[..., Any],
-    zeros: Callable[..., Any],
-    lend: Lend,
-    workers: int,
+    library: Library,
 ) -> dict[str, Any]:
     """Return the gradients of a call's arrays by name, but for the mask's.
 
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
+    _, lend, empty, zeros, threads = library
+    workers, drawn = threads(), _drawn(x, options, library.xp)
     q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
     parts = max(1, min(workers, k.shape[0] * k.shape[1]))
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": None if rel_bias is None else rel_bias[:, None]}
@@ -127,7 +148,8 @@ def pull_back(
         if table is not None:  # a sum for each part
             found[name] = zeros((parts, *(table.shape if table.ndim == 3 else (1, *table.shape))))
     given = (
-        numbers(x, options), *_lent(x, lend), lend(d_out), lend(out), lend(lse[..., None]),
+        numbers(x, options), *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
+        lend(d_out), lend(out), lend(lse[..., None]),
         None if d_lse is None else lend(d_lse[..., None]),
         *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", *tables)),
     )  # fmt: skip
@@ -157,7 +179,16 @@ def _parts(given: tuple[Any, ...], workers: int) -> int:
     return max(1, min(most, max(work // WORK, workers if work <= WORK else 4 * workers)))
 
 
-def _lent(x: Operands, lend: Lend) -> tuple[Any, ...]:
+def _drawn(x: Operands, options: Options, xp: Namespace) -> tuple[Any, Any] | None:
+    """Return the hashes of queries and keys that dropout goes by; the keys' have some to spare for whole vectors."""
+    if not options.dropout:
+        return None
+    n_queries, n_keys = x.q.shape[-2], x.k.shape[-2]
+    queries, keys = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
+    return queries, xp.concat([keys, xp.zeros(LANES, dtype=keys.dtype)])
+
+
+def _lent(x: Operands, lend: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Lend the arrays of a call, in the kernels' order."""
     q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, *_ = x
     seen = added = None

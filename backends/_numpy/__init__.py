@@ -10,12 +10,13 @@ from relskew_core.backends._numpy.forward import SHORT, attention
 from relskew_core.backends._path import COMMON, Path
 
 KNOWN = COMMON | {"softcap", "blocks_before", "q_segments", "k_segments", "dropout", "seed"}
-"""The arrays and options that the forward pass knows; the backward pass knows nothing of dropout."""
+"""The arrays and options that the forward pass knows; the backward pass knows of dropout if it is compiled."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call."""
     q, k = call.given.q, call.given.k
-    knows = KNOWN if function == "attention" else KNOWN - {"dropout", "seed"}
-    faster = q.shape[-2] * k.shape[-2] > SHORT or compiled.serves(call.operands(), call.options)
+    served = compiled.serves(call.operands(), call.options)
+    knows = KNOWN if served or function == "attention" else KNOWN - {"dropout", "seed"}
+    faster = served or q.shape[-2] * k.shape[-2] > SHORT
     return Path(attention, attention_vjp, knows=knows, faster=faster)

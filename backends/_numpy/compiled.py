@@ -31,8 +31,7 @@ def attention(operands: Operands, options: Options, layout: Layout | None = None
     x = _flattened(operands)
     out = np.empty((*x.q.shape[:-1], x.v.shape[-1]), np.float32)
     lse = np.empty(out.shape[:-1], np.float32) if options.return_lse else None
-    workers = _parallel.numpy_threads(blas=False)
-    _compiled.attend(x, options, layout, out, lse, lend=_in_rows, workers=workers)
+    _compiled.attend(x, options, layout, out, lse, library=NUMPY)
     if operands.q.ndim == 4:
         return out, lse
     rows = operands.q.shape[:-1]
@@ -48,10 +47,14 @@ def attention_vjp(
     x = _flattened(operands)
     rows = x.q.shape[:-1]
     found = _compiled.pull_back(
-        _in_rows(by_batch(d_out, xp=xp)), x, options, _in_rows(by_batch(out, xp=xp)), *(None if each is None else each.reshape(rows) for each in (lse, d_lse)), lend=_in_rows,
-        empty=partial(np.empty, dtype=np.float32), zeros=partial(np.zeros, dtype=np.float32),
-        workers=_parallel.numpy_threads(blas=False),
-    )  # fmt: skip
+        _in_rows(by_batch(d_out, xp=xp)),
+        x,
+        options,
+        _in_rows(by_batch(out, xp=xp)),
+        lse.reshape(rows),
+        None if d_lse is None else d_lse.reshape(rows),
+        library=NUMPY,
+    )
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 
@@ -70,3 +73,12 @@ def _flattened(operands: Operands) -> Operands:
 def _in_rows(x: Array) -> Array:
     """Return an array whose rows are in one piece."""
     return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
+
+
+NUMPY = _compiled.Library(
+    xp,
+    _in_rows,
+    partial(np.empty, dtype=np.float32),
+    partial(np.zeros, dtype=np.float32),
+    partial(_parallel.numpy_threads, blas=False),
+)

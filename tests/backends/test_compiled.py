@@ -226,7 +226,7 @@ def test_other_threads_go_on_while_they_work() -> None:
         before = counted[0]
         given = problem(Arguments(q, k, v))
         out = np.empty_like(q)
-        kernels.attend(_compiled.numbers(given.operands(), given.options), q, k, v, *[None] * 6, out, None, 0, 1)
+        kernels.attend(_compiled.numbers(given.operands(), given.options), q, k, v, *[None] * 8, out, None, 0, 1)
         assert counted[0] > before + 1000
     finally:
         done.set()
@@ -254,14 +254,14 @@ def test_memory_is_given_back() -> None:
         ({2: np.zeros((1, 1, 1, 4, 8), np.float32)}, "too many axes"),
         ({3: (0, (4, 8))}, "too many axes"),
         ({3: 7}, "bytes-like"),
-        ({12: "0"}, "int"),
+        ({14: "0"}, "int"),
     ],
 )
 def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     given = problem(Arguments(q, q, q))
     numbers = _compiled.numbers(given.operands(), given.options)
-    args: list[Any] = [numbers, q, q, q, *[None] * 6, np.empty_like(q), None, 0, 1]
+    args: list[Any] = [numbers, q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1]
     for index, value in changed.items():
         args[index] = value
     with pytest.raises((TypeError, ValueError), match=why):

@@ -120,7 +120,7 @@ struct Backward {
             queries.take(item, head, first, count);
             for (Index m = 0; m < count; m++) {
                 const float *d_out = x.d_out.of(item, head, first + m);
-                std::memcpy(d_outs.get() + m * value_width, d_out, x.value_width * sizeof(float));
+                for (Index d = 0; d < x.value_width; d++) d_outs.get()[m * value_width + d] = d_out[d] / x.kept;
                 delta[m] = dot(d_out, x.out.of(item, head, first + m), x.value_width) -
                            (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0.0f);
             }
@@ -206,11 +206,13 @@ struct Backward {
             const float sum = *x.lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            const Kept kept = Kept::of(x, item, head, first + m, start);
             const float origin = lost[m] ? NAN : sum == -INF ? INF : sum;
             for (Index j = row.start(); j < row.end(); j += LANES) {
-                Vec weight = exponential(load(s + j) - origin), change = load(d + j) - delta[m];
+                const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) : splat(1);
+                Vec change = load(d + j) * here - delta[m];
                 if (x.softcap != 0) change = change * load(slopes.get() + MARGIN + j);
-                store(s + j, weight);
+                store(s + j, weight * here);
                 store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
             }
         }

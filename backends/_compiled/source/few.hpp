@@ -88,12 +88,13 @@ struct Few {
             const Row row{s, 0, n};
             finish_logits(x, row, mask, key);
             const float factor = softmax.take(row);
+            Kept::of(x, item, head, i, key).drop(row);
             if (factor != 1.0f)
                 for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
             mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, out);
             if (x.rel_v) mix_table(s, head, key - p, n, out);
         }
-        const float part = softmax.total == 0 ? 0.0f : 1.0f / softmax.total;
+        const float total = softmax.total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
         for (Index d = 0; d < x.value_width; d++) out[d] *= part;
         if (x.lse) *x.lse.of(item, head, i) = softmax.log_sum();
     }

@@ -123,7 +123,7 @@ struct Forward {
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
         }
         for (Index m = 0; m < count; m++) {
-            const float total = softmax[m].total, part = total == 0 ? 0.0f : 1.0f / total;
+            const float total = softmax[m].total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
             float *to = x.out.of(item, head, first + m);
             const float *from = outs.get() + m * value_row;
             for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
@@ -161,6 +161,7 @@ struct Forward {
         if (row.low < row.high) {
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             factor = softmax[m].take(row);
+            Kept::of(x, item, head, first + m, start).drop(row);
         }
         row.clear_around(s + low - start - around, s + high - start + around);
         if (factor == 1.0f) return;

@@ -24,6 +24,12 @@ struct Problem {
     Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, added;
     Array<const unsigned char> seen;  // a boolean mask
     std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
+
+    // Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the threshold.
+    Array<const std::int32_t> query_hashes, key_hashes;
+    std::int64_t threshold;
+    float kept;  // the share of the weights
+
     Array<float> out, lse;
 
     // What the backward pass is given beside the results, and gives; gradients of tables have parts instead of items.

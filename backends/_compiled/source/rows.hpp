@@ -65,6 +65,33 @@ inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask,
     row.put_around(-INF);
 }
 
+// Which weights of a query dropout keeps: relskew_core._kernel.dropout.
+struct Kept {
+    const std::int32_t *keys;
+    std::int32_t query, threshold;
+
+    static Kept of(const Problem &x, Index item, Index head, Index query, Index first_key) {
+        if (!x.key_hashes) return {nullptr, 0, 0};
+        return {x.key_hashes.at + first_key, *x.query_hashes.of(item, head, query), static_cast<std::int32_t>(x.threshold)};
+    }
+
+    explicit operator bool() const { return keys != nullptr; }
+
+    // Return 1 for each of LANES keys that is kept, else 0.
+    Vec at(Index j) const {
+        Words x = *reinterpret_cast<const LooseWords *>(keys + j) ^ static_cast<std::uint32_t>(query);
+        x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+        x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+        return reinterpret_cast<Ints>(x) >= threshold ? splat(1) : Vec{};
+    }
+
+    // Put zeros in the place of the weights of a row that are dropped.
+    void drop(const Row &row) const {
+        if (!keys) return;
+        for (Index j = row.start(); j < row.end(); j += LANES) store(row.at + j, load(row.at + j) * at(j));
+    }
+};
+
 // The softmax of a row as more and more of it is seen.
 struct Softmax {
     float most = -INF, total = 0;

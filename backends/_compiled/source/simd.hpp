@@ -19,6 +19,8 @@ constexpr int LANES = 4;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4)));  // anywhere in memory
 typedef std::int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float NEGLIGIBLE = -70.0f;  // relskew_core._array.softmax

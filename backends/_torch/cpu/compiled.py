@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
@@ -22,8 +23,7 @@ def serves(x: Operands, options: Options) -> bool:
 def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None, layout: Layout | None = None) -> None:
     """Write the output (B, H, Lq, Dv) and, if it is asked for, the log-sum-exp (B, H, Lq) of a flattened call."""
     x = Operands(*(each if each is None else _in_rows(each) for each in x))
-    workers = torch.get_num_threads()
-    _compiled.attend(x, options, layout, out, lse, lend=_lend, workers=workers)
+    _compiled.attend(x, options, layout, out, lse, library=TORCH)
 
 
 def attention(operands: Operands, plan: Plan, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -85,10 +85,7 @@ def _pull_back(
     x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor]:
     x = Operands(*(each if each is None else _in_rows(each) for each in x))
-    return _compiled.pull_back(
-        _in_rows(d_out), x, options, _in_rows(out), lse, d_lse, empty=torch.empty, zeros=torch.zeros, lend=_lend,
-        workers=torch.get_num_threads(),
-    )  # fmt: skip
+    return _compiled.pull_back(_in_rows(d_out), x, options, _in_rows(out), lse, d_lse, library=TORCH)
 
 
 def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
@@ -108,3 +105,6 @@ def _in_rows(x: Tensor) -> Tensor:
 
 def _lend(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride()
+
+
+TORCH = _compiled.Library(xp, _lend, torch.empty, torch.zeros, torch.get_num_threads)

@@ -41,7 +41,7 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor | No
             compiled.attend(part.operands, part.options, *own)
         else:
             _attend(StackedCall.of(part.operands, part.options), *own)
-    if options.dropout:
+    if options.dropout and not served:
         out.div_(1 - options.dropout)
     lead = operands.q.shape[:-3]
     return out.reshape(*lead, *out.shape[1:]), None if lse is None else lse.reshape(*lead, *lse.shape[1:])
