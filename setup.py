@@ -23,8 +23,8 @@ LEVELS = {
     "v3.cpp": ["-mavx2", "-mfma"],
     "v4.cpp": [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mprefer-vector-width=512"],
 }
-"""What processors of x86-64 are compiled for beside the least of them, by source: what module.cpp asks them for, in flags that
-older compilers know too."""
+"""What processors of x86-64 are compiled for beside the least of them, by source: what module.cpp asks them for, in
+flags that older compilers know too."""
 
 
 class Build(build_ext):

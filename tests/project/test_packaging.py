@@ -11,7 +11,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,18 @@ def copy_to(folder: Path, link: Callable[[Path, Path], None]) -> None:
             shutil.copy(here, there)
 
 
-def run_in(source: Path, *command: str, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a copy of the project; whether to compile is decided by ``variables`` alone."""
+def run_in(source: Path, *command: str, env: Mapping[str, str] | None = None, code: int = 0) -> str:
+    """Run Python in a copy of the project, where ``env`` alone decides whether to compile; check how it ends."""
     run = subprocess.run(
         [sys.executable, *command],
         cwd=source,
-        env=os.environ | {"RELSKEW_PURE": ""} | variables,
+        env=os.environ | {"RELSKEW_PURE": ""} | dict(env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert not (check and run.returncode), run.stdout
-    return run
+    assert run.returncode == code, run.stdout
+    return run.stdout
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(source: Path, dist: Path, *kinds: str, **variables: str) -> dict[str, Path]:
+def build(source: Path, dist: Path, *kinds: str, env: Mapping[str, str] | None = None) -> dict[str, Path]:
     """Build, without isolation so that it needs no network; return the files by their suffix, what was told as well."""
-    told = run_in(source, "-m", "build", "--no-isolation", *kinds, "--outdir", str(dist), ".", **variables).stdout
+    told = run_in(source, "-m", "build", "--no-isolation", *kinds, "--outdir", str(dist), ".", env=env)
     (dist / "told.log").write_text(told)
     return {path.suffix: path for path in dist.iterdir()}
 
@@ -144,7 +144,7 @@ def test_the_compiler_warns_of_nothing(built: dict[str, Path]) -> None:
 
 
 def test_a_wheel_without_kernels_is_for_every_platform(source: Path, tmp_path: Path) -> None:
-    wheel = build(source, tmp_path, "--wheel", RELSKEW_PURE="1")[".whl"]
+    wheel = build(source, tmp_path, "--wheel", env={"RELSKEW_PURE": "1"})[".whl"]
     assert content(wheel) == package_sources()
     assert wheel.name == f"relskew_core-{relskew_core.__version__}-py3-none-any.whl"
 
@@ -153,18 +153,19 @@ def test_a_compiler_that_fails_fails_no_installation(source: Path, tmp_path: Pat
     """It is told, and what was installed works."""
     alone = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
     there = tmp_path / "there"
-    pip = run_in(source, "-m", "pip", "install", "--verbose", *alone, "--target", str(there), ".", **FAILING)
+    told = run_in(source, "-m", "pip", "install", "--verbose", *alone, "--target", str(there), ".", env=FAILING)
     if CAN_COMPILE:
-        assert "no kernels are compiled: everything works without them" in pip.stdout
+        assert "no kernels are compiled: everything works without them" in told
     code = (
         "import sys, numpy as np, relskew_core, relskew_core.cli\n"
         "x = np.ones((1, 2, 4, 8), np.float32)\n"
-        "y = relskew_core.relative_attention(x, x, x, np.ones((7, 8), np.float32), relskew_core.Span.full(4), impl='native')\n"
+        "table, span = np.ones((7, 8), np.float32), relskew_core.Span.full(4)\n"
+        "y = relskew_core.relative_attention(x, x, x, table, span, impl='native')\n"
         "assert y.dtype == np.float32 and np.allclose(y, x), y\n"
         "print(relskew_core.__file__)\n"
         "sys.exit(relskew_core.cli.main(['info']))"
     )
-    told = run_in(tmp_path, "-c", code, PYTHONPATH=str(there)).stdout
+    told = run_in(tmp_path, "-c", code, env={"PYTHONPATH": str(there)})
     assert told.startswith(f"{there}{os.sep}")
     assert "\ncompiled kernels: none: no C++ compiler served at installation" in told
 
@@ -176,11 +177,10 @@ def test_kernels_that_are_asked_for_have_to_be_compiled(tmp_path: Path) -> None:
     old = tmp_path / "backends" / "_compiled" / "_kernels.abi3.so"
     for asked, code in (("", 0), ("0", 1)):
         old.touch()
-        run = run_in(tmp_path, "setup.py", "build_ext", "--inplace", check=False, **FAILING, RELSKEW_PURE=asked)
-        assert run.returncode == code, run.stdout
+        run_in(tmp_path, "setup.py", "build_ext", "--inplace", env=FAILING | {"RELSKEW_PURE": asked}, code=code)
         assert not old.exists()
-    run = run_in(tmp_path, "setup.py", "--version", check=False, RELSKEW_PURE="yes")
-    assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in run.stdout
+    told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_PURE": "yes"}, code=1)
+    assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in told
 
 
 def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
