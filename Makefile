@@ -1,4 +1,5 @@
-# Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have.
+# Every target makes what it needs in .venv: Python >= 3.11 and pip are all that a machine has to have. Where there is a
+# C++ compiler, kernels are compiled too; RELSKEW_PURE=1 does without, RELSKEW_PURE=0 not.
 #   make demo           one block on every array library here, its ONNX graph, a picture of what it does to a tune
 #   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
@@ -27,7 +28,8 @@ SECONDS ?= 60
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pins.txt
-INPUTS := pyproject.toml requirements/pins.txt
+KERNELS := setup.py $(wildcard backends/_compiled/source/*)
+INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 
 # What users install, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
@@ -117,7 +119,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output site *.egg-info
+	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output site *.egg-info backends/_compiled/*.so
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'
@@ -151,7 +153,7 @@ $(BIN)/python:
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix .venv-web onnxruntime-web@1.30.0
 	@touch $@
 
-.venv-lowest/stamp: pyproject.toml requirements/lowest.txt
+.venv-lowest/stamp: pyproject.toml requirements/lowest.txt $(KERNELS)
 	$(PYTHON) -m venv --clear .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --constraint requirements/lowest.txt --editable $(LOWEST)
 	@touch $@

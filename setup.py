@@ -1,9 +1,14 @@
-"""Compiles the kernels of `backends/_compiled`, where there is a compiler; all else is in pyproject.toml."""
+"""Compiles the kernels of `backends/_compiled`, where there is a compiler; all else is in pyproject.toml.
+
+RELSKEW_PURE=1 leaves them out. RELSKEW_PURE=0 makes it an error if they cannot be compiled: for those who build wheels.
+"""
 
 from __future__ import annotations
 
-import platform
+import os
 import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -11,36 +16,60 @@ from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("backends/_compiled/source")
 FLAGS = [
-    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden",
+    "-std=c++17", "-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0",
 ]  # fmt: skip
-LEVELS = {"v3.cpp": ["-march=x86-64-v3"], "v4.cpp": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
-"""What processors of x86-64 are compiled for beside the least of them, by source."""
-
-intel = platform.machine().lower() in ("x86_64", "amd64")
+LEVELS = {
+    "v3.cpp": ["-mavx2", "-mfma"],
+    "v4.cpp": [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mprefer-vector-width=512"],
+}
+"""What processors of x86-64 are compiled for beside the least of them, by source: what module.cpp asks them for, in
+flags that older compilers know too."""
 
 
 class Build(build_ext):
-    """Compile each source for its processors."""
+    """Compile each source for its processors, all at the same time."""
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile and link."""
-        compiler, folder = self.compiler, str(Path(self.build_temp))
-        objects = []
-        for source in extension.sources:
-            flags = [*FLAGS, *LEVELS.get(Path(source).name, [])]
-            objects += compiler.compile(
-                [source], output_dir=folder, include_dirs=self.include_dirs, extra_postargs=flags
-            )
-        compiler.link_shared_object(objects, self.get_ext_fullpath(extension.name), libraries=["m"])
+        """Compile and link; where that fails, no older module stays behind."""
+        target = Path(self.get_ext_fullpath(extension.name))
+        try:
+            with ThreadPoolExecutor() as threads:
+                objects = [path for paths in threads.map(self._compile, extension.sources) for path in paths]
+            self.compiler.link_shared_object(objects, str(target), libraries=["m"])
+        except Exception:
+            for old in (target, *SOURCE.parent.glob("*.so")):
+                old.unlink(missing_ok=True)
+            if extension.optional:
+                self.warn("no kernels are compiled: everything works without them, float32 on CPUs at less speed")
+            raise
+
+    def _compile(self, source: str) -> list[str]:
+        flags = [*FLAGS, *LEVELS.get(Path(source).name, [])]
+        folder: str = self.build_temp
+        objects: list[str] = self.compiler.compile(
+            [source], output_dir=folder, include_dirs=self.include_dirs, extra_postargs=flags
+        )
+        return objects
 
 
-sources = [str(SOURCE / name) for name in ("module.cpp", "base.cpp", *(LEVELS if intel else ()))]
-kernels = Extension("relskew_core.backends._compiled._kernels", sources, py_limited_api=True, optional=True)
-kernels.depends = [str(path) for path in SOURCE.glob("*.hpp")]
+asked = os.environ.get("RELSKEW_PURE", "")
+if asked not in ("", "0", "1"):
+    raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
+
+names = ["module.cpp", "base.cpp", *(LEVELS if sysconfig.get_platform().endswith(("x86_64", "amd64")) else ())]
+kernels = Extension(
+    "relskew_core.backends._compiled._kernels",
+    [str(SOURCE / name) for name in names],
+    depends=[str(path) for path in sorted(SOURCE.glob("*.hpp"))],
+    py_limited_api=True,
+    optional=asked != "0",
+)
+# Windows' compiler has other flags, and a Python without the GIL no limited API.
+without = asked == "1" or sys.platform == "win32" or sysconfig.get_config_var("Py_GIL_DISABLED")
 
 setup(
-    ext_modules=[] if sys.platform == "win32" else [kernels],
+    ext_modules=[] if without else [kernels],
     cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={} if without else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

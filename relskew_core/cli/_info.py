@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relskew_core import __version__, backends
+from relskew_core.backends._compiled.told import told
 from relskew_core.cli._libraries import Missing, libraries, show_paths
 from relskew_core.cli._runtimes import runtimes
 from relskew_core.cli._verify_table import show_missing
@@ -42,6 +43,7 @@ def gather() -> dict[str, Any]:
             }
             for one in found
         ],
+        "kernels": told(),
         "runtimes": [
             {"name": one.name, "version": one.version, "device": one.device, "profile": one.profile} for one in graphs
         ],
@@ -63,6 +65,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
     console.print(table)
     show_paths({one["name"]: one["path"] for one in facts["libraries"]}, console)
+    console.print(f"compiled kernels: {facts['kernels']}", style="dim", soft_wrap=True)
     table = Table(title="ONNX runtimes", title_justify="left")
     for name in ("runtime", "version", "device", "profile"):
         table.add_column(name)

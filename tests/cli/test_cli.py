@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-from relskew_core.backends import _blas, _parallel
+from relskew_core.backends import _blas, _compiled, _parallel
 from relskew_core.cli import main
 from relskew_core.cli._errors import reason
 
@@ -283,6 +286,38 @@ def test_numpys_native_path_says_how_it_runs_and_why(
     facts = json.loads(capsys.readouterr().out)
     paths = facts.get("paths") or {one["name"]: one["path"] for one in facts["libraries"]}
     assert f"numpy: {paths['numpy']}".startswith(told.strip())
+
+
+@pytest.mark.parametrize(
+    ("levels", "told"),
+    [
+        (["base", "x86-64-v3"], "compiled kernels: for x86-64-v3, float32 on CPUs\n"),
+        (["base"], f"compiled kernels: for any {platform.machine()}, float32 on CPUs\n"),
+        (None, "compiled kernels: none: no C++ compiler served at installation, or"),
+    ],
+    ids=["one level", "base", "none"],
+)
+def test_info_says_for_which_processors_there_are_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, levels: list[str] | None, told: str
+) -> None:
+    module = None if levels is None else SimpleNamespace(LEVELS=levels)
+    monkeypatch.setitem(sys.modules, "relskew_core.backends._compiled._kernels", module)
+    assert relskew("info") == 0
+    assert told in capsys.readouterr().out
+    assert relskew("info", "--json") == 0
+    assert f"compiled kernels: {json.loads(capsys.readouterr().out)['kernels']}".startswith(told.strip())
+
+
+def test_info_says_why_kernels_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"_kernels{EXTENSION_SUFFIXES[0]}").write_bytes(b"of another machine")
+    monkeypatch.delitem(sys.modules, "relskew_core.backends._compiled._kernels", raising=False)
+    monkeypatch.setattr(_compiled, "__path__", [str(tmp_path)])
+    assert relskew("info") == 0
+    told = capsys.readouterr().out
+    assert "compiled kernels: none: what was compiled at installation cannot be loaded: " in told
+    assert str(tmp_path) in told
 
 
 # export

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ import pytest
 
 import relskew_core
 from tracked import IN_GIT, PACKED, ROOT, tracked
+
+KERNELS = "relskew_core/backends/_compiled/_kernels.abi3.so"
+COMPILER = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
+CAN_COMPILE = (
+    sys.platform != "win32"
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    and shutil.which(COMPILER.split()[0]) is not None
+    and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+)
+needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler with Python's headers")
+FAILING = {"CC": "false", "CXX": "false"}
 
 ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", "onnx", "onnxruntime"}
 
@@ -39,15 +52,39 @@ def copy_to(folder: Path, link: Callable[[Path, Path], None]) -> None:
             shutil.copy(here, there)
 
 
+def run_in(source: Path, *command: str, env: Mapping[str, str] | None = None, code: int = 0) -> str:
+    """Run Python in a copy of the project, where ``env`` alone decides whether to compile; check how it ends."""
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=source,
+        env=os.environ | {"RELSKEW_PURE": ""} | dict(env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert run.returncode == code, run.stdout
+    return run.stdout
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build a wheel and an sdist from a copy of the project."""
-    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    copy_to(source, Path.symlink_to)
-    # Without isolation: building needs no network then.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(dist), "."]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the project."""
+    folder = tmp_path_factory.mktemp("source")
+    copy_to(folder, Path.symlink_to)
+    return folder
+
+
+def build(source: Path, dist: Path, *kinds: str, env: Mapping[str, str] | None = None) -> dict[str, Path]:
+    """Build, without isolation so that it needs no network; return the files by their suffix, what was told as well."""
+    told = run_in(source, "-m", "build", "--no-isolation", *kinds, "--outdir", str(dist), ".", env=env)
+    (dist / "told.log").write_text(told)
     return {path.suffix: path for path in dist.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build a wheel and an sdist."""
+    return build(source, tmp_path_factory.mktemp("dist"), "--sdist", "--wheel")
 
 
 def package_sources() -> set[str]:
@@ -56,7 +93,7 @@ def package_sources() -> set[str]:
     return {
         f"{mapped[top]}/{rest}"
         for top, _, rest in (name.partition("/") for name in tracked())
-        if top in mapped and not (ROOT / top / rest).is_symlink()
+        if top in mapped and not rest.startswith("_compiled/source/") and not (ROOT / top / rest).is_symlink()
     }
 
 
@@ -77,15 +114,73 @@ def test_every_package_is_listed(setuptools_table: dict[str, Any]) -> None:
     assert set(setuptools_table["packages"]) == {".".join(path.parts) for path in folders}
 
 
+def content(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
 def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
-    with zipfile.ZipFile(built[".whl"]) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == package_sources()
+    names = content(built[".whl"])
+    assert names - {KERNELS} == package_sources()
     assert {
         "relskew_core/py.typed",
         "relskew_core/backends/__init__.py",
         "relskew_core/export/__init__.py",
     } <= names
+
+
+@needs_compiler
+def test_wheel_holds_the_kernels_of_one_platform_for_every_python(built: dict[str, Path]) -> None:
+    assert KERNELS in content(built[".whl"])
+    platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    assert built[".whl"].name == f"relskew_core-{relskew_core.__version__}-cp311-abi3-{platform}.whl"
+
+
+@needs_compiler
+def test_the_compiler_warns_of_nothing(built: dict[str, Path]) -> None:
+    told = built[".log"].read_text()
+    assert "-Wall -Wextra" in told
+    assert not re.findall(r"^.*_compiled/source/.*warning.*$", told, re.MULTILINE)
+
+
+def test_a_wheel_without_kernels_is_for_every_platform(source: Path, tmp_path: Path) -> None:
+    wheel = build(source, tmp_path, "--wheel", env={"RELSKEW_PURE": "1"})[".whl"]
+    assert content(wheel) == package_sources()
+    assert wheel.name == f"relskew_core-{relskew_core.__version__}-py3-none-any.whl"
+
+
+def test_a_compiler_that_fails_fails_no_installation(source: Path, tmp_path: Path) -> None:
+    """It is told, and what was installed works."""
+    alone = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
+    there = tmp_path / "there"
+    told = run_in(source, "-m", "pip", "install", "--verbose", *alone, "--target", str(there), ".", env=FAILING)
+    if CAN_COMPILE:
+        assert "no kernels are compiled: everything works without them" in told
+    code = (
+        "import sys, numpy as np, relskew_core, relskew_core.cli\n"
+        "x = np.ones((1, 2, 4, 8), np.float32)\n"
+        "table, span = np.ones((7, 8), np.float32), relskew_core.Span.full(4)\n"
+        "y = relskew_core.relative_attention(x, x, x, table, span, impl='native')\n"
+        "assert y.dtype == np.float32 and np.allclose(y, x), y\n"
+        "print(relskew_core.__file__)\n"
+        "sys.exit(relskew_core.cli.main(['info']))"
+    )
+    told = run_in(tmp_path, "-c", code, env={"PYTHONPATH": str(there)})
+    assert told.startswith(f"{there}{os.sep}")
+    assert "\ncompiled kernels: none: no C++ compiler served at installation" in told
+
+
+@needs_compiler
+def test_kernels_that_are_asked_for_have_to_be_compiled(tmp_path: Path) -> None:
+    """Where that fails, no older module stays behind."""
+    copy_to(tmp_path, Path.symlink_to)
+    old = tmp_path / "backends" / "_compiled" / "_kernels.abi3.so"
+    for asked, code in (("", 0), ("0", 1)):
+        old.touch()
+        run_in(tmp_path, "setup.py", "build_ext", "--inplace", env=FAILING | {"RELSKEW_PURE": asked}, code=code)
+        assert not old.exists()
+    told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_PURE": "yes"}, code=1)
+    assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in told
 
 
 def test_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
