@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -35,7 +36,8 @@ class Build(build_ext):
         target = Path(self.get_ext_fullpath(extension.name))
         try:
             with ThreadPoolExecutor() as threads:
-                objects = [path for paths in threads.map(self._compile, extension.sources) for path in paths]
+                compiled = threads.map(partial(self._compile, extension.define_macros), extension.sources)
+                objects = [path for paths in compiled for path in paths]
             self.compiler.link_shared_object(objects, str(target), libraries=["m"])
         except Exception:
             for old in (target, *SOURCE.parent.glob("*.so")):
@@ -44,11 +46,11 @@ class Build(build_ext):
                 self.warn("no kernels are compiled: everything works without them, float32 on CPUs at less speed")
             raise
 
-    def _compile(self, source: str) -> list[str]:
+    def _compile(self, macros: list[tuple[str, str]], source: str) -> list[str]:
         flags = [*FLAGS, *LEVELS.get(Path(source).name, [])]
         folder: str = self.build_temp
         objects: list[str] = self.compiler.compile(
-            [source], output_dir=folder, include_dirs=self.include_dirs, extra_postargs=flags
+            [source], output_dir=folder, macros=macros, include_dirs=self.include_dirs, extra_postargs=flags
         )
         return objects
 
@@ -57,10 +59,12 @@ asked = os.environ.get("RELSKEW_PURE", "")
 if asked not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
 
-names = ["module.cpp", "base.cpp", *(LEVELS if sysconfig.get_platform().endswith(("x86_64", "amd64")) else ())]
+levels = LEVELS if sysconfig.get_platform().endswith(("x86_64", "amd64")) else {}
+names = ["module.cpp", "base.cpp", *levels]
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
     [str(SOURCE / name) for name in names],
+    define_macros=[("LEVELS_OF_X86_64", "1")] if levels else [],
     depends=[str(path) for path in sorted(SOURCE.glob("*.hpp"))],
     py_limited_api=True,
     optional=asked != "0",

@@ -11,8 +11,10 @@
     bool pull_back(const Problem &, std::int64_t, std::int64_t); \
     }
 DECLARE(base)
+#if defined(LEVELS_OF_X86_64)
 DECLARE(v3)
 DECLARE(v4)
+#endif
 
 namespace {
 
@@ -25,12 +27,12 @@ struct Level {
 
 Level levels[] = {
     {"base", base::attend, base::pull_back, true},
-#if defined(__x86_64__)
+#if defined(LEVELS_OF_X86_64)
     {"x86-64-v3", v3::attend, v3::pull_back,
      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
     {"x86-64-v4", v4::attend, v4::pull_back,
      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl")},
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")},
 #endif
 };
 
