@@ -40,7 +40,7 @@ LANES = 16
 
 NONE = (None, None)
 
-SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "seed"))
+SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "seed"))
 
 
 class Library(NamedTuple):
@@ -140,7 +140,12 @@ def pull_back(
     workers, drawn = threads(), _drawn(x, options, library.xp)
     q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
     parts = max(1, min(workers, k.shape[0] * k.shape[1]))
-    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": None if rel_bias is None else rel_bias[:, None]}
+    tables = {
+        "rel_k": rel_k,
+        "rel_v": rel_v,
+        "rel_bias": None if rel_bias is None else rel_bias[:, None],
+        "key_table": x.key_table,
+    }
     found = {"q": empty(q.shape), "k": empty(k.shape), "v": empty(v.shape)}
     if rel_q is not None:
         found["rel_q"] = empty(rel_q.shape)
@@ -190,7 +195,7 @@ def _drawn(x: Operands, options: Options, xp: Namespace) -> tuple[Any, Any] | No
 
 def _lent(x: Operands, lend: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Lend the arrays of a call, in the kernels' order."""
-    q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, *_ = x
+    q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table, *_ = x
     seen = added = None
     if mask is not None:
         if mask.dtype == q.dtype:
@@ -203,5 +208,6 @@ def _lent(x: Operands, lend: Callable[[Any], Any]) -> tuple[Any, ...]:
         None if rel_v is None else lend(rel_v),
         None if rel_bias is None else lend(rel_bias[:, None]),
         None if rel_q is None else lend(rel_q),
+        None if key_table is None else lend(key_table),
         seen, added,
     )  # fmt: skip

@@ -10,13 +10,15 @@ from relskew_core.backends._numpy.forward import SHORT, attention
 from relskew_core.backends._path import COMMON, Path
 
 KNOWN = COMMON | {"softcap", "blocks_before", "q_segments", "k_segments", "dropout", "seed"}
-"""The arrays and options that the forward pass knows; the backward pass knows of dropout if it is compiled."""
+"""The arrays and options that the forward pass knows; the backward pass knows nothing of dropout."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call."""
-    q, k = call.given.q, call.given.k
-    served = compiled.serves(call.operands(), call.options)
-    knows = KNOWN if served or function == "attention" else KNOWN - {"dropout", "seed"}
-    faster = served or q.shape[-2] * k.shape[-2] > SHORT
+    operands, forward = call.operands(), function == "attention"
+    served = compiled.serves(operands, call.options) if forward else compiled.serves_backward(operands, call.options)
+    knows = KNOWN if forward else KNOWN - {"dropout", "seed"}
+    if served:
+        knows = KNOWN | {"key_table"}
+    faster = served or operands.q.shape[-2] * operands.k.shape[-2] > SHORT
     return Path(attention, attention_vjp, knows=knows, faster=faster)

@@ -36,7 +36,7 @@ def attention_vjp(
     xp: Any,
 ) -> Gradients:
     """Return the gradients of every operand; repeatable to the bit for a given number of threads."""
-    if compiled.serves_backward(operands, options, out, lse):
+    if compiled.serves_backward(operands, options):
         return compiled.attention_vjp(d_out, operands, options, out, lse, d_lse)
     call = HeadwiseCall.of(operands, options)
     whole = _Whole.of(call, d_out, out, lse, d_lse)

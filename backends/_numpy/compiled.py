@@ -8,6 +8,7 @@ from functools import partial
 import array_api_compat.numpy as xp
 import numpy as np
 
+from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core._kernel.plan import Layout
 from relskew_core.backends import _compiled, _parallel
@@ -20,10 +21,9 @@ def serves(x: Operands, options: Options) -> bool:
     return x.q.dtype == np.float32 and _compiled.serves(x, options)
 
 
-def serves_backward(x: Operands, options: Options, out: Array | None, lse: Array | None) -> bool:
-    """Whether the kernels take a call's backward pass: no gradient of a mask, and no part of what is to be known."""
-    additive = x.mask is not None and x.mask.dtype != bool
-    return serves(x, options) and not additive and (out is None) == (lse is None)
+def serves_backward(x: Operands, options: Options) -> bool:
+    """Whether the kernels take a call's backward pass, which gives no gradient of a mask."""
+    return serves(x, options) and (x.mask is None or x.mask.dtype == bool)
 
 
 def attention(operands: Operands, options: Options, layout: Layout | None = None) -> tuple[Array, Array | None]:
@@ -43,7 +43,11 @@ def attention_vjp(
 ) -> Gradients:
     """Return the gradients of every operand."""
     if out is None or lse is None:
-        out, lse = attention(operands, replace(options, return_lse=True))
+        own, own_lse = attention(operands, replace(options, return_lse=True))
+        assert own_lse is not None
+        if out is None:
+            out = own if lse is None else own * share_of(own_lse, lse, xp=xp)[..., None]
+        lse = own_lse if lse is None else lse
     x = _flattened(operands)
     rows = x.q.shape[:-1]
     found = _compiled.pull_back(

@@ -48,18 +48,20 @@ struct Backward {
     const Index width, rel_width, value_width;  // of padded rows
     const Index logits_row, height;
     Queries queries;
+    const Span span;
     Relative relative, relative_values;
-    Rows keys, rel_k, rel_v;
+    KeySide key_side;
+    Rows keys, rel_k, rel_v, key_table;
     Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
     float delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
-    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias;
+    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
 
     explicit Backward(const Problem &x)
         : x(x), width(padded(x.width)), rel_width(padded(x.rel_width)), value_width(padded(x.value_width)),
           logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(x.queries, HIGH))), queries(x), relative(x, x.rel_k, x.bias, x.rel_width),
-          relative_values(x, x.rel_v, {}, x.value_width) {}
+          height(std::min(ROWS, padded(padded(x.queries, HIGH)))), queries(x), span(Span::of(x)),
+          relative(x.rel_k, x.bias, span, x.rel_width), relative_values(x.rel_v, {}, span, x.value_width), key_side(x) {}
 
     bool make() {
         key_panels = floats(padded(x.keys, PANEL) * x.width);
@@ -69,7 +71,8 @@ struct Backward {
         d_logits = floats(height * logits_row);
         slopes = floats(logits_row);
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
-               relative.make(height, logits_row) && relative_values.make(height, logits_row) &&
+               relative.make(height, logits_row, lowest(x), highest(x)) &&
+               relative_values.make(height, logits_row, lowest(x), highest(x)) && key_side.make() &&
                keys.make(x.keys, x.width) && d_q.make(height, x.width) && d_k.make(x.keys, x.width) &&
                d_v.make(x.keys, x.value_width) && make_tables();
     }
@@ -77,6 +80,7 @@ struct Backward {
     bool make_tables() {
         return (!queries.apart || d_met.make(height, x.rel_width)) && (!x.bias || d_bias.make(1, x.rows)) &&
                (!x.rel_k || (rel_k.make(x.rows, x.rel_width) && d_rel_k.make(x.rows, x.rel_width))) &&
+               (!x.key_table || (key_table.make(x.rows, x.width) && d_key_table.make(x.rows, x.width))) &&
                (!x.rel_v || (rel_v.make(x.rows, x.value_width) && d_rel_v.make(x.rows, x.value_width)));
     }
 
@@ -99,8 +103,12 @@ struct Backward {
     }
 
     void take_tables(Index head) {
-        relative.take(head), relative_values.take(head);
+        relative.take(head), relative_values.take(head), key_side.take(head);
         if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows, x.rel_width);
+        if (x.key_table && (!key_table.at || x.key_table.head)) {
+            const Array<const float> from = turned(x.key_table, x.rows);
+            key_table.take(from.of(0, head), from.row, x.rows, x.width);
+        }
         if (x.rel_v && (!rel_v.at || x.rel_v.head)) rel_v.take(x.rel_v.of(0, head), x.rel_v.row, x.rows, x.value_width);
     }
 
@@ -108,6 +116,11 @@ struct Backward {
         const Relative &met = relative, &mixed = relative_values;
         if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(part, head), x.d_rel_k.row, x.rel_width);
         if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(part, head), x.d_rel_v.row, x.value_width);
+        if (x.key_table) {
+            const Relative &keys = key_side.relative;
+            const Index row = x.d_key_table.row;
+            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(part, head) + (x.rows - 1) * row, -row, x.width);
+        }
         if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(part, head), 0, x.rows);
     }
 
@@ -159,6 +172,7 @@ struct Backward {
         const Seen seen = Seen::of(x, position, position + count - 1);
         const Index low = std::max(start, seen.low) - start, high = std::min(start + n, seen.high) - start;
         float *p = weights.get() + MARGIN, *ds = d_logits.get() + MARGIN;
+        if (x.key_table) key_side.write(item, head, count, position, start, n, p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
         for (Index m = 0; m < count; m += HIGH) {
@@ -173,9 +187,12 @@ struct Backward {
         float *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
         add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values, d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
+        if (x.key_table)
+            key_side.pull_back(item, head, count, position, start + low, keys_there, ds + low, logits_row, d_keys, d_k.row,
+                               d_key_table.at.get(), d_key_table.row, key_table);
         if (x.rel_k)
-            changed.spread(x, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
-        if (x.rel_v) mixed.spread(x, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
+            changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+        if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) add_to_bias(changed);
     }
 
@@ -189,9 +206,11 @@ struct Backward {
         if (relative_values) relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
             float *s = weights.get() + MARGIN + m * logits_row + j, *d = d_logits.get() + MARGIN + m * logits_row + j;
+            const float *at = relative.at(m, start + j, p, origin);
+            if (x.key_table) at = add_to_logits(rows, at, relative.row - 1, s, logits_row);
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                          key_panels.get() + (start + j) * x.width, PANEL, relative.at(m, start + j, p, origin),
-                          relative.row - 1, s, logits_row);
+                          key_panels.get() + (start + j) * x.width, PANEL, at,
+                          x.key_table ? logits_row : relative.row - 1, s, logits_row);
             ::multiply<2>(rows, x.value_width, {g, value_width, 1}, value_panels.get() + (start + j) * x.value_width,
                           PANEL, relative_values.at(m, start + j, p, of_values), relative_values.row - 1, d, logits_row);
         }
@@ -235,7 +254,7 @@ struct Backward {
                     keys.at + (changed.start + changed.low) * keys.row, keys.row, width, d_q.at.get() + m * d_q.row,
                     d_q.row);
         Sums &to = queries.apart ? d_met : d_q;
-        if (x.rel_k) changed.mix(x, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
+        if (x.rel_k) changed.mix(span, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
     }
 
     void add_to_bias(const Weights &changed) {
@@ -246,7 +265,7 @@ struct Backward {
             Index j = std::max(changed.low, -shift);
             const Index end = std::min(changed.high, x.rows - shift);
             for (; j < end; j++) to[j + shift] += row[j];
-            if (x.clip) to[0] += changed.beyond(x, i, 0), to[x.rows - 1] += changed.beyond(x, i, 1);
+            if (x.clip) to[0] += changed.beyond(span, i, 0), to[x.rows - 1] += changed.beyond(span, i, 1);
         }
     }
 };

@@ -85,6 +85,7 @@ struct Few {
             const Index n = std::min(KEYS, seen.high - key);
             multiply_rows(own, x.k.of(item, head / x.group(), key), x.k.row, n, x.width, s);
             add_relative(met, head, key - p, n, s);
+            if (x.key_table) add_key_side(x.k.of(item, head / x.group(), key), head, key - p, n, s);
             const Row row{s, 0, n};
             finish_logits(x, row, mask, key);
             const float factor = softmax.take(row);
@@ -130,6 +131,13 @@ struct Few {
             std::fill(to + low, to + high, edge);
         }
         for (Index j = 0; j < n; j++) s[j] += to[j];
+    }
+
+    void add_key_side(const float *keys, Index head, Index r, Index n, float *s) const {
+        for (Index j = 0; j < n; j++) {
+            const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
+            if (c == row || x.clip) s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(0, head, row), x.width);
+        }
     }
 
     void mix_table(const float *weights, Index head, Index r, Index n, float *out) const {

@@ -1,29 +1,9 @@
 // The forward pass: blocks of queries against blocks of keys, whose logits never leave the cache.
 #pragma once
 
-#include "relative.hpp"
+#include "key_side.hpp"
 
 namespace {
-
-// Rows of an array, padded to whole vectors: a copy only where they are not.
-struct Rows {
-    Floats copy;
-    const float *at = nullptr;
-    Index row = 0;
-
-    bool make(Index rows, Index width) {
-        if (padded(width) != width) copy = zeros(rows * padded(width));
-        return copy || padded(width) == width;
-    }
-
-    void take(const float *from, Index from_row, Index rows, Index width) {
-        at = from, row = from_row;
-        if (!copy) return;
-        for (Index j = 0; j < rows; j++)
-            std::memcpy(copy.get() + j * padded(width), from + j * from_row, width * sizeof(float));
-        at = copy.get(), row = padded(width);
-    }
-};
 
 // What both passes have of the queries of a block, scaled: those that meet the keys, and those that meet the table.
 struct Queries {
@@ -56,6 +36,18 @@ struct Queries {
     }
 };
 
+// Which relative positions there are in a call.
+inline Index lowest(const Problem &x) { return 1 - x.offset - x.queries; }
+inline Index highest(const Problem &x) { return x.keys - 1 - x.offset; }
+
+// Add products of PANEL keys with the queries' table, if any, to what is of the keys' table; return where that is.
+inline const float *add_to_logits(Index rows, const float *from, Index from_row, float *s, Index s_row) {
+    for (Index i = 0; from && i < rows; i++)
+        for (Index j = 0; j < PANEL; j += LANES)
+            store(s + i * s_row + j, load(s + i * s_row + j) + load(from + i * from_row + j));
+    return s;
+}
+
 // All that one thread has while it works.
 struct Forward {
     static constexpr Index KEYS = 512;  // of a block
@@ -64,7 +56,9 @@ struct Forward {
     const Index value_row, logits_row;  // steps from row to row
     const Index height;                 // rows of a block
     Queries queries;
+    const Span span;
     Relative relative;
+    KeySide key_side;
     Rows values, rel_v;
     Floats keys, logits, outs;
     Index key_item = -1, key_head = -1, rel_v_head = -1;
@@ -73,13 +67,14 @@ struct Forward {
 
     explicit Forward(const Problem &x)
         : x(x), value_row(padded(x.value_width)), logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(x.queries, HIGH))), queries(x), relative(x, x.rel_k, x.bias, x.rel_width) {}
+          height(std::min(ROWS, padded(padded(x.queries, HIGH)))), queries(x), span(Span::of(x)), relative(x.rel_k, x.bias, span, x.rel_width), key_side(x) {}
 
     bool make() {
         keys = floats(padded(x.keys, PANEL) * x.width);
         logits = floats(height * logits_row);
         outs = floats(height * value_row);
-        return keys && logits && outs && queries.make(height) && relative.make(height, logits_row) &&
+        return keys && logits && outs && queries.make(height) && relative.make(height, logits_row, lowest(x), highest(x)) &&
+               key_side.make() &&
                values.make(x.keys, x.value_width) && (!x.rel_v || rel_v.make(x.rows, x.value_width));
     }
 
@@ -97,7 +92,7 @@ struct Forward {
 
     // Pack what belongs to a head: of the keys, those that some of the queries see.
     void take_head(Index item, Index head, Index first_query, Index end_query) {
-        relative.take(head);
+        relative.take(head), key_side.take(head);
         if (x.rel_v && (rel_v_head < 0 || (x.rel_v.head && rel_v_head != head)))
             rel_v.take(x.rel_v.of(0, rel_v_head = head), x.rel_v.row, x.rows, x.value_width);
         const Index own = head / x.group();
@@ -134,6 +129,8 @@ struct Forward {
     // A block of queries meets a block of keys, `start … start + n - 1`.
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Index origin = relative.origin(start - (position + height - 1));
+        float *logits = this->logits.get() + MARGIN;
+        if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
             const Seen seen = Seen::of(x, p, p + rows - 1);
@@ -141,11 +138,14 @@ struct Forward {
             if (low >= high) continue;
             if (relative)
                 relative.multiply(queries.met(), queries.met_row(), m, rows, low - (p + rows - 1), high - p, origin);
-            float *s = logits.get() + MARGIN + m * logits_row;
-            for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL)
+            float *s = logits + m * logits_row;
+            for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
+                const float *from = relative.at(m, start + j, p, origin);
+                if (x.key_table) from = add_to_logits(rows, from, relative.row - 1, s + j, logits_row);
                 multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                            keys.get() + (start + j - packed.low) * x.width, PANEL,
-                            relative.at(m, start + j, p, origin), relative.row - 1, s + j, logits_row);
+                            keys.get() + (start + j - packed.low) * x.width, PANEL, from,
+                            x.key_table ? logits_row : relative.row - 1, s + j, logits_row);
+            }
             for (Index i = 0; i < rows; i++) weigh(item, head, first, position, m + i, start, low, high);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});
         }
@@ -175,7 +175,7 @@ struct Forward {
         float *out = outs.get() + m * value_row;
         add_product(weights.count, weights.high - weights.low, {weights.at + weights.low, logits_row, 1}, v, values.row,
                     value_row, out, value_row);
-        if (x.rel_v) weights.mix(x, rel_v.at, rel_v.row, value_row, out, value_row);
+        if (x.rel_v) weights.mix(span, rel_v.at, rel_v.row, value_row, out, value_row);
     }
 };
 

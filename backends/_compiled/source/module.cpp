@@ -54,7 +54,7 @@ PyObject *use(PyObject *, PyObject *name) {
 
 // Arrays of a call, and the buffers of those that were lent.
 struct Lent {
-    Py_buffer buffers[24];
+    Py_buffer buffers[26];
     int count = 0;
 
     ~Lent() {
@@ -131,9 +131,9 @@ PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
 bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {
     return read_numbers(args[0], x) && lent.read(args[1], x.q) && lent.read(args[2], x.k) && lent.read(args[3], x.v) &&
            lent.read(args[4], x.rel_k) && lent.read(args[5], x.rel_v) && lent.read(args[6], x.bias) &&
-           lent.read(args[7], x.rel_q) && lent.read(args[8], x.seen, &x.mask_key) &&
-           lent.read(args[9], x.added, &x.mask_key) && lent.read(args[10], x.query_hashes) &&
-           lent.read(args[11], x.key_hashes);
+           lent.read(args[7], x.rel_q) && lent.read(args[8], x.key_table) && lent.read(args[9], x.seen, &x.mask_key) &&
+           lent.read(args[10], x.added, &x.mask_key) && lent.read(args[11], x.query_hashes) &&
+           lent.read(args[12], x.key_hashes);
 }
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
@@ -141,27 +141,27 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
-// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, seen, added, query_hashes, key_hashes, out, lse, part, parts)
+// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, key_table, seen, added, query_hashes, key_hashes, out, lse, part, parts)
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 16) || !read_operands(lent, args, x) || !lent.read(args[12], x.out) ||
-        !lent.read(args[13], x.lse))
+    if (!check_count(count, 17) || !read_operands(lent, args, x) || !lent.read(args[13], x.out) ||
+        !lent.read(args[14], x.lse))
         return nullptr;
-    return work(chosen->attend, x, args + 14);
+    return work(chosen->attend, x, args + 15);
 }
 
-// pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, part, parts)
+// pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, d_key_table, part, parts)
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 25) || !read_operands(lent, args, x) || !lent.read(args[12], x.d_out) ||
-        !lent.read(args[13], x.out) || !lent.read(args[14], x.lse) || !lent.read(args[15], x.d_lse) ||
-        !lent.read(args[16], x.d_q) || !lent.read(args[17], x.d_k) || !lent.read(args[18], x.d_v) ||
-        !lent.read(args[19], x.d_rel_q) || !lent.read(args[20], x.d_rel_k) || !lent.read(args[21], x.d_rel_v) ||
-        !lent.read(args[22], x.d_bias))
+    if (!check_count(count, 27) || !read_operands(lent, args, x) || !lent.read(args[13], x.d_out) ||
+        !lent.read(args[14], x.out) || !lent.read(args[15], x.lse) || !lent.read(args[16], x.d_lse) ||
+        !lent.read(args[17], x.d_q) || !lent.read(args[18], x.d_k) || !lent.read(args[19], x.d_v) ||
+        !lent.read(args[20], x.d_rel_q) || !lent.read(args[21], x.d_rel_k) || !lent.read(args[22], x.d_rel_v) ||
+        !lent.read(args[23], x.d_bias) || !lent.read(args[24], x.d_key_table))
         return nullptr;
-    return work(chosen->pull_back, x, args + 23);
+    return work(chosen->pull_back, x, args + 25);
 }
 
 PyMethodDef methods[] = {

@@ -21,7 +21,7 @@ struct Problem {
     std::int64_t offset;           // the position of query 0
     float scale, rel_scale, softcap;  // softcap 0: none
 
-    Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, added;
+    Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
     Array<const unsigned char> seen;  // a boolean mask
     std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
 
@@ -34,7 +34,7 @@ struct Problem {
 
     // What the backward pass is given beside the results, and gives; gradients of tables have parts instead of items.
     Array<const float> d_out, d_lse;
-    Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias;
+    Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table;
 
     std::int64_t group() const { return heads / key_heads; }
 };

@@ -44,27 +44,60 @@ struct Seen {
     bool none() const { return low >= high; }
 };
 
+// Rows of an array, padded to whole vectors: a copy only where they are not.
+struct Rows {
+    Floats copy;
+    const float *at = nullptr;
+    Index row = 0;
+
+    bool make(Index rows, Index width) {
+        if (padded(width) != width) copy = zeros(rows * padded(width));
+        return copy || padded(width) == width;
+    }
+
+    void take(const float *from, Index from_row, Index rows, Index width) {
+        at = from, row = from_row;
+        if (!copy) return;
+        for (Index j = 0; j < rows; j++)
+            std::memcpy(copy.get() + j * padded(width), from + j * from_row, width * sizeof(float));
+        at = copy.get(), row = padded(width);
+    }
+};
+
+// The rows of a table, and the relative positions that are met: row c is for c - left.
+struct Span {
+    Index rows, left, before, after;
+    bool clip;
+
+    static Span of(const Problem &x) { return {x.rows, x.left, x.before, x.after, x.clip != 0}; }
+
+    // The same seen from the keys: the last row is the first.
+    Span mirrored() const { return {rows, rows - 1 - left, after, before, clip}; }
+};
+
 // Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
 struct Relative {
-    const Problem &x;
     const Array<const float> table, bias;
+    const Span span;
     const Index width;
+    const float scale;
     Index first = 0, end = 0, row = 0;  // the rows of the table that may be met, and the step of `products`
     Floats panels, biases, products;
     Index head = -1;
     float edges[2][ROWS];
 
-    Relative(const Problem &x, Array<const float> table, Array<const float> bias, Index width)
-        : x(x), table(table), bias(bias), width(table ? width : 0) {}
+    Relative(Array<const float> table, Array<const float> bias, Span span, Index width, float scale = 1)
+        : table(table), bias(bias), span(span), width(table ? width : 0), scale(scale) {}
 
     explicit operator bool() const { return table || bias; }
 
-    bool make(Index height, Index logits_row) {
+    // For blocks of so many rows and columns; `lowest … highest` are the relative positions that there are.
+    bool make(Index height, Index columns, Index lowest, Index highest) {
         if (!*this) return true;
-        const Index low = std::max(-x.before, 1 - x.offset - x.queries) + x.left;
-        const Index high = std::min(x.after, x.keys - 1 - x.offset) + x.left + 1;
-        first = std::clamp<Index>(low, 0, x.rows - 1), end = std::clamp<Index>(high, first + 1, x.rows);  // edges included
-        row = logits_row + ROWS + 2 * PANEL;
+        const Index low = std::max(-span.before, lowest) + span.left, high = std::min(span.after, highest) + span.left + 1;
+        first = std::clamp<Index>(low, 0, span.rows - 1);  // edges included
+        end = std::clamp<Index>(high, first + 1, span.rows);
+        row = columns + ROWS + 4 * PANEL;
         panels = floats(padded(end - first, PANEL) * width);
         biases = floats(padded(end - first, PANEL) + PANEL);
         products = floats(height * row);
@@ -76,33 +109,42 @@ struct Relative {
         head = of;
         if (table) pack(table.of(0, of, first), table.row, end - first, width, panels.get());
         if (bias) std::memcpy(biases.get(), bias.of(0, of) + first, (end - first) * sizeof(float));
+        for (Index i = 0; scale != 1 && i < padded(end - first, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
     // Take what the queries of a block make of what stands beyond the table.
     void take_edges(const float *met, Index met_row, Index count) {
-        if (!*this || !x.clip) return;
+        if (!*this || !span.clip) return;
         for (int side = 0; side < 2; side++) {
-            const Index c = side ? x.rows - 1 : 0;
+            const Index c = side ? span.rows - 1 : 0;
             for (Index m = 0; m < count; m++)
-                edges[side][m] = (table ? dot(met + m * met_row, table.of(0, head, c), width) : 0) +
+                edges[side][m] = (table ? dot(met + m * met_row, table.of(0, head, c), width) * scale : 0) +
                                  (bias ? bias.of(0, head)[c] : 0);
         }
     }
 
     // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a block.
-    Index origin(Index lowest) const { return floored(lowest + x.left - first, PANEL) + first - x.left; }
+    Index origin(Index lowest) const { return floored(lowest + span.left - first, PANEL) + first - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
     void multiply(const float *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
-        const Index shift = x.left - first, have = this->end - first;
+        const Index shift = span.left - first, have = this->end - first;
         const Index start = low + shift, stop = high + shift;  // of what is packed: not all of them are there
-        for (Index c = floored(std::max<Index>(0, start), PANEL); c < std::min(have, stop); c += PANEL)
-            ::multiply<2>(rows, width, {met + m * met_row, met_row, 1}, panels.get() + c * width, PANEL,
-                          bias ? biases.get() + c : nullptr, 0, products.get() + m * row + (c - shift - origin), row);
+        for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
+            const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
+            const Matrix a{met + m * met_row, met_row, 1};
+            const float *b = panels.get() + floored(c, PANEL) * width + c % PANEL, *start = bias ? biases.get() + c : nullptr;
+            float *to = products.get() + m * row + (c - shift - origin);
+            if (whole)
+                ::multiply<2>(rows, width, a, b, PANEL, start, 0, to, row);
+            else
+                ::multiply<1>(rows, width, a, b, PANEL, start, 0, to, row);
+            c += whole ? PANEL : LANES;
+        }
         for (Index i = m; i < m + rows; i++) {
             float *to = products.get() + i * row - shift - origin;
-            if (start < 0) std::fill(to + start, to + std::min<Index>(0, stop), x.clip ? edges[0][i] : 0.0f);
-            if (stop > have) std::fill(to + std::max(have, start), to + stop, x.clip ? edges[1][i] : 0.0f);
+            if (start < 0) std::fill(to + start, to + std::min<Index>(0, stop), span.clip ? edges[0][i] : 0.0f);
+            if (stop > have) std::fill(to + std::max(have, start), to + stop, span.clip ? edges[1][i] : 0.0f);
         }
     }
 
@@ -119,11 +161,11 @@ struct Weights {
     Index row, count, p, start, low, high;
 
     // The rows of a table that they may meet.
-    Index first_row(const Problem &x) const { return std::max(start + low - (p + count - 1), -x.before) + x.left; }
-    Index end_row(const Problem &x) const { return std::min(start + high - 1 - p, x.after) + x.left + 1; }
+    Index first_row(const Span &x) const { return std::max(start + low - (p + count - 1), -x.before) + x.left; }
+    Index end_row(const Span &x) const { return std::min(start + high - 1 - p, x.after) + x.left + 1; }
 
     // Of query i, the weight of all keys that meet what stands before the table, or after it.
-    float beyond(const Problem &x, Index i, int side) const {
+    float beyond(const Span &x, Index i, int side) const {
         const Index left = p + i - x.left - start, right = left + x.rows;
         Index j = side ? std::max(low, right) : low;
         const Index end = side ? high : std::min(high, left);
@@ -135,7 +177,7 @@ struct Weights {
     }
 
     // Add what they make of the rows of a table: a product with their skewed view.
-    void mix(const Problem &x, const float *table, Index table_row, Index width, float *out, Index out_row) const {
+    void mix(const Span &x, const float *table, Index table_row, Index width, float *out, Index out_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
             add_product(count, stop - c, {at + c - x.left + p - start, row + 1, 1}, table + c * table_row, table_row,
@@ -146,7 +188,7 @@ struct Weights {
     }
 
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
-    void spread(const Problem &x, const float *from, Index from_row, Index width, float *table, Index table_row) const {
+    void spread(const Span &x, const float *from, Index from_row, Index width, float *table, Index table_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
             add_product(stop - c, count, {at + c - x.left + p - start, 1, row + 1}, from, from_row, width,

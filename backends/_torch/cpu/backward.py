@@ -58,8 +58,7 @@ def attention_vjp(
 
     Of those that are not ``wanted`` the mask's alone is left out: it is the one that costs much.
     """
-    given = {"out": out is not None, "lse": lse is not None}
-    if compiled.serves_backward(operands, options, **given, wanted=wanted):
+    if compiled.serves_backward(operands, options, wanted):
         with undisturbed():
             return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
     if is_short(operands):
@@ -84,7 +83,7 @@ def own_attention_vjp(
     wanted: frozenset[str],
 ) -> Gradients:
     """Return the same where the results are the call's own: who computes the weights anew needs them not."""
-    if not compiled.serves_backward(operands, options, out=True, lse=True, wanted=wanted):
+    if not compiled.serves_backward(operands, options, wanted):
         out = lse = None
     return attention_vjp(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=wanted)
 

@@ -9,6 +9,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core.backends import _compiled
@@ -53,9 +54,12 @@ def attention_vjp(
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     if out is None or lse is None:
-        out, lse = torch.zeros((*rows, whole.v.shape[-1])), torch.full(rows, -math.inf)
+        own, own_lse = torch.zeros((*rows, whole.v.shape[-1])), torch.full(rows, -math.inf)
         for part in parts(whole, options):
-            attend(part.operands, part.options, out[part.items], lse[part.items])
+            attend(part.operands, part.options, own[part.items], own_lse[part.items])
+        if out is None:
+            out = own if lse is None else own * share_of(own_lse, lse.reshape(rows), xp=xp)[..., None]
+        lse = own_lse if lse is None else lse
     results = (
         d_out.reshape(*rows, -1),
         out.reshape(*rows, -1),
@@ -75,10 +79,10 @@ def attention_vjp(
     return {name: gradient.view(getattr(operands, name).shape) for name, gradient in found.items()}
 
 
-def serves_backward(x: Operands, options: Options, *, out: bool, lse: bool, wanted: frozenset[str]) -> bool:
-    """Whether the kernels take a call's backward pass: no gradient of a mask, and no part of what is to be known."""
+def serves_backward(x: Operands, options: Options, wanted: frozenset[str]) -> bool:
+    """Whether the kernels take a call's backward pass, which gives no gradient of a mask."""
     learned = "mask" in wanted and x.mask is not None and x.mask.dtype != torch.bool
-    return serves(x, options) and not learned and out == lse
+    return serves(x, options) and not learned
 
 
 def _pull_back(
