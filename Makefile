@@ -17,6 +17,7 @@
 #   make bench          time and memory beside what people use today, of calls and of whole models
 #   make bench-families models of transformers, T5 generating among them, beside themselves replaced
 #   make bench-options  the same for the options of a call, beside dense masks
+#   make bench-compiled the compiled kernels, beside the same calls without them
 #   make bench-short    one token, small batches and short training, beside the formula by hand
 #   make example-devices a model trained on two processes beside one, and what each layout costs
 #   make runtimes       graphs of every form in old and other runtimes, which it installs; fills docs/runtimes.md
@@ -38,7 +39,7 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 	tests/export/test_save.py
 
 .PHONY: help demo example example-full web docs test test-peers test-web test-lowest test-newest fuzz mutants check clean
-.PHONY: bench bench-families bench-options bench-short example-devices runtimes release-check
+.PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
 help:
@@ -105,6 +106,9 @@ bench-families: .venv-peers/stamp
 
 bench-options: .venv/bench.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
+
+bench-compiled: .venv/bench.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compiled
 
 bench-short: .venv/bench.stamp
 	$(BIN)/python -m benchmarks.short
