@@ -94,6 +94,7 @@ mutants: .venv-mutants/stamp
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror backends/_compiled/source/*.?pp
 	$(BIN)/mypy
 	$(BIN)/pyright
 

@@ -118,7 +118,7 @@ def measure(call: Call, library: str, *, training: bool, seconds: float) -> Row:
 def _by_torch(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, training: bool) -> Callable[[], Any]:
     tables = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     learned = [x.clone().requires_grad_(training) for x in (q, k, v)]
-    given = {**arguments, **{name: x.clone().requires_grad_(training) for name, x in tables.items()}}
+    given: dict[str, Any] = {**arguments, **{name: x.clone().requires_grad_(training) for name, x in tables.items()}}
     wanted = [*learned, *(given[name] for name in tables)]
 
     def call() -> Any:
@@ -130,7 +130,7 @@ def _by_torch(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, 
 
 def _by_numpy(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, training: bool) -> Callable[[], Any]:
     q, k, v, d_out = (x.numpy() for x in (q, k, v, d_out))
-    given = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    given: dict[str, Any] = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
 
     def call() -> Any:
         if not training:
@@ -146,7 +146,7 @@ def _plain(q: Any, k: Any, v: Any, d_out: Any, *, causal: bool, training: bool) 
     learned = [x.clone().requires_grad_(training) for x in (q, k, v)]
 
     def call() -> Any:
-        out = F.scaled_dot_product_attention(*learned, is_causal=causal)
+        out = F.scaled_dot_product_attention(learned[0], learned[1], learned[2], is_causal=causal)
         return torch.autograd.grad(out, learned, d_out) if training else out
 
     return call

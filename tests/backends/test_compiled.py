@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -49,8 +49,8 @@ def as_torch(x: Any) -> Any:
 
 
 LONG: list[dense.Case] = [
-    dense.Case("blocks of queries and of keys", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2, span=Span(40, 700, "clip"),
-               tables="rel_k rel_v rel_bias", options={"offset": 300}),
+    dense.Case("blocks of queries and of keys", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2,
+               span=Span(40, 700, "clip"), tables="rel_k rel_v rel_bias", options={"offset": 300}),
     dense.Case("causal and long", n=300, m=300, d=64, lead=(1,), span=Span.causal(300), tables="rel_k rel_v",
                options={"causal": True}),
     dense.Case("window beyond the table", n=130, m=130, d=16, span=Span(5, 3, "zero"), tables="rel_k rel_v rel_bias",
@@ -66,8 +66,8 @@ LONG: list[dense.Case] = [
                tables="rel_k key_table", options={"offset": 100, "rel_scale": 0.3}),
     dense.Case("keys that meet a short table", n=50, m=50, d=16, span=Span(3, 0, "zero"), tables="key_table",
                options={"window": (9, 9)}),
-    dense.Case("few queries, keys that meet a table", n=2, m=90, d=16, span=Span(20, 9, "clip"), tables="key_table rel_v",
-               options={"offset": 40}),
+    dense.Case("few queries, keys that meet a table", n=2, m=90, d=16, span=Span(20, 9, "clip"),
+               tables="key_table rel_v", options={"offset": 40}),
     dense.Case("dropout of many", n=100, m=530, d=32, span=Span(30, 20, "clip"), tables="rel_k rel_v",
                options={"dropout": 0.3, "seed": 5, "offset": 400}),
     dense.Case("nothing seen by some", n=70, m=30, span=Span(9, 9, "clip"), tables="rel_k", options={"window": (3, 3)}),
@@ -102,11 +102,11 @@ def test_results_equal_those_of_the_portable_code(case: dense.Case) -> None:
     given = {name: narrow(x) for name, x in case.arrays().items()}
     for x, y in zip(relative_attention(**given, **options, impl="native"), expected, strict=True):
         close(x, y)
-    tensors = {name: as_torch(x) for name, x in given.items()}
+    tensors: dict[str, Any] = {name: as_torch(x) for name, x in given.items()}
     for x, y in zip(relative_attention(**tensors, **options, impl="native"), expected, strict=True):
         close(x.numpy(), y)
     close(relative_attention(**given, **case.call()), expected[0], "short")
-    close(relative_attention(**tensors, **case.call()).numpy(), expected[0], "short, torch")
+    close(np.asarray(relative_attention(**tensors, **case.call())), expected[0], "short, torch")
 
 
 @pytest.mark.usefixtures("level")
@@ -142,7 +142,7 @@ def test_torch_trains_with_them(n: int, mask: bool) -> None:
     results = []
     for dtype, impl in ((torch.float32, "auto"), (torch.float64, "portable")):
         given = {name: x.to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
-        out = relative_attention(**given, **case.call(), impl=impl)
+        out: Any = relative_attention(**given, **case.call(), impl=impl)
         out.backward(as_torch(case.d_out()).to(dtype))
         results.append([out.detach().numpy(), *(x.grad.numpy() for x in given.values() if x.requires_grad)])
     for x, y in zip(*results, strict=True):
@@ -157,10 +157,11 @@ def test_arrays_may_lie_in_memory_in_any_way() -> None:
     options: dict[str, Any] = {"span": Span(10, 10, "clip"), "mask": mask}
     expected = relative_attention(q, k, v, table, **options, impl="portable")
     close(relative_attention(q, k, v, table, **options), expected)
-    tensors = [torch.from_numpy(np.array(x)).mT.contiguous().mT for x in (q, k, v)]
+    tensors: Any = [torch.from_numpy(np.array(x)).mT.contiguous().mT for x in (q, k, v)]
     given = {**options, "mask": torch.from_numpy(np.array(mask[..., :1])).expand(2, 1, 60, 60)}
     of_table = torch.from_numpy(np.array(table[:, :1])).expand(21, 16)
-    close(relative_attention(*tensors, of_table, **given).numpy(), expected)
+    found: Any = relative_attention(tensors[0], tensors[1], tensors[2], of_table, **given)
+    close(found.numpy(), expected)
 
 
 @pytest.mark.parametrize("n", [2, 30], ids=["few", "many"])
@@ -245,6 +246,7 @@ def test_other_threads_go_on_while_they_work() -> None:
 def test_memory_is_given_back() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 8, 100, 64)).astype(np.float32) for _ in range(3))
+    psutil: Any = importlib.import_module("psutil")
     process, used = psutil.Process(), []
     for _ in range(3):
         for _ in range(200):

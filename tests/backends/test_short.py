@@ -299,10 +299,12 @@ def test_gradients_to_be_differentiated_again_are_those_of_a_querys_own_place(dt
     torch.manual_seed(0)
     for offset in (5, 9):
         shapes = ((1, 2, 1, 8), (1, 2, offset + 1, 8), (1, 2, offset + 1, 8), (32, 8))
-        given = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        given: Any = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         found = []
         for impl in ("auto", "portable"):
-            out = relative_attention(*given, Span.causal(32), causal=True, offset=offset, impl=impl)
+            out: Any = relative_attention(
+                given[0], given[1], given[2], given[3], Span.causal(32), causal=True, offset=offset, impl=impl
+            )
             first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
             found.append([*first, *torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), given)])
         for x, y in zip(*found, strict=True):

@@ -1,8 +1,8 @@
 // The backward pass: blocks of queries against blocks of keys once more, from the log-sum-exp of the forward pass.
 //
-// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of dP,
-// which is g · out, less the gradient of the log-sum-exp.
-// From there every gradient is a product: of P or dS, transposed or not, in absolute or in relative layout.
+// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of
+// dP, which is g · out, less the gradient of the log-sum-exp. From there every gradient is a product: of P or dS,
+// transposed or not, in absolute or in relative layout.
 #pragma once
 
 #include "forward.hpp"
@@ -58,10 +58,17 @@ struct Backward {
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
 
     explicit Backward(const Problem &x)
-        : x(x), width(padded(x.width)), rel_width(padded(x.rel_width)), value_width(padded(x.value_width)),
+        : x(x),
+          width(padded(x.width)),
+          rel_width(padded(x.rel_width)),
+          value_width(padded(x.value_width)),
           logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(padded(x.queries, HIGH)))), queries(x), span(Span::of(x)),
-          relative(x.rel_k, x.bias, span, x.rel_width), relative_values(x.rel_v, {}, span, x.value_width), key_side(x) {}
+          height(std::min(ROWS, padded(padded(x.queries, HIGH)))),
+          queries(x),
+          span(Span::of(x)),
+          relative(x.rel_k, x.bias, span, x.rel_width),
+          relative_values(x.rel_v, {}, span, x.value_width),
+          key_side(x) {}
 
     bool make() {
         key_panels = floats(padded(x.keys, PANEL) * x.width);
@@ -119,7 +126,8 @@ struct Backward {
         if (x.key_table) {
             const Relative &keys = key_side.relative;
             const Index row = x.d_key_table.row;
-            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(part, head) + (x.rows - 1) * row, -row, x.width);
+            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(part, head) + (x.rows - 1) * row, -row,
+                                  x.width);
         }
         if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(part, head), 0, x.rows);
     }
@@ -185,13 +193,13 @@ struct Backward {
         }
         const Index keys_there = high - low;
         float *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
-        add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values, d_v.row);
+        add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values,
+                    d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
         if (x.key_table)
-            key_side.pull_back(item, head, count, position, start + low, keys_there, ds + low, logits_row, d_keys, d_k.row,
-                               d_key_table.at.get(), d_key_table.row, key_table);
-        if (x.rel_k)
-            changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+            key_side.pull_back(item, head, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
+                               d_k.row, d_key_table.at.get(), d_key_table.row, key_table);
+        if (x.rel_k) changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) add_to_bias(changed);
     }
@@ -212,7 +220,8 @@ struct Backward {
                           key_panels.get() + (start + j) * x.width, PANEL, at,
                           x.key_table ? logits_row : relative.row - 1, s, logits_row);
             ::multiply<2>(rows, x.value_width, {g, value_width, 1}, value_panels.get() + (start + j) * x.value_width,
-                          PANEL, relative_values.at(m, start + j, p, of_values), relative_values.row - 1, d, logits_row);
+                          PANEL, relative_values.at(m, start + j, p, of_values), relative_values.row - 1, d,
+                          logits_row);
         }
     }
 

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr Index KEYS = 512;  // that are worked on at once
-constexpr Index FEW = 4;  // queries up to which nothing is worth packing
+constexpr Index FEW = 4;     // queries up to which nothing is worth packing
 
 // Write the products of a query with consecutive rows.
 inline void multiply_rows(const float *query, const float *x, Index row, Index rows, Index width, float *to) {
@@ -39,16 +39,14 @@ inline void mix_rows(const float *weights, const float *v, Index row, Index rows
                 total[1][i] += weights[j + 1] * load(v + (j + 1) * row + d + i * LANES);
             }
         for (; j < rows; j++)
-            for (int i = 0; i < N; i++)
-                total[0][i] += weights[j] * load(v + j * row + d + i * LANES);
+            for (int i = 0; i < N; i++) total[0][i] += weights[j] * load(v + j * row + d + i * LANES);
         for (int i = 0; i < N; i++) store(out + d + i * LANES, total[0][i] + total[1][i]);
         d += N * LANES;
     };
     while (d + 4 * LANES <= width) columns(std::integral_constant<int, 4>());
     while (d + LANES <= width) columns(std::integral_constant<int, 1>());
     for (; d < width; d++)
-        for (Index j = 0; j < rows; j++)
-            out[d] += weights[j] * v[j * row + d];
+        for (Index j = 0; j < rows; j++) out[d] += weights[j] * v[j * row + d];
 }
 
 struct Few {
@@ -136,7 +134,8 @@ struct Few {
     void add_key_side(const float *keys, Index head, Index r, Index n, float *s) const {
         for (Index j = 0; j < n; j++) {
             const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
-            if (c == row || x.clip) s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(0, head, row), x.width);
+            if (c == row || x.clip)
+                s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(0, head, row), x.width);
         }
     }
 

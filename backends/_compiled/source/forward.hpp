@@ -8,12 +8,15 @@ namespace {
 // What both passes have of the queries of a block, scaled: those that meet the keys, and those that meet the table.
 struct Queries {
     const Problem &x;
-    const bool apart;       // whether these are not the same
+    const bool apart;  // whether these are not the same
     const Index row, own_row;
     Floats same, others;
 
     explicit Queries(const Problem &x)
-        : x(x), apart(x.rel_k && (x.rel_q || x.rel_scale != x.scale)), row(padded(x.width)), own_row(padded(x.rel_width)) {}
+        : x(x),
+          apart(x.rel_k && (x.rel_q || x.rel_scale != x.scale)),
+          row(padded(x.width)),
+          own_row(padded(x.rel_width)) {}
 
     bool make(Index height) {
         same = zeros(height * row);
@@ -66,15 +69,21 @@ struct Forward {
     Softmax softmax[ROWS];
 
     explicit Forward(const Problem &x)
-        : x(x), value_row(padded(x.value_width)), logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(padded(x.queries, HIGH)))), queries(x), span(Span::of(x)), relative(x.rel_k, x.bias, span, x.rel_width), key_side(x) {}
+        : x(x),
+          value_row(padded(x.value_width)),
+          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
+          height(std::min(ROWS, padded(padded(x.queries, HIGH)))),
+          queries(x),
+          span(Span::of(x)),
+          relative(x.rel_k, x.bias, span, x.rel_width),
+          key_side(x) {}
 
     bool make() {
         keys = floats(padded(x.keys, PANEL) * x.width);
         logits = floats(height * logits_row);
         outs = floats(height * value_row);
-        return keys && logits && outs && queries.make(height) && relative.make(height, logits_row, lowest(x), highest(x)) &&
-               key_side.make() &&
+        return keys && logits && outs && queries.make(height) &&
+               relative.make(height, logits_row, lowest(x), highest(x)) && key_side.make() &&
                values.make(x.keys, x.value_width) && (!x.rel_v || rel_v.make(x.rows, x.value_width));
     }
 

@@ -20,14 +20,16 @@ struct KeySide {
     Floats keys, changed;
 
     explicit KeySide(const Problem &x)
-        : x(x), width(padded(x.width)),
+        : x(x),
+          width(padded(x.width)),
           relative(turned(x.key_table, x.rows), {}, Span::of(x).mirrored(), x.width, x.rel_scale) {}
 
     bool make() {
         if (!x.key_table) return true;
         keys = zeros(padded(ROWS, HIGH) * width);
         changed = zeros((ROWS + HIGH + LANES) * ROW);
-        return keys && changed && relative.make(padded(ROWS, HIGH), ROWS, x.offset - x.keys + 1, x.offset + x.queries - 1);
+        return keys && changed &&
+               relative.make(padded(ROWS, HIGH), ROWS, x.offset - x.keys + 1, x.offset + x.queries - 1);
     }
 
     void take(Index head) { relative.take(head); }
@@ -58,7 +60,8 @@ struct KeySide {
             take_keys(item, head, key, rows);
             for (Index j = 0; j < rows + HIGH; j += LANES)  // past them are zeros, which products may read
                 for (Index i = 0; i < padded(count); i += LANES)
-                    turn(d_logits + i * row + first + j, row, changed.get() + MARGIN + j * ROW + i, ROW, LANES, x.rel_scale);
+                    turn(d_logits + i * row + first + j, row, changed.get() + MARGIN + j * ROW + i, ROW, LANES,
+                         x.rel_scale);
             for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
                 std::fill(changed.get() + MARGIN + j * ROW + count, changed.get() + MARGIN + j * ROW + ROWS, 0.0f);
             const Weights weights{changed.get() + MARGIN, ROW, rows, key, position, 0, count};

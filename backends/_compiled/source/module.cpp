@@ -5,8 +5,8 @@
 
 #include "problem.hpp"
 
-#define DECLARE(LEVEL)                                             \
-    namespace LEVEL {                                              \
+#define DECLARE(LEVEL)                                           \
+    namespace LEVEL {                                            \
     bool attend(const Problem &, std::int64_t, std::int64_t);    \
     bool pull_back(const Problem &, std::int64_t, std::int64_t); \
     }
@@ -28,8 +28,7 @@ struct Level {
 Level levels[] = {
     {"base", base::attend, base::pull_back, true},
 #if defined(LEVELS_OF_X86_64)
-    {"x86-64-v3", v3::attend, v3::pull_back,
-     __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+    {"x86-64-v3", v3::attend, v3::pull_back, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
     {"x86-64-v4", v4::attend, v4::pull_back,
      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")},
@@ -93,7 +92,8 @@ struct Lent {
     }
 
     // Read an array of the axes (items, heads, rows, columns), of which the first ones may be missing.
-    template <class T> bool read(PyObject *from, Array<T> &to, std::int64_t *column = nullptr) {
+    template <class T>
+    bool read(PyObject *from, Array<T> &to, std::int64_t *column = nullptr) {
         std::int64_t steps[4] = {};
         const void *at = nullptr;
         if (!read(from, 4, sizeof(T), &at, steps)) return false;
@@ -104,8 +104,9 @@ struct Lent {
 };
 
 bool read_numbers(PyObject *from, Problem &x) {
-    std::int64_t *whole[] = {&x.items, &x.heads, &x.key_heads, &x.queries, &x.keys, &x.width, &x.rel_width,
-                             &x.value_width, &x.rows, &x.left, &x.clip, &x.before, &x.after, &x.block, &x.behind, &x.offset, &x.threshold};
+    std::int64_t *whole[] = {&x.items,     &x.heads,       &x.key_heads, &x.queries, &x.keys,     &x.width,
+                             &x.rel_width, &x.value_width, &x.rows,      &x.left,    &x.clip,     &x.before,
+                             &x.after,     &x.block,       &x.behind,    &x.offset,  &x.threshold};
     float *real[] = {&x.scale, &x.rel_scale, &x.softcap, &x.kept};
     constexpr int wholes = sizeof(whole) / sizeof(*whole), reals = sizeof(real) / sizeof(*real);
     if (!PyTuple_Check(from) || PyTuple_Size(from) != wholes + reals) {
@@ -122,10 +123,8 @@ PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
     const std::int64_t part = PyLong_AsLongLong(args[0]), parts = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
     bool done;
-    Py_BEGIN_ALLOW_THREADS
-    done = kernel(x, part, parts);
-    Py_END_ALLOW_THREADS
-    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS done = kernel(x, part, parts);
+    Py_END_ALLOW_THREADS return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {
@@ -141,7 +140,8 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
-// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, key_table, seen, added, query_hashes, key_hashes, out, lse, part, parts)
+// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, key_table, seen, added, query_hashes, key_hashes, out, lse,
+// part, parts)
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
@@ -151,7 +151,8 @@ PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return work(chosen->attend, x, args + 15);
 }
 
-// pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias, d_key_table, part, parts)
+// pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias,
+// d_key_table, part, parts)
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;

@@ -4,7 +4,8 @@
 
 #include <cstdint>
 
-template <class T> struct Array {
+template <class T>
+struct Array {
     T *at = nullptr;
     std::int64_t item = 0, head = 0, row = 0;  // steps
 
@@ -14,11 +15,11 @@ template <class T> struct Array {
 
 struct Problem {
     std::int64_t items, heads, key_heads, queries, keys, width, rel_width, value_width;
-    std::int64_t rows, left;       // of the tables: row c is for the relative position c - left
-    std::int64_t clip;             // whether the edge rows go on, else nothing is beyond them
-    std::int64_t before, after;    // a query sees the relative positions -before … after …
-    std::int64_t block, behind;    // … of its own block of so many positions, and of so many behind; block 0: none
-    std::int64_t offset;           // the position of query 0
+    std::int64_t rows, left;          // of the tables: row c is for the relative position c - left
+    std::int64_t clip;                // whether the edge rows go on, else nothing is beyond them
+    std::int64_t before, after;       // a query sees the relative positions -before … after …
+    std::int64_t block, behind;       // … of its own block of so many positions, and of so many behind; block 0: none
+    std::int64_t offset;              // the position of query 0
     float scale, rel_scale, softcap;  // softcap 0: none
 
     Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;

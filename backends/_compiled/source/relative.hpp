@@ -94,7 +94,8 @@ struct Relative {
     // For blocks of so many rows and columns; `lowest … highest` are the relative positions that there are.
     bool make(Index height, Index columns, Index lowest, Index highest) {
         if (!*this) return true;
-        const Index low = std::max(-span.before, lowest) + span.left, high = std::min(span.after, highest) + span.left + 1;
+        const Index low = std::max(-span.before, lowest) + span.left,
+                    high = std::min(span.after, highest) + span.left + 1;
         first = std::clamp<Index>(low, 0, span.rows - 1);  // edges included
         end = std::clamp<Index>(high, first + 1, span.rows);
         row = columns + ROWS + 4 * PANEL;
@@ -123,7 +124,8 @@ struct Relative {
         }
     }
 
-    // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a block.
+    // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a
+    // block.
     Index origin(Index lowest) const { return floored(lowest + span.left - first, PANEL) + first - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
@@ -133,7 +135,8 @@ struct Relative {
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Matrix a{met + m * met_row, met_row, 1};
-            const float *b = panels.get() + floored(c, PANEL) * width + c % PANEL, *start = bias ? biases.get() + c : nullptr;
+            const float *b = panels.get() + floored(c, PANEL) * width + c % PANEL,
+                        *start = bias ? biases.get() + c : nullptr;
             float *to = products.get() + m * row + (c - shift - origin);
             if (whole)
                 ::multiply<2>(rows, width, a, b, PANEL, start, 0, to, row);

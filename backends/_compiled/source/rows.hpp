@@ -72,7 +72,8 @@ struct Kept {
 
     static Kept of(const Problem &x, Index item, Index head, Index query, Index first_key) {
         if (!x.key_hashes) return {nullptr, 0, 0};
-        return {x.key_hashes.at + first_key, *x.query_hashes.of(item, head, query), static_cast<std::int32_t>(x.threshold)};
+        return {x.key_hashes.at + first_key, *x.query_hashes.of(item, head, query),
+                static_cast<std::int32_t>(x.threshold)};
     }
 
     explicit operator bool() const { return keys != nullptr; }

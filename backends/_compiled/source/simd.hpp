@@ -59,8 +59,10 @@ inline Vec hyperbolic_tangent(Vec x) {
 
 // Lanes of two vectors in turn, from lane n on; the lanes of one from lane n on, and around.
 #if defined(__AVX512F__)
-#define IN_TURN(n) {n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23}
-#define FROM(n) {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15}
+#define IN_TURN(n) \
+    {n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23}
+#define FROM(n) \
+    {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15}
 #elif defined(__AVX2__)
 #define IN_TURN(n) {n, n + 8, n + 1, n + 9, n + 2, n + 10, n + 3, n + 11}
 #define FROM(n) {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7}
@@ -72,12 +74,14 @@ inline Vec hyperbolic_tangent(Vec x) {
 inline Vec low_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(0)); }
 inline Vec high_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(LANES / 2)); }
 
-template <int N = LANES / 2> inline Vec sum_in_all(Vec x) {
+template <int N = LANES / 2>
+inline Vec sum_in_all(Vec x) {
     if constexpr (N > 0) return sum_in_all<N / 2>(x + __builtin_shuffle(x, Ints FROM(N)));
     return x;
 }
 
-template <int N = LANES / 2> inline Vec largest_in_all(Vec x) {
+template <int N = LANES / 2>
+inline Vec largest_in_all(Vec x) {
     if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, __builtin_shuffle(x, Ints FROM(N))));
     return x;
 }

@@ -13,7 +13,7 @@ using Index = std::int64_t;
 
 constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int HIGH = 12;          // … and rows: as many as there are registers for
+constexpr int HIGH = 12;  // … and rows: as many as there are registers for
 #else
 constexpr int HIGH = 6;
 #endif
@@ -52,16 +52,16 @@ void multiply(Index rows, Index depth, Matrix a, const float *b, Index b_row, co
     while (rows > 0) {
         const int n = rows > 8 ? HIGH : rows > 4 ? std::min(8, HIGH) : 4;
         switch (2 * n + transposed) {
-        case 8: product<4, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-        case 9: product<4, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 8: product<4, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 9: product<4, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
 #if !defined(__AVX512F__) && !defined(__aarch64__)
-        case 12: product<6, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-        case 13: product<6, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 12: product<6, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 13: product<6, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
 #else
-        case 16: product<8, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-        case 17: product<8, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
-        case 24: product<12, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-        case 25: product<12, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 16: product<8, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 17: product<8, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 24: product<12, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
+            case 25: product<12, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
 #endif
         }
         rows -= n;

@@ -60,19 +60,15 @@ def attention_vjp(
         if out is None:
             out = own if lse is None else own * share_of(own_lse, lse.reshape(rows), xp=xp)[..., None]
         lse = own_lse if lse is None else lse
-    results = (
-        d_out.reshape(*rows, -1),
-        out.reshape(*rows, -1),
-        lse.reshape(rows),
-        None if d_lse is None else d_lse.reshape(rows),
-    )
+    d_out, out, lse = d_out.reshape(*rows, -1), out.reshape(*rows, -1), lse.reshape(rows)
+    d_lse = None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, options, *results)
+        found = _pull_back(whole, options, d_out, out, lse, d_lse)
     else:
         found = {}
         for part in parts(whole, options):
-            own = _pull_back(part.operands, part.options, *(part.cut("q", each) for each in results))
-            for name, gradient in own.items():
+            results = (part.cut("q", d_out), part.cut("q", out), part.cut("q", lse), part.cut("q", d_lse))
+            for name, gradient in _pull_back(part.operands, part.options, *results).items():
                 _put(found, name, gradient, part, getattr(whole, name))
     if operands.q.ndim == 4:
         return found
