@@ -413,7 +413,7 @@ def test_gradients_leave_an_autocast_region_in_the_arrays_dtype() -> None:
 
 
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
-def test_nothing_but_the_arrays_is_kept_for_the_backward_pass(return_lse: bool) -> None:
+def test_nothing_but_the_arrays_and_the_results_is_kept_for_the_backward_pass(return_lse: bool) -> None:
     length = 300
     case = dense.Case(
         "long",
@@ -436,7 +436,9 @@ def test_nothing_but_the_arrays_is_kept_for_the_backward_pass(return_lse: bool) 
     out = result[0] if return_lse else result
     assert saved
     ours = {x.untyped_storage().data_ptr() for x in given.values()}
-    assert {x.untyped_storage().data_ptr() for x in saved} <= ours
+    others = [x for x in saved if x.untyped_storage().data_ptr() not in ours]
+    assert {x.shape for x in others} <= {out.shape, out.shape[:-1]}  # the output, which is there anyway, and its sums
+    assert len(others) <= 2
     out.sum().backward()
 
 
