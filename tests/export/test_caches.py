@@ -156,7 +156,7 @@ def test_what_else_an_attention_may_say(contrib: bool) -> None:
     ids=str,
 )
 def test_who_asks_for_a_length_is_told_how_much_is_filled(
-    name: str, bounds: dict[str, int], wanted: list[int], contrib: bool
+    name: str, bounds: dict[str, Any], wanted: list[int], contrib: bool
 ) -> None:
     model = growing()
     model.graph.node.append(helper.make_node("Shape", [name], ["asked"], name="asked", **bounds))
@@ -182,7 +182,7 @@ def reads_the_past() -> onnx.ModelProto:
     return model
 
 
-def asks_for_much_of_a_shape(**bounds: int) -> onnx.ModelProto:
+def asks_for_much_of_a_shape(**bounds: Any) -> onnx.ModelProto:
     model = growing()
     model.graph.node.append(helper.make_node("Shape", ["past_key"], ["more"], name="more", **bounds))
     return model

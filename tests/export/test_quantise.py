@@ -110,7 +110,10 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
         "turned": rng.standard_normal((16, 100)),  # as torch leaves it
         "packed": rng.standard_normal(1600),
     }
-    tables = stored | {"table": stored["turned"].T, "unpacked": stored["packed"].reshape(100, 16)}
+    tables: dict[str, np.ndarray] = stored | {
+        "table": stored["turned"].T,
+        "unpacked": stored["packed"].reshape(100, 16),
+    }
     shape = numpy_helper.from_array(np.array([100, 16]), "shape")
     nodes = [
         helper.make_node("Transpose", ["turned"], ["table"], name="turn", perm=[1, 0]),
@@ -124,8 +127,8 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     ]
     read = [name for name in tables if name not in ("turned", "packed", "given")]
     for name in read:
-        axis = {"axis": -1} if name == "wide" else {"axis": -2} if name == "least" else {}
-        nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **axis))
+        along: dict[str, Any] = {"wide": {"axis": -1}, "least": {"axis": -2}}.get(name, {})
+        nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **along))
     outputs, shapes = [*(f"{name}_read" for name in read), "whole", "given", "row"], {"given": (100, 16)}
     graph = helper.make_graph(
         nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
