@@ -16,7 +16,7 @@ from pathlib import Path
 from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
-CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"  # what torch calls in an export is left out
+CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"
 
 
 def _tests(names: str) -> tuple[str, ...]:
@@ -35,7 +35,10 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
         _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
     "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
+    "models": ((f"{EXPORT}whole",), _tests("decoder_check generate names whole")),
+    "translation": ((f"{EXPORT}from_torch",), _tests("torch torch_functions")),
 }
+TORCH = ("models", "translation")  # whose tests export models of torch, a second or more each: try a sample
 RECORD = Path(__file__).with_name("survivors.md")
 
 
@@ -63,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             elif asked.again:
                 known = recorded(RECORD)
                 mutants = [mutant for mutant in mutants if mutant.line in known]
-            tried += run(stage, mutants, tests, asked.workers, asked.patience)
+            tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
     faults = update(RECORD, tried, sizes, again=asked.again)
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
@@ -71,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(
-    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float
+    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float, *, torch: bool
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
     (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
@@ -89,6 +92,7 @@ def run(
         "--tb=native",
     ]
     command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
+    command += ["--torch"] if torch else []
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     (stage / "verdicts").touch()

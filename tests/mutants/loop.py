@@ -106,11 +106,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--verdicts", type=Path, required=True)
     parser.addoption("--workers", type=int, required=True)
     parser.addoption("--patience", type=float, required=True)
+    parser.addoption("--torch", action="store_true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not for here, and have few examples drawn."""
-    away = [item for item in items if any(word in item.nodeid.rpartition("/")[2].lower() for word in OTHERS)]
+    others = [word for word in OTHERS if word != "torch" or not config.getoption("torch")]
+    away = [item for item in items if any(word in item.nodeid.rpartition("/")[2].lower() for word in others)]
     items[:] = [item for item in items if item not in away]
     config.hook.pytest_deselected(items=away)
     for item in items:
