@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -132,6 +133,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     for name in reach.modules:  # once here, not in every fork
         with suppress(Exception):
             importlib.import_module(name)
+    if option("torch"):
+        export_something()
     gc.collect()
     gc.freeze()  # forks share what is here as long as they do not write to it
     print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
@@ -159,6 +162,15 @@ def measure(items: list[pytest.Item]) -> Reach:
             reach.tests.setdefault(line, []).append(index)
     reach.modules = [name for name in sys.modules if name not in before and not name.startswith("relskew_core")]
     return reach
+
+
+def export_something() -> None:
+    """Have torch's exporter set itself up, which takes it seconds, with no code of ours."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),), dynamo=True, verbose=False)
 
 
 def busy() -> float:
