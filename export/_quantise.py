@@ -196,7 +196,7 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
     seen = set()
 
     def of_product(node: onnx.NodeProto | None) -> bool:
-        while node is not None and node.op_type in ("Reshape", "Slice", "Transpose", "Unsqueeze"):
+        while node is not None and node.op_type in MOVED[1:]:  # Concat may join what hides
             node = makers.get(node.input[0])
         return node is not None and node.op_type == "MatMul"
 
@@ -222,7 +222,7 @@ def _tables(model: onnx.ModelProto) -> None:
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
         found, rank = [_axes(node, constants) for node in readers.get(name, ())], len(tensor.dims)
-        large = tensor.data_type == TensorProto.FLOAT and rank > 1 and np.prod(tensor.dims) >= LEAST
+        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
         if large and found and all(found):
             axes = {axis % rank for one in found for axis in one}
             if whole := {0, rank - 1} - axes:  # where scales may be

@@ -47,8 +47,10 @@ def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
     assert not [
         tensor.name for tensor in made.graph.initializer if tensor.data_type == 1 and np.prod(tensor.dims) > 512
     ]
-    if kind.startswith("weights"):  # a scale for each block, and no more
-        assert {len(node.input) for node in made.graph.node if node.op_type == "MatMulNBits"} == {3}
+    if kind.startswith("weights"):  # blocks of 32 with a scale each, and no more
+        products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
+        assert {len(node.input) for node in products} == {3}
+        assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {32}
     report = validate(made, SPEC, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES[kind])
     assert report.ok, report.table()
     for tolerance in (None, 1e-4):
@@ -75,6 +77,8 @@ def test_every_form_loads_and_hides(profile: str, opset: int, masked: bool, wind
     path = quantize(model, tmp_path / "static.onnx", "static", inputs=[given])
     report = validate(path, spec, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
     assert report.ok, report.table()
+    in_bits = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"}
+    assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # what is no logit
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -105,6 +109,7 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
         "both": rng.standard_normal((100, 16)),  # something reads the whole
         "small": rng.standard_normal((100, 2)),
         "zeros": np.zeros((100, 16)),
+        "crossed": rng.standard_normal((64, 64)),  # read along all of its axes
         "wide": rng.standard_normal((16, 100)) * np.logspace(-3, 3, 16)[:, None],
         "given": rng.standard_normal((100, 16)),  # a result as it is
         "turned": rng.standard_normal((16, 100)),  # as torch leaves it
@@ -124,24 +129,25 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
         helper.make_node("Transpose", ["one"], ["two"], name="two", perm=[1, 0]),
         helper.make_node("Transpose", ["two"], ["unpacked"], name="unpack", perm=[1, 0]),
         helper.make_node("Exp", ["both"], ["whole"], name="whole"),
+        helper.make_node("Gather", ["crossed", "tokens"], ["columns"], name="columns", axis=1),
     ]
     read = [name for name in tables if name not in ("turned", "packed", "given")]
     for name in read:
         along: dict[str, Any] = {"wide": {"axis": -1}, "least": {"axis": -2}}.get(name, {})
         nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **along))
-    outputs, shapes = [*(f"{name}_read" for name in read), "whole", "given", "row"], {"given": (100, 16)}
+    outputs, shapes = [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"], {"given": (100, 16)}
     graph = helper.make_graph(
         nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in outputs],
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in stored.items()],
     )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("ai.onnx", 13)], ir_version=8)
     onnx.save(model, tmp_path / "lookups.onnx")
     path = quantize(tmp_path / "lookups.onnx", tmp_path / "int8.onnx", "dynamic")
     made = onnx.load(path).graph
     kept = {tensor.name for tensor in made.initializer if tensor.name[-6:] != "_scale"}
     in_bits = {f"{name}_int8" for name in ("embedding", "least", "zeros", "wide", "table", "unpacked")}
-    assert kept - {"shape"} == in_bits | {"both", "small", "given", "packed"}
+    assert kept - {"shape"} == in_bits | {"both", "small", "given", "packed", "crossed"}
     assert all(node.name for node in made.node)
     tokens = rng.integers(0, 64, (3, 5))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
