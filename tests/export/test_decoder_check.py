@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import helper
 from torch import Tensor, nn
 
 import small_decoder
@@ -26,7 +27,8 @@ class Summing(nn.Module):
     def __init__(self, most: int = 1000, heads: int = 1) -> None:
         super().__init__()
         self.most, self.heads = most, heads
-        self.embedding = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).repeat(1, heads)
+        embedding = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).repeat(1, heads)
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
         ((keys, values),) = past
@@ -38,7 +40,7 @@ class Summing(nn.Module):
         return sums.transpose(1, 2).flatten(2) @ self.embedding.T, ((keys, values),)
 
     def flat(self) -> Flat:
-        shown = torch.zeros(2, self.heads, 3, 4)
+        shown = torch.zeros(2, self.heads, 3, 4, dtype=self.embedding.dtype)
         return Flat(self, (torch.zeros(2, 2, dtype=torch.int64), [(shown, shown)]), {})
 
 
@@ -51,6 +53,7 @@ class Graph:
     def __init__(self, model: Summing, *, end: int | None = None, wrong: Collection[Case] = ()) -> None:
         self.flat, self.end, self.wrong = model.flat(), end, wrong
         self.cases: list[Case] = []
+        self.seen: list[list[Any]] = []
         self.told: list[str] = []
 
     def __call__(self, inputs: Any, told: str) -> list[Any]:
@@ -59,6 +62,8 @@ class Graph:
         assert tokens.shape[0] == keys.shape[0] == values.shape[0]
         case = (*tokens.shape, keys.shape[2])
         self.cases.append(case)
+        self.seen.append([x.tolist() for x in inputs])
+        assert keys.dtype == values.dtype == self.flat.inputs()[1].dtype
         self.told.append(told)
         if self.end is not None and tokens.shape[1] + keys.shape[2] > self.end:
             raise RuntimeError("past the end")
@@ -95,6 +100,27 @@ def test_what_is_tried(reach: int | None, most: int, grouped: bool, cases: list[
         with pytest.raises(RuntimeError, match=r"does not do what `model` does: output '.*' for "):
             Graph(Summing(most), end=reach, wrong=[case]).check(reach, grouped)
     Graph(Summing(most), end=reach, wrong=cases).check(reach, grouped, tolerance=1.0)
+
+
+def test_what_is_drawn_is_the_same_each_time_and_of_all_tokens() -> None:
+    first, again, double = Graph(Summing()), Graph(Summing()), Graph(Summing().double())
+    for graph in (first, again, double):
+        graph.check()
+    assert first.seen == again.seen
+    assert {token for row in first.seen[1][0] for token in row} == set(range(9))
+
+
+class AtMostThree(Summing):
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        if tokens.shape[1] > 3:
+            raise IndexError("three tokens at once are the most")
+        return super().forward(tokens, past)
+
+
+def test_shorter_prompts_are_tried_where_long_ones_cannot_be() -> None:
+    graph = Graph(AtMostThree(16), end=16)
+    graph.check(16)
+    assert graph.cases == [(1, 1, 0), (3, 2, 0), (3, 1, 0), (3, 1, 1), (2, 1, 15), (1, 1, 16)]
 
 
 def test_what_is_told() -> None:
@@ -159,7 +185,7 @@ def test_a_full_cache_must_fail() -> None:
 
 
 def test_the_comparison_sees_what_differs() -> None:
-    right = torch.tensor([1.0, 2.0, torch.nan])
+    right, one = torch.tensor([1.0, 2.0, torch.nan]), torch.ones(1, dtype=torch.float64)
     compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None)
     for wrong in (np.array([1, 2.001, 7], np.float32), np.array([1, np.nan, 7], np.float32), np.ones(2, np.float32)):
         with pytest.raises(RuntimeError, match="does not do what `model` does: output 'y' for x"):
@@ -175,11 +201,16 @@ def test_the_comparison_sees_what_differs() -> None:
     compare.check_equal(["y"], [np.zeros(0, np.float32)], [torch.zeros(0)], "x", None)
     with pytest.raises(RuntimeError, match=r"differs by 2\.0e-01"):  # of nothing, the largest number
         compare.check_equal(["y"], [np.array([0, -0.2], np.float32)], [torch.zeros(2)], "x", None)
+    compare.check_equal(["y"], [np.ones(1, np.float32)], [torch.ones(1)], "x", 0.0)
+    with pytest.raises(RuntimeError, match="output 'y'"):  # beside it is none, which says nothing of its size
+        compare.check_equal(["y"], [np.array([1.01e-3, 1], np.float32)], [torch.tensor([1e-3, torch.inf])], "x", None)
+    with pytest.raises(RuntimeError, match="output 'second'"):
+        compare.check_equal(["first", "second"], [np.array([1, 3]), np.zeros(1)], [torch.tensor([1, 3]), one], "x", 0.1)
     half = [np.array([1.01], np.float16)]
     compare.check_equal(["y"], half, [torch.ones(1, dtype=torch.float16)], "x", None)
 
 
-def test_a_file_runs_as_it_is_checked(tmp_path: Path) -> None:
+def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Growing, in place at a length of the graph's, and at any."""
     names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -204,6 +235,22 @@ def test_a_file_runs_as_it_is_checked(tmp_path: Path) -> None:
             run([tokens + 99, *nothing, *dropped], "three")
     with pytest.raises(RuntimeError, match="for four"):
         run([tokens, *nothing], "four", length=2)
+    assert not capfd.readouterr().err  # what must fail fails quietly
+
+
+def test_what_lies_behind_a_cache_is_seen_where_a_graph_reads_it(tmp_path: Path) -> None:
+    model = small_decoder.in_place()
+    model.graph.node[-1].output[0] = "right"
+    for name in ("present.1.key", "present.1.key.filled"):
+        model.graph.node.append(helper.make_node("ReduceSum", [name], [f"sum of {name}"], keepdims=0))
+    sums = ["sum of present.1.key", "sum of present.1.key.filled"]
+    model.graph.node.append(helper.make_node("Sub", sums, ["behind"]))
+    model.graph.node.append(helper.make_node("Add", ["right", "behind"], ["logits"]))
+    names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
+    run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), names, None)
+    nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
+    (found, *_), wanted = run([torch.tensor([[1, 2]]), *nothing], "one"), small_decoder.logits([[1, 2]])
+    assert (np.abs(found - wanted) > 100).all()
 
 
 def test_whether_a_graph_gives_numbers() -> None:
