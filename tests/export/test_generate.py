@@ -41,6 +41,7 @@ def test_tokens_are_those_of_the_formula(make: Callable[[], onnx.ModelProto], pr
     assert np.array_equal(generate(session, prompt[0], n, temperature=0), got[0])
     assert generate(session, prompt, 0).shape == (len(prompt), 0)
     assert generate(session, prompt[0], 0).shape == (0,)
+    assert generate(session, prompt[0], 0).dtype == np.int64
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -268,6 +269,8 @@ def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     search = {"do_sample": False, "max_length": REACH, "past_present_share_buffer": False}
     assert json.loads(path.read_text()) == {"model": model, "search": search}
+    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in path.read_text()  # people edit it
+    assert '"num_hidden_layers": 2,' in path.read_text()
     endless = json.loads(genai.config_text("decoder.onnx", growing(), {}, None))
     assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
     assert endless["model"]["eos_token_id"] == []
