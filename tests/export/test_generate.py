@@ -18,6 +18,7 @@ import small_decoder
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import generate, save, to_onnx
 from relskew_core.export._whole import genai
+from relskew_core.export._whole.sampling import Sampler
 from small_decoder import VOCABULARY, greedy, growing, in_place
 
 PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
@@ -108,6 +109,13 @@ def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, 
     tokens = generate(made, [[1, 2, 3]] * count, 1, temperature=3.0, seed=0, **case)[:, 0]
     found = np.bincount(tokens, minlength=VOCABULARY) / count
     assert (np.abs(found - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
+
+
+def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
+    """And what stays of `top_p` is enough where it is reached to the point."""
+    equal = np.zeros((200, 100), np.float32)
+    assert not Sampler.of(1.0, 1, None, 0)(equal).any()
+    assert set(Sampler.of(1.0, None, 0.5, 0)(equal[:, :4])) == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def made() -> Any:
         node("Mul", "val_4 val_5", "val_6", b, "relskew/compute/attention_3/out"),
         node("If", "flag", "val_7", None, then_branch=inner, else_branch=inner),
         node("Mul", "val_6 val_7", "val_8", ["", "other.c", "x"], "relskew/compute/attention_4/out"),
-        node("Abs", "val_8", "y", ["", "model.a", "x"], "strange/relskew/compute/attention_1/out"),
+        node("Relu", "val_8", "val_10", ["model.a", "x"], "relskew/shape/attention_1/rest"),
+        node("Neg", "val_10", "val_11", ["x"]),
+        node("Abs", "val_11", "y", ["", "model.a", "x"], "strange/relskew/compute/attention_1/out"),
     ]
     tensor = helper.make_tensor_value_info
     stored = [helper.make_tensor(name, TensorProto.FLOAT, [1], [0.0]) for name in ("model.a.weight", "val_1", "loose")]
@@ -59,6 +61,8 @@ def test_nodes_are_named_by_module_and_purpose() -> None:
         ("b/attention_3/out", ["b/attention_3/out"]),
         ("If", ["If"]),
         ("attention_4/out", ["attention_4/out"]),
+        ("a/rest", ["a/rest"]),
+        ("Neg", ["Neg"]),
         ("a/Abs", ["y"]),
     ]
     branches = [attribute.g for node in text.graph.node for attribute in node.attribute if attribute.HasField("g")]
@@ -80,7 +84,7 @@ def test_a_name_that_a_tensor_of_the_model_has_is_taken() -> None:
 
 
 def test_lengths_have_names() -> None:
-    sizes: list[Any] = ["s0", "s1 + u2", "u2 + s1", "s3", "s1", "Max(s1 + s0, 2)", 5, None, "s10"]
+    sizes: list[Any] = ["s0", "s1 + u2", "u2 + s1", "s3", "s1", "s1*(s1 + s0)", 5, None, "s10"]
     tensor = helper.make_tensor_value_info
     graph = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["z"]), helper.make_node("Neg", ["w"], ["y"])], "g",
@@ -91,6 +95,6 @@ def test_lengths_have_names() -> None:
     name_lengths(model, {"s0": "batch", "s1": "length", "u2": "past", "length + past": "total", "s9": "none"})
     values = model.graph.inputs[0], model.graph.outputs[0], model.graph.node(0).outputs[0]
     x, y, z = ([getattr(size, "value", size) for size in value.shape or ()] for value in values)
-    assert x == ["batch", "total", "total", "s3", "length", "Max(length + batch, 2)", 5, None, "s10"]
+    assert x == ["batch", "total", "total", "s3", "length", "length*(length + batch)", 5, None, "s10"]
     assert y == ["batch", None]
     assert z == ["batch"]

@@ -238,7 +238,7 @@ ACROSS = {
 
 
 def check_names(kind: str, program: Any) -> None:
-    """Hold the nodes to their names, which errors and profiles of runtimes show. A file that is gone is written anew."""
+    """Hold the nodes to their names, which errors and profiles of runtimes show. One that is gone is written anew."""
     path, found = Path(__file__).with_name("torch_names") / f"{kind}.txt", names(program)
     if not path.exists():
         path.write_text(found)
