@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core import BlockSpec, Span, __version__, relative_attention
 from relskew_core.export import caches_in_place, decoder_to_onnx, generate, save, torch_to_onnx
 from relskew_core.export._whole import convert, decoder, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
@@ -117,11 +117,12 @@ def test_names_and_lengths(made: tuple[Decoder, Path]) -> None:
 
 def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> None:
     model = onnx.load(made[1])
-    assert {entry.key: entry.value for entry in model.metadata_props}.keys() == {
-        "relskew.version",
-        "relskew.decoder",
-        "relskew.reach",
+    assert {entry.key: entry.value for entry in model.metadata_props} == {
+        "relskew.version": __version__,
+        "relskew.decoder": "growing",
+        "relskew.reach": f"{REACH}",
     }
+    assert model.opset_import[0].version == 23
     assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
 
 
@@ -338,6 +339,9 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
         (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
         (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
         (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
+        (Bare(), {"contrib": 1}, TypeError, "`contrib` must be"),
+        (Bare(), {"check": 1}, TypeError, "`check` must be"),
+        (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
         (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
         (Bare(), {"contrib": True}, ValueError, "`contrib` requires `in_place=True`: .* got contrib=True"),
     ],
@@ -431,9 +435,46 @@ class Choosy(nn.Module):
 def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
     with pytest.warns(
         UserWarning, match=r"takes what `model` refuses, unchecked: inputs of x \(4,\) \(ValueError: too"
-    ):
+    ) as told:
         torch_to_onnx(Choosy(), torch.randn(3))
+    assert [warning.filename for warning in told] == [__file__]
     torch_to_onnx(Choosy(), torch.randn(3), check=False)
+
+
+class Changing(nn.Module):
+    """Takes no single number, and adds another one to four of them, which no graph can know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return x + 1
+        if len(x) == 1:
+            raise ValueError("too few")
+        return x + 1 + 0.01 * (len(x) == 4)
+
+
+def test_a_length_that_is_refused_hides_no_other() -> None:
+    example = torch.rand(3)
+    with pytest.raises(RuntimeError, match=r"output 'output' for inputs of x \(4,\) differs by"):
+        torch_to_onnx(Changing(), example)
+    with pytest.warns(UserWarning, match=r"inputs of x \(1,\)"):
+        torch_to_onnx(Changing(), example, tolerance=0.1)
+
+
+def test_options_of_an_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, x, path = nn.Linear(300, 4), torch.randn(2, 300), tmp_path / "linear.onnx"
+    made = torch_to_onnx(model, x, path, input_names=["a"], output_names=["b"], external_threshold=0)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".data", ".onnx"]
+    assert shapes((*made.graph.input, *made.graph.output)) == {"a": ["batch", 300], "b": ["batch", 4]}
+    assert [(entry.domain, entry.version) for entry in made.opset_import] == [("", 23)]
+    assert {entry.key: entry.value for entry in made.metadata_props} == {"relskew.version": __version__}
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(FileExistsError):
+        torch_to_onnx(model, x, path)
+    assert torch_to_onnx(model, [x], path, opset=18, overwrite=True).opset_import[0].version == 18
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".onnx"]
+    for name in ("check", "overwrite"):
+        with pytest.raises(TypeError, match=f"`{name}` must be "):
+            torch_to_onnx(model, x, path, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_lengths_that_both_refuse_are_nothing_to_tell() -> None:
