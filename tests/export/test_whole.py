@@ -471,7 +471,7 @@ def test_options_of_an_export(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     with pytest.raises(FileExistsError):
         torch_to_onnx(model, x, path)
     assert torch_to_onnx(model, [x], path, opset=18, overwrite=True).opset_import[0].version == 18
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".onnx"]
+    assert path.stat().st_size > model.weight.nbytes
     for name in ("check", "overwrite"):
         with pytest.raises(TypeError, match=f"`{name}` must be "):
             torch_to_onnx(model, x, path, **{name: 1})  # type: ignore[arg-type]
