@@ -42,8 +42,8 @@ def quantize(
 
     onnxruntime's tools do the products with weights. What they would spoil or leave out is done or excluded here: the
     tables of relative positions and embeddings, which nothing multiplies as they are, become int8 with a scale for each
-    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and nothing between a product and its
-    softmax is quantised, where the -1e30 of a mask would leave no bit for the logits.
+    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and from where a mask may have hidden
+    logits, up to their softmax, nothing is quantised: its -1e30 would leave no bit for them.
 
     Parameters
     ----------
@@ -95,6 +95,8 @@ def quantize(
     opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < OLDEST:
         raise ValueError(f"`model` must have opset {OLDEST}, which knows scales along an axis, got {opset}")
+    for index, node in enumerate(given.graph.node):  # tools tell nodes apart by their names
+        node.name = node.name or f"unnamed_{index}"
     _move(given)
     with _quietly():
         made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)

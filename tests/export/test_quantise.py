@@ -81,6 +81,18 @@ def test_every_form_loads_and_hides(profile: str, opset: int, masked: bool, wind
     assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # what is no logit
 
 
+def test_nodes_without_names_are_told_apart(tmp_path: Path) -> None:
+    model = to_onnx(SPEC, WEIGHTS, profile="portable")
+    for node in model.graph.node:
+        node.name = ""
+    path = quantize(model, tmp_path / "static.onnx", "static", inputs=inputs())
+    made = onnx.load(path)
+    assert "q_proj.weight_quantized" in {tensor.name for tensor in made.graph.initializer}
+    (x,) = inputs()[0].values()
+    wanted = run(save(model, tmp_path / "whole.onnx"), x)
+    assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES["static"] * np.linalg.norm(wanted)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_columns_of_a_weight_have_their_own_scales(kind: str, tmp_path: Path) -> None:
     given = inputs() if kind == "static" else None
