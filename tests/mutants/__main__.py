@@ -25,7 +25,7 @@ def _tests(names: str) -> tuple[str, ...]:
 
 
 SUITES = {  # the modules, and the tests that are to notice their mutants
-    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core",)),
+    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core", "tests/backends/test_short.py")),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
         (f"{EXPORT}validate",),
