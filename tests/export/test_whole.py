@@ -435,9 +435,8 @@ class Choosy(nn.Module):
 def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
     with pytest.warns(
         UserWarning, match=r"takes what `model` refuses, unchecked: inputs of x \(4,\) \(ValueError: too"
-    ) as told:
+    ):
         torch_to_onnx(Choosy(), torch.randn(3))
-    assert [warning.filename for warning in told] == [__file__]
     torch_to_onnx(Choosy(), torch.randn(3), check=False)
 
 
