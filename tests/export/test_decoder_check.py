@@ -249,7 +249,8 @@ def test_what_lies_behind_a_cache_is_seen_where_a_graph_reads_it(tmp_path: Path)
     names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
     run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), names, None)
     nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
-    (found, *_), wanted = run([torch.tensor([[1, 2]]), *nothing], "one"), small_decoder.logits([[1, 2]])
+    tokens = [[1, 2, 3, 4, 5, 6]]
+    (found, *_), wanted = run([torch.tensor(tokens), *nothing], "one"), small_decoder.logits(tokens)
     assert (np.abs(found - wanted) > 100).all()
 
 

@@ -156,6 +156,7 @@ def test_caches_in_place_give_the_tokens_of_torch(
         generate(session, [1] * (end + 1), 1)
     size = "cache_length" if end == REACH else end
     graph = onnx.load(path).graph
+    assert ("GroupQueryAttention" in {node.op_type for node in graph.node}) == (end == REACH)
     interface = shapes((*graph.input, *graph.output))
     assert interface.pop("past_length") == [1]
     assert {tuple(shape) for name, shape in interface.items() if "." in name} == {("batch", 1, size, 8)}
@@ -281,6 +282,7 @@ def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> N
     got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
     assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
     assert len(np.unique(got)) > 4
+    assert decoder_to_onnx(model, path, overwrite=True) == path
 
 
 def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
@@ -471,9 +473,6 @@ def test_options_of_an_export(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         torch_to_onnx(model, x, path)
     assert torch_to_onnx(model, [x], path, opset=18, overwrite=True).opset_import[0].version == 18
     assert path.stat().st_size > model.weight.nbytes
-    for name in ("check", "overwrite"):
-        with pytest.raises(TypeError, match=f"`{name}` must be "):
-            torch_to_onnx(model, x, path, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_lengths_that_both_refuse_are_nothing_to_tell() -> None:
@@ -507,6 +506,8 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
         (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
         (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
         (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
+        (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
+        (torch.zeros(2, 3), {"path": "never.onnx", "overwrite": 1}, TypeError, "`overwrite` must be "),
         (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 24, got 17"),
     ],
     ids=str,
