@@ -215,6 +215,21 @@ def test_leading_axes_unlike_known_ones_are_checked(
         relative_attention(**{**right, name: library(np.zeros(shape))}, **options)
 
 
+@libraries
+@pytest.mark.parametrize("beyond", ["clip", "zero"])
+@pytest.mark.parametrize("offset", [-3, 4, 8, 20])
+def test_one_query_past_the_ends_of_its_tables(library: Callable[..., Any], beyond: Any, offset: int) -> None:
+    """More keys than rows, and fewer; the offsets are of one kind."""
+    span = Span(3, 1, beyond)
+    for m in (9, 3):
+        q, k, v, table = map(library, drawn(1, m, rows=span.rows))
+        for more in ({}, {"rel_v": table + 1, "rel_bias": table[:, 0]}):
+            options: dict[str, Any] = {"span": span, "causal": False, **more}
+            for each in (8, offset):
+                found = attend(q, k, v, table, offset=each, **options)
+                close(found, attend(q, k, v, table, offset=each, impl="portable", **options))
+
+
 def test_nothing_of_a_caller_is_kept(known: dict[Any, Any]) -> None:
     x = drawn(1, 9)
     attend(*x)
