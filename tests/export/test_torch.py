@@ -215,6 +215,8 @@ class Shapes(nn.Module):
             relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
             # More queries than keys: the first ones stand before all keys.
             relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
+            relative_attention(q, k, v, key_table=table, span=CLIP, offset=k.shape[2] - q.shape[2]),
+            relative_attention(q, k[:, :1], v[:, :1], key_table=table, span=CLIP),
         )
 
 
