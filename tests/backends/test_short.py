@@ -195,10 +195,13 @@ def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: in
     [
         ("k", (3, 3, 9, 4), "`v` must have the heads"),
         ("v", (3, 3, 9, 4), "`v` must have the heads"),
+        ("k", (3, 2, 9, 5), "must"),
         ("k", (5, 2, 9, 4), "must"),
         ("v", (5, 2, 9, 4), "must"),
         ("rel_k", (65, 4), "`rel_k` must have the 64 rows"),
         ("rel_k", (3, 64, 4), "`rel_k` must"),
+        ("rel_bias", (65,), "`rel_bias` must"),
+        ("rel_bias", (3, 64), "`rel_bias` must"),
         ("mask", (7, 1, 1, 9), "`mask` must broadcast"),
         ("mask", (3, 5, 1, 9), "`mask` must broadcast"),
         ("mask", (3, 1, 2, 9), "`mask` must broadcast"),
@@ -207,8 +210,8 @@ def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: in
 def test_leading_axes_unlike_known_ones_are_checked(
     library: Callable[..., Any], name: str, shape: tuple[int, ...], message: str
 ) -> None:
-    right = dict(zip(("q", "k", "v", "rel_k"), map(library, drawn(1, 9)), strict=True))
-    right["mask"] = library(np.zeros((3, 1, 1, 9)))
+    right: dict[str, Any] = dict(zip(("q", "k", "v", "rel_k"), map(library, drawn(1, 9)), strict=True))
+    right |= {"rel_bias": library(np.zeros(64)), "mask": library(np.zeros((3, 1, 1, 9)))}
     options: dict[str, Any] = {"span": Span.causal(64), "causal": True, "offset": 8}
     relative_attention(**right, **options)
     with pytest.raises(ValueError, match=message):
