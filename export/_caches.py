@@ -112,9 +112,9 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[_Cache]:
         common = value.name.removeprefix(present)
         if not value.name.startswith(present) or common not in pasts:
             continue
-        join = made.get(value.name)
-        axis = next((one.i for one in join.attribute if one.name == "axis"), 0) if join is not None else 0
-        if join is None or join.op_type != "Concat" or axis not in (2, -2) or list(join.input[:1]) != [pasts[common]]:
+        join = made.get(value.name, onnx.NodeProto())
+        axes = [one.i for one in join.attribute if one.name == "axis"]
+        if join.op_type != "Concat" or axes not in ([2], [-2]) or list(join.input[:1]) != [pasts[common]]:
             raise ValueError(f"`model` must make {value.name} by a Concat of {pasts[common]} and what is new on axis 2")
         found.append(_Cache(pasts[common], value.name, join))
     if not found:
@@ -230,6 +230,8 @@ class _Writer:
             assert values is not None
             if len(node.input) < 4 or not node.input[3]:
                 raise ValueError(f"`model` must hide the future by a mask in {node.name} for contrib=True")
+            if any(node.output[1:]):
+                raise ValueError(f"`model` must use no more of {node.name} than its result for contrib=True")
             dims = shapes.get(node.input[0], ())
             if len(dims) != 4 or not dims[1].dim_value or dims[3].dim_value % 8 or not dims[3].dim_value:
                 raise ValueError(
@@ -262,8 +264,7 @@ class _Writer:
             kv_num_heads=kv_heads, **kept,
         )  # fmt: skip
         yield helper.make_node("Reshape", [joined, _name(f"apart/{heads}")], [apart], name=apart)
-        name, out = f"{node.name}/heads", list(node.output[:1])
-        yield helper.make_node("Transpose", [apart], out, name=name, perm=[0, 2, 1, 3])
+        yield helper.make_node("Transpose", [apart], [node.output[0]], name=f"{node.name}/heads", perm=[0, 2, 1, 3])
 
     def _dims(self, name: str) -> list[onnx.TensorShapeProto.Dimension]:
         (value,) = (value for value in self._graph.input if value.name == name)

@@ -21,6 +21,9 @@ from relskew_core.export._save import save
 KINDS = ("dynamic", "static", "weights-8", "weights-4")
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 """What torch's exporter leaves to the runtime before a weight or a table is read."""
+FUSED = ("Attention", "GroupQueryAttention")
+"""Whole attentions, whose first three inputs are queries, keys and values."""
+OLDEST = 13
 LEAST = 1024
 """Numbers from which a table is worth its scales."""
 BLOCK = 32
@@ -39,8 +42,8 @@ def quantize(
 
     onnxruntime's tools do the products with weights. What they would spoil or leave out is done or excluded here: the
     tables of relative positions and embeddings, which nothing multiplies as they are, become int8 with a scale for each
-    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and nothing between a product and its
-    softmax is quantised, where the -1e30 of a mask would leave no bit for the logits.
+    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and from where a mask may have hidden
+    logits, up to their softmax, nothing is quantised: its -1e30 would leave no bit for them.
 
     Parameters
     ----------
@@ -89,6 +92,11 @@ def quantize(
     given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
     if isinstance(model, onnx.ModelProto):
         given.CopyFrom(model)
+    opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset < OLDEST:
+        raise ValueError(f"`model` must have opset {OLDEST}, which knows scales along an axis, got {opset}")
+    for index, node in enumerate(given.graph.node):  # tools tell nodes apart by their names
+        node.name = node.name or f"unnamed_{index}"
     _move(given)
     with _quietly():
         made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
@@ -99,7 +107,6 @@ def quantize(
 def _move(model: onnx.ModelProto) -> None:
     """Store what nodes only move about as it is read."""
     graph = model.graph
-    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     outputs = {value.name for value in graph.output}
     nodes = []
@@ -111,7 +118,7 @@ def _move(model: onnx.ModelProto) -> None:
             nodes.append(node)
             continue
         given = {name: known[name] for name in node.input if name}
-        results: Any = ReferenceEvaluator(node, opsets={"": opset}).run(None, given)
+        results: Any = ReferenceEvaluator(node).run(None, given)
         known[node.output[0]] = results[0]
         graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
     del graph.node[:]
@@ -138,7 +145,8 @@ def _quietly() -> Iterator[None]:
     level, handlers = root.level, list(root.handlers)
     logging.disable(logging.WARNING)
     try:
-        yield
+        with np.errstate(invalid="ignore"):  # of ranges with infinities, which nothing takes
+            yield
     finally:
         logging.disable(disabled)
         root.setLevel(level)
@@ -181,17 +189,26 @@ def _reader(inputs: Sequence[Mapping[str, np.ndarray]]) -> Any:
 
 
 def _masked(model: onnx.ModelProto) -> Iterator[str]:
-    """Name the nodes between products and their softmax, and every ``Attention``."""
+    """Name the nodes between products and their softmax, every attention of one node, and what makes its mask.
+
+    What only moves a product about is as good as the product. From opset 21 on onnxruntime cannot load it otherwise.
+    """
     makers = {name: node for node in model.graph.node for name in node.output}
-    todo = [node for node in model.graph.node if node.op_type == "Softmax"]
+    todo = [node for node in model.graph.node if node.op_type in ("Softmax", *FUSED)]
     seen = set()
-    yield from (node.name for node in model.graph.node if node.op_type == "Attention")
+
+    def of_product(node: onnx.NodeProto | None) -> bool:
+        while node is not None and node.op_type in MOVED[1:]:  # Concat may join what hides
+            node = makers.get(node.input[0])
+        return node is not None and node.op_type == "MatMul"
+
     while todo:
         node = todo.pop()
-        if node.name not in seen and node.op_type != "MatMul":
+        if node.name not in seen and not of_product(node):
             seen.add(node.name)
             yield node.name
-            todo += [makers[name] for name in node.input if name in makers]
+            read = node.input[3:] if node.op_type in FUSED else node.input
+            todo += [makers[name] for name in read if name in makers]
 
 
 def _tables(model: onnx.ModelProto) -> None:
@@ -206,12 +223,12 @@ def _tables(model: onnx.ModelProto) -> None:
                 readers.setdefault(name, []).append(node)
     cut: dict[str, int] = {}
     for name, tensor in stored.items():
-        found = [_axes(node, name, constants) for node in readers.get(name, [])]
-        large = tensor.data_type == TensorProto.FLOAT and len(tensor.dims) > 1 and np.prod(tensor.dims) >= LEAST
-        axes = {axis for one in found for axis in one}
-        whole = [axis for axis in (0, -1) if axis % max(len(tensor.dims), 1) not in axes]  # where scales may be
-        if large and found and all(found) and whole:
-            cut[name] = whole[0]
+        found, rank = [_axes(node, constants) for node in readers.get(name, ())], len(tensor.dims)
+        large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
+        if large and found and all(found):
+            axes = {axis % rank for one in found for axis in one}
+            if whole := {0, rank - 1} - axes:  # where scales may be
+                cut[name] = 0 if 0 in whole else -1
     for part in _graphs(graph):
         _cut_as_int8(part, cut)
     for name, axis in cut.items():
@@ -220,7 +237,7 @@ def _tables(model: onnx.ModelProto) -> None:
         scale = np.maximum(np.max(np.abs(table), axis=others, keepdims=True) / 127, np.float32(1e-30))
         graph.initializer.remove(stored[name])
         graph.initializer.append(numpy_helper.from_array(np.rint(table / scale).astype(np.int8), f"{name}_int8"))
-        graph.initializer.append(numpy_helper.from_array(scale.reshape(-1).astype(np.float32), f"{name}_scale"))
+        graph.initializer.append(numpy_helper.from_array(scale.ravel().astype(np.float32), f"{name}_scale"))
 
 
 def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
@@ -228,8 +245,7 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
     nodes = []
     for node in graph.node:
         nodes.append(node)
-        name = node.input[0] if node.input else ""
-        if name in cut:
+        if node.input and (name := node.input[0]) in cut:
             made, whole = node.output[0], f"{node.output[0]}_int8"
             node.input[0], node.output[0] = f"{name}_int8", whole
             scaled = [whole, f"{name}_scale"]
@@ -239,9 +255,9 @@ def _cut_as_int8(graph: onnx.GraphProto, cut: Mapping[str, int]) -> None:
     graph.node.extend(nodes)
 
 
-def _axes(node: onnx.NodeProto, name: str, constants: Mapping[str, np.ndarray]) -> list[int]:
-    """Return the axes along which a node cuts a table or looks it up, none if it does anything else."""
-    if list(node.input).count(name) != 1 or node.input[0] != name or node.domain:
+def _axes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the axes along which a node cuts its first input or looks it up, none if it does anything else."""
+    if node.domain:
         return []
     if node.op_type == "Gather":
         return [next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)]

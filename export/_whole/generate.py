@@ -99,7 +99,7 @@ def generate(
         made.append(token)
         if stream is not None:
             stream(int(token[0]) if given.ndim == 1 else token.copy())
-        ended |= np.isin(token, ends)
+        ended = np.isin(token, ends)
         if ended.all():
             break
     new = np.stack(made, axis=1) if made else np.zeros((len(rows), 0), np.int64)

@@ -25,7 +25,7 @@ class Sampler:
     def of(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any) -> Sampler:
         """Check the arguments of :func:`generate`."""
         temperature = 0.0 if temperature is None else check_real("temperature", temperature)
-        if not 0 <= temperature < np.inf:
+        if temperature < 0:
             raise ValueError(f"`temperature` must be at least 0, got {temperature}")
         for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
             if value is not None and not temperature:

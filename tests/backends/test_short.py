@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -143,6 +145,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"offset": 8.0}, "`offset` must be an int"),
     ({"offset": 64}, "`rel_k` reaches"),
     ({"offset": 2**62}, "`offset` must be an int of at most"),
+    ({"offset": 2**62, "span": Span(63, 0, "clip")}, "`offset` must be an int of at most"),
     ({"return_lse": 0}, "`return_lse` must be a bool"),
     ({"impl": "fast"}, "`impl` must be one of"),
     ({"span": Span.causal(63)}, "`rel_k` must have the 63 rows"),
@@ -163,6 +166,7 @@ def test_calls_unlike_a_known_one_are_checked(
 ) -> None:
     x = [library(each) for each in drawn(n, 9)]
     alikes: list[Any] = [{}, {"window": (1, 0)}, {"scale": 1.0}, {"block_size": 4}, {"offset": 1}, {"offset": 0}]
+    alikes.append({"span": Span(63, 0, "clip")})
     for alike in alikes:
         attend(*x, **alike)
     more = dict(more)
@@ -183,6 +187,60 @@ def test_shapes_unlike_known_ones_are_checked(library: Callable[..., Any], n: in
     wrong[name] = wrong[name][..., :5, :] if name != "mask" else mask[:, :5]
     with pytest.raises(ValueError, match=f"`{'v' if name == 'k' else name}` must"):
         attend(q, wrong["k"], wrong["v"], table, mask=wrong["mask"], offset=9 - n)
+
+
+@libraries
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("k", (3, 3, 9, 4), "`v` must have the heads"),
+        ("v", (3, 3, 9, 4), "`v` must have the heads"),
+        ("k", (3, 2, 9, 5), "must"),
+        ("k", (5, 2, 9, 4), "must"),
+        ("v", (5, 2, 9, 4), "must"),
+        ("rel_k", (65, 4), "`rel_k` must have the 64 rows"),
+        ("rel_k", (3, 64, 4), "`rel_k` must"),
+        ("rel_bias", (65,), "`rel_bias` must"),
+        ("rel_bias", (3, 64), "`rel_bias` must"),
+        ("mask", (7, 1, 1, 9), "`mask` must broadcast"),
+        ("mask", (3, 5, 1, 9), "`mask` must broadcast"),
+        ("mask", (3, 1, 2, 9), "`mask` must broadcast"),
+    ],
+)
+def test_leading_axes_unlike_known_ones_are_checked(
+    library: Callable[..., Any], name: str, shape: tuple[int, ...], message: str
+) -> None:
+    right: dict[str, Any] = dict(zip(("q", "k", "v", "rel_k"), map(library, drawn(1, 9)), strict=True))
+    right |= {"rel_bias": library(np.zeros(64)), "mask": library(np.zeros((3, 1, 1, 9)))}
+    options: dict[str, Any] = {"span": Span.causal(64), "causal": True, "offset": 8}
+    relative_attention(**right, **options)
+    with pytest.raises(ValueError, match=message):
+        relative_attention(**{**right, name: library(np.zeros(shape))}, **options)
+
+
+@libraries
+@pytest.mark.parametrize("beyond", ["clip", "zero"])
+@pytest.mark.parametrize("offset", [-3, 4, 8, 20])
+def test_one_query_past_the_ends_of_its_tables(library: Callable[..., Any], beyond: Any, offset: int) -> None:
+    """More keys than rows, and fewer; the offsets are of one kind."""
+    span = Span(3, 1, beyond)
+    for m in (9, 3):
+        q, k, v, table = map(library, drawn(1, m, rows=span.rows))
+        for more in ({}, {"rel_v": table + 1, "rel_bias": table[:, 0]}):
+            options: dict[str, Any] = {"span": span, "causal": False, **more}
+            for each in (8, offset):
+                found = attend(q, k, v, table, offset=each, **options)
+                close(found, attend(q, k, v, table, offset=each, impl="portable", **options))
+
+
+def test_nothing_of_a_caller_is_kept(known: dict[Any, Any]) -> None:
+    x = drawn(1, 9)
+    attend(*x)
+    assert known
+    left = [weakref.ref(array) for array in x]
+    del x
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 4
 
 
 def test_a_mask_as_wide_as_one_of_fewer_keys_is_another_kind() -> None:

@@ -101,7 +101,7 @@ def test_each_axis_must_reach_as_far_as_its_queries_see() -> None:
     call()
     for axis, (left, right) in reach.items():
         for short in ((left - 1, right), (left, right - 1)):
-            with pytest.raises(ValueError, match=f"^`table_{axis}` reaches"):
+            with pytest.raises(ValueError, match=f"^`table_{axis}` reaches .* or a `span_{axis}` with"):
                 call(**{axis: short})
 
 
@@ -370,8 +370,10 @@ def test_attention_names_what_does_not_fit(words: str, options: dict[str, Any]) 
 def test_toeplitz_2d_refuses_what_is_no_bias() -> None:
     with pytest.raises(ValueError, match="`bias` must have shape"):
         toeplitz_2d(np.zeros(3), q_grid=(1, 1), k_grid=(1, 1))
-    with pytest.raises(ValueError, match="`bias` reaches the relative positions -1 … 1, but queries see -2 … 2"):
-        toeplitz_2d(np.zeros((5, 3)), q_grid=(3, 3), k_grid=(3, 3))
+    for axis, shape in (("w", (5, 3)), ("h", (3, 5))):
+        told = f"`bias` reaches the relative positions -1 … 1, but queries see -2 … 2.* a `span_{axis}` with"
+        with pytest.raises(ValueError, match=told):
+            toeplitz_2d(np.zeros(shape), q_grid=(3, 3), k_grid=(3, 3))
 
 
 def test_half_precision_is_summed_in_float32() -> None:

@@ -92,6 +92,19 @@ def test_one_buffer(contrib: bool) -> None:
     assert (buffers["past_key"].numpy()[:, :, 5:] == 1e3).all()
 
 
+@pytest.mark.parametrize("batch", ["batch", 1])
+def test_nothing_is_copied(batch: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """onnxruntime says so at every step where it copies."""
+    model = growing()
+    for value in (*model.graph.input, *model.graph.output):
+        first = value.type.tensor_type.shape.dim[0]
+        first.CopyFrom(onnx.TensorShapeProto.Dimension(**{"dim_value" if batch == 1 else "dim_param": batch}))
+    changed = caches_in_place(model, contrib=True, **NAMES).SerializeToString()
+    session = onnxruntime.InferenceSession(changed, providers=["CPUExecutionProvider"])
+    session.run(None, {"x": np.ones((1, 1, 32), np.float32), **empty(ROOM), "past_length": np.array([0])})
+    assert "copying" not in capfd.readouterr().err
+
+
 def test_the_interface_and_the_metadata() -> None:
     model = growing()
     helper.set_model_props(model, {"relskew.decoder": "growing"})
@@ -118,6 +131,55 @@ def test_outputs_that_are_no_caches_stay() -> None:
     assert (y == key).all()
 
 
+def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
+    """Return the node that makes a tensor."""
+    (node,) = (node for node in model.graph.node if output in node.output)
+    return node
+
+
+@pytest.mark.parametrize("contrib", [False, True])
+def test_what_else_an_attention_may_say(contrib: bool) -> None:
+    """A softcap; an axis counted from the end; the standard's operators under their other name."""
+    model = growing()
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    attention.attribute.append(helper.make_attribute("softcap", 0.1))
+    for name in ("present_key", "present_value"):
+        (axis,) = node_of(model, name).attribute
+        axis.i = -2
+    model.opset_import[0].domain = "ai.onnx"
+    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    x = np.random.default_rng(2).standard_normal((1, 6, 32)).astype(np.float32)
+    (plain, *_), (wanted, *_) = (run(each, {"x": x, **empty(0)}) for each in (growing(), model))
+    assert np.abs(plain - wanted).max() > 0.1
+    found = run(changed, {"x": x, **empty(ROOM), "past_length": np.array([0])})[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("contrib", [False, True])
+@pytest.mark.parametrize(
+    ("name", "bounds", "wanted"),
+    [
+        ("past_key", {"start": 2, "end": 3}, [3]),
+        ("present_key", {"start": 2, "end": 3}, [5]),
+        ("present_value", {"start": -2, "end": -1}, [5]),
+        ("past_value", {"end": 2}, [1, 2]),
+        ("present_value", {"start": -1}, [8]),
+        ("past_key", {"end": 0}, []),
+    ],
+    ids=str,
+)
+def test_who_asks_for_a_length_is_told_how_much_is_filled(
+    name: str, bounds: dict[str, Any], wanted: list[int], contrib: bool
+) -> None:
+    model = growing()
+    model.graph.node.append(helper.make_node("Shape", [name], ["asked"], name="asked", **bounds))
+    model.graph.output.append(helper.make_tensor_value_info("asked", onnx.TensorProto.INT64, [len(wanted)]))
+    x = np.zeros((1, 2, 32), np.float32)
+    assert run(model, {"x": x, **empty(3)})[-1].tolist() == wanted
+    changed = caches_in_place(model, contrib=contrib, **NAMES)
+    assert run(changed, {"x": x, **empty(ROOM), "past_length": np.array([3])})[-1].tolist() == wanted
+
+
 def primitives() -> onnx.ModelProto:
     return to_onnx(SPEC, random_weights(SPEC), past=True, profile="portable", opset=24)
 
@@ -133,9 +195,58 @@ def reads_the_past() -> onnx.ModelProto:
     return model
 
 
-def asks_for_all_of_a_shape() -> onnx.ModelProto:
+def asks_for_much_of_a_shape(**bounds: Any) -> onnx.ModelProto:
     model = growing()
-    model.graph.node.append(helper.make_node("Shape", ["past_key"], ["more"], name="more"))
+    model.graph.node.append(helper.make_node("Shape", ["past_key"], ["more"], name="more", **bounds))
+    return model
+
+
+def gives_what_it_takes() -> onnx.ModelProto:
+    model = growing()
+    taken = [helper.make_tensor_value_info(f"{time}_more", onnx.TensorProto.FLOAT, [1]) for time in ("past", "present")]
+    model.graph.input.extend(taken)
+    model.graph.output.append(taken[1])
+    return model
+
+
+def joined(axis: int = 2, *, backwards: bool = False) -> onnx.ModelProto:
+    """Return a decoder that joins its values in another way."""
+    model = growing()
+    join = node_of(model, "present_value")
+    join.attribute[0].i = axis
+    join.input[:] = [*join.input][:: -1 if backwards else 1]
+    return model
+
+
+def with_hidden_shapes() -> onnx.ModelProto:
+    """Return a decoder whose queries come from an operator that nobody knows the shapes of."""
+    model = growing()
+    (place,) = (place for place, node in enumerate(model.graph.node) if node.op_type == "Attention")
+    attention = model.graph.node[place]
+    turned = helper.make_node("Turn", [attention.input[0]], ["turned"], name="turn", domain="other")
+    attention.input[0] = "turned"
+    model.graph.node.insert(place, turned)
+    model.opset_import.append(helper.make_opsetid("other", 1))
+    return model
+
+
+def without_a_mask() -> onnx.ModelProto:
+    model = growing()
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    del attention.input[3:]
+    return model
+
+
+def gives_more() -> onnx.ModelProto:
+    model = growing()
+    (attention,) = (node for node in model.graph.node if node.op_type == "Attention")
+    attention.output.append("more")
+    return model
+
+
+def without_operators() -> onnx.ModelProto:
+    model = growing()
+    model.opset_import[0].domain = "other"
     return model
 
 
@@ -157,7 +268,16 @@ def attends_twice() -> onnx.ModelProto:
         (attends_twice, {**NAMES, "contrib": True}, "must attend to present_key by one Attention for contrib=True"),
         (narrow, {**NAMES, "contrib": True}, "queries .batch, heads, length, D. for contrib=True, 8 dividing D"),
         (reads_the_past, NAMES, "must read past_key by its Concat and by attention alone, got more"),
-        (asks_for_all_of_a_shape, NAMES, "must ask for a cache's length alone where it asks for it, got more"),
+        (asks_for_much_of_a_shape, NAMES, "must ask for a cache's length alone where it asks for it, got more"),
+        (lambda: asks_for_much_of_a_shape(start=2), NAMES, "must ask for a cache's length alone .*, got more"),
+        (lambda: asks_for_much_of_a_shape(end=3), NAMES, "must ask for a cache's length alone .*, got more"),
+        (gives_what_it_takes, NAMES, "must make present_more by a Concat of past_more and what is new on axis 2"),
+        (lambda: joined(axis=3), NAMES, "must make present_value by a Concat of past_value .* on axis 2"),
+        (lambda: joined(backwards=True), NAMES, "must make present_value by a Concat of past_value and what is new"),
+        (with_hidden_shapes, {**NAMES, "contrib": True}, "queries .batch, heads, length, D. for contrib=True"),
+        (without_a_mask, {**NAMES, "contrib": True}, "must hide the future by a mask in .* for contrib=True"),
+        (gives_more, {**NAMES, "contrib": True}, "must use no more of .* than its result for contrib=True"),
+        (without_operators, NAMES, "must have opset 24, which brought TensorScatter, got 0"),
     ],
 )
 def test_refused(make: Any, options: dict[str, Any], message: str) -> None:

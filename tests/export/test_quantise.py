@@ -42,11 +42,15 @@ def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
     assert model.SerializeToString() == before
     with pytest.raises(FileExistsError):
         quantize(model, path, kind, inputs=given)
-    assert path.stat().st_size < 0.5 * save(model, tmp_path / "whole.onnx").stat().st_size
+    assert path.stat().st_size < 0.55 * save(model, tmp_path / "whole.onnx").stat().st_size
     made = onnx.load(path)
     assert not [
         tensor.name for tensor in made.graph.initializer if tensor.data_type == 1 and np.prod(tensor.dims) > 512
     ]
+    if kind.startswith("weights"):  # blocks of 32 with a scale each, and no more
+        products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
+        assert {len(node.input) for node in products} == {3}
+        assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {32}
     report = validate(made, SPEC, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES[kind])
     assert report.ok, report.table()
     for tolerance in (None, 1e-4):
@@ -60,6 +64,41 @@ def test_tables_of_branches_and_loops(profile: str, tmp_path: Path) -> None:
     made = onnx.load(quantize(model, tmp_path / "chunks.onnx", "weights-8"))
     assert "rel_k_int8" in {tensor.name for tensor in made.graph.initializer}
     assert validate(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03).ok
+
+
+@pytest.mark.parametrize("window", [None, (9, None)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
+def test_every_form_loads_and_hides(profile: str, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
+    """What a mask puts before a softmax or an ``Attention`` is no range of anything, and onnxruntime takes the rest."""
+    spec = BlockSpec(64, 2, Span.causal(64), causal=True, window=window)
+    model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)
+    given = inputs()[0] | ({"mask": np.arange(64).reshape(1, 1, 1, 64) < 50} if masked else {})
+    path = quantize(model, tmp_path / "static.onnx", "static", inputs=[given])
+    report = validate(path, spec, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
+    assert report.ok, report.table()
+    in_bits = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"}
+    assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # what is no logit
+
+
+def test_nodes_without_names_are_told_apart(tmp_path: Path) -> None:
+    model = to_onnx(SPEC, WEIGHTS, profile="portable")
+    for node in model.graph.node:
+        node.name = ""
+    path = quantize(model, tmp_path / "static.onnx", "static", inputs=inputs())
+    made = onnx.load(path)
+    assert "q_proj.weight_quantized" in {tensor.name for tensor in made.graph.initializer}
+    (x,) = inputs()[0].values()
+    wanted = run(save(model, tmp_path / "whole.onnx"), x)
+    assert np.linalg.norm(run(path, x) - wanted) < TOLERANCES["static"] * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_columns_of_a_weight_have_their_own_scales(kind: str, tmp_path: Path) -> None:
+    given = inputs() if kind == "static" else None
+    made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "columns.onnx", kind, inputs=given))
+    sizes = {tensor.name: list(tensor.dims) for tensor in made.graph.initializer}
+    assert all(sizes[f"{name}_proj.weight_scale"] == [64] for name in "qkv")
 
 
 @pytest.mark.parametrize("factor", [1.0, 20.0])
@@ -76,34 +115,61 @@ def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) ->
 
 def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    arrays = {
+    stored = {
         "embedding": rng.standard_normal((100, 16)) * np.logspace(-3, 3, 16),
+        "least": rng.standard_normal((64, 16)),
         "both": rng.standard_normal((100, 16)),  # something reads the whole
         "small": rng.standard_normal((100, 2)),
         "zeros": np.zeros((100, 16)),
+        "crossed": rng.standard_normal((64, 64)),  # read along all of its axes
+        "wide": rng.standard_normal((16, 100)) * np.logspace(-3, 3, 16)[:, None],
+        "given": rng.standard_normal((100, 16)),  # a result as it is
+        "turned": rng.standard_normal((16, 100)),  # as torch leaves it
+        "packed": rng.standard_normal(1600),
     }
-    nodes = [helper.make_node("Gather", [name, "tokens"], [f"{name}_row"], name=name) for name in arrays]
-    nodes.append(helper.make_node("Exp", ["both"], ["whole"], name="whole"))
-    nodes.append(helper.make_node("Transpose", ["turned"], ["table"], name="turn", perm=[1, 0]))  # as torch leaves it
-    nodes.append(helper.make_node("Gather", ["table", "tokens"], ["table_row"], name="table"))
-    outputs = [*(f"{name}_row" for name in arrays), "whole", "table_row"]
-    stored = arrays | {"turned": rng.standard_normal((16, 100))}
+    tables: dict[str, np.ndarray] = stored | {
+        "table": stored["turned"].T,
+        "unpacked": stored["packed"].reshape(100, 16),
+    }
+    shape = numpy_helper.from_array(np.array([100, 16]), "shape")
+    nodes = [
+        helper.make_node("Transpose", ["turned"], ["table"], name="turn", perm=[1, 0]),
+        helper.make_node("Constant", [], ["shape"], name="shape", value=shape),
+        helper.make_node("Constant", [], ["first"], name="first", value_ints=[0]),
+        helper.make_node("Unsqueeze", ["packed", "first"], ["row"], name="row"),
+        helper.make_node("Reshape", ["packed", "shape"], ["one"], name="one"),
+        helper.make_node("Transpose", ["one"], ["two"], name="two", perm=[1, 0]),
+        helper.make_node("Transpose", ["two"], ["unpacked"], name="unpack", perm=[1, 0]),
+        helper.make_node("Exp", ["both"], ["whole"], name="whole"),
+        helper.make_node("Gather", ["crossed", "tokens"], ["columns"], name="columns", axis=1),
+    ]
+    read = [name for name in tables if name not in ("turned", "packed", "given")]
+    for name in read:
+        along: dict[str, Any] = {"wide": {"axis": -1}, "least": {"axis": -2}}.get(name, {})
+        nodes.append(helper.make_node("Gather", [name, "tokens"], [f"{name}_read"], name=name, **along))
+    outputs, shapes = [*(f"{name}_read" for name in read), "whole", "given", "row", "columns"], {"given": (100, 16)}
     graph = helper.make_graph(
         nodes, "lookups", [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "length"])],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes.get(name)) for name in outputs],
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in stored.items()],
     )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("ai.onnx", 13)], ir_version=8)
     onnx.save(model, tmp_path / "lookups.onnx")
     path = quantize(tmp_path / "lookups.onnx", tmp_path / "int8.onnx", "dynamic")
-    kept = {tensor.name for tensor in onnx.load(path).graph.initializer if tensor.name[-6:] != "_scale"}
-    assert kept == {"embedding_int8", "zeros_int8", "table_int8", "both", "small"}
-    tokens = rng.integers(0, 100, (3, 5))
+    made = onnx.load(path).graph
+    kept = {tensor.name for tensor in made.initializer if tensor.name[-6:] != "_scale"}
+    in_bits = {f"{name}_int8" for name in ("embedding", "least", "zeros", "wide", "table", "unpacked")}
+    assert kept - {"shape"} == in_bits | {"both", "small", "given", "packed", "crossed"}
+    assert all(node.name for node in made.node)
+    tokens = rng.integers(0, 64, (3, 5))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = dict(zip(outputs, session.run(None, {"tokens": tokens}), strict=True))
-    for name, array in (arrays | {"table": stored["turned"].T}).items():  # each column has a scale of its own
-        bound = np.max(np.abs(array), axis=0) / 250 + 1e-6
-        assert np.all(np.abs(found[f"{name}_row"] - array[tokens]) <= bound), name
+    for name in read:  # each column has a scale of its own, or each row where columns are looked up
+        axis = 1 if name == "wide" else 0
+        bound = np.max(np.abs(tables[name]), axis=axis, keepdims=True) / 250 + 1e-6
+        bound = bound[..., None] if name == "wide" else bound
+        assert np.all(np.abs(found[f"{name}_read"] - np.take(tables[name], tokens, axis)) <= bound), name
+    assert np.array_equal(found["given"], stored["given"].astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +185,14 @@ def test_wrong_arguments(kind: str, given: Any, message: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)
     assert not list(tmp_path.iterdir())
+
+
+def test_older_operators_have_no_scales_along_an_axis(tmp_path: Path) -> None:
+    model = to_onnx(SPEC, WEIGHTS, profile="portable")
+    for domain, version, named in (("", 12, 12), ("other", 18, 0)):
+        model.opset_import[0].CopyFrom(helper.make_opsetid(domain, version))
+        with pytest.raises(ValueError, match=f"`model` must have opset 13, .*, got {named}"):
+            quantize(model, tmp_path / "old.onnx")
 
 
 def test_logging_stays_as_it_was(tmp_path: Path) -> None:

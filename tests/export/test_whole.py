@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from relskew_core import BlockSpec, Span, init_weights, relative_attention
-from relskew_core.export import caches_in_place, decoder_to_onnx, generate, save, to_onnx, torch_to_onnx
-from relskew_core.export._whole import compare, convert, decoder, decoder_check, genai
+from relskew_core import BlockSpec, Span, __version__, relative_attention
+from relskew_core.export import caches_in_place, decoder_to_onnx, generate, save, torch_to_onnx
+from relskew_core.export._whole import convert, decoder, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 VOCABULARY = 30
@@ -117,11 +117,12 @@ def test_names_and_lengths(made: tuple[Decoder, Path]) -> None:
 
 def test_nothing_of_this_machine_is_in_the_file(made: tuple[Decoder, Path]) -> None:
     model = onnx.load(made[1])
-    assert {entry.key: entry.value for entry in model.metadata_props}.keys() == {
-        "relskew.version",
-        "relskew.decoder",
-        "relskew.reach",
+    assert {entry.key: entry.value for entry in model.metadata_props} == {
+        "relskew.version": __version__,
+        "relskew.decoder": "growing",
+        "relskew.reach": f"{REACH}",
     }
+    assert model.opset_import[0].version == 23
     assert os.fsencode(Path(__file__).parents[2]) not in made[1].read_bytes()
 
 
@@ -155,27 +156,20 @@ def test_caches_in_place_give_the_tokens_of_torch(
         generate(session, [1] * (end + 1), 1)
     size = "cache_length" if end == REACH else end
     graph = onnx.load(path).graph
+    assert ("GroupQueryAttention" in {node.op_type for node in graph.node}) == (end == REACH)
     interface = shapes((*graph.input, *graph.output))
     assert interface.pop("past_length") == [1]
     assert {tuple(shape) for name, shape in interface.items() if "." in name} == {("batch", 1, size, 8)}
 
 
 def test_caches_that_anyone_fixed_make_tokens(made: tuple[Decoder, Path], tmp_path: Path) -> None:
-    """`caches_in_place` of a graph that says nothing of its caches; of another kind they are refused."""
+    """`caches_in_place` of a graph that says nothing of its caches."""
     model = Bare().eval()
     growing = onnx.load(decoder_to_onnx(model, tmp_path / "growing.onnx", opset=24))
     del growing.metadata_props[:]
     save(caches_in_place(growing), tmp_path / "fixed.onnx")
     prompt = np.asfortranarray([[3, 1, 2], [4, 1, 5]])
     assert np.array_equal(generate(tmp_path / "fixed.onnx", prompt, 9), greedy(model, model.empty_cache, prompt, 9))
-    onnx.helper.set_model_props(growing, {"relskew.decoder": "ring"})
-    save(growing, tmp_path / "ring.onnx")
-    with pytest.raises(ValueError, match="`model` must have caches that are 'growing' or 'in_place', got 'ring'"):
-        generate(tmp_path / "ring.onnx", [1], 1)
-    onnx.helper.set_model_props(growing, {"relskew.decoder": "in_place"})
-    save(growing, tmp_path / "ring.onnx", overwrite=True)
-    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes"):
-        generate(tmp_path / "ring.onnx", [1], 1)
 
 
 def test_wrong_caches_in_place_do_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,20 +184,6 @@ def test_wrong_caches_in_place_do_not_appear(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RuntimeError, match="output 'logits' for a prompt of 12 in pieces differs by"):
         decoder_to_onnx(Bare(), tmp_path / "bare.onnx", in_place=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_full_cache_must_fail() -> None:
-    model = Bare()
-    flat = convert.Flat(model, (torch.zeros(2, 3, dtype=torch.int64), model.empty_cache(2)), {})
-    seen: dict[str, Any] = {}
-
-    def never_fails(inputs: Any, case: str, length: int) -> list[Any]:
-        seen.update(tokens=inputs[0].shape, filled=inputs[1].shape[2], length=length)
-        return []
-
-    with pytest.raises(RuntimeError, match="gives numbers for position 4, although its caches hold 4"):
-        decoder_check.check_full(flat, never_fails)
-    assert seen == {"tokens": (1, 1), "filled": 4, "length": 4}
 
 
 def test_tokens_are_those_of_torch(made: tuple[Decoder, Path]) -> None:
@@ -249,107 +229,11 @@ def test_generate_needs_no_torch(made: tuple[Decoder, Path]) -> None:
     assert told.split() == list(map(str, generate(made[1], [1, 2, 3, 4], 6)))
 
 
-def test_a_stop_ends_rows_and_then_the_whole(made: tuple[Decoder, Path]) -> None:
-    prompt = [[1, 2, 3, 4], [9, 8, 7, 6]]
-    free = generate(made[1], prompt, 12)
-    stop = int(next(token for token in free[0] if token not in free[1]))
-    first = int(np.argmax(free[0] == stop))
-    got = generate(made[1], prompt, 12, stop=stop)
-    assert np.array_equal(got[1], free[1])
-    assert np.array_equal(got[0, : first + 1], free[0, : first + 1])
-    assert (got[0, first:] == stop).all()
-    assert np.array_equal(generate(made[1], prompt[0], 12, stop=[stop, 29]), free[0, : first + 1])
-
-
-def test_tokens_are_told_as_they_come(made: tuple[Decoder, Path]) -> None:
-    told: list[Any] = []
-    got = generate(made[1], [1, 2, 3], 4, stream=told.append)
-    assert told == list(got)
-    assert all(type(token) is int for token in told)
-    told.clear()
-    rows = generate(made[1], [[1, 2, 3], [4, 5, 6]], 4, stream=told.append)
-    assert np.array_equal(np.stack(told, axis=1), rows)
-
-
-def test_draws_are_those_of_the_seed(made: tuple[Decoder, Path]) -> None:
-    prompt = [[1, 2, 3]] * 200
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 1}
-    once, again = (generate(made[1], prompt, 2, **options) for _ in range(2))
-    assert np.array_equal(once, again)
-    assert not np.array_equal(once, generate(made[1], prompt, 2, **{**options, "seed": 2}))
-    likeliest = generate(made[1], prompt[0], 1)[0]
-    assert (generate(made[1], prompt, 1, **options, top_k=1) == likeliest).all()
-    assert (generate(made[1], prompt, 1, **options, top_p=1e-6) == likeliest).all()
-    assert (generate(made[1], prompt, 1, temperature=1e-6) == likeliest).all()
-
-
-def test_draws_have_the_probabilities_of_the_logits(made: tuple[Decoder, Path]) -> None:
-    model, path = made
-    count = 4000
-    with torch.no_grad():
-        logits = model(torch.tensor([[1, 2, 3]]), caches_of(model)(1))[0][0, -1].double()
-    cases: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}]
-    for case in cases:
-        shares = (logits / 3).softmax(0)
-        order = shares.argsort(descending=True)
-        kept = shares[order]
-        kept[case.get("top_k", VOCABULARY) :] = 0
-        kept /= kept.sum()
-        kept[kept.cumsum(0) - kept >= case.get("top_p", 2)] = 0
-        want = torch.zeros_like(shares)
-        want[order] = kept / kept.sum()
-        tokens = generate(path, [[1, 2, 3]] * count, 1, temperature=3.0, seed=0, **case)[:, 0]
-        found = np.bincount(tokens, minlength=VOCABULARY) / count
-        spread = (want * (1 - want) / count).sqrt().numpy()
-        assert (np.abs(found - want.numpy()) <= 5 * spread).all(), case
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"n": REACH}, ValueError, "`n` must be at most 18 after a prompt of 3: .* reach 20 positions, got 20"),
-        (
-            {"prompt": [1] * 21},
-            ValueError,
-            "`prompt` must be at most 20 tokens, which the model's tables reach, got 21",
-        ),
-        ({"prompt": []}, ValueError, r"`prompt` must hold a token, got shape \(0,\)"),
-        ({"prompt": [3, 30]}, ValueError, "`prompt` must hold tokens 0 … 29, got 3 … 30"),
-        ({"prompt": [-1]}, ValueError, "`prompt` must hold tokens 0 … 29, got -1"),
-        ({"prompt": [0.5]}, TypeError, r"`prompt` must be ints of shape .*, got float64 \(1,\)"),
-        ({"prompt": [[1, 2], [3]]}, ValueError, "`prompt` must hold rows of one length, got list of 2"),
-        ({"n": -1}, ValueError, "`n` must be an int >= 0"),
-        ({"temperature": -1.0}, ValueError, "`temperature` must be at least 0"),
-        ({"top_k": 3}, ValueError, "`top_k` needs `temperature` above 0"),
-        ({"temperature": 1, "top_p": 0.0}, ValueError, "`top_p` must be above 0"),
-        ({"temperature": 1, "top_k": 0}, ValueError, "`top_k` must be an int >= 1"),
-        ({"stop": "a"}, TypeError, "`stop` must be ints"),
-        ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
-        ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
-        ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
-    ],
-    ids=str,
-)
-def test_what_generate_refuses(
-    made: tuple[Decoder, Path], changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    arguments = {"model": made[1], "prompt": [1, 2, 3], "n": 2, **changes}
-    with pytest.raises(error, match=message):
-        generate(arguments.pop("model"), arguments.pop("prompt"), arguments.pop("n"), **arguments)
-
-
 def test_past_the_table_the_runtime_names_it(made: tuple[Decoder, Path]) -> None:
     session = onnxruntime.InferenceSession(made[1])
     empty = {value.name: np.zeros((1, 2, 0, 4), np.float32) for value in session.get_inputs()[1:]}
     with pytest.raises(Exception, match=r"layers\.0\.attention/skew/rows/rel_k_reaches_19_back"):
         session.run(None, {"input_ids": np.zeros((1, REACH + 1), np.int64), **empty})
-
-
-def test_other_graphs_are_no_decoders(tmp_path: Path) -> None:
-    spec = BlockSpec(4, 2, Span.causal(8), causal=True)
-    save(to_onnx(spec, init_weights(spec, seed=0)), tmp_path / "block.onnx")
-    with pytest.raises(ValueError, match=r"`model` must be what decoder_to_onnx writes.*got inputs \['x'\]"):
-        generate(tmp_path / "block.onnx", [1], 1)
 
 
 class Bare(nn.Module):
@@ -398,6 +282,7 @@ def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> N
     got = generate(path, [[3, 1, 2], [0, 7, 7]], 50)
     assert np.array_equal(got, greedy(model, model.empty_cache, [[3, 1, 2], [0, 7, 7]], 50))
     assert len(np.unique(got)) > 4
+    assert decoder_to_onnx(model, path, overwrite=True) == path
 
 
 def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
@@ -456,6 +341,9 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
         (Bare(), {"in_place": True, "length": 0}, ValueError, "`length` must be an int >= 1, got 0"),
         (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
         (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
+        (Bare(), {"contrib": 1}, TypeError, "`contrib` must be"),
+        (Bare(), {"check": 1}, TypeError, "`check` must be"),
+        (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
         (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
         (Bare(), {"contrib": True}, ValueError, "`contrib` requires `in_place=True`: .* got contrib=True"),
     ],
@@ -554,6 +442,39 @@ def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
     torch_to_onnx(Choosy(), torch.randn(3), check=False)
 
 
+class Changing(nn.Module):
+    """Takes no single number, and adds another one to four of them, which no graph can know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return x + 1
+        if len(x) == 1:
+            raise ValueError("too few")
+        return x + 1 + 0.01 * (len(x) == 4)
+
+
+def test_a_length_that_is_refused_hides_no_other() -> None:
+    example = torch.rand(3)
+    with pytest.raises(RuntimeError, match=r"output 'output' for inputs of x \(4,\) differs by"):
+        torch_to_onnx(Changing(), example)
+    with pytest.warns(UserWarning, match=r"inputs of x \(1,\)"):
+        torch_to_onnx(Changing(), example, tolerance=0.1)
+
+
+def test_options_of_an_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, x, path = nn.Linear(300, 4), torch.randn(2, 300), tmp_path / "linear.onnx"
+    made = torch_to_onnx(model, x, path, input_names=["a"], output_names=["b"], external_threshold=0)
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".data", ".onnx"]
+    assert shapes((*made.graph.input, *made.graph.output)) == {"a": ["batch", 300], "b": ["batch", 4]}
+    assert [(entry.domain, entry.version) for entry in made.opset_import] == [("", 23)]
+    assert {entry.key: entry.value for entry in made.metadata_props} == {"relskew.version": __version__}
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(FileExistsError):
+        torch_to_onnx(model, x, path)
+    assert torch_to_onnx(model, [x], path, opset=18, overwrite=True).opset_import[0].version == 18
+    assert path.stat().st_size > model.weight.nbytes
+
+
 def test_lengths_that_both_refuse_are_nothing_to_tell() -> None:
     short = RelativeMultiheadAttention(BlockSpec(8, 2, Span.full(5)))
     torch_to_onnx(short, torch.randn(2, 5, 8))  # a warning would be an error here
@@ -585,6 +506,8 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
         (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
         (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),
         (torch.zeros(2, 3), {"output_names": "a"}, ValueError, "`output_names` must be 1 different names"),
+        (torch.zeros(2, 3), {"check": 1}, TypeError, "`check` must be "),
+        (torch.zeros(2, 3), {"path": "never.onnx", "overwrite": 1}, TypeError, "`overwrite` must be "),
         (torch.zeros(2, 3), {"opset": 17}, ValueError, "`opset` must be 18 … 24, got 17"),
     ],
     ids=str,
@@ -592,18 +515,6 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
 def test_what_torch_to_onnx_refuses(inputs: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         torch_to_onnx(nn.Linear(3, 4), inputs, **options)
-
-
-def test_the_comparison_sees_what_differs() -> None:
-    right = torch.tensor([1.0, 2.0, torch.nan])
-    compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None)
-    for wrong in (np.array([1, 2.001, 7], np.float32), np.array([1, np.nan, 7], np.float32), np.ones(2, np.float32)):
-        with pytest.raises(RuntimeError, match="output 'y' for x"):
-            compare.check_equal(["y"], [wrong], [right], "x", None)
-    with pytest.raises(RuntimeError, match=r"is float64 \(3,\), of torch float32"):
-        compare.check_equal(["y"], [right.double().numpy()], [right], "x", None)
-    with pytest.raises(RuntimeError, match=r"differs in 50\.0% of its numbers"):
-        compare.check_equal(["y"], [np.array([1, 2])], [torch.tensor([1, 3])], "x", None)
 
 
 def test_without_a_translation_the_error_says_how() -> None:

@@ -13,10 +13,11 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from mutants.changed import has_changed
 from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
-CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"  # what torch calls in an export is left out
+CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"
 
 
 def _tests(names: str) -> tuple[str, ...]:
@@ -24,7 +25,7 @@ def _tests(names: str) -> tuple[str, ...]:
 
 
 SUITES = {  # the modules, and the tests that are to notice their mutants
-    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core",)),
+    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core", "tests/backends/test_short.py")),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
         (f"{EXPORT}validate",),
@@ -35,7 +36,10 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
         _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
     "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
+    "models": ((f"{EXPORT}whole",), _tests("convert decoder_check generate names whole")),
+    "translation": ((f"{EXPORT}from_torch",), _tests("torch torch_functions")),
 }
+TORCH = ("models", "translation")  # whose tests export models of torch, a second or more each: try a sample
 RECORD = Path(__file__).with_name("survivors.md")
 
 
@@ -45,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="a folder or a module, as relskew_core/_positions/skew")
     parser.add_argument("--sample", type=int, help="try so many of each suite")
     parser.add_argument("--again", action="store_true", help="only those that the record names")
+    parser.add_argument("--since", help="those, and the mutants of functions that have changed since a commit")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--patience", type=float, default=8.0, help="seconds of tests for a mutant")
@@ -60,18 +65,22 @@ def main(argv: list[str] | None = None) -> int:
             if asked.sample:
                 print(f"seed {asked.seed}")
                 mutants = random.Random(asked.seed).sample(mutants, min(asked.sample, len(mutants)))
-            elif asked.again:
+            elif asked.again or asked.since:
                 known = recorded(RECORD)
-                mutants = [mutant for mutant in mutants if mutant.line in known]
-            tried += run(stage, mutants, tests, asked.workers, asked.patience)
+                mutants = [
+                    mutant
+                    for mutant in mutants
+                    if mutant.line in known or (asked.since and has_changed(mutant, asked.since))
+                ]
+            tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
-    faults = update(RECORD, tried, sizes, again=asked.again)
+    faults = update(RECORD, tried, sizes, again=asked.again, since=bool(asked.since))
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
     return int(bool(faults))
 
 
 def run(
-    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float
+    stage: Path, mutants: list[Mutant], tests: tuple[str, ...], workers: int, patience: float, *, torch: bool
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
     (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
@@ -89,6 +98,7 @@ def run(
         "--tb=native",
     ]
     command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
+    command += ["--torch"] if torch else []
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     (stage / "verdicts").touch()

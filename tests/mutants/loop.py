@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -106,11 +107,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--verdicts", type=Path, required=True)
     parser.addoption("--workers", type=int, required=True)
     parser.addoption("--patience", type=float, required=True)
+    parser.addoption("--torch", action="store_true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not for here, and have few examples drawn."""
-    away = [item for item in items if any(word in item.nodeid.rpartition("/")[2].lower() for word in OTHERS)]
+    others = [word for word in OTHERS if word != "torch" or not config.getoption("torch")]
+    away = [item for item in items if any(word in item.nodeid.rpartition("/")[2].lower() for word in others)]
     items[:] = [item for item in items if item not in away]
     config.hook.pytest_deselected(items=away)
     for item in items:
@@ -130,6 +133,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     for name in reach.modules:  # once here, not in every fork
         with suppress(Exception):
             importlib.import_module(name)
+    if option("torch"):
+        export_something()
     gc.collect()
     gc.freeze()  # forks share what is here as long as they do not write to it
     print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
@@ -157,6 +162,15 @@ def measure(items: list[pytest.Item]) -> Reach:
             reach.tests.setdefault(line, []).append(index)
     reach.modules = [name for name in sys.modules if name not in before and not name.startswith("relskew_core")]
     return reach
+
+
+def export_something() -> None:
+    """Have torch's exporter set itself up, which takes it seconds, with no code of ours."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),), dynamo=True, verbose=False)
 
 
 def busy() -> float:

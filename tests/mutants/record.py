@@ -53,27 +53,42 @@ class Mutant:
         return self.name.rpartition(".")[0]
 
     @property
+    def function(self) -> str:
+        """The name of the function, behind that of its class."""
+        name = self.name.rpartition(".")[2].partition("__mutmut_")[0]
+        return name.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+
+    @property
     def line(self) -> str:
         """Module, function and change, as the record shows them."""
-        function = self.name.rpartition(".")[2].partition("__mutmut_")[0]
-        return f"{self.module}.{function.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}: {self.change}"
+        return f"{self.module}.{self.function}: {self.change}"
 
 
-def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False) -> str:
+def written(
+    before: str,
+    tried: Iterable[tuple[Mutant, str]],
+    sizes: Mapping[str, int],
+    *,
+    again: bool = False,
+    since: bool = False,
+) -> str:
     """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
 
-    ``again``: only survivors were tried, and what was noticed is noticed still. A sample changes nothing about a module
-    of which more was tried.
+    ``again``: only survivors were tried, and what was noticed is noticed still. ``since``: so were the mutants that
+    came since, so that a module of which all were tried is one still. A sample changes nothing about a module of which
+    more was tried.
     """
     counts = counted(before)
     known = {name: min(count.tried, sizes.get(name, 0)) for name, count in counts.items()}
+    if since:
+        known |= {name: sizes[name] for name, count in counts.items() if name in sizes and count.tried == count.mutants}
     now, every = {name: Counter[str]() for name in sizes}, Counter[str]()
     for mutant, verdict in tried:
         every[mutant.module] += 1
         if verdict in ("survived", "unreached"):
             now[mutant.module][mutant.line] += 1
     for name, size in sizes.items():
-        number = known.get(name, every[name]) if again else every[name]
+        number = known.get(name, every[name]) if again or since else every[name]
         if number == 0 or number < known.get(name, 0):
             del now[name]
         else:
@@ -128,10 +143,8 @@ def recorded(path: Path) -> set[str]:
     return {line for _, _, lines in SECTION.findall(path.read_text()) for line in lines.splitlines()}
 
 
-def update(
-    path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False
-) -> list[str]:
-    """Write the record, and say what is wrong with it."""
-    text = written(path.read_text() if path.exists() else "", tried, sizes, again=again)
+def update(path: Path, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], **kind: bool) -> list[str]:
+    """Write the record, and say what is wrong with it; ``kind`` of run as :func:`written` takes it."""
+    text = written(path.read_text() if path.exists() else "", tried, sizes, **kind)
     path.write_text(text)
     return faults(text)

@@ -168,6 +168,10 @@ IN_PLACE["in place: shared table, values, bias"] = (
     BlockSpec(8, 2, CAUSAL, causal=True, shared_table=True, rel_values=True, rel_bias=True),
     {"past": True, "in_place": True},
 )
+IN_PLACE["in place: values alone, mask"] = (
+    BlockSpec(8, 2, CAUSAL, causal=True, rel_keys=False, rel_values=True),
+    {"past": True, "in_place": True, "mask": True},
+)
 PROFILES = ("ort", "portable", "trt")
 
 

@@ -24,6 +24,7 @@ CHUNKS, TRT, PORTABLE, CONTRIB = {"chunk_size": 3}, *({"profile": name} for name
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("causal", {}),
     "full-half": ("full, mask", {"dtype": "float16"}),
+    "window-half": ("causal, window", PORTABLE | {"dtype": "float16"}),
     "full-double": ("full, shared table", {"dtype": "float64"}),
     "full-portable": ("full, uneven table", PORTABLE),
     "short-trt": ("causal, short", TRT),
@@ -57,6 +58,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "in-place-core": ("in place: core: cache, grouped, no bias", {}),
     "in-place-bias": ("in place: shared table, values, bias", {}),
     "in-place-bias-alone": ("in place: bias alone, cache", {}),
+    "in-place-values-alone": ("in place: values alone, mask", {}),
     "in-place-half": ("in place: cache", {"dtype": "float16"}),
     "in-place-zero": ("in place: cache, zero, values, mask", {}),
     "in-place-segments": ("in place: segments, cache, mask, sinks", {}),

@@ -1,0 +1,212 @@
+"""What a model's arguments and results are called in a graph, and the inputs that its check draws; no export."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import namedtuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from relskew_core import BlockSpec, Span
+from relskew_core.export import decoder_to_onnx
+from relskew_core.export._whole.convert import Flat, check_model, evaluating, varying
+from relskew_core.export._whole.decoder import _empty_past
+from relskew_core.export._whole.from_torch import _cases, _lengths, _names
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+sympy: Any = pytest.importorskip("sympy")  # torch's own
+ONE = torch.ones(1)
+Pair = namedtuple("Pair", "left right")
+
+
+class Gives(nn.Module):
+    """Gives what it is made with, whatever it takes."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: Any = None, y: Any = None, *more: Any, **others: Any) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "names"),
+    [
+        ((ONE,), {}, ["x"]),
+        ((3, ONE), {}, ["y"]),
+        ((ONE,) * 4, {}, ["x", "y", "more", "others"]),
+        ((ONE,) * 5, {}, ["x", "y", "more", "others", "input_4"]),
+        (([ONE, (ONE, 2, ONE)],), {"y": {"b": ONE, "a": [ONE]}}, ["x_0", "x_1_0", "x_1_2", "y_b", "y_a_0"]),
+        ((), {"shown": ONE, "kind": "all"}, ["shown"]),
+    ],
+)
+def test_names_of_arguments(args: Any, kwargs: Any, names: list[str]) -> None:
+    flat = Flat(Gives(ONE), args, kwargs)
+    assert flat.input_names == names
+    assert len(flat.inputs()) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (ONE, ["output"]),
+        ((ONE, 3, ONE), ["output_0", "output_2"]),
+        ({"logits": ONE, "past": [(ONE, ONE)]}, ["logits", "past_0_0", "past_0_1"]),
+        ([{"a": ONE}, None], ["output_0_a"]),
+        (Pair(ONE, [ONE]), ["left", "right_0"]),
+    ],
+)
+def test_names_of_results(result: Any, names: list[str]) -> None:
+    flat = Flat(Gives(result), (ONE,), {})
+    assert len(flat(ONE)) == len(names)
+    assert flat.output_names == names
+
+
+class Sub(nn.Module):
+    def forward(self, pair: Any, *, scale: float, shown: Any) -> Any:
+        return (pair[0] - pair[1]["b"]) * scale + shown
+
+
+def test_tensors_go_where_they_came_from() -> None:
+    flat = Flat(Sub(), ([ONE, {"b": 2 * ONE}],), {"scale": 10.0, "shown": 3 * ONE})
+    assert [x.item() for x in flat.inputs()] == [1, 2, 3]
+    assert flat(7 * ONE, 4 * ONE, ONE)[0].item() == 31
+
+
+def test_models_elsewhere_are_refused_by_the_name_of_a_weight() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    check_model(model)
+    model[1].register_buffer("lost", torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match=r"on the CPU: call `model\.cpu\(\)` first, got '1\.lost' on meta"):
+        check_model(model)
+
+
+def test_a_model_stays_in_the_mode_it_was_in() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout()).train()
+    model[0].eval()
+    with suppress(KeyError), evaluating(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
+class Fixed(nn.Module):
+    """Takes one width alone, and any batch."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.reshape(-1, 3) + y.reshape(-1, 3)
+
+
+def test_what_varies_and_what_an_export_leaves_as_it_was() -> None:
+    model, log = Fixed().train(), logging.getLogger("torch.onnx._internal.exporter._registration")
+    log.setLevel(logging.INFO)
+    before = list(warnings.filters)
+    axes = varying(Flat(model, (torch.ones(2, 3), torch.ones(2, 3)), {}))
+    assert axes == [{0: torch.export.Dim.DYNAMIC}] * 2
+    assert model.training
+    assert log.level == logging.INFO
+    assert warnings.filters == before
+    log.setLevel(logging.NOTSET)
+
+
+def test_the_inputs_of_a_check() -> None:
+    """The example first; then 1, one less and one more for all that varies, with numbers of the example."""
+    a, b = sympy.symbols("s0 s1")
+    leaves = [torch.arange(6).view(2, 3) + 10, torch.tensor([7, 8])]
+    cases = list(_cases(leaves, [(a, b), (a,)]))
+    assert [[tuple(x.shape) for x in case] for case in cases] == [
+        [(2, 3), (2,)], [(1, 1), (1,)], [(1, 2), (1,)], [(3, 4), (3,)]
+    ]  # fmt: skip
+    assert all(torch.equal(x, leaf) and x is not leaf for x, leaf in zip(cases[0], leaves, strict=True))
+    for case in cases[1:]:
+        assert all(
+            set(x.flatten().tolist()) <= set(leaf.flatten().tolist()) for x, leaf in zip(case, leaves, strict=True)
+        )
+    assert len(cases[3][0].unique()) > 3
+    assert all(torch.equal(*pair) for pair in zip(cases[3], list(_cases(leaves, [(a, b), (a,)]))[3], strict=True))
+    sums = list(_cases([torch.ones(2, 5), torch.ones(3)], [(a, a + b), (b,)]))
+    assert [tuple(case[0].shape) for case in sums] == [(2, 5), (1, 2), (1, 3), (3, 7)]
+    assert len(list(_cases(leaves, [(2, 3), (2,)]))) == 1
+    ones = list(_cases([torch.ones(1)], [(a,)]))
+    assert [tuple(case[0].shape) for case in ones] == [(1,), (1,), (1,), (2,)]
+
+
+def test_names_that_are_given() -> None:
+    assert _names("input_names", None, ["x"]) == ["x"]
+    assert _names("input_names", ("a", "b"), ["x", "y"]) == ["a", "b"]
+    for wrong in ("ab", ["a"], ["a", "a"], ["a", "b", "c"]):
+        with pytest.raises(ValueError, match=r"`input_names` must be 2 different names, for \['x', 'y'\], got "):
+            _names("input_names", wrong, ["x", "y"])
+    assert _lengths([torch.ones(2, 3), torch.ones(2)], ["x", "y"]) == {
+        (0, 0): "batch", (0, 1): "x_axis_1", (1, 0): "y_axis_0"
+    }  # fmt: skip
+    assert _lengths([torch.tensor(1.0), torch.ones(2)], ["x", "y"]) == {(1, 0): "y_axis_0"}
+
+
+class Layers(nn.Module):
+    def __init__(self, *specs: BlockSpec) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(RelativeMultiheadAttention, specs))
+
+
+def test_the_caches_of_a_model_that_has_none_of_its_own() -> None:
+    """Of every attention that is causal and of one sequence, in order."""
+    causal = [BlockSpec(8, heads, Span.causal(9), causal=True) for heads in (2, 4)]
+    model = Layers(causal[0], BlockSpec(8, 2, Span.full(9)), BlockSpec(8, 2, Span.clipped(3), cross=True), causal[1])
+    caches = _empty_past(model, None)(3)
+    assert [tuple(x.shape) for pair in caches for x in pair] == [(3, 2, 0, 4)] * 2 + [(3, 4, 0, 2)] * 2
+    with pytest.raises(ValueError, match="`past` must be given where the model has no `empty_cache` and no causal"):
+        _empty_past(Layers(BlockSpec(8, 2, Span.full(9))), None)
+    own: Any = len
+    assert _empty_past(model, own) is own
+
+
+class Answers(nn.Module):
+    """Gives logits and caches that are made for it."""
+
+    def __init__(self, logits: Any, past: Any) -> None:
+        super().__init__()
+        self.logits, self.past = logits, past
+
+    def empty_cache(self, batch: int) -> Any:
+        return [(torch.zeros(batch, 2, 0, 4), torch.zeros(batch, 2, 0, 4))]
+
+    def forward(self, tokens: Tensor, past: Any) -> Any:
+        return self.logits, self.past
+
+
+LOGITS, GROWN = torch.zeros(2, 3, 9), torch.zeros(2, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("logits", "past", "error", "message"),
+    [
+        (torch.zeros(2, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\), got .* for tokens"),
+        (torch.zeros(3, 3, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
+        (LOGITS.long(), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
+        (None, [(GROWN, GROWN)], TypeError, r"`model` must return \(logits, past\), got tuple of 2"),
+        (LOGITS, [(GROWN, GROWN[:, :1])], ValueError, "as many caches as it is given, of the same heads and widths"),
+        (LOGITS, [(GROWN, GROWN)] * 2, ValueError, "as many caches as it is given, of the same heads and widths"),
+        (LOGITS, [GROWN], TypeError, r"the past that `model` returns must be a list with one pair .* got list of 1"),
+        (LOGITS, [(GROWN,) * 3], TypeError, r"the past that `model` returns must be a list with one pair"),
+        (LOGITS, [], TypeError, r"the past that `model` returns must be a list with one pair"),
+        (LOGITS, [(GROWN, GROWN[0])], ValueError, r"must hold tensors \(batch, heads, positions, D\), of 2 and 3 pos"),
+        (LOGITS, [(GROWN, GROWN[:1])], ValueError, r"must hold tensors .* of 2 and 3 positions here, got Tensor"),
+        (LOGITS, [(GROWN, GROWN[:, :, :2])], ValueError, r"must hold tensors .* of 2 and 3 positions here"),
+        (LOGITS, [(GROWN, 3)], ValueError, r"must hold tensors .* got int 3"),
+    ],
+    ids=range(13),
+)
+def test_what_a_decoder_must_answer(
+    logits: Any, past: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        decoder_to_onnx(Answers(logits, past), tmp_path / "decoder.onnx")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,265 @@
+"""What the check of a decoder tries, and that it sees whatever a graph does wrong; how it runs a file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx import helper
+from torch import Tensor, nn
+
+import small_decoder
+from relskew_core.export import save
+from relskew_core.export._whole import compare
+from relskew_core.export._whole.convert import Flat
+from relskew_core.export._whole.decoder_check import check_decoder, check_full
+
+NAMES = ["logits", "present.0.key", "present.0.value"]
+
+
+class Summing(nn.Module):
+    """Logits of all tokens so far; it goes as far as it is told to."""
+
+    def __init__(self, most: int = 1000, heads: int = 1) -> None:
+        super().__init__()
+        self.most, self.heads = most, heads
+        embedding = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).repeat(1, heads)
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        ((keys, values),) = past
+        x = self.embedding[tokens].unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        keys, values = torch.cat([keys, x], 2), torch.cat([values, x * 2], 2)
+        if keys.shape[2] > self.most:
+            raise IndexError(f"{keys.shape[2]} positions are too many")
+        sums = (keys * values).cumsum(2)[:, :, -tokens.shape[1] :]
+        return sums.transpose(1, 2).flatten(2) @ self.embedding.T, ((keys, values),)
+
+    def flat(self) -> Flat:
+        shown = torch.zeros(2, self.heads, 3, 4, dtype=self.embedding.dtype)
+        return Flat(self, (torch.zeros(2, 2, dtype=torch.int64), [(shown, shown)]), {})
+
+
+Case = tuple[int, int, int]  # rows, tokens, and how many are past
+
+
+class Graph:
+    """Does what a model does but where it is told to err; notes what it is tried with."""
+
+    def __init__(self, model: Summing, *, end: int | None = None, wrong: Collection[Case] = ()) -> None:
+        self.flat, self.end, self.wrong = model.flat(), end, wrong
+        self.cases: list[Case] = []
+        self.seen: list[list[Any]] = []
+        self.told: list[str] = []
+
+    def __call__(self, inputs: Any, told: str) -> list[Any]:
+        tokens, keys, values = inputs
+        assert tokens.dtype == torch.int64
+        assert tokens.shape[0] == keys.shape[0] == values.shape[0]
+        case = (*tokens.shape, keys.shape[2])
+        self.cases.append(case)
+        self.seen.append([x.tolist() for x in inputs])
+        assert keys.dtype == values.dtype == self.flat.inputs()[1].dtype
+        self.told.append(told)
+        if self.end is not None and tokens.shape[1] + keys.shape[2] > self.end:
+            raise RuntimeError("past the end")
+        results = [x.numpy().copy() for x in compare.results_of(self.flat, inputs)]
+        if case in self.wrong:
+            results[0][-1, -1] *= 1.01
+        return results
+
+    def check(self, reach: int | None = None, grouped: bool = False, tolerance: float | None = None) -> None:
+        check_decoder(self.flat, self, NAMES, reach=reach, tolerance=tolerance, grouped=grouped)
+
+
+@pytest.mark.parametrize(
+    ("reach", "most", "grouped", "cases"),
+    [
+        (None, 1000, False, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 300)]),
+        (12, 12, False, [(1, 1, 0), (3, 12, 0), (3, 6, 0), (3, 1, 6), (3, 5, 7), (2, 1, 11), (1, 1, 12)]),
+        (5, 5, False, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
+        (100, 100, False, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
+        (None, 11, False, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
+        (  # several tokens behind a past for one row alone
+            8, 8, True,
+            [(1, 1, 0), (3, 8, 0), (1, 4, 0), (1, 1, 4), (1, 3, 5), (3, 6, 0), (3, 1, 6), (3, 1, 7), (2, 1, 7),
+             (1, 1, 8)],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_tried(reach: int | None, most: int, grouped: bool, cases: list[Case]) -> None:
+    """One token, a prompt, the prompt in pieces, a long past, and one token more than there is room for."""
+    graph = Graph(Summing(most), end=reach)
+    graph.check(reach, grouped)
+    assert graph.cases == cases
+    for case in cases[:-1]:
+        with pytest.raises(RuntimeError, match=r"does not do what `model` does: output '.*' for "):
+            Graph(Summing(most), end=reach, wrong=[case]).check(reach, grouped)
+    Graph(Summing(most), end=reach, wrong=cases).check(reach, grouped, tolerance=1.0)
+
+
+def test_what_is_drawn_is_the_same_each_time_and_of_all_tokens() -> None:
+    first, again, double = Graph(Summing()), Graph(Summing()), Graph(Summing().double())
+    for graph in (first, again, double):
+        graph.check()
+    assert first.seen == again.seen
+    assert {token for row in first.seen[1][0] for token in row} == set(range(9))
+
+
+class AtMostThree(Summing):
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        if tokens.shape[1] > 3:
+            raise IndexError("three tokens at once are the most")
+        return super().forward(tokens, past)
+
+
+def test_shorter_prompts_are_tried_where_long_ones_cannot_be() -> None:
+    graph = Graph(AtMostThree(16), end=16)
+    graph.check(16)
+    assert graph.cases == [(1, 1, 0), (3, 2, 0), (3, 1, 0), (3, 1, 1), (2, 1, 15), (1, 1, 16)]
+
+
+def test_what_is_told() -> None:
+    graph = Graph(Summing(9), end=9)
+    graph.check(9)
+    assert graph.told == [
+        "one token",
+        "a prompt of 9",
+        *(f"positions {piece} of a prompt" for piece in ("0 … 3", "4 … 4", "5 … 8")),
+        "one token after 8",
+        "one token past the end",
+    ]
+    wrong = {"a prompt of 9": (3, 9, 0), "a prompt of 9 in pieces": (3, 4, 5), "one token after 8": (2, 1, 8)}
+    for case, tried in wrong.items():
+        with pytest.raises(RuntimeError, match=f"output 'logits' for {case} differs by"):
+            Graph(Summing(9), end=9, wrong=[tried]).check(9)
+    with pytest.raises(RuntimeError, match=r"gives numbers for position 9, although its tables or caches end after 9"):
+        Graph(Summing()).check(9)
+
+
+class ForTwo(Summing):
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
+        if len(tokens) > 2:
+            raise IndexError("two rows are the most")
+        return super().forward(tokens, past)
+
+
+def test_what_a_model_cannot_do_at_all_is_told() -> None:
+    with pytest.raises(IndexError, match="two rows are the most"):
+        Graph(ForTwo()).check()
+    with pytest.raises(IndexError, match="20 positions are too many"):
+        Graph(Summing(12)).check(20)
+
+
+def test_long_pasts_of_wide_caches_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a GiB and more: for a past, one more position and two rows of keys and of values."""
+    tried = []
+    for largest in (2 * 301 * 128 - 1, 2 * 301 * 128):
+        monkeypatch.setattr("relskew_core.export._whole.decoder_check.LARGEST", largest)
+        graph = Graph(Summing(heads=4))
+        graph.check()
+        tried.append(graph.cases[-1])
+    assert tried == [(3, 19, 21), (2, 1, 300)]
+
+
+def test_a_full_cache_must_fail() -> None:
+    seen: dict[str, Any] = {}
+
+    def never_fails(inputs: Any, case: str, length: int) -> list[Any]:
+        seen.update(tokens=inputs[0].shape, filled=inputs[2].shape, length=length, case=case)
+        return []
+
+    with pytest.raises(RuntimeError, match="gives numbers for position 4, although its caches hold 4"):
+        check_full(Summing().flat(), never_fails)
+    case = "one token more than the caches hold"
+    assert seen == {"tokens": (1, 1), "filled": (1, 1, 4, 4), "length": 4, "case": case}
+
+    def fails(inputs: Any, case: str, length: int) -> list[Any]:
+        raise RuntimeError(case)
+
+    check_full(Summing().flat(), fails)
+
+
+def test_the_comparison_sees_what_differs() -> None:
+    right, one = torch.tensor([1.0, 2.0, torch.nan]), torch.ones(1, dtype=torch.float64)
+    compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None)
+    for wrong in (np.array([1, 2.001, 7], np.float32), np.array([1, np.nan, 7], np.float32), np.ones(2, np.float32)):
+        with pytest.raises(RuntimeError, match="does not do what `model` does: output 'y' for x"):
+            compare.check_equal(["y"], [wrong], [right], "x", None)
+    compare.check_equal(["y"], [np.array([1, 2.001, 7], np.float32)], [right], "x", 1e-3)
+    with pytest.raises(RuntimeError, match=r"is float64 \(3,\), of torch float32 \(3,\)"):
+        compare.check_equal(["y"], [right.double().numpy()], [right], "x", None)
+    with pytest.raises(RuntimeError, match=r"differs in 50\.0% of its numbers"):
+        compare.check_equal(["y"], [np.array([1, 2])], [torch.tensor([1, 3])], "x", None)
+    with pytest.raises(RuntimeError, match=r"differs by 1\.0e-03 relative to its norm, more than 1e-04"):
+        compare.check_equal(["y"], [np.array([1.001], np.float32)], [torch.ones(1)], "x", None)
+    compare.check_equal(["y"], [np.zeros(1, np.float32)], [torch.zeros(1)], "x", None)
+    compare.check_equal(["y"], [np.zeros(0, np.float32)], [torch.zeros(0)], "x", None)
+    with pytest.raises(RuntimeError, match=r"differs by 2\.0e-01"):  # of nothing, the largest number
+        compare.check_equal(["y"], [np.array([0, -0.2], np.float32)], [torch.zeros(2)], "x", None)
+    compare.check_equal(["y"], [np.ones(1, np.float32)], [torch.ones(1)], "x", 0.0)
+    with pytest.raises(RuntimeError, match="output 'y'"):  # beside it is none, which says nothing of its size
+        compare.check_equal(["y"], [np.array([1.01e-3, 1], np.float32)], [torch.tensor([1e-3, torch.inf])], "x", None)
+    with pytest.raises(RuntimeError, match="output 'second'"):
+        compare.check_equal(["first", "second"], [np.array([1, 3]), np.zeros(1)], [torch.tensor([1, 3]), one], "x", 0.1)
+    half = [np.array([1.01], np.float16)]
+    compare.check_equal(["y"], half, [torch.ones(1, dtype=torch.float16)], "x", None)
+
+
+def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Growing, in place at a length of the graph's, and at any."""
+    names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    nothing = [torch.zeros(2, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
+    wanted = small_decoder.logits(torch.cat([tokens, tokens + 3], 1).numpy())
+    run: Any
+    for length in (0, 9, None):
+        path = save(
+            small_decoder.in_place(length) if length != 0 else small_decoder.growing(), tmp_path / f"{length}.onnx"
+        )
+        if length == 0:  # of an input that no output depends on there is none in the file
+            run, dropped = compare.runner(path, [*names, "gone"]), [torch.ones(1)]
+        else:
+            run, dropped = compare.runner_in_place(path, names, length), []
+        first, *past = run([tokens.T.contiguous().T, *nothing, *dropped], "one")
+        second, *caches = run([tokens + 3, *map(torch.tensor, past), *dropped], "two")
+        np.testing.assert_allclose(np.concatenate([first, second], 1), wanted, atol=1e-4)
+        assert {cache.shape for cache in caches} == {(2, small_decoder.HEADS, 6, small_decoder.WIDTH)}
+        for before, after in zip(past, caches, strict=True):
+            assert np.array_equal(before, after[:, :, :3])
+        with pytest.raises(RuntimeError, match="the exported graph fails where `model` does not, for three: "):
+            run([tokens + 99, *nothing, *dropped], "three")
+    with pytest.raises(RuntimeError, match="for four"):
+        run([tokens, *nothing], "four", length=2)
+    assert not capfd.readouterr().err  # what must fail fails quietly
+
+
+def test_what_lies_behind_a_cache_is_seen_where_a_graph_reads_it(tmp_path: Path) -> None:
+    model = small_decoder.in_place()
+    model.graph.node[-1].output[0] = "right"
+    for name in ("present.1.key", "present.1.key.filled"):
+        model.graph.node.append(helper.make_node("ReduceSum", [name], [f"sum of {name}"], keepdims=0))
+    sums = ["sum of present.1.key", "sum of present.1.key.filled"]
+    model.graph.node.append(helper.make_node("Sub", sums, ["behind"]))
+    model.graph.node.append(helper.make_node("Add", ["right", "behind"], ["logits"]))
+    names = ["input_ids", *(f"past_key_values.{name}" for name in small_decoder.CACHES)]
+    run = compare.runner_in_place(save(model, tmp_path / "behind.onnx"), names, None)
+    nothing = [torch.zeros(1, small_decoder.HEADS, 0, small_decoder.WIDTH) for _ in names[1:]]
+    tokens = [[1, 2, 3, 4, 5, 6]]
+    (found, *_), wanted = run([torch.tensor(tokens), *nothing], "one"), small_decoder.logits(tokens)
+    assert (np.abs(found - wanted) > 100).all()
+
+
+def test_whether_a_graph_gives_numbers() -> None:
+    given = [torch.ones(1)]
+    for numbers, told in (([1.0, np.nan], True), ([np.nan, np.nan], False), ([np.inf], False)):
+        assert compare.gives_numbers(lambda inputs, case, x=numbers: [np.array(x), np.ones(1)], given) is told  # type: ignore[misc]
+
+    def fails(inputs: Any, case: str) -> list[Any]:
+        raise RuntimeError(case)
+
+    assert compare.gives_numbers(fails, given) is False

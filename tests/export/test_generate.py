@@ -1,0 +1,292 @@
+"""Tokens from the graph of a decoder, whoever made it: those of the formula, drawn as asked, refused by name."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import small_decoder
+from relskew_core import BlockSpec, Span, init_weights
+from relskew_core.export import generate, save, to_onnx
+from relskew_core.export._whole import genai
+from relskew_core.export._whole.sampling import Sampler
+from small_decoder import VOCABULARY, greedy, growing, in_place
+
+PROMPT = [[1, 2, 3, 4], [9, 8, 7, 6], [5, 5, 5, 0]]
+REACH = 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(growing(**{"relskew.reach": f"{REACH}"}), tmp_path_factory.mktemp("made") / "decoder.onnx")
+
+
+@pytest.mark.parametrize("make", [growing, in_place, lambda: in_place(19)], ids=range(3))
+@pytest.mark.parametrize("prompt", [PROMPT, np.asfortranarray(PROMPT, np.uint8), [[7]]], ids=range(3))
+def test_tokens_are_those_of_the_formula(make: Callable[[], onnx.ModelProto], prompt: Any, tmp_path: Path) -> None:
+    path = save(make(), tmp_path / "decoder.onnx")
+    n = 20 - len(prompt[0])
+    got = generate(str(path), prompt, n)
+    assert got.dtype == np.int64
+    assert np.array_equal(got, greedy(prompt, n))
+    session = onnxruntime.InferenceSession(path)
+    assert np.array_equal(generate(session, prompt[0], n, temperature=0), got[0])
+    assert generate(session, prompt, 0).shape == (len(prompt), 0)
+    assert generate(session, prompt[0], 0).shape == (0,)
+    assert generate(session, prompt[0], 0).dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_caches_of_other_dtypes(dtype: Any, tmp_path: Path) -> None:
+    path = save(growing(dtype), tmp_path / "decoder.onnx")
+    assert np.array_equal(generate(path, [[7]], 2), greedy([[7]], 2))
+
+
+def test_a_stop_ends_rows_and_then_the_whole(made: Path) -> None:
+    free = generate(made, PROMPT[:2], 12)
+    first = next(place for place, token in enumerate(free[0]) if place > 1 and token not in free[1])
+    stop = free[0, first]
+    got = generate(made, PROMPT[:2], 12, stop=stop)
+    assert np.array_equal(got[1], free[1])
+    assert np.array_equal(got[0, : first + 1], free[0, : first + 1])
+    assert (got[0, first:] == stop).all()
+    assert np.array_equal(generate(made, PROMPT[0], 12, stop=[29, stop]), free[0, : first + 1])
+    assert [generate(made, PROMPT[:2], 12, stop=free[:, place].tolist()).shape[1] for place in (0, 2)] == [1, 3]
+
+
+def test_tokens_are_told_as_they_come(made: Path) -> None:
+    told: list[Any] = []
+    got = generate(made, [1, 2, 3], 4, stream=told.append)
+    assert told == list(got)
+    assert all(type(token) is int for token in told)
+    told.clear()
+
+    def spoil(tokens: Any) -> None:
+        told.append(tokens.copy())
+        tokens[:] = 0
+
+    rows = generate(made, PROMPT, 4, stream=spoil)
+    assert np.array_equal(np.stack(told, axis=1), rows)
+    assert np.array_equal(rows, greedy(PROMPT, 4))
+
+
+def test_draws_are_those_of_the_seed(made: Path) -> None:
+    prompt = [[1, 2, 3]] * 200
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 1}
+    once, again = (generate(made, prompt, 2, **options) for _ in range(2))
+    assert np.array_equal(once, again)
+    for other in (2, None):
+        assert not np.array_equal(once, generate(made, prompt, 2, **{**options, "seed": other}))
+    generate(made, prompt, 1, **{**options, "seed": 0})
+    likeliest = generate(made, prompt[0], 1)[0]
+    assert (generate(made, prompt, 1, **options, top_k=1) == likeliest).all()
+    assert (generate(made, prompt, 1, **options, top_p=1e-6) == likeliest).all()
+    assert (generate(made, prompt, 1, temperature=1e-6) == likeliest).all()
+
+
+@pytest.mark.parametrize(
+    "case", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_p": 1}, {"top_k": 4, "top_p": 0.8}, {"top_k": 2 * VOCABULARY}]
+)
+def test_draws_have_the_probabilities_of_the_logits(made: Path, case: dict[str, Any]) -> None:
+    count = 4000
+    shares = np.exp(small_decoder.logits([[1, 2, 3]])[0, -1] / 3)
+    order = np.argsort(-shares)
+    kept = shares[order]
+    kept[case.get("top_k", VOCABULARY) :] = 0
+    kept /= kept.sum()
+    kept[kept.cumsum() - kept >= case.get("top_p", 2)] = 0
+    want = np.zeros(VOCABULARY)
+    want[order] = kept / kept.sum()
+    tokens = generate(made, [[1, 2, 3]] * count, 1, temperature=3.0, seed=0, **case)[:, 0]
+    found = np.bincount(tokens, minlength=VOCABULARY) / count
+    assert (np.abs(found - want) <= 5 * np.sqrt(want * (1 - want) / count)).all()
+
+
+def test_the_first_of_equal_tokens_is_the_likeliest() -> None:
+    """And what stays of `top_p` is enough where it is reached to the point."""
+    equal = np.zeros((200, 100), np.float32)
+    assert not Sampler.of(1.0, 1, None, 0)(equal).any()
+    assert set(Sampler.of(1.0, None, 0.5, 0)(equal[:, :4])) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"n": 19}, ValueError, "`n` must be at most 18 after a prompt of 3: .* tables reach 20 positions, got 19"),
+        ({"prompt": [1] * 21}, ValueError, "`prompt` must be at most 20 tokens, .* model's tables reach, got 21"),
+        ({"prompt": []}, ValueError, r"`prompt` must hold a token, got shape \(0,\)"),
+        ({"prompt": [3, 30]}, ValueError, "`prompt` must hold tokens 0 … 29, got 3 … 30"),
+        ({"prompt": [-1]}, ValueError, "`prompt` must hold tokens 0 … 29, got -1"),
+        ({"prompt": [0.5]}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got float64 \(1,\)"),
+        ({"prompt": 3}, TypeError, r"`prompt` must be ints of shape \(length,\) or .*, got int64 \(\)"),
+        ({"prompt": [[[3]]]}, TypeError, r"`prompt` must be ints .*, got int64 \(1, 1, 1\)"),
+        ({"prompt": [[1, 2], [3]]}, ValueError, "`prompt` must hold rows of one length, got list of 2"),
+        ({"n": -1}, ValueError, "`n` must be an int >= 0"),
+        ({"temperature": -1.0}, ValueError, "`temperature` must be at least 0"),
+        ({"temperature": np.inf}, ValueError, "`temperature` must be "),
+        ({"temperature": "hot"}, TypeError, "`temperature` must be "),
+        ({"top_k": 3}, ValueError, "`top_k` needs `temperature` above 0: .* got 3"),
+        ({"top_p": 0.5}, ValueError, "`top_p` needs `temperature` above 0: .* got 0.5"),
+        ({"seed": 1}, ValueError, "`seed` needs `temperature` above 0: .* got 1"),
+        ({"temperature": 1, "top_p": 0.0}, ValueError, "`top_p` must be above 0"),
+        ({"temperature": 1, "top_p": 1.5}, ValueError, "`top_p` must be above 0 and at most 1, got 1.5"),
+        ({"temperature": 1, "top_p": "a"}, TypeError, "`top_p` must be "),
+        ({"temperature": 1, "top_k": 0}, ValueError, "`top_k` must be an int >= 1"),
+        ({"temperature": 1, "seed": -1}, ValueError, "`seed` must be an int >= 0"),
+        ({"stop": "a"}, TypeError, "`stop` must be ints"),
+        ({"stop": [[1]]}, TypeError, r"`stop` must be ints of shape \(length,\), got int64 \(1, 1\)"),
+        ({"stream": 1}, TypeError, "`stream` must be a function of a token, got int 1"),
+        ({"model": "nowhere.onnx"}, FileNotFoundError, "`model` must be a file, got 'nowhere.onnx'"),
+        ({"model": 3}, TypeError, "`model` must be a path or an onnxruntime.InferenceSession, got int 3"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(made: Path, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"model": made, "prompt": [1, 2, 3], "n": 2, **changes}
+    with pytest.raises(error, match=message):
+        generate(arguments.pop("model"), arguments.pop("prompt"), arguments.pop("n"), **arguments)
+
+
+def test_the_nearest_end_counts(tmp_path: Path) -> None:
+    for reach, room, what, end in ((9, 14, "tables reach", 9), (14, 9, "caches hold", 9)):
+        path = save(in_place(room, **{"relskew.reach": f"{reach}"}), tmp_path / "ends.onnx", overwrite=True)
+        assert np.array_equal(generate(path, PROMPT, end - 3), greedy(PROMPT, end - 3))
+        assert generate(path, [1] * end, 1).shape == (1,)
+        with pytest.raises(ValueError, match=f"`n` must be at most {end - 3} .* model's {what} {end} positions"):
+            generate(path, PROMPT, end - 2)
+        with pytest.raises(ValueError, match=f"at most {end} tokens, which the model's {what}, got {end + 1}"):
+            generate(path, [1] * (end + 1), 0)
+
+
+def renamed(model: onnx.ModelProto, old: str, new: str) -> onnx.ModelProto:
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = new if value.name == old else value.name
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [new if name == old else name for name in names]
+    return model
+
+
+def labelled(model: onnx.ModelProto, kind: str) -> onnx.ModelProto:
+    helper.set_model_props(model, {"relskew.decoder": kind})
+    return model
+
+
+def with_more() -> onnx.ModelProto:
+    model = growing()
+    model.graph.input.append(helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["batch"]))
+    return model
+
+
+def block() -> onnx.ModelProto:
+    spec = BlockSpec(4, 2, Span.causal(8), causal=True)
+    return to_onnx(spec, init_weights(spec, seed=0))
+
+
+OTHER = r"`model` must be what decoder_to_onnx writes.* got inputs .* and outputs "
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (block, OTHER),
+        (with_more, OTHER),
+        (lambda: renamed(growing(), "input_ids", "tokens"), OTHER),
+        (lambda: renamed(growing(), "logits", "scores"), OTHER),
+        (lambda: renamed(growing(), "present.1.value", "present.1.values"), OTHER),
+        (lambda: labelled(growing(), "in_place"), OTHER),
+        (lambda: labelled(in_place(), "growing"), OTHER),
+        (lambda: labelled(growing(), "ring"), "caches that are 'growing' or 'in_place', got 'ring'"),
+    ],
+    ids=range(8),
+)
+def test_other_graphs_are_no_decoders(make: Callable[[], onnx.ModelProto], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(save(make(), tmp_path / "other.onnx"), [1], 1)
+
+
+def test_a_vocabulary_that_the_graph_does_not_tell(tmp_path: Path) -> None:
+    model = growing()
+    model.graph.output[0].type.tensor_type.shape.dim[2].dim_param = "vocabulary"
+    model.graph.node[-1].output[0] = "all"
+    model.graph.node.append(helper.make_node("Compress", ["all", "known"], ["logits"], axis=2))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(VOCABULARY, bool), "known"))
+    path = save(model, tmp_path / "free.onnx")
+    assert np.array_equal(generate(path, PROMPT, 3), greedy(PROMPT, 3))
+    with pytest.raises(ValueError, match="`prompt` must hold tokens of at least 0, got -2 … 3"):
+        generate(path, [3, -2], 1)
+
+
+def test_nan_is_no_token(tmp_path: Path) -> None:
+    """It comes from the seventh position on, where a prompt of three has made four tokens."""
+    model = growing()
+    spoilt = [
+        helper.make_node("Shape", ["present.0.key"], ["total"], start=2, end=3),
+        helper.make_node("Constant", [], ["six"], value_ints=[6]),
+        helper.make_node("Greater", ["total", "six"], ["late"]),
+        helper.make_node("Constant", [], ["nan"], value_float=float("nan")),
+        helper.make_node("Where", ["late", "nan", "given"], ["logits"]),
+    ]
+    model.graph.node[-1].output[0] = "given"
+    model.graph.node.extend(spoilt)
+    path = save(model, tmp_path / "nan.onnx")
+    assert np.array_equal(generate(path, PROMPT, 3), greedy(PROMPT, 3))
+    with pytest.raises(ValueError, match="`model` gives NaN after 7 tokens"):
+        generate(path, PROMPT, 5)
+
+
+def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))  # which may lie on another disk
+    genai.write_config(tmp_path, genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH))
+    (path,) = tmp_path.iterdir()
+    assert path.name == "genai_config.json"
+    assert path.stat().st_mode & 0o777 == 0o644
+    names = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
+    decoder = {
+        "filename": "decoder.onnx",
+        "session_options": {},
+        "head_size": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "inputs": {"input_ids": "input_ids", **names},
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    model = {
+        "type": "llama",
+        "vocab_size": VOCABULARY,
+        "context_length": REACH,
+        "bos_token_id": 0,
+        "eos_token_id": 7,
+        "pad_token_id": 0,
+        "decoder": decoder,
+    }
+    search = {"do_sample": False, "max_length": REACH, "past_present_share_buffer": False}
+    assert json.loads(path.read_text()) == {"model": model, "search": search}
+    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in path.read_text()  # people edit it
+    assert '"num_hidden_layers": 2,' in path.read_text()
+    endless = json.loads(genai.config_text("decoder.onnx", growing(), {}, None))
+    assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
+    assert endless["model"]["eos_token_id"] == []
+    assert genai.config_text("decoder.onnx", growing(), {"context_length": 9}, None).count(": 9,") == 2
+
+
+def test_a_config_that_cannot_be_put_there_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "genai_config.json").mkdir()
+    with pytest.raises(OSError, match=r"genai_config\.json"):
+        genai.write_config(tmp_path, "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["genai_config.json"]
