@@ -291,12 +291,12 @@ def test_memory_grows_with_the_chunk_and_not_with_the_square() -> None:
     tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
     grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
     peaks = {}
-    for chunk_size in (2 * side, side * side):
+    for chunk_size in (2 * side, 2 * side, side * side):  # the first call of all imports what it needs
         tracemalloc.start()
         relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
         peaks[chunk_size] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peaks[2 * side] < peaks[side * side] / 6  # compiled kernels need little more than the mask of all
+    assert peaks[2 * side] < peaks[side * side] / 7
 
 
 def test_gradients_flow_to_the_tables_and_the_bias() -> None:
