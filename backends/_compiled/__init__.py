@@ -32,8 +32,8 @@ BLOCK = 48
 WORK = 2**30
 """Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
 
-SHARED = 2**17
-"""Multiplications for which it pays to wake another thread."""
+SHARED = 2**22
+"""Multiplications for which it pays to wake another thread: a tenth of a millisecond."""
 
 LANES = 16
 """Numbers of the longest vectors."""
@@ -139,7 +139,8 @@ def pull_back(
     _, lend, empty, zeros, threads = library
     workers, drawn = threads(), _drawn(x, options, library.xp)
     q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
-    parts = max(1, min(workers, k.shape[0] * k.shape[1]))
+    call = numbers(x, options)
+    parts = 1 if _work(call) <= SHARED else max(1, min(workers, k.shape[0] * k.shape[1]))
     tables = {
         "rel_k": rel_k,
         "rel_v": rel_v,
@@ -153,7 +154,7 @@ def pull_back(
         if table is not None:  # a sum for each part
             found[name] = zeros((parts, *(table.shape if table.ndim == 3 else (1, *table.shape))))
     given = (
-        numbers(x, options), *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
+        call, *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
         lend(d_out), lend(out), lend(lse[..., None]),
         None if d_lse is None else lend(d_lse[..., None]),
         *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", *tables)),
@@ -176,12 +177,19 @@ def _nothing() -> None:
 
 def _parts(given: tuple[Any, ...], workers: int) -> int:
     """Return into how many parts to cut a call: enough for the workers, and none for long."""
-    items, heads, _, queries, keys, width, _, _, _, _, _, before, after, *_ = given
-    work = items * heads * queries * min(keys, before + after + 1) * 3 * width
+    items, heads, _, queries, *_ = given
+    work = _work(given)
     if work <= SHARED:
         return 1
     most = items * heads * -(-queries // BLOCK)
     return max(1, min(most, max(work // WORK, workers if work <= WORK else 4 * workers)))
+
+
+def _work(given: tuple[Any, ...]) -> int:
+    """Return about how many multiplications a call is."""
+    items, heads, _, queries, keys, width, _, _, _, _, _, before, after, *_ = given
+    work: int = items * heads * queries * min(keys, before + after + 1) * 3 * width
+    return work
 
 
 def _drawn(x: Operands, options: Options, xp: Namespace) -> tuple[Any, Any] | None:
