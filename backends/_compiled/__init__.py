@@ -140,7 +140,9 @@ def pull_back(
     workers, drawn = threads(), _drawn(x, options, library.xp)
     q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
     call = numbers(x, options)
-    parts = 1 if _work(call) <= SHARED else max(1, min(workers, k.shape[0] * k.shape[1]))
+    pairs, work = k.shape[0] * k.shape[1], _work(call)
+    parts = 1 if work <= SHARED else max(1, min(workers, pairs))
+    pieces = max(1, min(pairs, work // WORK) // parts)  # of each part, between which an interrupt is noticed
     tables = {
         "rel_k": rel_k,
         "rel_v": rel_v,
@@ -155,11 +157,17 @@ def pull_back(
             found[name] = zeros((parts, *(table.shape if table.ndim == 3 else (1, *table.shape))))
     given = (
         call, *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
-        lend(d_out), lend(out), lend(lse[..., None]),
-        None if d_lse is None else lend(d_lse[..., None]),
-        *(lend(found[name]) if name in found else None for name in ("q", "k", "v", "rel_q", *tables)),
+        lend(d_out), lend(out), lend(lse[..., None]), None if d_lse is None else lend(d_lse[..., None]),
+        lend(found["q"]), lend(found["k"]), lend(found["v"]), lend(found["rel_q"]) if "rel_q" in found else None,
     )  # fmt: skip
-    _run(lambda part: kernels.pull_back(*given, part, parts), parts, workers)
+
+    def pull_back_part(part: int) -> None:
+        sums = [lend(found[name][part]) if name in found else None for name in tables]
+        for piece in range(part * pieces, (part + 1) * pieces):
+            _parallel.leave_if_dropped()
+            kernels.pull_back(*given, *sums, piece, parts * pieces)
+
+    _run(pull_back_part, parts, workers)
     for name, table in tables.items():
         if table is not None:
             sums = found[name]

@@ -7,6 +7,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,30 @@ def test_other_threads_go_on_while_they_work() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_an_interrupt_is_noticed_between_the_pieces_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((4, 8, 200, 16)).astype(np.float32) for _ in range(3))
+    table = rng.standard_normal((200, 16)).astype(np.float32)
+    options: dict[str, Any] = {"span": Span.causal(200), "causal": True}
+    expected = relative_attention_vjp(q, q, k, v, table, **options)
+    monkeypatch.setattr(_compiled, "WORK", 2**18)
+    for x, y in zip(relative_attention_vjp(q, q, k, v, table, **options)[:4], expected[:4], strict=True):
+        close(x, y)
+    for name in ("attend", "pull_back"):
+        calls: list[int] = []
+
+        def interrupted(*args: Any, name: str = name, calls: list[int] = calls) -> None:
+            calls.append(args[-1])
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            getattr(kernels, name)(*args)
+
+        monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), name: interrupted}))
+        with pytest.raises(KeyboardInterrupt):
+            relative_attention_vjp(q, q, k, v, table, **options)
+        assert len(calls) < 12 < calls[0]
 
 
 def test_memory_is_given_back() -> None:

@@ -92,7 +92,7 @@ struct Backward {
     }
 
     // Work on some heads of keys, of all items.
-    void run(Index part, Index first, Index last) {
+    void run(Index first, Index last) {
         for (Index pair = first; pair < last; pair++) {
             const Index item = pair / x.key_heads, own = pair % x.key_heads;
             pack(x.k.of(item, own), x.k.row, x.keys, x.width, key_panels.get());
@@ -101,7 +101,7 @@ struct Backward {
             for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
                 take_tables(head);
                 for (Index i = 0; i < x.queries; i += ROWS) pull_back(item, head, i);
-                hand_tables_over(part, head);
+                hand_tables_over(head);
             }
             d_k.write(x.d_k.of(item, own), x.d_k.row, x.width, 1);
             d_v.write(x.d_v.of(item, own), x.d_v.row, x.value_width, 1);
@@ -119,17 +119,16 @@ struct Backward {
         if (x.rel_v && (!rel_v.at || x.rel_v.head)) rel_v.take(x.rel_v.of(0, head), x.rel_v.row, x.rows, x.value_width);
     }
 
-    void hand_tables_over(Index part, Index head) {
+    void hand_tables_over(Index head) {
         const Relative &met = relative, &mixed = relative_values;
-        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(part, head), x.d_rel_k.row, x.rel_width);
-        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(part, head), x.d_rel_v.row, x.value_width);
+        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(0, head), x.d_rel_k.row, x.rel_width);
+        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(0, head), x.d_rel_v.row, x.value_width);
         if (x.key_table) {
             const Relative &keys = key_side.relative;
             const Index row = x.d_key_table.row;
-            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(part, head) + (x.rows - 1) * row, -row,
-                                  x.width);
+            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(0, head) + (x.rows - 1) * row, -row, x.width);
         }
-        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(part, head), 0, x.rows);
+        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(0, head), 0, x.rows);
     }
 
     void pull_back(Index item, Index head, Index first) {
@@ -283,7 +282,7 @@ inline bool backward(const Problem &x, Index part, Index parts) {
     const Index pairs = x.items * x.key_heads;
     Backward work(x);
     if (!work.make()) return false;
-    work.run(part, pairs * part / parts, pairs * (part + 1) / parts);
+    work.run(pairs * part / parts, pairs * (part + 1) / parts);
     return true;
 }
 

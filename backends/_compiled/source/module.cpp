@@ -122,9 +122,10 @@ bool read_numbers(PyObject *from, Problem &x) {
 PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
     const std::int64_t part = PyLong_AsLongLong(args[0]), parts = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return nullptr;
-    bool done;
-    Py_BEGIN_ALLOW_THREADS done = kernel(x, part, parts);
-    Py_END_ALLOW_THREADS return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    PyThreadState *state = PyEval_SaveThread();
+    const bool done = kernel(x, part, parts);
+    PyEval_RestoreThread(state);
+    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {

@@ -33,7 +33,7 @@ struct Problem {
 
     Array<float> out, lse;
 
-    // What the backward pass is given beside the results, and gives; gradients of tables have parts instead of items.
+    // What the backward pass is given beside the results, and gives; gradients of tables are added to.
     Array<const float> d_out, d_lse;
     Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table;
 
