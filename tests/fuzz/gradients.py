@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,7 @@ from strategies import Call
 
 Arrays = Mapping[str, Any]
 ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "array-api-strict, strictest flags", "torch, CPU")}
-GATE = 1e-10
+GATES = {"float64": 1e-10, "float32": 5e-5}
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,22 @@ class Example:
     given: tuple[str, ...]  # of the forward's results
     cut: int  # where the keys fall into two parts
     stacks: bool
+    dtype: str
 
     def __str__(self) -> str:
-        head = f"# {self.row}; {self.how}; given: {self.given}; cut at key {self.cut}; stacks: {self.stacks}\n"
+        head = f"# {self.row}, {self.dtype}; {self.how}; given: {self.given}; cut at key {self.cut}; stacks: {self.stacks}\n"
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.call.options, "d_lse": self.d_lse}
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
+
+    def of(self, dtype: str) -> Example:
+        """Return the same in another dtype."""
+        call = self.call.but(**{name: _as(x, dtype) for name, x in self.call.arrays.items()})
+        d_lse = None if self.d_lse is None else _as(self.d_lse, dtype)
+        return replace(self, call=call, d_out=_as(self.d_out, dtype), d_lse=d_lse)
+
+
+def _as(x: NDArray[Any], dtype: str) -> NDArray[Any]:
+    return x if x.dtype == np.bool_ else x.astype(dtype)
 
 
 @st.composite
@@ -57,25 +68,28 @@ def examples(draw: st.DrawFn) -> Example:
     queries = call.arrays["q"].shape[:-1]
     row = draw(st.sampled_from(sorted(ROWS)))
     step = call.options["block_size"] or 1  # a part begins at a block's first key
+    how = draw(st.sampled_from(["vjp", "parts", "autograd", "second"] if row.startswith("torch") else ["vjp", "parts"]))
     return Example(
         call,
         numbers.standard_normal((*queries, call.arrays["v"].shape[-1])),
         numbers.standard_normal(queries) if draw(st.booleans()) else None,
         row,
         draw(st.sampled_from(["auto", "portable"])),
-        draw(st.sampled_from(["vjp", "parts", "autograd", "second"] if row.startswith("torch") else ["vjp", "parts"])),
+        how,
         draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
         min(call.m, step * draw(st.integers(0, call.m // step))),
         draw(st.booleans()),
+        "float64" if how == "second" else draw(st.sampled_from(sorted(GATES))),
     )
 
 
 def check(example: Example) -> None:
     """Hold the gradients of every array against those of the dense formula."""
+    example = example.of(example.dtype)
     call = example.call
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     options = {**call.options, "impl": example.impl}
-    expected = differentiated(dense.attention, example, plain, second=example.how == "second")
+    expected = differentiated(dense.attention, example.of("float64"), plain, second=example.how == "second")
     with np.errstate(all="ignore"), ExitStack() as patches:
         if example.stacks:  # small calls as if they were long
             for kernels in (cpu_call, _numpy):
@@ -84,7 +98,7 @@ def check(example: Example) -> None:
     peak = max(1.0, largest_logit(call.arrays, call.options) / 16)
     size = max(1.0, *(float(np.max(np.abs(x), initial=0.0)) for x in expected.values()))
     for name, gradient in expected.items():
-        same(f"the gradient of {name}", actual[name], gradient, GATE * peak * size)
+        same(f"the gradient of {name}", actual[name], gradient, GATES[example.dtype] * peak * size)
 
 
 def differentiated(
