@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.plan import Layout
-from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends import _parallel
+from relskew_core.backends._path import COMMON
 
 try:
     kernels: Any = importlib.import_module("relskew_core.backends._compiled._kernels")
@@ -40,16 +40,18 @@ LANES = 16
 
 NONE = (None, None)
 
-SERVED = frozenset(("q", "k", "v", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "seed"))
+KNOWN = COMMON | {"softcap", "blocks_before", "dropout", "seed", "key_table"}
+"""The arrays and options that the kernels know; whatever else a call has keeps it from them."""
 
 
 class Library(NamedTuple):
-    """What differs from array library to array library."""
+    """What differs from array library to array library.
+
+    An array whose rows are in one piece is lent as an object with a buffer, or as (address, sizes, steps).
+    """
 
     xp: Namespace
-    lend: Callable[
-        [Any], Any
-    ]  # an array whose rows are in one piece: an object with a buffer, or (address, sizes, steps)
+    lend: Callable[[Any], Any]
     empty: Callable[..., Any]  # of float32 and a shape
     zeros: Callable[..., Any]
     threads: Callable[[], int]
@@ -57,12 +59,9 @@ class Library(NamedTuple):
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether a call of four axes each is one for these kernels, but for its dtype."""
-    pattern = options.visibility
-    if kernels is None or pattern.by_value or isinstance(pattern, RaggedVisibility):
+    if kernels is None or unknown(x, options, KNOWN) or abs(options.visibility.offset) >= FAR:
         return False
-    if any(array is not None and name not in SERVED for name, array in x._asdict().items()):
-        return False
-    return abs(pattern.offset) < FAR and 0 not in (*x.q.shape, *x.k.shape, x.v.shape[-1])
+    return 0 not in (*x.q.shape, *x.k.shape, x.v.shape[-1])
 
 
 def numbers(x: Operands, options: Options) -> tuple[Any, ...]:

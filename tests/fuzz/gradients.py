@@ -43,7 +43,9 @@ class Example:
     dtype: str
 
     def __str__(self) -> str:
-        head = f"# {self.row}, {self.dtype}; {self.how}; given: {self.given}; cut at key {self.cut}; stacks: {self.stacks}\n"
+        head = (
+            f"# {self.row}, {self.dtype}; {self.how}; given: {self.given}; cut at {self.cut}; stacks: {self.stacks}\n"
+        )
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.call.options, "d_lse": self.d_lse}
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
 
