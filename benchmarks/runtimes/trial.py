@@ -31,6 +31,7 @@ def onnxruntime(path: Path) -> Run:
 
 def openvino(path: Path) -> Run:
     """Load a graph in OpenVINO, which computes in bfloat16 on some processors unless told otherwise."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it would fork and call home
     import openvino
 
     compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
