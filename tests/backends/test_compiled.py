@@ -269,7 +269,7 @@ def test_an_interrupt_is_noticed_between_the_pieces_of_a_call(monkeypatch: pytes
         monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), name: interrupted}))
         with pytest.raises(KeyboardInterrupt):
             relative_attention_vjp(q, q, k, v, table, **options)
-        assert 12 < calls[0]
+        assert calls[0] > 12
         assert len(calls) < 3 * calls[0] // 4  # another thread may go on for a moment
 
 
