@@ -154,7 +154,7 @@ class Checked:
         if self.tables and not layout.within(options.span):
             if options.span.beyond == "error":
                 return None
-            rows = self.kernels.rows(layout.rows(options.span))
+            rows = None if self.compiled else self.kernels.rows(layout.rows(options.span))
         return Plan(options, layout, None, False, rows, self.only_rel_k, self.compiled)
 
 
@@ -164,6 +164,8 @@ def _plan(call: Problem, kernels: Any, *, tables: bool, compiled: bool) -> Plan 
     layout = Layout.of(options)
     if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
         return None
+    if compiled:  # which go by the options
+        return Plan(options, layout, compiled=True)
     place = (0, visibility.n_queries, layout.first, layout.end)
     seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))
     return Plan(
@@ -172,5 +174,4 @@ def _plan(call: Problem, kernels: Any, *, tables: bool, compiled: bool) -> Plan 
         hidden=None if seen is None else kernels.hidden(seen, visibility, layout, call.wide),
         dead_rows=visibility.some_query_sees_nothing(),
         rows=kernels.rows(layout.rows(span)) if tables and not layout.within(span) else None,
-        compiled=compiled,
     )

@@ -188,7 +188,6 @@ class _Compiled(torch.autograd.Function):
         """Return the gradients; where these are to be differentiated again, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x = Operands(*operands)
-
         compute = partial(kernels.attention_vjp, d_out, x, out=out, lse=lse, d_lse=None)
         return _wanted(ctx, d_out, x, compute, out, lse)
 
