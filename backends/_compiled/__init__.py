@@ -55,6 +55,7 @@ class Library(NamedTuple):
     empty: Callable[..., Any]  # of float32 and a shape
     zeros: Callable[..., Any]
     threads: Callable[[], int]
+    team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
 
 
 def serves(x: Operands, options: Options) -> bool:
@@ -106,19 +107,20 @@ def attend(
 
     One query has a layout, which says what it sees.
     """
-    lend, workers, drawn = library.lend, library.threads(), _drawn(x, options, library.xp)
-    given = numbers(x, options) if layout is None else numbers_of_one(x, options, layout)
-    arrays = (
-        *_lent(x, lend),
-        *(NONE if drawn is None else map(lend, drawn)),
-        lend(out),
-        None if lse is None else lend(lse[..., None]),
-    )
-    count = _parts(given, workers)
-    if count == 1:
-        kernels.attend(given, *arrays, 0, 1)
-    else:
-        _run(lambda part: kernels.attend(given, *arrays, part, count), count, workers)
+    lend, drawn = library.lend, _drawn(x, options, library.xp)
+    call = numbers(x, options) if layout is None else numbers_of_one(x, options, layout)
+    given = (
+        call, *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
+        lend(out), None if lse is None else lend(lse[..., None]),
+    )  # fmt: skip
+    items, heads, _, queries, *_ = call
+    work = _work(call)
+    if work <= SHARED:
+        kernels.attend(*given, 0, 1, 1, 0, 1)
+        return
+    workers, most = library.threads(), items * heads * -(-queries // BLOCK)
+    together = workers if work <= WORK else 4 * workers
+    _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
 
 
 def pull_back(
@@ -135,61 +137,60 @@ def pull_back(
 
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
-    _, lend, empty, zeros, threads = library
-    workers, drawn = threads(), _drawn(x, options, library.xp)
+    lend, drawn = library.lend, _drawn(x, options, library.xp)
     q, k, v, rel_k, rel_v, rel_bias, rel_q, *_ = x
     call = numbers(x, options)
     pairs, work = k.shape[0] * k.shape[1], _work(call)
-    parts = 1 if work <= SHARED else max(1, min(workers, pairs))
-    pieces = max(1, min(pairs, work // WORK) // parts)  # of each part, between which an interrupt is noticed
+    sums = 1 if work <= SHARED else min(library.threads(), pairs)
+    parts = sums * max(1, min(pairs, work // WORK) // sums)
     tables = {
         "rel_k": rel_k,
         "rel_v": rel_v,
         "rel_bias": None if rel_bias is None else rel_bias[:, None],
         "key_table": x.key_table,
     }
-    found = {"q": empty(q.shape), "k": empty(k.shape), "v": empty(v.shape)}
+    found = {"q": library.empty(q.shape), "k": library.empty(k.shape), "v": library.empty(v.shape)}
     if rel_q is not None:
-        found["rel_q"] = empty(rel_q.shape)
+        found["rel_q"] = library.empty(rel_q.shape)
     for name, table in tables.items():
-        if table is not None:  # a sum for each part
-            found[name] = zeros((parts, *(table.shape if table.ndim == 3 else (1, *table.shape))))
+        if table is not None:
+            found[name] = library.zeros((sums, *(table.shape if table.ndim == 3 else (1, *table.shape))))
     given = (
         call, *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
         lend(d_out), lend(out), lend(lse[..., None]), None if d_lse is None else lend(d_lse[..., None]),
-        lend(found["q"]), lend(found["k"]), lend(found["v"]), lend(found["rel_q"]) if "rel_q" in found else None,
+        lend(found["q"]), lend(found["k"]), lend(found["v"]),
+        *(lend(found[name]) if name in found else None for name in ("rel_q", *tables)), sums,
     )  # fmt: skip
-
-    def pull_back_part(part: int) -> None:
-        sums = [lend(found[name][part]) if name in found else None for name in tables]
-        for piece in range(part * pieces, (part + 1) * pieces):
-            _parallel.leave_if_dropped()
-            kernels.pull_back(*given, *sums, piece, parts * pieces)
-
-    _run(pull_back_part, parts, workers)
+    _run(kernels.pull_back, given, parts, sums, library)
     for name, table in tables.items():
         if table is not None:
-            sums = found[name]
-            found[name] = (sums[0] if parts == 1 else sums.sum(0)).reshape(getattr(x, name).shape)
+            of_each = found[name]
+            found[name] = (of_each[0] if sums == 1 else of_each.sum(0)).reshape(getattr(x, name).shape)
     return found
 
 
-def _run(work: Callable[[int], Any], parts: int, workers: int) -> None:
-    _parallel.for_each(work, range(parts), workers=workers, library="compiled", initializer=_nothing)
+def _run(kernel: Any, given: tuple[Any, ...], parts: int, together: int, library: Library) -> None:
+    """Work on the parts of a call, so many together: on the library's own threads, or on ours if it has none.
+
+    Between them an interrupt is noticed.
+    """
+    workers, team = library.threads(), library.team()
+    if team or together == 1:
+        for first in range(0, parts, together):
+            _parallel.leave_if_dropped()
+            kernel(*given, first, min(parts, first + together), parts, team, workers)
+        return
+
+    def work(first: int) -> None:
+        for part in range(first, parts, together):
+            _parallel.leave_if_dropped()
+            kernel(*given, part, part + 1, parts, 0, 1)
+
+    _parallel.for_each(work, range(together), workers=workers, library="compiled", initializer=_nothing)
 
 
 def _nothing() -> None:
     """Prepare a thread: these kernels set nothing."""
-
-
-def _parts(given: tuple[Any, ...], workers: int) -> int:
-    """Return into how many parts to cut a call: enough for the workers, and none for long."""
-    items, heads, _, queries, *_ = given
-    work = _work(given)
-    if work <= SHARED:
-        return 1
-    most = items * heads * -(-queries // BLOCK)
-    return max(1, min(most, max(work // WORK, workers if work <= WORK else 4 * workers)))
 
 
 def _work(given: tuple[Any, ...]) -> int:

@@ -45,6 +45,7 @@ struct Backward {
     static constexpr Index KEYS = 256;  // of a block
 
     const Problem &x;
+    const Index sum;                            // which of the sums of tables' gradients is this thread's
     const Index width, rel_width, value_width;  // of padded rows
     const Index logits_row, height;
     Queries queries;
@@ -57,8 +58,9 @@ struct Backward {
     bool lost[ROWS];  // queries that are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
 
-    explicit Backward(const Problem &x)
+    Backward(const Problem &x, Index sum)
         : x(x),
+          sum(sum),
           width(padded(x.width)),
           rel_width(padded(x.rel_width)),
           value_width(padded(x.value_width)),
@@ -121,14 +123,14 @@ struct Backward {
 
     void hand_tables_over(Index head) {
         const Relative &met = relative, &mixed = relative_values;
-        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(0, head), x.d_rel_k.row, x.rel_width);
-        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(0, head), x.d_rel_v.row, x.value_width);
+        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(sum, head), x.d_rel_k.row, x.rel_width);
+        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(sum, head), x.d_rel_v.row, x.value_width);
         if (x.key_table) {
             const Relative &keys = key_side.relative;
             const Index row = x.d_key_table.row;
-            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(0, head) + (x.rows - 1) * row, -row, x.width);
+            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row, x.width);
         }
-        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(0, head), 0, x.rows);
+        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(sum, head), 0, x.rows);
     }
 
     void pull_back(Index item, Index head, Index first) {
@@ -280,7 +282,7 @@ struct Backward {
 
 inline bool backward(const Problem &x, Index part, Index parts) {
     const Index pairs = x.items * x.key_heads;
-    Backward work(x);
+    Backward work(x, part % x.sums);
     if (!work.make()) return false;
     work.run(pairs * part / parts, pairs * (part + 1) / parts);
     return true;

@@ -3,7 +3,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "problem.hpp"
+#include "parts.hpp"
 
 #define DECLARE(LEVEL)                                           \
     namespace LEVEL {                                            \
@@ -118,12 +118,15 @@ bool read_numbers(PyObject *from, Problem &x) {
     return !PyErr_Occurred();
 }
 
-// Work on a part without the interpreter's lock.
+// Work on the parts `first … stop - 1` of a call without the interpreter's lock: on a team of so many threads, if any.
 PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
-    const std::int64_t part = PyLong_AsLongLong(args[0]), parts = PyLong_AsLongLong(args[1]);
+    const std::int64_t first = PyLong_AsLongLong(args[0]), stop = PyLong_AsLongLong(args[1]);
+    const std::int64_t all = PyLong_AsLongLong(args[2]), threads = PyLong_AsLongLong(args[4]);
+    const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(args[3]));
     if (PyErr_Occurred()) return nullptr;
+    Parts parts(kernel, x, first, stop, all);
     PyThreadState *state = PyEval_SaveThread();
-    const bool done = kernel(x, part, parts);
+    const bool done = parts.run(team, static_cast<unsigned>(threads));
     PyEval_RestoreThread(state);
     return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
@@ -142,28 +145,29 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
 }
 
 // attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, key_table, seen, added, query_hashes, key_hashes, out, lse,
-// part, parts)
+// first, stop, parts, team, threads)
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 17) || !read_operands(lent, args, x) || !lent.read(args[13], x.out) ||
+    if (!check_count(count, 20) || !read_operands(lent, args, x) || !lent.read(args[13], x.out) ||
         !lent.read(args[14], x.lse))
         return nullptr;
     return work(chosen->attend, x, args + 15);
 }
 
 // pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias,
-// d_key_table, part, parts)
+// d_key_table, sums, first, stop, parts, team, threads)
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 27) || !read_operands(lent, args, x) || !lent.read(args[13], x.d_out) ||
+    if (!check_count(count, 31) || !read_operands(lent, args, x) || !lent.read(args[13], x.d_out) ||
         !lent.read(args[14], x.out) || !lent.read(args[15], x.lse) || !lent.read(args[16], x.d_lse) ||
         !lent.read(args[17], x.d_q) || !lent.read(args[18], x.d_k) || !lent.read(args[19], x.d_v) ||
         !lent.read(args[20], x.d_rel_q) || !lent.read(args[21], x.d_rel_k) || !lent.read(args[22], x.d_rel_v) ||
         !lent.read(args[23], x.d_bias) || !lent.read(args[24], x.d_key_table))
         return nullptr;
-    return work(chosen->pull_back, x, args + 25);
+    x.sums = PyLong_AsLongLong(args[25]);
+    return work(chosen->pull_back, x, args + 26);
 }
 
 PyMethodDef methods[] = {

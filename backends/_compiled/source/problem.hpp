@@ -33,7 +33,9 @@ struct Problem {
 
     Array<float> out, lse;
 
-    // What the backward pass is given beside the results, and gives; gradients of tables are added to.
+    // What the backward pass is given beside the results, and gives. Gradients of tables are added to, in one of some
+    // sums: parts that follow one another have others, so that nobody has to wait.
+    std::int64_t sums = 1;
     Array<const float> d_out, d_lse;
     Array<float> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table;
 

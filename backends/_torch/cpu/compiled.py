@@ -13,6 +13,7 @@ from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core.backends import _compiled
+from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
 
 
@@ -107,4 +108,4 @@ def _lend(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride()
 
 
-TORCH = _compiled.Library(xp, _lend, torch.empty, torch.zeros, torch.get_num_threads)
+TORCH = _compiled.Library(xp, _lend, torch.empty, torch.zeros, torch.get_num_threads, threads.team)

@@ -1,4 +1,4 @@
-"""torch on one thread in this thread, whatever it has in others.
+"""torch on one thread in this thread, whatever it has in others; and the team of threads that it works on.
 
 ``torch.set_num_threads`` sets the number of every thread to come, too: calls that overlap would leave them one, and a
 ``threadpool_limits`` of the user's would count for nothing in them. OpenMP and MKL have numbers for one thread alone.
@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+
+_forked = False
 
 
 def can_limit() -> bool:
@@ -40,6 +43,29 @@ def limit_this_thread() -> None:
     """Have torch work on one thread here, for good."""
     torch.get_num_threads()  # which first gives a new thread the process's number
     _set(1, 1)
+
+
+def team() -> int:
+    """Return the address of OpenMP's ``GOMP_parallel``, which runs a function on the threads that torch works on.
+
+    They are awake where torch has just been at work, and other threads would stand in their way. 0 if there is none,
+    or if this process is a fork: OpenMP's threads did not come along.
+    """
+    return 0 if _forked else _address()
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+@cache
+def _address() -> int:
+    return ctypes.cast(_symbol("GOMP_parallel"), ctypes.c_void_p).value or 0
 
 
 def _set(openmp: int, mkl: int) -> None:

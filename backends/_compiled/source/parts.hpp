@@ -1,0 +1,37 @@
+// Parts of a call, and the threads that work on them.
+#pragma once
+
+#include <atomic>
+
+#include "problem.hpp"
+
+// Run a function on so many threads of a team, this one among them: `GOMP_parallel`, which OpenMP's libraries have.
+using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
+
+// The parts `first … stop - 1` of a call: whoever works on them takes the next one.
+class Parts {
+  public:
+    Parts(Kernel kernel, const Problem &x, std::int64_t first, std::int64_t stop, std::int64_t all)
+        : kernel_(kernel), x_(x), stop_(stop), all_(all), next_(first) {}
+
+    // Return once all are done; false if there was no memory.
+    bool run(Team team, unsigned threads) {
+        if (team && threads > 1 && stop_ - next_ > 1)
+            team([](void *parts) { static_cast<Parts *>(parts)->work_off(); }, this, threads, 0);
+        else
+            work_off();
+        return !failed_;
+    }
+
+    void work_off() {
+        for (std::int64_t part; !failed_ && (part = next_++) < stop_;)
+            if (!kernel_(x_, part, all_)) failed_ = true;
+    }
+
+  private:
+    const Kernel kernel_;
+    const Problem &x_;
+    const std::int64_t stop_, all_;
+    std::atomic<std::int64_t> next_;
+    std::atomic<bool> failed_{false};
+};
