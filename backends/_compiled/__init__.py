@@ -10,11 +10,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
-from relskew_core._kernel.plan import Layout
+from relskew_core._kernel.plan import Plan
 from relskew_core.backends import _parallel
 from relskew_core.backends._path import COMMON
 
@@ -47,7 +48,7 @@ KNOWN = COMMON | {"softcap", "blocks_before", "dropout", "seed", "key_table"}
 class Library(NamedTuple):
     """What differs from array library to array library.
 
-    An array whose rows are in one piece is lent as an object with a buffer, or as (address, sizes, steps).
+    An array is lent, its rows in one piece, as an object with a buffer or as (address, sizes, steps, what keeps it).
     """
 
     xp: Namespace
@@ -66,49 +67,42 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 def numbers(x: Operands, options: Options) -> tuple[Any, ...]:
-    """Return what the kernels are to know of a call beside its arrays."""
-    pattern = options.visibility
+    """Return what the kernels are to know of a call of four axes each beside its arrays."""
+    pattern, span = options.visibility, options.span
     before = FAR if pattern.left is None else min(pattern.left, FAR)
     after = FAR if pattern.right is None else min(pattern.right, FAR)
     block, behind = pattern.block_size or 0, pattern.whole_blocks_before
     if block:
         block = min(block, FAR)
         before, after = min(before, (min(behind, FAR // block) + 1) * block - 1), min(after, block - 1)
-    return _numbers(x, options, (before, after, block, behind, pattern.offset))
-
-
-def numbers_of_one(x: Operands, options: Options, layout: Layout) -> tuple[Any, ...]:
-    """Return the same for one query, whose layout says what it sees."""
-    position = layout.first - layout.row + options.span.left
-    return _numbers(x, options, (position - layout.first, layout.end - 1 - position, 0, 0, position))
-
-
-def _numbers(x: Operands, options: Options, pattern: tuple[int, ...]) -> tuple[Any, ...]:
     items, heads, queries, width = x.q.shape
     _, key_heads, keys, value_width = x.v.shape
-    span, rel_width = options.span, 0 if x.rel_k is None else x.rel_k.shape[-1]
     return (
-        items, heads, key_heads, queries, keys, width, rel_width, value_width,
-        span.left + span.right + 1, span.left, span.beyond == "clip", *pattern, threshold(options.dropout),
-        options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
+        items, heads, key_heads, queries, keys, width, 0 if x.rel_k is None else x.rel_k.shape[-1], value_width,
+        span.left + span.right + 1, span.left, span.beyond == "clip", before, after, block, behind, pattern.offset,
+        threshold(options.dropout), options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
     )  # fmt: skip
 
 
+def numbers_of(plan: Plan, n_keys: int) -> tuple[Any, ...]:
+    """Return the same for a short call. Those of one query are known but for its place, of which its layout tells."""
+    known, (first, end, _, row, _) = plan.numbers, plan.layout
+    assert known is not None
+    if known[3] > 1:
+        return known
+    position = first - row + plan.options.span.left
+    return (*known[:4], n_keys, *known[5:11], position - first, end - 1 - position, 0, 0, position, *known[16:])
+
+
 def attend(
-    x: Operands,
-    options: Options,
-    layout: Layout | None,
-    out: Any,
-    lse: Any,
-    *,
-    library: Library,
+    x: Operands, options: Options, out: Any, lse: Any, *, library: Library, call: tuple[Any, ...] | None = None
 ) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq).
 
-    One query has a layout, which says what it sees.
+    The ``call`` are its numbers, if they are known.
     """
     lend, drawn = library.lend, _drawn(x, options, library.xp)
-    call = numbers(x, options) if layout is None else numbers_of_one(x, options, layout)
+    call = call or numbers(x, options)
     given = (
         call, *_lent(x, lend), *(NONE if drawn is None else map(lend, drawn)),
         lend(out), None if lse is None else lend(lse[..., None]),
@@ -121,6 +115,19 @@ def attend(
     workers, most = library.threads(), items * heads * -(-queries // BLOCK)
     together = workers if work <= WORK else 4 * workers
     _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
+
+
+def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
+    """Return the results that a backward pass goes by, computed where they are not given.
+
+    An ``lse`` is taken at its word: of attention over more keys, these have a share.
+    """
+    if out is None or lse is None:
+        own, own_lse = compute()
+        if out is None:
+            out = own if lse is None else own * share_of(own_lse, lse, xp=xp)[..., None]
+        lse = own_lse if lse is None else lse
+    return out, lse
 
 
 def pull_back(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
 
-from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import Gradients, Operands, Options
-from relskew_core._kernel.plan import Layout
+from relskew_core._kernel.plan import Plan
 from relskew_core.backends import _compiled, _parallel
 from relskew_core.backends._in_place import by_batch, mask_by_batch
 from relskew_core.backends._numpy.call import Array
@@ -26,12 +26,18 @@ def serves_backward(x: Operands, options: Options) -> bool:
     return serves(x, options) and (x.mask is None or x.mask.dtype == bool)
 
 
-def attention(operands: Operands, options: Options, layout: Layout | None = None) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq); for one query by a layout."""
+def numbers(operands: Operands, options: Options) -> tuple[Any, ...] | None:
+    """Return what the kernels are told of a call beside its arrays, ``None`` if they do not take it."""
+    return _compiled.numbers(_flattened(operands), options) if serves(operands, options) else None
+
+
+def attention(operands: Operands, options: Options, plan: Plan | None = None) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq); a short one has a plan."""
     x = _flattened(operands)
     out = np.empty((*x.q.shape[:-1], x.v.shape[-1]), np.float32)
     lse = np.empty(out.shape[:-1], np.float32) if options.return_lse else None
-    _compiled.attend(x, options, layout, out, lse, library=NUMPY)
+    call = None if plan is None else _compiled.numbers_of(plan, x.k.shape[2])
+    _compiled.attend(x, options, out, lse, library=NUMPY, call=call)
     if operands.q.ndim == 4:
         return out, lse
     rows = operands.q.shape[:-1]
@@ -42,23 +48,11 @@ def attention_vjp(
     d_out: Array, operands: Operands, options: Options, out: Array | None, lse: Array | None, d_lse: Array | None
 ) -> Gradients:
     """Return the gradients of every operand."""
-    if out is None or lse is None:
-        own, own_lse = attention(operands, replace(options, return_lse=True))
-        assert own_lse is not None
-        if out is None:
-            out = own if lse is None else own * share_of(own_lse, lse, xp=xp)[..., None]
-        lse = own_lse if lse is None else lse
-    x = _flattened(operands)
+    x, wanted = _flattened(operands), replace(options, return_lse=True)
     rows = x.q.shape[:-1]
-    found = _compiled.pull_back(
-        _in_rows(by_batch(d_out, xp=xp)),
-        x,
-        options,
-        _in_rows(by_batch(out, xp=xp)),
-        lse.reshape(rows),
-        None if d_lse is None else d_lse.reshape(rows),
-        library=NUMPY,
-    )
+    out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
+    given = by_batch(d_out, xp=xp), x, options, by_batch(out, xp=xp), lse.reshape(rows)
+    found = _compiled.pull_back(*given, None if d_lse is None else d_lse.reshape(rows), library=NUMPY)
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 

@@ -42,8 +42,8 @@ def serves(x: Operands) -> bool:
     return True
 
 
-compiled = kernels.serves
-"""Whether compiled kernels serve a call that these are for."""
+numbers = kernels.numbers
+"""What compiled kernels are told of a call beside its arrays, ``None`` if they do not serve it."""
 
 
 def rows(wanted: Sequence[int]) -> Array:
@@ -65,8 +65,8 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 
 def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    if plan.compiled:
-        return kernels.attention(x, plan.options, plan.layout if x.q.shape[-2] == 1 else None)
+    if plan.numbers is not None:
+        return kernels.attention(x, plan.options, plan)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)

@@ -138,7 +138,7 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
            [1.5],
            [1. ]])
     """
-    kind = short.kind_of(given, return_lse=given.return_lse)
+    kind = short.kind_of(given)
     if kind is not None and (results := short.attend(kind, given)) is not None:
         return results
     call = problem(given.autocast(), return_lse=given.return_lse)

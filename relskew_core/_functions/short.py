@@ -8,9 +8,9 @@ exactly like a call that has passed every check goes through every check.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import NoneType
 from typing import Any
 
@@ -34,43 +34,81 @@ PLAIN = frozenset((NoneType, bool, int, float, str, Span))
 FURTHEST = 2**61
 """Of offsets, as :func:`check_offset` says."""
 
+_NAMES = [field.name for field in fields(Arguments)]
 _arrays = attrgetter(*DIFFERENTIABLE)
-_options = attrgetter(*sorted({field.name for field in fields(Arguments)} - {*DIFFERENTIABLE, "window", "offset"}))
+_alike: dict[tuple[type, ...], Alike | None] = {}
 _checked: dict[Hashable, Checked] = {}
 
 
-def kind_of(given: Arguments, *, return_lse: bool) -> Hashable | None:
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What the types of a call's arguments tell; arguments are taken by their places."""
+
+    kernels: Any  # a library's for short calls
+    arrays: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are there
+    options: Callable[[Sequence[Any]], tuple[Any, ...]]  # all else, but for the offset
+    window: bool
+    mask: int | None  # its place among the arrays
+
+    @classmethod
+    def of(cls, types: tuple[type, ...]) -> Alike | None:
+        """Return what there is to know, ``None`` of calls that cannot be short."""
+        of = dict(zip(_NAMES, types, strict=False))  # functions have options of their own behind these
+        kernels, window, offset = backends.short(of["q"]), of.pop("window"), of.pop("offset")
+        if kernels is None or NoneType in (of["k"], of["v"]) or offset is not int or window not in (tuple, NoneType):
+            return None
+        if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset(of.values()):
+            return None
+        arrays = [place for place, name in enumerate(_NAMES) if name in DIFFERENTIABLE and types[place] is not NoneType]
+        others = [place for place, name in enumerate(_NAMES) if name not in (*DIFFERENTIABLE, "offset")]
+        mask = _NAMES.index("mask")
+        return cls(
+            kernels,
+            itemgetter(*arrays),
+            itemgetter(*others, *range(len(_NAMES), len(types))),
+            window is tuple,
+            arrays.index(mask) if mask in arrays else None,
+        )
+
+
+def kind_of(given: Arguments) -> Hashable | None:
     """Return what calls have in common that are checked alike, ``None`` for a call that cannot be short.
 
     One query may have any number of keys and stand anywhere: decoding is calls of one kind.
     """
     if is_compiling():
         return None
-    kernels, offset, window = backends.short(type(given.q)), given.offset, given.window
-    if kernels is None or type(offset) is not int or type(window) not in (tuple, NoneType) or not kernels.ordinary():
-        return None
-    options = (return_lse, window is None, *_options(given), *(window or ()))
-    types = tuple(map(type, options))  # for True equals 1
-    if not PLAIN.issuperset(types):
-        return None
-    arrays = _arrays(given)
-    if not kernels.TYPES.issuperset(map(type, arrays)) or given.k is None or given.v is None:
-        return None
+    values = tuple(vars(given).values())
+    types = tuple(map(type, values))  # for True equals 1
     try:
-        shapes: list[Any] = [x if x is None else x.shape for x in arrays]
+        alike = _alike[types]
+    except KeyError:
+        if len(_alike) >= MOST:
+            _alike.clear()
+        alike = _alike[types] = Alike.of(types)
+    if alike is None or not alike.kernels.ordinary():
+        return None
+    if alike.window:
+        of_window = tuple(map(type, given.window or ()))
+        if not PLAIN.issuperset(of_window):
+            return None
+        types += of_window
+    arrays = alike.arrays(values)
+    try:
+        shapes: list[Any] = [x.shape for x in arrays]
     except RuntimeError:  # nested tensors have none
         return None
-    others = [kernels.about(x) for x in arrays if x is not None]
-    q, k, v, *_, mask, _ = shapes
+    offset: Any = given.offset
+    q, k, v, *_ = shapes
     if q[-2:-1] == (1,):
         count = k[-2:-1]
         if v[-2:-1] != count:
             return None
         shapes[1:3] = k[:-2], k[-1:], v[:-2], v[-1:]
-        if mask is not None and mask[-1:] == count:
-            shapes[-2] = (..., *mask[:-1])
+        if alike.mask is not None and shapes[alike.mask + 2][-1:] == count:
+            shapes[alike.mask + 2] = (..., *shapes[alike.mask + 2][:-1])
         offset = 0
-    return (offset, options, types, *shapes, *others)
+    return (types, offset, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
 
 
 def attend(kind: Hashable, given: Arguments, call: Problem | None = None) -> Any:
@@ -98,7 +136,7 @@ class Checked:
     as_given: bool  # whether the kernels get the caller's arrays as they are
     tables: bool
     only_rel_k: bool  # beside queries, keys and values
-    compiled: bool  # whether compiled kernels serve it
+    numbers: tuple[Any, ...] | None  # what compiled kernels are told, if they serve it
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -109,16 +147,16 @@ class Checked:
         if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
             return None
         tables = any(getattr(x, name) is not None for name in TABLES)
-        compiled = kernels.compiled(call.operands(), call.options)
+        numbers = kernels.numbers(call.operands(), call.options)
         plan = None
         if x.q.shape[-2] > 1:
-            plan = _plan(call, kernels, tables=tables, compiled=compiled)
+            plan = _plan(call, kernels, numbers, tables=tables)
             if plan is None:
                 return None
         as_given = all(map(operator.is_, _arrays(given), call.operands()))
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))
-        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled)
+        return cls(kernels, known, plan, as_given, tables, only_rel_k, numbers)
 
     def attend(self, given: Arguments) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
@@ -154,18 +192,18 @@ class Checked:
         if self.tables and not layout.within(options.span):
             if options.span.beyond == "error":
                 return None
-            rows = None if self.compiled else self.kernels.rows(layout.rows(options.span))
-        return Plan(options, layout, None, False, rows, self.only_rel_k, self.compiled)
+            rows = None if self.numbers else self.kernels.rows(layout.rows(options.span))
+        return Plan(options, layout, None, False, rows, self.only_rel_k, self.numbers)
 
 
-def _plan(call: Problem, kernels: Any, *, tables: bool, compiled: bool) -> Plan | None:
+def _plan(call: Problem, kernels: Any, numbers: tuple[Any, ...] | None, *, tables: bool) -> Plan | None:
     """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
     options, visibility, span = call.options, call.options.visibility, call.options.span
     layout = Layout.of(options)
     if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
         return None
-    if compiled:  # which go by the options
-        return Plan(options, layout, compiled=True)
+    if numbers is not None:
+        return Plan(options, layout, numbers=numbers)
     place = (0, visibility.n_queries, layout.first, layout.end)
     seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))
     return Plan(

@@ -241,7 +241,9 @@ def test_other_threads_go_on_while_they_work() -> None:
         before = counted[0]
         given = problem(Arguments(q, k, v))
         out = np.empty_like(q)
-        kernels.attend(_compiled.numbers(given.operands(), given.options), q, k, v, *[None] * 9, out, None, 0, 1, 1, 0, 1)
+        kernels.attend(
+            _compiled.numbers(given.operands(), given.options), q, k, v, *[None] * 9, out, None, 0, 1, 1, 0, 1
+        )
         assert counted[0] > before + 1000
     finally:
         done.set()

@@ -266,9 +266,9 @@ WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("name", WATCHED)
 def test_where_torch_is_watched_calls_take_the_usual_way(name: str) -> None:
     call = given(tensors(3, 5))
-    assert short.kind_of(call, return_lse=False) is not None
+    assert short.kind_of(call) is not None
     with WATCHED[name]():
-        assert short.kind_of(call, return_lse=False) is None
+        assert short.kind_of(call) is None
 
 
 def test_what_inference_mode_has_remembered_serves_training() -> None:
@@ -309,7 +309,7 @@ def test_transforms_and_subclasses_take_the_usual_way(known: dict[Any, Any]) -> 
     close(mapped[:, 0], attend(*x))
     torch.func.grad(lambda rows: attend(q, k, v, rows).sum())(table)
     own = [y.as_subclass(Own) for y in x]
-    assert short.kind_of(given(own), return_lse=False) is None
+    assert short.kind_of(given(own)) is None
     assert attend(*own).shape == x[0].shape
     assert list(known) == kinds
 

@@ -60,7 +60,7 @@ struct Lent {
         while (count) PyBuffer_Release(&buffers[--count]);
     }
 
-    // Read None, an object with a buffer, or (address, sizes, steps); put the steps last, zeros before them.
+    // Read None, an object with a buffer, or (address, sizes, steps, what keeps it); put the steps last, zeros before them.
     bool read(PyObject *from, int axes, std::int64_t size, const void **at, std::int64_t *steps) {
         if (from == Py_None) return true;
         if (PyTuple_Check(from)) return read_tuple(from, axes, at, steps);
@@ -75,7 +75,7 @@ struct Lent {
     }
 
     static bool read_tuple(PyObject *from, int axes, const void **at, std::int64_t *steps) {
-        if (PyTuple_Size(from) != 3) return refuse();
+        if (PyTuple_Size(from) != 4) return refuse();
         PyObject *sizes = PyTuple_GetItem(from, 1), *given = PyTuple_GetItem(from, 2);
         const Py_ssize_t here = PyTuple_Check(sizes) && PyTuple_Check(given) ? PyTuple_Size(sizes) : -1;
         if (here < 1 || here > axes || PyTuple_Size(given) != here) return refuse();

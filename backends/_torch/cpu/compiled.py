@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._array.softmax import share_of
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
-from relskew_core._kernel.plan import Layout, Plan
+from relskew_core._kernel.plan import Plan
 from relskew_core.backends import _compiled
 from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
@@ -22,24 +22,29 @@ def serves(x: Operands, options: Options) -> bool:
     return x.q.dtype == torch.float32 and _compiled.serves(x, options)
 
 
-def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None, layout: Layout | None = None) -> None:
+def numbers(operands: Operands, options: Options) -> tuple[Any, ...] | None:
+    """Return what the kernels are told of a call beside its arrays, ``None`` if they do not take it."""
+    return _compiled.numbers(flattened(operands), options) if serves(operands, options) else None
+
+
+def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None) -> None:
     """Write the output (B, H, Lq, Dv) and, if it is asked for, the log-sum-exp (B, H, Lq) of a flattened call."""
-    x = Operands(*(each if each is None else _in_rows(each) for each in x))
-    _compiled.attend(x, options, layout, out, lse, library=TORCH)
+    _compiled.attend(x, options, out, lse, library=TORCH)
 
 
 def attention(operands: Operands, plan: Plan, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a short call."""
-    shape = operands.q.shape[:-1]
+    shape, options = operands.q.shape[:-1], plan.options
     out = torch.empty((*shape, operands.v.shape[-1]))
-    lse = torch.empty(shape) if return_lse or plan.options.return_lse else None
-    layout = plan.layout if shape[-1] == 1 else None
+    lse = torch.empty(shape) if return_lse or options.return_lse else None
+    call = _compiled.numbers_of(plan, operands.k.shape[-2])
     if operands.q.ndim == 4 and operands.mask is None:
-        attend(operands, plan.options, out, lse, layout)
+        _compiled.attend(operands, options, out, lse, library=TORCH, call=call)
     else:
         x = flattened(operands)
         rows = x.q.shape[:-1]
-        attend(x, plan.options, out.view(*rows, -1), None if lse is None else lse.view(rows), layout)
+        results = out.view(*rows, -1), None if lse is None else lse.view(rows)
+        _compiled.attend(x, options, *results, library=TORCH, call=call)
     return out, lse
 
 
@@ -54,22 +59,18 @@ def attention_vjp(
     """Return the gradients of every operand but the mask, by name."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
-    if out is None or lse is None:
-        own, own_lse = torch.zeros((*rows, whole.v.shape[-1])), torch.full(rows, -math.inf)
-        for part in parts(whole, options):
-            attend(part.operands, part.options, own[part.items], own_lse[part.items])
-        if out is None:
-            out = own if lse is None else own * share_of(own_lse, lse.reshape(rows), xp=xp)[..., None]
-        lse = own_lse if lse is None else lse
-    d_out, out, lse = d_out.reshape(*rows, -1), out.reshape(*rows, -1), lse.reshape(rows)
-    d_lse = None if d_lse is None else d_lse.reshape(rows)
+    lse = None if lse is None else lse.reshape(rows)
+    out, lse = _compiled.results(
+        None if out is None else out.reshape(*rows, -1), lse, partial(_results, whole, options), xp=xp
+    )
+    given = d_out.reshape(*rows, -1), out, lse, None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, options, d_out, out, lse, d_lse)
+        found = _pull_back(whole, options, *given)
     else:
         found = {}
         for part in parts(whole, options):
-            results = (part.cut("q", d_out), part.cut("q", out), part.cut("q", lse), part.cut("q", d_lse))
-            for name, gradient in _pull_back(part.operands, part.options, *results).items():
+            own = (part.cut("q", each) for each in given)
+            for name, gradient in _pull_back(part.operands, part.options, *own).items():
                 _put(found, name, gradient, part, getattr(whole, name))
     if operands.q.ndim == 4:
         return found
@@ -82,11 +83,19 @@ def serves_backward(x: Operands, options: Options, wanted: frozenset[str]) -> bo
     return serves(x, options) and not learned
 
 
+def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a flattened call."""
+    shape = x.q.shape[:-1]
+    out, lse = torch.zeros((*shape, x.v.shape[-1])), torch.full(shape, -math.inf)
+    for part in parts(x, options):
+        attend(part.operands, part.options, out[part.items], lse[part.items])
+    return out, lse
+
+
 def _pull_back(
     x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor]:
-    x = Operands(*(each if each is None else _in_rows(each) for each in x))
-    return _compiled.pull_back(_in_rows(d_out), x, options, _in_rows(out), lse, d_lse, library=TORCH)
+    return _compiled.pull_back(d_out, x, options, out, lse, d_lse, library=TORCH)
 
 
 def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
@@ -99,13 +108,13 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like
         part.cut(name, found.setdefault(name, torch.zeros(like.shape))).copy_(gradient)
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """Return an array whose rows are in one piece."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _lend(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.shape, x.stride()
+    """Lend an array, or a copy of it whose rows are in one piece."""
+    steps = x.stride()
+    if steps[-1] != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+        steps = x.stride()
+    return x.data_ptr(), x.shape, steps, x
 
 
 TORCH = _compiled.Library(xp, _lend, torch.empty, torch.zeros, torch.get_num_threads, threads.team)

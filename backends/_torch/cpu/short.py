@@ -70,8 +70,8 @@ def serves(x: Operands) -> bool:
     return x.q.device.type == "cpu" and all(each is None or each.layout == torch.strided for each in x)
 
 
-compiled = kernels.serves
-"""Whether compiled kernels serve a call that these are for."""
+numbers = kernels.numbers
+"""What compiled kernels are told of a call beside its arrays, ``None`` if they do not serve it."""
 
 
 def rows(wanted: Sequence[int]) -> Tensor:
@@ -119,9 +119,9 @@ def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
         learned = x.mask is not None and x.mask.requires_grad
         if learned or plan.options.return_lse or plan.options.softcap is not None:
             return None
-        apply: Any = (_Compiled if plan.compiled else _Attention).apply
+        apply: Any = (_Attention if plan.numbers is None else _Compiled).apply
         return apply(plan, *x), None
-    if plan.compiled:
+    if plan.numbers is not None:
         return kernels.attention(x, plan)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
