@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
 
 from relskew_core._kernel.call import Gradients, Operands, Options
-from relskew_core._kernel.plan import Plan
 from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends._compiled import Call
 from relskew_core.backends._in_place import by_batch, mask_by_batch
 from relskew_core.backends._numpy.call import Array
 
@@ -26,18 +25,25 @@ def serves_backward(x: Operands, options: Options) -> bool:
     return serves(x, options) and (x.mask is None or x.mask.dtype == bool)
 
 
-def numbers(operands: Operands, options: Options) -> tuple[Any, ...] | None:
-    """Return what the kernels are told of a call beside its arrays, ``None`` if they do not take it."""
-    return _compiled.numbers(_flattened(operands), options) if serves(operands, options) else None
+def call_of(operands: Operands, options: Options) -> Call | None:
+    """Return what the kernels are to know of a call, ``None`` if they do not take it."""
+    return Call.of(_flattened(operands), options) if serves(operands, options) else None
 
 
-def attention(operands: Operands, options: Options, plan: Plan | None = None) -> tuple[Array, Array | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq); a short one has a plan."""
+def attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    return attend(operands, Call.of(_flattened(operands), options))
+
+
+def attend(operands: Operands, call: Call) -> tuple[Array, Array | None]:
+    """Return the same for a call of which all is known."""
     x = _flattened(operands)
     out = np.empty((*x.q.shape[:-1], x.v.shape[-1]), np.float32)
-    lse = np.empty(out.shape[:-1], np.float32) if options.return_lse else None
-    call = None if plan is None else _compiled.numbers_of(plan, x.k.shape[2])
-    _compiled.attend(x, options, out, lse, library=NUMPY, call=call)
+    lse = np.empty(out.shape[:-1], np.float32) if call.options.return_lse else None
+    try:
+        _compiled.attend(x, call, out, lse, library=NUMPY)
+    except BufferError:
+        _compiled.attend(_in_rows(x), call, out, lse, library=NUMPY)
     if operands.q.ndim == 4:
         return out, lse
     rows = operands.q.shape[:-1]
@@ -48,11 +54,12 @@ def attention_vjp(
     d_out: Array, operands: Operands, options: Options, out: Array | None, lse: Array | None, d_lse: Array | None
 ) -> Gradients:
     """Return the gradients of every operand."""
-    x, wanted = _flattened(operands), replace(options, return_lse=True)
+    x, wanted = _in_rows(_flattened(operands)), replace(options, return_lse=True)
     rows = x.q.shape[:-1]
     out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
-    given = by_batch(d_out, xp=xp), x, options, by_batch(out, xp=xp), lse.reshape(rows)
-    found = _compiled.pull_back(*given, None if d_lse is None else d_lse.reshape(rows), library=NUMPY)
+    d_out, out = (_row_by_row(by_batch(each, xp=xp)) for each in (d_out, out))
+    d_lse = None if d_lse is None else d_lse.reshape(rows)
+    found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse.reshape(rows), d_lse, library=NUMPY)
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 
@@ -68,14 +75,18 @@ def _flattened(operands: Operands) -> Operands:
     return operands._replace(**found)
 
 
-def _in_rows(x: Array) -> Array:
-    """Return an array whose rows are in one piece."""
+def _in_rows(x: Operands) -> Operands:
+    """Return arrays whose rows are in one piece."""
+    return Operands(*(each if each is None else _row_by_row(each) for each in x))
+
+
+def _row_by_row(x: Array) -> Array:
     return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
 
 
 NUMPY = _compiled.Library(
     xp,
-    _in_rows,
+    iter,
     partial(np.empty, dtype=np.float32),
     partial(np.zeros, dtype=np.float32),
     partial(_parallel.numpy_threads, blas=False),

@@ -15,6 +15,7 @@ from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel.call import Operands
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core._kernel.plan import Plan
+from relskew_core.backends._compiled import Call
 from relskew_core.backends._numpy import compiled as kernels
 from relskew_core.backends._numpy.call import Array
 
@@ -42,8 +43,8 @@ def serves(x: Operands) -> bool:
     return True
 
 
-numbers = kernels.numbers
-"""What compiled kernels are told of a call beside its arrays, ``None`` if they do not serve it."""
+compiled = kernels.call_of
+"""What compiled kernels are to know of a call, ``None`` if they do not serve it."""
 
 
 def rows(wanted: Sequence[int]) -> Array:
@@ -63,10 +64,10 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
     return items * heads * queries * keys <= 4 * SCRATCH and (queries == 1 or queries * keys <= LOGITS)
 
 
-def attention(x: Operands, plan: Plan) -> tuple[Array, Array | None]:
+def attention(x: Operands, plan: Plan | Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    if plan.numbers is not None:
-        return kernels.attention(x, plan.options, plan)
+    if isinstance(plan, Call):
+        return kernels.attend(x, plan)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
     logits = x.q[..., 0].size * (plan.layout.end - plan.layout.first)

@@ -132,11 +132,11 @@ class Checked:
 
     kernels: Any  # a library's for short calls
     problem: Problem  # of whose arrays nothing is kept
-    plan: Plan | None  # None for one query: each call has its own
+    plan: Any  # of calls alike, or the call itself for compiled kernels; None for one query: each has a plan of its own
     as_given: bool  # whether the kernels get the caller's arrays as they are
     tables: bool
     only_rel_k: bool  # beside queries, keys and values
-    numbers: tuple[Any, ...] | None  # what compiled kernels are told, if they serve it
+    compiled: Any  # what compiled kernels are to know of one query, if they serve it
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -147,16 +147,19 @@ class Checked:
         if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
             return None
         tables = any(getattr(x, name) is not None for name in TABLES)
-        numbers = kernels.numbers(call.operands(), call.options)
-        plan = None
-        if x.q.shape[-2] > 1:
-            plan = _plan(call, kernels, numbers, tables=tables)
+        plan = compiled = kernels.compiled(call.operands(), call.options)
+        if x.q.shape[-2] == 1:
+            plan = None
+        elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):
+            return None
+        elif compiled is None:
+            plan = _plan(call, kernels, tables=tables)
             if plan is None:
                 return None
         as_given = all(map(operator.is_, _arrays(given), call.operands()))
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))
-        return cls(kernels, known, plan, as_given, tables, only_rel_k, numbers)
+        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled)
 
     def attend(self, given: Arguments) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
@@ -179,10 +182,12 @@ class Checked:
             out, lse = call.result(out), None if lse is None else call.result(lse, dtype=call.wide)
         return out if lse is None else (out, lse)
 
-    def _plan_of_one(self, given: Arguments) -> Plan | None:
+    def _plan_of_one(self, given: Arguments) -> Any:
         """Lay out a call of one query, ``None`` if it sees nothing, or if it sees what a table does not reach."""
         options, count = self.problem.options, given.k.shape[-2]
         offset: Any = given.offset  # an int, or its kind would not be known
+        if self.compiled is not None:
+            return self.compiled.at(count, offset)
         if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(given.q.shape, count):
             return None
         layout = Layout.of_one(options.visibility, options.span, count, offset)
@@ -192,18 +197,16 @@ class Checked:
         if self.tables and not layout.within(options.span):
             if options.span.beyond == "error":
                 return None
-            rows = None if self.numbers else self.kernels.rows(layout.rows(options.span))
-        return Plan(options, layout, None, False, rows, self.only_rel_k, self.numbers)
+            rows = self.kernels.rows(layout.rows(options.span))
+        return Plan(options, layout, None, False, rows, self.only_rel_k)
 
 
-def _plan(call: Problem, kernels: Any, numbers: tuple[Any, ...] | None, *, tables: bool) -> Plan | None:
-    """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
+def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
+    """Lay out a call of several queries, ``None`` if they see nothing."""
     options, visibility, span = call.options, call.options.visibility, call.options.span
     layout = Layout.of(options)
-    if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
+    if layout is None:
         return None
-    if numbers is not None:
-        return Plan(options, layout, numbers=numbers)
     place = (0, visibility.n_queries, layout.first, layout.end)
     seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))
     return Plan(

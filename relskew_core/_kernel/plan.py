@@ -71,7 +71,6 @@ class Plan(NamedTuple):
     dead_rows: bool = False  # whether it hides all keys from some query
     rows: Array | None = None  # of the tables, which the columns stand for, where they do not just follow one another
     only_rel_k: bool = False  # whether this is the one array beside queries, keys and values
-    numbers: tuple[Any, ...] | None = None  # what compiled kernels are told beside the arrays, if they serve it
 
     def options_for(self, n_keys: int) -> Options:
         """Return the call's own options: those of one query are known for all that are alike, wherever they stand."""

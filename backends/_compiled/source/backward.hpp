@@ -128,7 +128,8 @@ struct Backward {
         if (x.key_table) {
             const Relative &keys = key_side.relative;
             const Index row = x.d_key_table.row;
-            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row, x.width);
+            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row,
+                                  x.width);
         }
         if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(sum, head), 0, x.rows);
     }

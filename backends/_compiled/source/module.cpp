@@ -52,61 +52,109 @@ PyObject *use(PyObject *, PyObject *name) {
 }
 
 // Arrays of a call, and the buffers of those that were lent.
-struct Lent {
+class Lent {
     Py_buffer buffers[26];
     int count = 0;
 
+public:
     ~Lent() {
         while (count) PyBuffer_Release(&buffers[--count]);
-    }
-
-    // Read None, an object with a buffer, or (address, sizes, steps, what keeps it); put the steps last, zeros before them.
-    bool read(PyObject *from, int axes, std::int64_t size, const void **at, std::int64_t *steps) {
-        if (from == Py_None) return true;
-        if (PyTuple_Check(from)) return read_tuple(from, axes, at, steps);
-        Py_buffer &buffer = buffers[count];
-        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return false;
-        count++;
-        if (buffer.ndim > axes || buffer.itemsize != size) return refuse();
-        *at = buffer.buf;
-        for (int i = 0; i < buffer.ndim; i++)
-            steps[axes - buffer.ndim + i] = buffer.shape[i] == 1 ? 0 : buffer.strides[i] / size;
-        return steps[axes - 1] <= 1 || refuse();
-    }
-
-    static bool read_tuple(PyObject *from, int axes, const void **at, std::int64_t *steps) {
-        if (PyTuple_Size(from) != 4) return refuse();
-        PyObject *sizes = PyTuple_GetItem(from, 1), *given = PyTuple_GetItem(from, 2);
-        const Py_ssize_t here = PyTuple_Check(sizes) && PyTuple_Check(given) ? PyTuple_Size(sizes) : -1;
-        if (here < 1 || here > axes || PyTuple_Size(given) != here) return refuse();
-        *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
-        for (Py_ssize_t i = 0; i < here; i++)
-            if (PyLong_AsLongLong(PyTuple_GetItem(sizes, i)) != 1)
-                steps[axes - here + i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
-        return !PyErr_Occurred() && (steps[axes - 1] <= 1 || refuse());
-    }
-
-    static bool refuse() {
-        PyErr_SetString(PyExc_TypeError, "an array has too many axes, another type, or rows in pieces");
-        return false;
     }
 
     // Read an array of the axes (items, heads, rows, columns), of which the first ones may be missing.
     template <class T>
     bool read(PyObject *from, Array<T> &to, std::int64_t *column = nullptr) {
         std::int64_t steps[4] = {};
-        const void *at = nullptr;
-        if (!read(from, 4, sizeof(T), &at, steps)) return false;
-        to.at = static_cast<T *>(const_cast<void *>(at)), to.item = steps[0], to.head = steps[1], to.row = steps[2];
+        if (!read(from, {4, true}, to, steps)) return false;
+        to.item = steps[0], to.head = steps[1], to.row = steps[2];
         if (column && to) *column = steps[3];
         return true;
+    }
+
+    // Read numbers of rows, of the axes (items, heads, rows).
+    template <class T>
+    bool read_of_rows(PyObject *from, Array<T> &to) {
+        std::int64_t steps[3] = {};
+        if (!read(from, {3, false}, to, steps)) return false;
+        to.item = steps[0], to.head = steps[1], to.row = steps[2];
+        return true;
+    }
+
+    // Read numbers of a table's rows, of the axes (sums, heads, rows).
+    template <class T>
+    bool read_bias(PyObject *from, Array<T> &to) {
+        std::int64_t steps[3] = {};
+        if (!read(from, {3, true}, to, steps)) return false;
+        to.item = steps[0], to.head = steps[1];
+        return true;
+    }
+
+private:
+    struct Axes {
+        int count;
+        bool rows;  // whether the last one is to be in one piece
+    };
+
+    // Read None, an object with a buffer, or (address, sizes, steps, what keeps it); put the steps last.
+    template <class T>
+    bool read(PyObject *from, Axes axes, Array<T> &to, std::int64_t *steps) {
+        const void *at = nullptr;
+        if (from != Py_None && !(PyTuple_Check(from) ? read_tuple(from, axes, &at, steps)
+                                                     : read_buffer(from, axes, sizeof(T), &at, steps)))
+            return false;
+        to.at = static_cast<T *>(const_cast<void *>(at));
+        return true;
+    }
+
+    bool read_buffer(PyObject *from, Axes axes, std::int64_t size, const void **at, std::int64_t *steps) {
+        Py_buffer &buffer = buffers[count];
+        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return false;
+        count++;
+        if (buffer.itemsize != size) return refuse();
+        *at = buffer.buf;
+        return read_steps(axes, buffer.ndim, steps, [&](int i, std::int64_t &length, std::int64_t &step) {
+            length = buffer.shape[i], step = buffer.strides[i] / size;
+        });
+    }
+
+    static bool read_tuple(PyObject *from, Axes axes, const void **at, std::int64_t *steps) {
+        if (PyTuple_Size(from) != 4) return refuse();
+        PyObject *lengths = PyTuple_GetItem(from, 1), *given = PyTuple_GetItem(from, 2);
+        if (!PyTuple_Check(lengths) || !PyTuple_Check(given) || PyTuple_Size(given) != PyTuple_Size(lengths))
+            return refuse();
+        *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
+        const int here = static_cast<int>(PyTuple_Size(given));
+        return read_steps(axes, here, steps, [&](int i, std::int64_t &length, std::int64_t &step) {
+            length = PyLong_AsLongLong(PyTuple_GetItem(lengths, i));
+            step = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+        });
+    }
+
+    // Put the steps of the axes that are there last; 0 for an axis of one, which may stand for many.
+    template <class Read>
+    static bool read_steps(Axes axes, int here, std::int64_t *steps, Read read) {
+        if (here < 1 || here > axes.count) return refuse();
+        std::int64_t length = 0, step = 0;
+        for (int i = 0; i < here; i++) {
+            read(i, length, step);
+            steps[axes.count - here + i] = length == 1 ? 0 : step;
+        }
+        if (PyErr_Occurred()) return false;
+        if (!axes.rows || length == 1 || step == 1) return true;
+        PyErr_SetString(PyExc_BufferError, "an array has rows in pieces");
+        return false;
+    }
+
+    static bool refuse() {
+        PyErr_SetString(PyExc_TypeError, "an array has too many axes, or another type");
+        return false;
     }
 };
 
 bool read_numbers(PyObject *from, Problem &x) {
-    std::int64_t *whole[] = {&x.items,     &x.heads,       &x.key_heads, &x.queries, &x.keys,     &x.width,
-                             &x.rel_width, &x.value_width, &x.rows,      &x.left,    &x.clip,     &x.before,
-                             &x.after,     &x.block,       &x.behind,    &x.offset,  &x.threshold};
+    std::int64_t *whole[] = {&x.keys,   &x.offset,    &x.items,       &x.heads,  &x.key_heads, &x.queries,
+                             &x.width,  &x.rel_width, &x.value_width, &x.rows,   &x.left,      &x.clip,
+                             &x.before, &x.after,     &x.block,       &x.behind, &x.mask_adds, &x.threshold};
     float *real[] = {&x.scale, &x.rel_scale, &x.softcap, &x.kept};
     constexpr int wholes = sizeof(whole) / sizeof(*whole), reals = sizeof(real) / sizeof(*real);
     if (!PyTuple_Check(from) || PyTuple_Size(from) != wholes + reals) {
@@ -131,12 +179,16 @@ PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
     return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
-bool read_operands(Lent &lent, PyObject *const *args, Problem &x) {
+// What both passes are given: numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table, query_hashes,
+// key_hashes.
+constexpr int GIVEN = 12;
+
+bool read_given(Lent &lent, PyObject *const *args, Problem &x) {
     return read_numbers(args[0], x) && lent.read(args[1], x.q) && lent.read(args[2], x.k) && lent.read(args[3], x.v) &&
-           lent.read(args[4], x.rel_k) && lent.read(args[5], x.rel_v) && lent.read(args[6], x.bias) &&
-           lent.read(args[7], x.rel_q) && lent.read(args[8], x.key_table) && lent.read(args[9], x.seen, &x.mask_key) &&
-           lent.read(args[10], x.added, &x.mask_key) && lent.read(args[11], x.query_hashes) &&
-           lent.read(args[12], x.key_hashes);
+           lent.read(args[4], x.rel_k) && lent.read(args[5], x.rel_v) && lent.read_bias(args[6], x.bias) &&
+           lent.read(args[7], x.rel_q) &&
+           (x.mask_adds ? lent.read(args[8], x.added, &x.mask_key) : lent.read(args[8], x.seen, &x.mask_key)) &&
+           lent.read(args[9], x.key_table) && lent.read(args[10], x.query_hashes) && lent.read(args[11], x.key_hashes);
 }
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
@@ -144,30 +196,30 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
-// attend(numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, key_table, seen, added, query_hashes, key_hashes, out, lse,
-// first, stop, parts, team, threads)
+// attend(…, out, lse, first, stop, parts, team, threads)
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 20) || !read_operands(lent, args, x) || !lent.read(args[13], x.out) ||
-        !lent.read(args[14], x.lse))
-        return nullptr;
-    return work(chosen->attend, x, args + 15);
+    if (!check_count(count, GIVEN + 7) || !read_given(lent, args, x)) return nullptr;
+    args += GIVEN;
+    if (!lent.read(args[0], x.out) || !lent.read_of_rows(args[1], x.lse)) return nullptr;
+    return work(chosen->attend, x, args + 2);
 }
 
-// pull_back(numbers, q, …, key_hashes, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_rel_bias,
-// d_key_table, sums, first, stop, parts, team, threads)
+// pull_back(…, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_k, d_rel_v, d_rel_bias, d_rel_q, d_key_table, sums, first,
+// stop, parts, team, threads)
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     Problem x{};
     Lent lent;
-    if (!check_count(count, 31) || !read_operands(lent, args, x) || !lent.read(args[13], x.d_out) ||
-        !lent.read(args[14], x.out) || !lent.read(args[15], x.lse) || !lent.read(args[16], x.d_lse) ||
-        !lent.read(args[17], x.d_q) || !lent.read(args[18], x.d_k) || !lent.read(args[19], x.d_v) ||
-        !lent.read(args[20], x.d_rel_q) || !lent.read(args[21], x.d_rel_k) || !lent.read(args[22], x.d_rel_v) ||
-        !lent.read(args[23], x.d_bias) || !lent.read(args[24], x.d_key_table))
+    if (!check_count(count, GIVEN + 18) || !read_given(lent, args, x)) return nullptr;
+    args += GIVEN;
+    if (!lent.read(args[0], x.d_out) || !lent.read(args[1], x.out) || !lent.read_of_rows(args[2], x.lse) ||
+        !lent.read_of_rows(args[3], x.d_lse) || !lent.read(args[4], x.d_q) || !lent.read(args[5], x.d_k) ||
+        !lent.read(args[6], x.d_v) || !lent.read(args[7], x.d_rel_k) || !lent.read(args[8], x.d_rel_v) ||
+        !lent.read_bias(args[9], x.d_bias) || !lent.read(args[10], x.d_rel_q) || !lent.read(args[11], x.d_key_table))
         return nullptr;
-    x.sums = PyLong_AsLongLong(args[25]);
-    return work(chosen->pull_back, x, args + 26);
+    x.sums = PyLong_AsLongLong(args[12]);
+    return work(chosen->pull_back, x, args + 13);
 }
 
 PyMethodDef methods[] = {

@@ -10,7 +10,7 @@ using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags
 
 // The parts `first … stop - 1` of a call: whoever works on them takes the next one.
 class Parts {
-  public:
+public:
     Parts(Kernel kernel, const Problem &x, std::int64_t first, std::int64_t stop, std::int64_t all)
         : kernel_(kernel), x_(x), stop_(stop), all_(all), next_(first) {}
 
@@ -28,7 +28,7 @@ class Parts {
             if (!kernel_(x_, part, all_)) failed_ = true;
     }
 
-  private:
+private:
     const Kernel kernel_;
     const Problem &x_;
     const std::int64_t stop_, all_;

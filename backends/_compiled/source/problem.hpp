@@ -23,8 +23,8 @@ struct Problem {
     float scale, rel_scale, softcap;  // softcap 0: none
 
     Array<const float> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
-    Array<const unsigned char> seen;  // a boolean mask
-    std::int64_t mask_key;            // step of a mask from key to key, 1 or 0
+    Array<const unsigned char> seen;   // a boolean mask …
+    std::int64_t mask_adds, mask_key;  // … or whether it is `added`; its step from key to key, 1 or 0
 
     // Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the threshold.
     Array<const std::int32_t> query_hashes, key_hashes;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
-from relskew_core._kernel.plan import Plan
 from relskew_core.backends import _compiled
+from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
 
@@ -22,29 +23,28 @@ def serves(x: Operands, options: Options) -> bool:
     return x.q.dtype == torch.float32 and _compiled.serves(x, options)
 
 
-def numbers(operands: Operands, options: Options) -> tuple[Any, ...] | None:
-    """Return what the kernels are told of a call beside its arrays, ``None`` if they do not take it."""
-    return _compiled.numbers(flattened(operands), options) if serves(operands, options) else None
+def call_of(operands: Operands, options: Options) -> Call | None:
+    """Return what the kernels are to know of a call, ``None`` if they do not take it."""
+    return Call.of(flattened(operands), options) if serves(operands, options) else None
 
 
 def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None) -> None:
     """Write the output (B, H, Lq, Dv) and, if it is asked for, the log-sum-exp (B, H, Lq) of a flattened call."""
-    _compiled.attend(x, options, out, lse, library=TORCH)
+    _compiled.attend(x, Call.of(x, options), out, lse, library=TORCH)
 
 
-def attention(operands: Operands, plan: Plan, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a short call."""
-    shape, options = operands.q.shape[:-1], plan.options
+def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
+    shape = operands.q.shape[:-1]
     out = torch.empty((*shape, operands.v.shape[-1]))
-    lse = torch.empty(shape) if return_lse or options.return_lse else None
-    call = _compiled.numbers_of(plan, operands.k.shape[-2])
+    lse = torch.empty(shape) if return_lse or call.options.return_lse else None
     if operands.q.ndim == 4 and operands.mask is None:
-        _compiled.attend(operands, options, out, lse, library=TORCH, call=call)
+        _compiled.attend(operands, call, out, lse, library=TORCH)
     else:
         x = flattened(operands)
         rows = x.q.shape[:-1]
         results = out.view(*rows, -1), None if lse is None else lse.view(rows)
-        _compiled.attend(x, options, *results, library=TORCH, call=call)
+        _compiled.attend(x, call, *results, library=TORCH)
     return out, lse
 
 
@@ -55,22 +55,22 @@ def attention_vjp(
     out: Tensor | None,
     lse: Tensor | None,
     d_lse: Tensor | None,
+    *,
+    call: Call | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients of every operand but the mask, by name."""
+    """Return the gradients of every operand but the mask, by name. The ``call`` tells what is known of it."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
-    lse = None if lse is None else lse.reshape(rows)
-    out, lse = _compiled.results(
-        None if out is None else out.reshape(*rows, -1), lse, partial(_results, whole, options), xp=xp
-    )
+    out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
+    out, lse = _compiled.results(out, lse, partial(_results, whole, options), xp=xp)
     given = d_out.reshape(*rows, -1), out, lse, None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, options, *given)
+        found = _pull_back(whole, call or Call.of(whole, options), *given)
     else:
         found = {}
         for part in parts(whole, options):
-            own = (part.cut("q", each) for each in given)
-            for name, gradient in _pull_back(part.operands, part.options, *own).items():
+            own = Call.of(part.operands, part.options)
+            for name, gradient in _pull_back(part.operands, own, *(part.cut("q", each) for each in given)).items():
                 _put(found, name, gradient, part, getattr(whole, name))
     if operands.q.ndim == 4:
         return found
@@ -93,9 +93,9 @@ def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _pull_back(
-    x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
+    x: Operands, call: Call, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor]:
-    return _compiled.pull_back(d_out, x, options, out, lse, d_lse, library=TORCH)
+    return _compiled.pull_back(d_out, x, call, out, lse, d_lse, library=TORCH)
 
 
 def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
@@ -108,13 +108,17 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like
         part.cut(name, found.setdefault(name, torch.zeros(like.shape))).copy_(gradient)
 
 
-def _lend(x: Tensor) -> tuple[Any, ...]:
-    """Lend an array, or a copy of it whose rows are in one piece."""
-    steps = x.stride()
-    if steps[-1] != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
+def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
+    """Lend arrays, or copies of those whose rows are not in one piece."""
+    for x in arrays:
+        if x is None:
+            yield None
+            continue
         steps = x.stride()
-    return x.data_ptr(), x.shape, steps, x
+        if steps[-1] != 1 and x.shape[-1] != 1:
+            x = x.contiguous()
+            steps = x.stride()
+        yield x.data_ptr(), x.shape, steps, x
 
 
-TORCH = _compiled.Library(xp, _lend, torch.empty, torch.zeros, torch.get_num_threads, threads.team)
+TORCH = _compiled.Library(xp, _lent, torch.empty, torch.zeros, torch.get_num_threads, threads.team)

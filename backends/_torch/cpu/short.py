@@ -25,6 +25,7 @@ from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands, Options
 from relskew_core._kernel.plan import Layout, Plan
 from relskew_core._positions.visibility import Visibility
+from relskew_core.backends._compiled import Call
 from relskew_core.backends._in_place import mask_by_batch
 from relskew_core.backends._torch.cpu import compiled as kernels
 from relskew_core.backends._torch.cpu.operator import OPERATOR
@@ -70,8 +71,8 @@ def serves(x: Operands) -> bool:
     return x.q.device.type == "cpu" and all(each is None or each.layout == torch.strided for each in x)
 
 
-numbers = kernels.numbers
-"""What compiled kernels are told of a call beside its arrays, ``None`` if they do not serve it."""
+compiled = kernels.call_of
+"""What compiled kernels are to know of a call, ``None`` if they do not serve it."""
 
 
 def rows(wanted: Sequence[int]) -> Tensor:
@@ -113,15 +114,15 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
     return heads * queries * keys <= KEPT and (queries == 1 or queries * keys <= LOGITS)
 
 
-def attention(x: Operands, plan: Plan) -> tuple[Tensor, Tensor | None] | None:
+def attention(x: Operands, plan: Plan | Call) -> tuple[Tensor, Tensor | None] | None:
     """Return the output and, if asked for, the log-sum-exp; ``None`` if gradients are asked for that it has not."""
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
         learned = x.mask is not None and x.mask.requires_grad
         if learned or plan.options.return_lse or plan.options.softcap is not None:
             return None
-        apply: Any = (_Attention if plan.numbers is None else _Compiled).apply
+        apply: Any = (_Compiled if isinstance(plan, Call) else _Attention).apply
         return apply(plan, *x), None
-    if plan.numbers is not None:
+    if isinstance(plan, Call):
         return kernels.attention(x, plan)
     if x.q.shape[-2] == 1 and plan.is_plain:
         return _attend_one(x, plan), None
@@ -169,17 +170,18 @@ class _Attention(torch.autograd.Function):
         """Return the gradients; where these are to be differentiated again, the operator's."""
         saved = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         operands, kept = Operands(*saved[:COUNT]), saved[COUNT:]
-        return _wanted(ctx, d_out, operands, lambda _: _pull_back(d_out, operands, ctx.plan, kept))
+        options = ctx.plan.options_for(operands.k.shape[-2])
+        return _wanted(ctx, d_out, operands, options, lambda: _pull_back(d_out, operands, ctx.plan, kept))
 
 
 class _Compiled(torch.autograd.Function):
     """The same by compiled kernels, which keep the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Tensor:
         """Attend."""
-        out, lse = kernels.attention(Operands(*operands), plan, return_lse=True)
-        ctx.plan = plan
+        out, lse = kernels.attention(Operands(*operands), call, return_lse=True)
+        ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
         return out
 
@@ -187,25 +189,21 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients; where these are to be differentiated again, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
-        x = Operands(*operands)
-        compute = partial(kernels.attention_vjp, d_out, x, out=out, lse=lse, d_lse=None)
-        return _wanted(ctx, d_out, x, compute, out, lse)
+        x, call = Operands(*operands), ctx.call
+        options = call.own_options
+        compute = partial(kernels.attention_vjp, d_out, x, options, out, lse, None, call=call)
+        return _wanted(ctx, d_out, x, options, compute, out, lse)
 
 
 def _wanted(
-    ctx: Any,
-    d_out: Tensor,
-    x: Operands,
-    compute: Callable[[Options], dict[str, Any]],
-    *results: Tensor,
+    ctx: Any, d_out: Tensor, x: Operands, options: Options, compute: Callable[[], dict[str, Any]], *results: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients that are asked for; where these are to be differentiated again, the operator's."""
     wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
-    options = ctx.plan.options_for(x.k.shape[-2])
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not ordinary():
         gradients = _by_operator(d_out, x, options, wanted, *results)
     else:
-        gradients = compute(options)
+        gradients = compute()
     return (None, *(gradients[name] if name in wanted else None for name in Operands._fields))
 
 
