@@ -10,19 +10,35 @@ namespace {
 constexpr Index KEYS = 512;  // that are worked on at once
 constexpr Index FEW = 4;     // queries up to which nothing is worth packing
 
-// Write the products of a query with consecutive rows.
+// Write the products of a query with consecutive rows of N vectors each; N = 0: as many as it takes.
+template <int N>
 inline void multiply_rows(const float *query, const float *x, Index row, Index rows, Index width, float *to) {
-    Index j = 0;
-    if (width % LANES == 0)
-        for (; j + LANES <= rows; j += LANES, x += LANES * row) {
-            Vec total[LANES];
-            for (int i = 0; i < LANES; i++) {  // row after row, as memory likes it
-                total[i] = load(query) * load(x + i * row);
-                for (Index d = LANES; d < width; d += LANES) total[i] += load(query + d) * load(x + i * row + d);
-            }
-            store(to + j, sums(total));
+    const Index length = N ? N * LANES : width;
+    for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
+        const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after it are the last one once more
+        if (last < LANES / 4) {
+            for (Index i = 0; i <= last; i++) to[j + i] = dot(query, x + i * row, width);
+            return;
         }
-    for (; j < rows; j++, x += row) to[j] = dot(query, x, width);
+        Vec total[LANES];
+        for (Index i = 0; i < LANES; i++) {  // row after row, as memory likes it
+            const float *at = x + std::min(i, last) * row;
+            total[i] = load(query) * load(at);
+            for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
+        }
+        store(to + j, sums(total));
+    }
+}
+
+inline void multiply_rows(const float *query, const float *x, Index row, Index rows, Index width, float *to) {
+    if (width % LANES)
+        for (Index j = 0; j < rows; j++) to[j] = dot(query, x + j * row, width);
+    else if (width == 4 * LANES)
+        multiply_rows<4>(query, x, row, rows, width, to);
+    else if (width == 8 * LANES)
+        multiply_rows<8>(query, x, row, rows, width, to);
+    else
+        multiply_rows<0>(query, x, row, rows, width, to);
 }
 
 // Add rows of values to an output, times their weights.
@@ -49,53 +65,84 @@ inline void mix_rows(const float *weights, const float *v, Index row, Index rows
         for (Index j = 0; j < rows; j++) out[d] += weights[j] * v[j * row + d];
 }
 
+// Some heads of an item, which meet a block of keys one after the other: what they have in common is in the caches by
+// then. Rows of a table for all heads are multiplied with all of these while they are at hand.
 struct Few {
+    static constexpr Index TOGETHER = 8, ROWS_AT_HAND = 64;
+
     const Problem &x;
-    Floats query, relative, logits;
+    const Index query_row, keys_row;
+    Floats queries, relative, logits;
+    Softmax softmax[TOGETHER];
+
+    explicit Few(const Problem &x)
+        : x(x),
+          query_row(padded(x.width) + padded(x.rel_width) + PANEL),
+          keys_row(padded(std::min(KEYS, x.keys)) + 2 * MARGIN) {}
 
     bool make() {
-        query = floats(x.width + x.rel_width + 2 * PANEL);
-        relative = floats(std::min(KEYS, x.keys) + 2 * MARGIN);
-        logits = floats(std::min(KEYS, x.keys) + 2 * MARGIN);
-        return query && relative && logits;
+        queries = floats(TOGETHER * query_row);
+        relative = floats(TOGETHER * keys_row);
+        logits = floats(keys_row);
+        return queries && relative && logits;
     }
 
     void run(Index first, Index last) {
-        for (Index pair = first; pair < last; pair++)
-            for (Index i = 0; i < x.queries; i++) attend(pair / x.heads, pair % x.heads, i);
+        for (Index pair = first; pair < last;) {
+            const Index head = pair % x.heads, count = std::min({TOGETHER, last - pair, x.heads - head});
+            for (Index i = 0; i < x.queries; i++) attend(pair / x.heads, head, count, i);
+            pair += count;
+        }
     }
 
-    void attend(Index item, Index head, Index i) {
+    bool apart() const { return x.rel_k && (x.rel_q || x.rel_scale != x.scale); }
+    float *same(Index n) const { return queries.get() + n * query_row; }
+    float *met(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
+    float *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
+
+    void attend(Index item, Index head, Index count, Index i) {
         const Index p = x.offset + i;
         const Seen seen = Seen::of(x, p, p);
-        const float *q = x.q.of(item, head, i);
-        float *own = query.get(), *met = own, *out = x.out.of(item, head, i), *s = logits.get() + MARGIN;
-        for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
-        if (x.rel_k && (x.rel_q || x.rel_scale != x.scale)) {
-            met = own + padded(x.width);
-            const float *other = x.rel_q ? x.rel_q.of(item, head, i) : q;
-            for (Index d = 0; d < x.rel_width; d++) met[d] = other[d] * x.rel_scale;
-        }
-        std::fill(out, out + x.value_width, 0.0f);
-        const MaskRow mask = MaskRow::of(x, item, head, i);
-        Softmax softmax;
+        for (Index n = 0; n < count; n++) take(item, head, n, i);
         for (Index key = seen.low; key < seen.high; key += KEYS) {
-            const Index n = std::min(KEYS, seen.high - key);
-            multiply_rows(own, x.k.of(item, head / x.group(), key), x.k.row, n, x.width, s);
-            add_relative(met, head, key - p, n, s);
-            if (x.key_table) add_key_side(x.k.of(item, head / x.group(), key), head, key - p, n, s);
-            const Row row{s, 0, n};
-            finish_logits(x, row, mask, key);
-            const float factor = softmax.take(row);
-            Kept::of(x, item, head, i, key).drop(row);
-            if (factor != 1.0f)
-                for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
-            mix_rows(s, x.v.of(item, head / x.group(), key), x.v.row, n, x.value_width, out);
-            if (x.rel_v) mix_table(s, head, key - p, n, out);
+            const Index keys = std::min(KEYS, seen.high - key);
+            if (x.rel_k || x.bias) write_relative(head, count, key - p, keys);
+            for (Index n = 0; n < count; n++) meet(item, head, n, i, key, keys);
         }
-        const float total = softmax.total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
-        for (Index d = 0; d < x.value_width; d++) out[d] *= part;
-        if (x.lse) *x.lse.of(item, head, i) = softmax.log_sum();
+        for (Index n = 0; n < count; n++) {
+            const float total = softmax[n].total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
+            float *out = x.out.of(item, head + n, i);
+            for (Index d = 0; d < x.value_width; d++) out[d] *= part;
+            if (x.lse) *x.lse.of(item, head + n, i) = softmax[n].log_sum();
+        }
+    }
+
+    void take(Index item, Index head, Index n, Index i) {
+        const float *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
+        float *own = same(n), *out = x.out.of(item, head + n, i);
+        for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
+        if (apart())
+            for (Index d = 0; d < x.rel_width; d++) met(n)[d] = other[d] * x.rel_scale;
+        std::fill(out, out + x.value_width, 0.0f);
+        softmax[n] = Softmax();
+    }
+
+    void meet(Index item, Index head, Index n, Index i, Index key, Index count) {
+        const Index own = (head + n) / x.group(), r = key - (x.offset + i);
+        const float *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
+        float *s = logits.get() + MARGIN, *out = x.out.of(item, head + n, i);
+        multiply_rows(same(n), keys, x.k.row, count, x.width, s);
+        if (x.rel_k || x.bias)
+            for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
+        if (x.key_table) add_key_side(keys, head + n, r, count, s);
+        const Row row{s, 0, count};
+        finish_logits(x, row, MaskRow::of(x, item, head + n, i), key);
+        const float factor = softmax[n].take(row);
+        Kept::of(x, item, head + n, i, key).drop(row);
+        if (factor != 1.0f)
+            for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
+        mix_rows(s, values, x.v.row, count, x.value_width, out);
+        if (x.rel_v) mix_table(s, head + n, r, count, out);
     }
 
     // The columns of n keys from the relative position r on, of which `before` meet what stands before the table.
@@ -108,27 +155,31 @@ struct Few {
         }
     };
 
-    void add_relative(const float *met, Index head, Index r, Index n, float *s) const {
-        if (!x.rel_k && !x.bias) return;
+    // Write what some heads add to the logits of n keys from the relative position r on.
+    void write_relative(Index head, Index count, Index r, Index n) const {
         const Reach at = Reach::of(x, r, n);
-        float *to = relative.get() + MARGIN;
-        if (x.rel_k && at.inside > 0)
-            multiply_rows(met, x.rel_k.of(0, head, at.row), x.rel_k.row, at.inside, x.rel_width, to + at.before);
-        else
-            std::fill(to, to + n, 0.0f);
-        if (x.bias)
-            for (Index j = 0; j < at.inside; j++) to[at.before + j] += x.bias.of(0, head)[at.row + j];
-        for (int side = 0; side < 2; side++) {
-            const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;
-            if (low >= high) continue;
-            const Index row = side ? x.rows - 1 : 0;
-            float edge = 0;
-            if (x.clip)
-                edge = (x.rel_k ? dot(met, x.rel_k.of(0, head, row), x.rel_width) : 0) +
-                       (x.bias ? x.bias.of(0, head)[row] : 0);
-            std::fill(to + low, to + high, edge);
+        const Index rows = x.rel_k && x.rel_k.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
+        for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0.0f);
+        for (Index j = 0; x.rel_k && j < at.inside; j += rows)
+            for (Index h = 0; h < count; h++)
+                multiply_rows(met(h), x.rel_k.of(0, head + h, at.row + j), x.rel_k.row, std::min(rows, at.inside - j),
+                              x.rel_width, of_table(h) + at.before + j);
+        for (Index h = 0; h < count; h++) {
+            if (x.bias)
+                for (Index j = 0; j < at.inside; j++) of_table(h)[at.before + j] += x.bias.of(0, head + h)[at.row + j];
+            write_edge(head, h, 0, 0, at.before);
+            write_edge(head, h, x.rows - 1, at.before + at.inside, n);
         }
-        for (Index j = 0; j < n; j++) s[j] += to[j];
+    }
+
+    // Write what an edge row adds to the logits of the keys low … high - 1, which are beyond it.
+    void write_edge(Index head, Index h, Index row, Index low, Index high) const {
+        if (low >= high) return;
+        float edge = 0;
+        if (x.clip)
+            edge = (x.rel_k ? dot(met(h), x.rel_k.of(0, head + h, row), x.rel_width) : 0) +
+                   (x.bias ? x.bias.of(0, head + h)[row] : 0);
+        std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
     void add_key_side(const float *keys, Index head, Index r, Index n, float *s) const {
@@ -156,7 +207,7 @@ struct Few {
 
 inline bool attend_few(const Problem &x, Index part, Index parts) {
     const Index heads = x.items * x.heads;
-    Few work{x, nullptr, nullptr, nullptr};
+    Few work(x);
     if (!work.make()) return false;
     work.run(heads * part / parts, heads * (part + 1) / parts);
     return true;

@@ -89,10 +89,29 @@ inline Vec largest_in_all(Vec x) {
 inline float sum(Vec x) { return sum_in_all(x)[0]; }
 inline float largest(Vec x) { return largest_in_all(x)[0]; }
 
+// Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
+#if defined(__AVX512F__)
+#define LANE_BY_LANE(f) \
+    {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#elif defined(__AVX2__)
+#define LANE_BY_LANE(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#else
+#define LANE_BY_LANE(f) {f(0), f(1), f(2), f(3)}
+#endif
+#define OWN(n) (n & STEP ? n + LANES : n)
+#define ACROSS(n) (n & STEP ? (n ^ STEP) + LANES : n ^ STEP)
+template <int STEP>
+inline Vec sum_of_halves(Vec a, Vec b) {
+    return __builtin_shuffle(a, b, Ints LANE_BY_LANE(OWN)) + __builtin_shuffle(a, b, Ints LANE_BY_LANE(ACROSS));
+}
+
 // Return the sum of each of LANES vectors, in their order.
+template <int STEP = LANES / 2>
 inline Vec sums(Vec *x) {
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) x[i] = low_in_turn(x[i], x[i + step]) + high_in_turn(x[i], x[i + step]);
+    if constexpr (STEP > 0) {
+        for (int i = 0; i < STEP; i++) x[i] = sum_of_halves<STEP>(x[i], x[i + STEP]);
+        return sums<STEP / 2>(x);
+    }
     return x[0];
 }
 
