@@ -73,7 +73,9 @@ class Call(NamedTuple):
     """What the kernels are to know of a call of four axes each beside its arrays."""
 
     options: Options
-    numbers: tuple[Any, ...]
+    keys: int
+    offset: int
+    numbers: tuple[Any, ...]  # all others
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
@@ -88,44 +90,45 @@ class Call(NamedTuple):
         items, heads, queries, width = x.q.shape
         _, key_heads, keys, value_width = x.v.shape
         numbers = (
-            keys, pattern.offset, items, heads, key_heads, queries, width, 0 if x.rel_k is None else x.rel_k.shape[-1],
-            value_width, span.left + span.right + 1, span.left, span.beyond == "clip", before, after, block, behind,
+            items, heads, key_heads, queries, width, 0 if x.rel_k is None else x.rel_k.shape[-1], value_width,
+            span.left + span.right + 1, span.left, span.beyond == "clip", before, after, block, behind,
             x.mask is not None and x.mask.dtype == x.q.dtype, threshold(options.dropout),
             options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
         )  # fmt: skip
-        return cls(options, numbers)
+        return cls(options, keys, pattern.offset, numbers)
 
     def at(self, keys: int, offset: int) -> Call | None:
         """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
-        options, (_, _, *known) = self
+        options, _, _, numbers = self
         if not -FAR < offset < FAR:
             return None
         if options.span.beyond == "error":
-            rows, left, _, before, after = known[7:12]
+            rows, left, _, before, after = numbers[7:12]
             if min(offset, before) > left or min(keys - offset, after + 1) > rows - left:
                 return None
-        return Call(options, (keys, offset, *known))
+        return Call(options, keys, offset, numbers)
 
     @property
     def own_options(self) -> Options:
         """The options, of one query those where it stands."""
-        pattern, (keys, offset, *_) = self.options.visibility, self.numbers
+        pattern = self.options.visibility
         if pattern.n_queries > 1:
             return self.options
-        return replace(self.options, visibility=replace(pattern, n_keys=keys, offset=offset))
+        return replace(self.options, visibility=replace(pattern, n_keys=self.keys, offset=self.offset))
 
     @property
     def work(self) -> int:
         """About how many multiplications it is."""
-        keys, _, items, heads, _, queries, width, _, _, _, _, _, before, after, *_ = self.numbers
-        multiplications: int = items * heads * queries * min(keys, before + after + 1) * 3 * width
+        items, heads, _, queries, width, *_ = self.numbers
+        before, after = self.numbers[10:12]
+        multiplications: int = 3 * items * heads * queries * width * min(self.keys, before + after + 1)
         return multiplications
 
 
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
-    given = (call.numbers, *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((out, lse)))
+    given = (*call[1:], *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((out, lse)))
     if work <= SHARED:
         kernels.attend(*given, 0, 1, 1, 0, 1)
         return
@@ -166,7 +169,7 @@ def pull_back(
             axes = 2 if name == "rel_bias" else 3
             found[name] = library.zeros((sums, *(array.shape if array.ndim == axes else (1, *array.shape))))
     given = (
-        call.numbers, *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((d_out, out, lse, d_lse)),
+        *call[1:], *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((d_out, out, lse, d_lse)),
         *lent([found.get(name) for name in GRADIENTS]), sums,
     )  # fmt: skip
     _run(kernels.pull_back, given, parts, sums, library)

@@ -34,15 +34,16 @@ PLAIN = frozenset((NoneType, bool, int, float, str, Span))
 FURTHEST = 2**61
 """Of offsets, as :func:`check_offset` says."""
 
+NO_LABELS = (None,) * (len(Operands._fields) - len(DIFFERENTIABLE))
 _NAMES = [field.name for field in fields(Arguments)]
 _arrays = attrgetter(*DIFFERENTIABLE)
 _alike: dict[tuple[type, ...], Alike | None] = {}
 _checked: dict[Hashable, Checked] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Alike:
-    """What the types of a call's arguments tell; arguments are taken by their places."""
+    """What the types of a call's arguments tell, for which it stands; arguments are taken by their places."""
 
     kernels: Any  # a library's for short calls
     arrays: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are there
@@ -88,11 +89,11 @@ def kind_of(given: Arguments) -> Hashable | None:
         alike = _alike[types] = Alike.of(types)
     if alike is None or not alike.kernels.ordinary():
         return None
+    of_window = None
     if alike.window:
         of_window = tuple(map(type, given.window or ()))
         if not PLAIN.issuperset(of_window):
             return None
-        types += of_window
     arrays = alike.arrays(values)
     try:
         shapes: list[Any] = [x.shape for x in arrays]
@@ -108,7 +109,7 @@ def kind_of(given: Arguments) -> Hashable | None:
         if alike.mask is not None and shapes[alike.mask + 2][-1:] == count:
             shapes[alike.mask + 2] = (..., *shapes[alike.mask + 2][:-1])
         offset = 0
-    return (types, offset, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
+    return (alike, offset, of_window, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
 
 
 def attend(kind: Hashable, given: Arguments, call: Problem | None = None) -> Any:
@@ -168,7 +169,7 @@ class Checked:
             return None
         arrays = _arrays(given)
         if self.as_given:
-            x = Operands(*arrays)
+            x = Operands._make(arrays + NO_LABELS)  # less work than by their names
         else:
             formed = (
                 form(name, x, heads=call.heads, xp=call.xp) for name, x in zip(DIFFERENTIABLE, arrays, strict=True)

@@ -40,8 +40,10 @@ class Span:
     beyond: Beyond = "error"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "left", check_int("left", self.left, minimum=0))
-        object.__setattr__(self, "right", check_int("right", self.right, minimum=0))
+        for name in ("left", "right"):
+            given = getattr(self, name)
+            if type(given) is not int or given < 0:
+                object.__setattr__(self, name, check_int(name, given, minimum=0))
         check_choice("beyond", self.beyond, BEYOND)
 
     @property

@@ -241,9 +241,8 @@ def test_other_threads_go_on_while_they_work() -> None:
         before = counted[0]
         given = problem(Arguments(q, k, v))
         out = np.empty_like(q)
-        kernels.attend(
-            _compiled.Call.of(given.operands(), given.options).numbers, q, k, v, *[None] * 8, out, None, 0, 1, 1, 0, 1
-        )
+        call = _compiled.Call.of(given.operands(), given.options)
+        kernels.attend(*call[1:], q, k, v, *[None] * 8, out, None, 0, 1, 1, 0, 1)
         assert counted[0] > before + 1000
     finally:
         done.set()
@@ -295,26 +294,28 @@ def test_memory_is_given_back() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({0: (1, 2)}, "number of numbers"),
-        ({1: np.zeros((1, 1, 4, 8))}, "another type"),
-        ({1: np.zeros((1, 1, 4, 16), np.float32)[..., ::2]}, "rows in pieces"),
-        ({2: np.zeros((1, 1, 1, 4, 8), np.float32)}, "too many axes"),
-        ({3: (0, (4, 8))}, "too many axes"),
-        ({3: 7}, "bytes-like"),
-        ({14: "0"}, "int"),
+        ({2: (1, 2)}, "number of numbers"),
+        ({3: np.zeros((1, 1, 4, 8))}, "another type"),
+        ({3: np.zeros((1, 1, 4, 16), np.float32)[..., ::2]}, "rows in pieces"),
+        ({3: np.broadcast_to(np.zeros((1, 1, 4, 1), np.float32), (1, 1, 4, 8))}, "rows in pieces"),
+        ({4: np.zeros((1, 1, 1, 4, 8), np.float32)}, "too many axes"),
+        ({5: (0, (4, 8))}, "too many axes"),
+        ({5: (0, (4, 8), (8,), None)}, "too many axes"),
+        ({5: 7}, "bytes-like"),
+        ({16: "0"}, "int"),
     ],
 )
 def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     given = problem(Arguments(q, q, q))
-    numbers = _compiled.Call.of(given.operands(), given.options).numbers
-    args: list[Any] = [numbers, q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1, 1, 0, 1]
+    call = _compiled.Call.of(given.operands(), given.options)
+    args: list[Any] = [*call[1:], q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1, 1, 0, 1]
     for index, value in changed.items():
         args[index] = value
     with pytest.raises((TypeError, ValueError, BufferError), match=why):
         kernels.attend(*args)
     with pytest.raises(TypeError, match="arguments are wanted"):
-        kernels.attend(numbers)
+        kernels.attend(*call[1:])
 
 
 def test_a_level_that_is_not_there_is_named() -> None:

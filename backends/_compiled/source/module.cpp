@@ -151,18 +151,21 @@ private:
     }
 };
 
-bool read_numbers(PyObject *from, Problem &x) {
-    std::int64_t *whole[] = {&x.keys,   &x.offset,    &x.items,       &x.heads,  &x.key_heads, &x.queries,
-                             &x.width,  &x.rel_width, &x.value_width, &x.rows,   &x.left,      &x.clip,
-                             &x.before, &x.after,     &x.block,       &x.behind, &x.mask_adds, &x.threshold};
+bool read_numbers(PyObject *const *from, Problem &x) {
+    std::int64_t *whole[] = {&x.items,       &x.heads,  &x.key_heads, &x.queries,  &x.width,  &x.rel_width,
+                             &x.value_width, &x.rows,   &x.left,      &x.clip,     &x.before, &x.after,
+                             &x.block,       &x.behind, &x.mask_adds, &x.threshold};
     float *real[] = {&x.scale, &x.rel_scale, &x.softcap, &x.kept};
     constexpr int wholes = sizeof(whole) / sizeof(*whole), reals = sizeof(real) / sizeof(*real);
-    if (!PyTuple_Check(from) || PyTuple_Size(from) != wholes + reals) {
+    PyObject *const numbers = from[2];
+    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != wholes + reals) {
         PyErr_SetString(PyExc_TypeError, "a call has another number of numbers");
         return false;
     }
-    for (int i = 0; i < wholes; i++) *whole[i] = PyLong_AsLongLong(PyTuple_GetItem(from, i));
-    for (int i = 0; i < reals; i++) *real[i] = static_cast<float>(PyFloat_AsDouble(PyTuple_GetItem(from, wholes + i)));
+    x.keys = PyLong_AsLongLong(from[0]), x.offset = PyLong_AsLongLong(from[1]);
+    for (int i = 0; i < wholes; i++) *whole[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, i));
+    for (int i = 0; i < reals; i++)
+        *real[i] = static_cast<float>(PyFloat_AsDouble(PyTuple_GetItem(numbers, wholes + i)));
     return !PyErr_Occurred();
 }
 
@@ -179,16 +182,18 @@ PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
     return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
-// What both passes are given: numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table, query_hashes,
-// key_hashes.
-constexpr int GIVEN = 12;
+// What both passes are given: keys, offset, numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table,
+// query_hashes, key_hashes.
+constexpr int GIVEN = 14;
 
 bool read_given(Lent &lent, PyObject *const *args, Problem &x) {
-    return read_numbers(args[0], x) && lent.read(args[1], x.q) && lent.read(args[2], x.k) && lent.read(args[3], x.v) &&
-           lent.read(args[4], x.rel_k) && lent.read(args[5], x.rel_v) && lent.read_bias(args[6], x.bias) &&
-           lent.read(args[7], x.rel_q) &&
-           (x.mask_adds ? lent.read(args[8], x.added, &x.mask_key) : lent.read(args[8], x.seen, &x.mask_key)) &&
-           lent.read(args[9], x.key_table) && lent.read(args[10], x.query_hashes) && lent.read(args[11], x.key_hashes);
+    if (!read_numbers(args, x)) return false;
+    args += 3;
+    return lent.read(args[0], x.q) && lent.read(args[1], x.k) && lent.read(args[2], x.v) &&
+           lent.read(args[3], x.rel_k) && lent.read(args[4], x.rel_v) && lent.read_bias(args[5], x.bias) &&
+           lent.read(args[6], x.rel_q) &&
+           (x.mask_adds ? lent.read(args[7], x.added, &x.mask_key) : lent.read(args[7], x.seen, &x.mask_key)) &&
+           lent.read(args[8], x.key_table) && lent.read(args[9], x.query_hashes) && lent.read(args[10], x.key_hashes);
 }
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
