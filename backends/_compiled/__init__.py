@@ -33,9 +33,6 @@ BLOCK = 48
 WORK = 2**30
 """Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
 
-SHARED = 2**22
-"""Multiplications for which it pays to wake another thread: a tenth of a millisecond."""
-
 GRADIENTS = [name for name in DIFFERENTIABLE if name != "mask"]
 ARRAYS = len(DIFFERENTIABLE)
 """The kernels get the arrays in the order of `Operands`, and give the gradients of all but masks."""
@@ -60,6 +57,7 @@ class Library(NamedTuple):
     zeros: Callable[..., Any]
     threads: Callable[[], int]
     team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
+    shared: int = 2**22  # multiplications for which it pays to wake another thread: of ours, a tenth of a millisecond
 
 
 def serves(x: Operands, options: Options) -> bool:
@@ -129,7 +127,7 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> 
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
     given = (*call[1:], *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((out, lse)))
-    if work <= SHARED:
+    if work <= library.shared:
         kernels.attend(*given, 0, 1, 1, 0, 1)
         return
     workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // BLOCK)
@@ -159,7 +157,7 @@ def pull_back(
     """
     work, lent = call.work, library.lent
     pairs = x.k.shape[0] * x.k.shape[1]
-    sums = 1 if work <= SHARED else min(library.threads(), pairs)
+    sums = 1 if work <= library.shared else min(library.threads(), pairs)
     parts = sums * max(1, min(pairs, work // WORK) // sums)
     found = {}
     for name, array in zip(Operands._fields, x[:ARRAYS], strict=False):

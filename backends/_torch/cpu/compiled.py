@@ -17,6 +17,9 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
 
+SHARED = 2**20
+"""Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
+
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
@@ -38,14 +41,20 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
     shape = operands.q.shape[:-1]
     out = torch.empty((*shape, operands.v.shape[-1]))
     lse = torch.empty(shape) if return_lse or call.options.return_lse else None
-    if operands.q.ndim == 4 and operands.mask is None:
-        _compiled.attend(operands, call, out, lse, library=TORCH)
+    x = flattened(operands)
+    if x is operands:
+        _compiled.attend(x, call, out, lse, library=TORCH)
     else:
-        x = flattened(operands)
         rows = x.q.shape[:-1]
-        results = out.view(*rows, -1), None if lse is None else lse.view(rows)
-        _compiled.attend(x, call, *results, library=TORCH)
+        _compiled.attend(x, call, out.view(*rows, -1), None if lse is None else lse.view(rows), library=TORCH)
     return out, lse
+
+
+def pull_back(d_out: Tensor, operands: Operands, call: Call, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of every operand but the mask, by name, of a call that is known."""
+    if flattened(operands) is operands:
+        return _compiled.pull_back(d_out, operands, call, out, lse, None, library=TORCH)
+    return attention_vjp(d_out, operands, call.own_options, out, lse, None)
 
 
 def attention_vjp(
@@ -55,22 +64,20 @@ def attention_vjp(
     out: Tensor | None,
     lse: Tensor | None,
     d_lse: Tensor | None,
-    *,
-    call: Call | None = None,
 ) -> dict[str, Tensor]:
-    """Return the gradients of every operand but the mask, by name. The ``call`` tells what is known of it."""
+    """Return the gradients of every operand but the mask, by name."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
     out, lse = _compiled.results(out, lse, partial(_results, whole, options), xp=xp)
     given = d_out.reshape(*rows, -1), out, lse, None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, call or Call.of(whole, options), *given)
+        found = _pull_back(whole, options, *given)
     else:
         found = {}
         for part in parts(whole, options):
-            own = Call.of(part.operands, part.options)
-            for name, gradient in _pull_back(part.operands, own, *(part.cut("q", each) for each in given)).items():
+            own = (part.cut("q", each) for each in given)
+            for name, gradient in _pull_back(part.operands, part.options, *own).items():
                 _put(found, name, gradient, part, getattr(whole, name))
     if operands.q.ndim == 4:
         return found
@@ -93,9 +100,9 @@ def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _pull_back(
-    x: Operands, call: Call, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
+    x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
 ) -> dict[str, Tensor]:
-    return _compiled.pull_back(d_out, x, call, out, lse, d_lse, library=TORCH)
+    return _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=TORCH)
 
 
 def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
@@ -121,4 +128,4 @@ def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
         yield x.data_ptr(), x.shape, steps, x
 
 
-TORCH = _compiled.Library(xp, _lent, torch.empty, torch.zeros, torch.get_num_threads, threads.team)
+TORCH = _compiled.Library(xp, _lent, torch.empty, torch.zeros, torch.get_num_threads, team=threads.team, shared=SHARED)

@@ -44,6 +44,8 @@ class Part:
 def flattened(operands: Operands) -> Operands:
     """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
     lead = operands.q.ndim - 3
+    if lead == 1 and operands.mask is operands.q_segments is operands.q_positions is None:
+        return operands
 
     def flat(name: str, x: Tensor) -> Tensor:
         kind = KINDS[name]

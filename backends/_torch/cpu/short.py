@@ -190,9 +190,8 @@ class _Compiled(torch.autograd.Function):
         """Return the gradients; where these are to be differentiated again, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x, call = Operands(*operands), ctx.call
-        options = call.own_options
-        compute = partial(kernels.attention_vjp, d_out, x, options, out, lse, None, call=call)
-        return _wanted(ctx, d_out, x, options, compute, out, lse)
+        compute = partial(kernels.pull_back, d_out, x, call, out, lse)
+        return _wanted(ctx, d_out, x, call.own_options, compute, out, lse)
 
 
 def _wanted(
