@@ -23,6 +23,9 @@ from relskew_core._functions import short
 from relskew_core._kernel.call import Arguments
 from relskew_core.backends._numpy import short as numpy_kernels
 from relskew_core.backends._torch.cpu import short as torch_kernels
+from relskew_core.backends._torch.cpu.short import block as torch_block
+from relskew_core.backends._torch.cpu.short import differentiable
+from relskew_core.backends._torch.cpu.short import forward as torch_forward
 
 every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
 libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
@@ -79,8 +82,8 @@ def test_one_query_of_any_heads(
     rng = np.random.default_rng(0)
     shapes = [(*lead, 4, 1, 3), *[(*lead, key_heads, 9, 3)] * 2, (4, 64, 3) if by_head else (64, 3)]
     x = [library(rng.standard_normal(shape)) for shape in shapes]
-    for kernels in (numpy_kernels, torch_kernels):
-        monkeypatch.delattr(kernels, "_attend")  # one query has a way of its own
+    monkeypatch.delattr(numpy_kernels, "_attend")  # one query has a way of its own
+    monkeypatch.delattr(torch_forward, "attend")
     for scale in (1.0, 40.0):  # of the latter most weights are negligible
         options: Any = {"span": Span.causal(64), "window": (6, 0), "offset": 8, "scale": scale}
         close(relative_attention(*x, **options), relative_attention(*x, **options, impl="portable"))
@@ -109,9 +112,9 @@ def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytes
 def test_gradients_are_those_of_the_dense_formula(
     case: dense.Case, block: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_kernels, "BLOCK", block)
+    monkeypatch.setattr(torch_block, "BLOCK", block)
     monkeypatch.setattr(torch_kernels, "is_short", lambda shape, keys: True)
-    monkeypatch.setattr(torch_kernels, "KEPT", kept)
+    monkeypatch.setattr(differentiable, "KEPT", kept)
     found = []
     functions: list[Callable[..., Any]] = [relative_attention, lambda **given: dense.attention(**given).out]
     for function in functions:
@@ -125,7 +128,7 @@ def test_gradients_are_those_of_the_dense_formula(
 
 def test_second_gradients() -> None:
     x = tensors(3, 5, grad=True)
-    assert isinstance(attend(*x).grad_fn, torch_kernels._Attention._backward_cls)
+    assert isinstance(attend(*x).grad_fn, differentiable._Attention._backward_cls)
     assert torch.autograd.gradgradcheck(attend, [y[:1].detach().requires_grad_() for y in x[:3]] + x[3:])
 
 

@@ -70,13 +70,13 @@ def attention_vjp(
     rows = whole.q.shape[:-1]
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
     out, lse = _compiled.results(out, lse, partial(_results, whole, options), xp=xp)
-    given = d_out.reshape(*rows, -1), out, lse, None if d_lse is None else d_lse.reshape(rows)
+    d_out, d_lse = d_out.reshape(*rows, -1), None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, options, *given)
+        found = _pull_back(whole, options, d_out, out, lse, d_lse)
     else:
         found = {}
         for part in parts(whole, options):
-            own = (part.cut("q", each) for each in given)
+            own = part.cut("q", d_out), part.cut("q", out), part.cut("q", lse), part.cut("q", d_lse)
             for name, gradient in _pull_back(part.operands, part.options, *own).items():
                 _put(found, name, gradient, part, getattr(whole, name))
     if operands.q.ndim == 4:
