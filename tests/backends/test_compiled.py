@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled as of_numpy
+from relskew_core.backends._torch.cpu import compiled as of_torch
 
 kernels = _compiled.kernels
 
@@ -276,6 +278,31 @@ def test_an_interrupt_is_noticed_between_the_pieces_of_a_call(to: Any, monkeypat
             relative_attention_vjp(q, q, k, v, table, **options)
         assert calls[0] > 12
         assert sum(done) < 3 * calls[0] // 4  # another thread may go on for a moment
+
+
+def test_torch_works_on_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, ...]] = []
+
+    def attend(*args: Any) -> None:
+        found.append(args[-5:])
+        kernels.attend(*args)
+
+    monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), "attend": attend}))
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 1):
+            torch.set_num_threads(count)
+            for length in (8, 200):
+                q = torch.ones(1, 4, length, 16)
+                torch.testing.assert_close(relative_attention(q, q, q, causal=True), q)
+    finally:
+        torch.set_num_threads(threads)
+    team = of_torch.TORCH.team()
+    assert team or sys.platform != "linux"
+    assert found[0] == found[2] == (0, 1, 1, 0, 1)  # not worth a thread
+    if team:
+        assert found[1] == (0, 2, 2, team, 2)
+    assert found[3] == (0, 1, 1, team, 1)
 
 
 def test_memory_is_given_back() -> None:
