@@ -6,33 +6,19 @@ table, ready for the matrix products that follow.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
 from relskew_core._array.softmax import share_of
 from relskew_core._kernel.backward import attention_vjp as portable
-from relskew_core._kernel.call import KINDS, TABLES, Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import TABLES, Gradients, Operands, Options
 from relskew_core._kernel.chunk import visible_columns
-from relskew_core._positions.table import Table
-from relskew_core.backends._in_place import by_batch
 from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu import compiled
-from relskew_core.backends._torch.cpu.call import (
-    HeadPlace,
-    Stack,
-    StackedCall,
-    is_short,
-    of_mask,
-    run,
-    undisturbed,
-)
-from relskew_core.backends._torch.cpu.parts import Part, flattened, mask_of_call, parts
+from relskew_core.backends._torch.cpu.call import Stack, StackedCall, is_short, of_mask, run, undisturbed
+from relskew_core.backends._torch.cpu.gradients import Own, Whole, WorkerSums, of_rows, of_table, total
+from relskew_core.backends._torch.cpu.parts import flattened, parts
 from relskew_core.backends._torch.cpu.product import Product
 from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
@@ -64,7 +50,7 @@ def attention_vjp(
     if is_short(operands):
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
-    whole = _Whole.of(flattened(operands), options, d_out, out, lse, d_lse, mask_gradient="mask" in wanted)
+    whole = Whole.of(flattened(operands), options, d_out, out, lse, d_lse, mask_gradient="mask" in wanted)
     tables: dict[str, Tensor] = {}
     for part in parts(flattened(operands), options):
         for name, gradient in _pull_back(StackedCall.of(part.operands, part.options), whole.part(part)).items():
@@ -88,13 +74,13 @@ def own_attention_vjp(
     return attention_vjp(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, wanted=wanted)
 
 
-def _pull_back(call: StackedCall, whole: _Whole) -> dict[str, Tensor]:
+def _pull_back(call: StackedCall, whole: Whole) -> dict[str, Tensor]:
     """Add to the gradients of whole sequences and of the mask, and return those of the tables."""
     shares = call.shares()
     workers = max(1, min(torch.get_num_threads(), len(shares)))
     bounds = [len(shares) * index // workers for index in range(workers + 1)]
     # Every worker owns a fixed run of heads and its own sums for what they share: no two write one place.
-    sums = [_WorkerSums.of(call, mask=whole.mask) for _ in range(workers)]
+    sums = [WorkerSums.of(call, mask=whole.mask) for _ in range(workers)]
 
     def work(index: int) -> None:
         scratch = Scratch(call)
@@ -107,128 +93,11 @@ def _pull_back(call: StackedCall, whole: _Whole) -> dict[str, Tensor]:
 
     run(work, range(workers), workers)
     if whole.mask is not None:
-        whole.mask.add_(_total(sums, "mask"))
-    return {name: _of_table(call, sums, name) for name in TABLES if getattr(sums[0], name, None) is not None}
+        whole.mask.add_(total(sums, "mask"))
+    return {name: of_table(call, sums, name) for name in TABLES if getattr(sums[0], name, None) is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The incoming gradients, and the outgoing ones that belong to heads of one batch entry."""
-
-    d_out: Tensor
-    delta: Tensor | None  # mean of the weights' gradients, known from the output
-    lse: Tensor | None
-    d_lse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rel_q: Tensor | None
-    mask: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        operands: Operands,
-        options: Options,
-        d_out: Tensor,
-        out: Tensor | None,
-        lse: Tensor | None,
-        d_lse: Tensor | None,
-        *,
-        mask_gradient: bool,
-    ) -> _Whole:
-        """Take what came, and zeros for what goes, of flattened operands."""
-        mask = operands.mask if mask_gradient else None
-
-        def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.reshape(operands.q.shape[:-1])
-
-        def zeros(x: Tensor | None) -> Tensor | None:
-            return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-        gradients: dict[str, Any] = {name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)}
-        return cls(
-            d_out=by_batch(d_out / (1 - options.dropout) if options.dropout else d_out, xp=xp),
-            delta=rows(None if out is None else (d_out * out).sum(-1)),
-            lse=rows(lse),
-            d_lse=rows(d_lse),
-            mask=None if mask is None or mask.dtype == torch.bool else zeros(mask),
-            **gradients,
-        )
-
-    def part(self, part: Part) -> _Whole:
-        """Return views of what belongs to a part."""
-        like = {name: name if name in KINDS else "q" for name in self.__slots__}
-        return _Whole(**{name: part.cut(operand, getattr(self, name)) for name, operand in like.items()})
-
-    def at(self, call: StackedCall, place: HeadPlace) -> _Own:
-        """Return what belongs to some heads of one batch entry."""
-        batch, heads, key_heads = place
-        q = call.by_chunk(self.q[batch, heads])
-
-        def rows(x: Tensor | None) -> Sequence[Tensor] | None:
-            return None if x is None else call.by_chunk(x[batch, heads].unsqueeze(-1))
-
-        return _Own(
-            d_out=call.by_chunk(self.d_out[batch, heads]),
-            delta=rows(self.delta),
-            lse=rows(self.lse),
-            d_lse=rows(self.d_lse),
-            q=q,
-            k=self.k[batch, key_heads],
-            v=self.v[batch, key_heads],
-            rel_q=q if self.rel_q is None else call.by_chunk(self.rel_q[batch, heads]),
-        )
-
-    def gradients(self, operands: Operands, tables: dict[str, Tensor]) -> Gradients:
-        """Return everything in the shapes of the call's operands."""
-        of_heads = {name: getattr(self, name) for name in names_of(Kind.SEQUENCE)}
-        return Gradients(
-            **{name: None if x is None else x.reshape(getattr(operands, name).shape) for name, x in of_heads.items()},
-            **tables,
-            mask=None if self.mask is None else mask_of_call(self.mask, operands),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """The gradients of some heads of one batch entry; those of queries cut into chunks."""
-
-    d_out: Sequence[Tensor]
-    delta: Sequence[Tensor] | None
-    lse: Sequence[Tensor] | None
-    d_lse: Sequence[Tensor] | None
-    q: Sequence[Tensor]
-    k: Tensor  # of one key head, or of as many as there are heads
-    v: Tensor
-    rel_q: Sequence[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerSums:
-    """One worker's sums of what heads and batch entries share: tables by rows, and an additive mask."""
-
-    rel_k: Tensor | None
-    rel_v: Tensor | None
-    rel_bias: Tensor | None
-    key_table: Tensor | None
-    mask: Tensor | None
-
-    @classmethod
-    def of(cls, call: StackedCall, *, mask: Tensor | None) -> _WorkerSums:
-        def rows(table: Table | None) -> Tensor | None:
-            return None if table is None else call.q.new_zeros(table.columns.mT.shape)
-
-        return cls(
-            rows(call.tables.rel_k),
-            rows(call.tables.rel_v),
-            rows(call.tables.rel_bias),
-            rows(call.tables.key_table),
-            None if mask is None else torch.zeros_like(mask),
-        )
-
-
-def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own: _Own, sums: _WorkerSums) -> None:
+def _backward(call: StackedCall, scratch: Scratch, stack: Stack, index: int, own: Own, sums: WorkerSums) -> None:
     views, options = scratch.views(index), call.options
     chunk, logits, weights = views.chunk, views.logits, views.weights
     d_out = own.d_out[views.number]
@@ -295,7 +164,7 @@ def _add_product(place: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Non
 
 
 def _write_d_weights(
-    call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: _WorkerSums
+    call: StackedCall, scratch: Scratch, stack: Stack, views: Views, d_out: Tensor, weights: Tensor, sums: WorkerSums
 ) -> Tensor:
     """Write the gradient of the weights, and add to the gradient of ``rel_v``."""
     rel_v, chunk, v = call.tables.rel_v, views.chunk, views.values(stack.v)
@@ -305,7 +174,7 @@ def _write_d_weights(
     seen, low, high = visible_columns(relative, chunk, call.options)
     if low <= high:
         extension = rel_v.plan(low, high)
-        rows = _of_rows(sums.rel_v, stack.place)[:, extension.start : extension.stop]
+        rows = of_rows(sums.rel_v, stack.place)[:, extension.start : extension.stop]
         _add_product(rows, extension.fold(seen, xp=xp).mT, d_out)
     relative = scratch.relative("d_weights", chunk)
     relative.zero_()
@@ -320,7 +189,7 @@ def _write_d_weights(
     return d_weights.baddbmm_(d_out, v.mT)
 
 
-def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own, sums: _WorkerSums) -> None:
+def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: Own, sums: WorkerSums) -> None:
     """Add the gradients of ``rel_bias``, ``rel_k`` and the queries that meet it."""
     relative = views.relative
     if views.look_up is not None:
@@ -330,42 +199,23 @@ def _add_relative_terms(call: StackedCall, stack: Stack, views: Views, own: _Own
         return
     if call.tables.rel_bias is not None:
         extension = call.tables.rel_bias.plan(low, high)
-        target = _of_rows(sums.rel_bias, stack.place)[:, extension.start : extension.stop, 0]
+        target = of_rows(sums.rel_bias, stack.place)[:, extension.start : extension.stop, 0]
         target.add_(extension.fold(seen, xp=xp).sum(-2).sum_to_size(target.shape))
     if call.tables.rel_k is not None and stack.rel_k is not None:
         extension, scale = call.tables.rel_k.plan(low, high), call.options.rel_scale
         core = extension.fold(seen, xp=xp)
         rows = stack.rel_k.narrow(-1, extension.start, extension.stop - extension.start).mT
-        target = _of_rows(sums.rel_k, stack.place).narrow(-2, extension.start, extension.stop - extension.start)
+        target = of_rows(sums.rel_k, stack.place).narrow(-2, extension.start, extension.stop - extension.start)
         _add_product(target, core.mT, stack.rel_q[views.number], scale)
         own.rel_q[views.number].baddbmm_(core, rows, alpha=scale)
 
 
-def _add_key_side(stack: Stack, views: Views, own: _Own, sums: _WorkerSums, scale: float) -> None:
+def _add_key_side(stack: Stack, views: Views, own: Own, sums: WorkerSums, scale: float) -> None:
     """Add the gradients of ``key_table`` and of the keys that meet it."""
     for block in views.key_side:
         core = block.folded()
         if core is not None and stack.key_table is not None:
             start, count = block.extension.start, core.shape[-1]
-            target = _of_rows(sums.key_table, stack.place).narrow(-2, start, count)
+            target = of_rows(sums.key_table, stack.place).narrow(-2, start, count)
             _add_product(target, core.mT, stack.k[:, block.keys], scale)
             _add_product(own.k[:, block.keys], core, stack.key_table.narrow(-1, start, count).mT, scale)
-
-
-def _of_rows(rows: Tensor | None, place: HeadPlace) -> Tensor:
-    """Return the rows of some heads, (stack or 1, rows, D), of sums that are there."""
-    assert rows is not None
-    if rows.ndim == 2:
-        return rows[None]
-    return rows[place.heads] if rows.shape[0] > 1 else rows
-
-
-def _total(sums: list[_WorkerSums], name: str) -> Tensor:
-    return functools.reduce(torch.add, [getattr(worker, name) for worker in sums])
-
-
-def _of_table(call: StackedCall, sums: list[_WorkerSums], name: str) -> Tensor:
-    gradient: Tensor = getattr(call.tables, name).gradient(_total(sums, name).mT, xp=xp)
-    if name == "key_table":  # its columns descend
-        return gradient.flip(-2)
-    return gradient[..., 0] if name == "rel_bias" else gradient
