@@ -65,7 +65,7 @@ kernels = Extension(
     "relskew_core.backends._compiled._kernels",
     [str(SOURCE / name) for name in names],
     define_macros=[("LEVELS_OF_X86_64", "1")] if levels else [],
-    depends=[str(path) for path in sorted(SOURCE.glob("*.hpp"))],
+    depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
     py_limited_api=True,
     optional=asked != "0",
 )

@@ -60,7 +60,7 @@ def path(function: str, call: Problem, impl: str) -> Path:
 def short(kind: type) -> Any:
     """Return a library's kernels for short calls, by the type of its arrays; ``None`` if there are none."""
     if kind not in _short:
-        library = kind.__module__.partition(".")[0]
+        library = kind.__module__.partition(".")[0].removesuffix("lib")  # JAX's arrays are those of jaxlib
         kernels = getattr(_module(library), "short", None) if library in NATIVE else None
         _short[kind] = kernels if kernels is not None and kind in kernels.TYPES else None
     return _short[kind]

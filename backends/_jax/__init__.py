@@ -7,6 +7,7 @@ by its square, and ``jax.grad`` keeps every chunk's weights for the backward pas
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from relskew_core._kernel.chunk import chunk_size, documents_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
-from relskew_core.backends._jax import at_once, tangent
-from relskew_core.backends._jax import backward as jax_backward
+from relskew_core.backends._jax import at_once, compiled, tangent
+from relskew_core.backends._jax import short as short
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split
@@ -30,13 +31,20 @@ KNOWN = frozenset(Operands._fields) | {
 }
 """The arrays and options that the loops know: all of them."""
 
+COMPILED = tangent.Passes(compiled.attention, compiled.attention_vjp, keeps_sums=True)
+
 LARGEST_ON_CPUS = 64
 """Queries of a chunk at most: a turn of a loop costs little, and every query more is work on hidden keys."""
 
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    return Path(attention, attention_vjp, knows=KNOWN, faster=function != "attention" or not at_once.serves(call))
+    forward, x = function == "attention", call.operands()
+    if compiled.serves(x, call.options) if forward else compiled.serves_backward(x, call.options):
+        return Path(partial(attention, passes=COMPILED), partial(attention_vjp, passes=COMPILED), knows=KNOWN)
+    return Path(
+        attention, attention_vjp, knows=KNOWN, faster=not forward or not at_once.serves(call.given, call.options)
+    )
 
 
 def instead(call: Problem) -> Path:
@@ -44,16 +52,26 @@ def instead(call: Problem) -> Path:
     return Path(at_once.attention, attention_vjp)
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:
+def attention(
+    operands: Operands, options: Options, *, xp: Any, passes: tangent.Passes = tangent.LOOPS
+) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options))
+    result: tuple[Array, Array | None] = tangent.attention(*_prepared(operands, options), passes)
     return result
 
 
-def attention_vjp(d_out: Array, operands: Operands, options: Options, *, xp: Any, **results: Array | None) -> Gradients:
+def attention_vjp(
+    d_out: Array,
+    operands: Operands,
+    options: Options,
+    *,
+    xp: Any,
+    passes: tangent.Passes = tangent.LOOPS,
+    **results: Array | None,
+) -> Gradients:
     """Return the gradients of every operand."""
     cotangents, operands = varying((Cotangents(d_out, **results), operands), axes_of((d_out, results, operands)))
-    return jax_backward.attention_vjp(cotangents, *_prepared(operands, options))
+    return passes.pull_back(cotangents, *_prepared(operands, options))
 
 
 def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, Ranges | None]:

@@ -21,7 +21,6 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core._kernel.forward import capped, grouped_matmul
 from relskew_core._kernel.plan import Layout
-from relskew_core._kernel.problem import Problem
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax.explicit import explicitly_split
@@ -38,16 +37,15 @@ LOGITS = 2**14
 """Logits of a head up to which this is the faster way, and keeps little under ``jax.vmap``, which hides the batch."""
 
 
-def serves(call: Problem) -> bool:
-    """Whether this is the faster way, and all that the call asks for is known here."""
-    x = call.given
+def serves(x: Operands, options: Options) -> bool:
+    """Whether this is the faster way, and all that a call asks for is known here."""
     if axes_of(x) or explicitly_split(x):  # the loops give what they make the types that such arrays want
         return False
-    if unknown(x, call.options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
+    if unknown(x, options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return False
     logits = x.q.shape[-2] * x.k.shape[-2]
-    heads = math.prod(call.operands().q.shape[:-2])
-    return logits <= LOGITS and heads * logits <= KEPT and Layout.of(call.options) is not None
+    heads = math.prod(x.q.shape[:-2])
+    return logits <= LOGITS and heads * logits <= KEPT and Layout.of(options) is not None
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, Array | None]:

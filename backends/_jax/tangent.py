@@ -7,9 +7,10 @@ derivative of the loops, transposed it is the backward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import DIFFERENTIABLE, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
 from relskew_core.backends._jax import backward, forward
 from relskew_core.backends._jax.loops import Ranges
 
@@ -26,18 +27,35 @@ Arrays = tuple[Array, ...]
 Results = tuple[Array, Array | None]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def attention(operands: Operands, options: Options, ranges: Ranges | None) -> Results:
-    """Return what ``forward.attention`` does; its gradient is ``backward.attention_vjp``."""
-    return forward.attention(operands, options, ranges)
+class Passes(NamedTuple):
+    """What computes a call and its gradients."""
+
+    attention: Callable[[Operands, Options, Ranges | None], Results]
+    pull_back: Callable[[Cotangents, Operands, Options, Ranges | None], Gradients]
+    keeps_sums: bool = False  # whether the log-sum-exp saves the backward pass something
+
+
+LOOPS = Passes(forward.attention, backward.attention_vjp)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 3))
+def attention(operands: Operands, options: Options, ranges: Ranges | None, passes: Passes) -> Results:
+    """Return what the forward pass does; its gradient is the backward pass."""
+    return passes.attention(operands, options, ranges)
 
 
 @partial(attention.defjvp, symbolic_zeros=True)
-def _pushed(options: Options, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Results, Results]:
-    results, moved = attention(primals[0], options, primals[1]), tangents[0]._asdict()
+def _pushed(
+    options: Options, passes: Passes, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Results, Results]:
+    moved = tangents[0]._asdict()
     names = [name for name in DIFFERENTIABLE if not isinstance(moved[name], jax.custom_derivatives.SymbolicZero | None)]
-    known, tree = jax.tree.flatten((*primals, results))
-    change = Change(options, tuple(names), tree)
+    asked = replace(options, return_lse=options.return_lse or passes.keeps_sums)
+    out, sums = attention(primals[0], asked, primals[1], passes)
+    results = out, (sums if options.return_lse else None)
+    known, tree = jax.tree.flatten((*primals, sums if passes.keeps_sums else None, results))
+    back = LOOPS if "mask" in names else passes  # the kernels give no gradient of a mask
+    change = Change(options, back, tuple(names), tree)
     pushed = tangent_p.bind(
         *known, *(moved[name] for name in names), change=change, results=len(jax.tree.leaves(results))
     )
@@ -49,12 +67,13 @@ class Change:
     """The map, from changes of some operands to changes of the results, and its transpose."""
 
     options: Options
+    passes: Passes
     names: tuple[str, ...]
-    known: Any  # the tree of operands, ranges and results
+    known: Any  # the tree of operands, ranges, kept log-sum-exp and results
 
     def push(self, known: Arrays, tangents: Arrays) -> Arrays:
         """Return the changes of the results."""
-        operands, ranges, _ = jax.tree.unflatten(self.known, known)
+        operands, ranges, *_ = jax.tree.unflatten(self.known, known)
 
         def results(*moved: Array) -> Any:
             now = operands._replace(**dict(zip(self.names, moved, strict=True)))
@@ -64,9 +83,9 @@ class Change:
 
     def pull(self, known: Arrays, cotangents: tuple[Array | None, ...]) -> Arrays:
         """Return the gradients of the operands."""
-        operands, ranges, (out, _) = jax.tree.unflatten(self.known, known)
+        operands, ranges, sums, (out, _) = jax.tree.unflatten(self.known, known)
         d_out, d_lse = (*cotangents, None)[:2]
-        gradients = backward.attention_vjp(Cotangents(d_out, out, None, d_lse), operands, self.options, ranges)
+        gradients = self.passes.pull_back(Cotangents(d_out, out, sums, d_lse), operands, self.options, ranges)
         return tuple(getattr(gradients, name) for name in self.names)
 
 

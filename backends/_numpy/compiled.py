@@ -10,7 +10,7 @@ import numpy as np
 
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled, _parallel
-from relskew_core.backends._compiled import Call
+from relskew_core.backends._compiled import Call, Library
 from relskew_core.backends._in_place import by_batch, mask_by_batch
 from relskew_core.backends._numpy.call import Array
 
@@ -30,20 +30,20 @@ def call_of(operands: Operands, options: Options) -> Call | None:
     return Call.of(_flattened(operands), options) if serves(operands, options) else None
 
 
-def attention(operands: Operands, options: Options) -> tuple[Array, Array | None]:
+def attention(operands: Operands, options: Options, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    return attend(operands, Call.of(_flattened(operands), options))
+    return attend(operands, Call.of(_flattened(operands), options), library)
 
 
-def attend(operands: Operands, call: Call) -> tuple[Array, Array | None]:
+def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the same for a call of which all is known."""
-    x = _flattened(operands)
-    out = np.empty((*x.q.shape[:-1], x.v.shape[-1]), np.float32)
-    lse = np.empty(out.shape[:-1], np.float32) if call.options.return_lse else None
+    x, library = _flattened(operands), NUMPY if library is None else library
+    out = library.empty((*x.q.shape[:-1], x.v.shape[-1]))
+    lse = library.empty(out.shape[:-1]) if call.options.return_lse else None
     try:
-        _compiled.attend(x, call, out, lse, library=NUMPY)
+        _compiled.attend(x, call, out, lse, library=library)
     except BufferError:
-        _compiled.attend(_in_rows(x), call, out, lse, library=NUMPY)
+        _compiled.attend(_in_rows(x), call, out, lse, library=library)
     if operands.q.ndim == 4:
         return out, lse
     rows = operands.q.shape[:-1]
@@ -51,7 +51,14 @@ def attend(operands: Operands, call: Call) -> tuple[Array, Array | None]:
 
 
 def attention_vjp(
-    d_out: Array, operands: Operands, options: Options, out: Array | None, lse: Array | None, d_lse: Array | None
+    d_out: Array,
+    operands: Operands,
+    options: Options,
+    out: Array | None,
+    lse: Array | None,
+    d_lse: Array | None,
+    *,
+    library: Library | None = None,
 ) -> Gradients:
     """Return the gradients of every operand."""
     x, wanted = _in_rows(_flattened(operands)), replace(options, return_lse=True)
@@ -59,7 +66,8 @@ def attention_vjp(
     out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
     d_out, out = (_row_by_row(by_batch(each, xp=xp)) for each in (d_out, out))
     d_lse = None if d_lse is None else d_lse.reshape(rows)
-    found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse.reshape(rows), d_lse, library=NUMPY)
+    library, lse = NUMPY if library is None else library, lse.reshape(rows)
+    found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=library)
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 

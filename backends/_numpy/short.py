@@ -28,6 +28,9 @@ LOGITS = 2**14
 SCRATCH = 2**18
 """Logits of the items that are worked on at once: in the caches, and few enough for memory."""
 
+ONLY_COMPILED = False
+"""Whether compiled kernels are all that there is here for short calls."""
+
 
 def ordinary() -> bool:
     """Whether nobody traces, watches or changes what is computed here."""

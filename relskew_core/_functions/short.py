@@ -149,6 +149,8 @@ class Checked:
             return None
         tables = any(getattr(x, name) is not None for name in TABLES)
         plan = compiled = kernels.compiled(call.operands(), call.options)
+        if compiled is None and kernels.ONLY_COMPILED:
+            return None
         if x.q.shape[-2] == 1:
             plan = None
         elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):

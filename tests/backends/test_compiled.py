@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import dense
+from compiled_cases import CASES, LONG, close, narrow
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
-from relskew_core.backends._numpy import compiled as of_numpy
 from relskew_core.backends._torch.cpu import compiled as of_torch
 
 kernels = _compiled.kernels
@@ -28,9 +28,6 @@ kernels = _compiled.kernels
 pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
 
 LEVELS = kernels.LEVELS if kernels else []
-
-GATE = 2e-5
-"""Of float32, beside the largest number of a result."""
 
 
 @pytest.fixture(params=LEVELS)
@@ -41,59 +38,8 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use(LEVELS[-1])
 
 
-def narrow(x: Any) -> Any:
-    if isinstance(x, tuple):
-        return tuple(map(narrow, x))
-    return x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
-
-
 def as_torch(x: Any) -> Any:
     return tuple(map(as_torch, x)) if isinstance(x, tuple) else torch.from_numpy(x.copy())
-
-
-LONG: list[dense.Case] = [
-    dense.Case("blocks of queries and of keys", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2,
-               span=Span(40, 700, "clip"), tables="rel_k rel_v rel_bias", options={"offset": 300}),
-    dense.Case("causal and long", n=300, m=300, d=64, lead=(1,), span=Span.causal(300), tables="rel_k rel_v",
-               options={"causal": True}),
-    dense.Case("window beyond the table", n=130, m=130, d=16, span=Span(5, 3, "zero"), tables="rel_k rel_v rel_bias",
-               options={"window": (60, 9)}),
-    dense.Case("local blocks", n=200, m=200, d=8, span=Span(5, 3, "clip"), tables="rel_k rel_v rel_bias",
-               options={"block_size": 37, "blocks_before": 2}),
-    dense.Case("softcap and mask", n=100, m=150, d=32, span=Span(149, 149), mask="boolean", options={"softcap": 2.0}),
-    dense.Case("queries that meet the table", n=60, m=560, d=32, rel_q_width=20, span=Span(700, 700, "clip"),
-               tables="rel_k", options={"rel_scale": 0.5}),
-    dense.Case("all beyond the table", n=5, m=100, d=24, span=Span(1, 1, "clip"), tables="rel_k rel_v rel_bias",
-               options={"offset": -16, "window": (29, 77), "softcap": 3.0}),
-    dense.Case("keys that meet a table", n=130, m=300, d=24, heads=4, kv_heads=2, span=Span(90, 40, "clip"),
-               tables="rel_k key_table", options={"offset": 100, "rel_scale": 0.3}),
-    dense.Case("keys that meet a short table", n=50, m=50, d=16, span=Span(3, 0, "zero"), tables="key_table",
-               options={"window": (9, 9)}),
-    dense.Case("few queries, keys that meet a table", n=2, m=90, d=16, span=Span(20, 9, "clip"),
-               tables="key_table rel_v", options={"offset": 40}),
-    dense.Case("few queries and a short table, which keys meet", n=3, m=60, d=20, span=Span(5, 2, "zero"),
-               tables="rel_k key_table", options={"offset": 30}),
-    dense.Case("few queries, blocks of keys", n=2, m=1300, d=16, dv=24, span=Span(600, 900, "clip"),
-               tables="rel_k rel_v rel_bias", options={"offset": 500}),
-    dense.Case("dropout of many", n=100, m=530, d=32, span=Span(30, 20, "clip"), tables="rel_k rel_v",
-               options={"dropout": 0.3, "seed": 5, "offset": 400}),
-    dense.Case("nothing seen by some", n=70, m=30, span=Span(9, 9, "clip"), tables="rel_k", options={"window": (3, 3)}),
-]  # fmt: skip
-
-
-def is_served(case: dense.Case) -> bool:
-    call = problem(Arguments(**{name: narrow(x) for name, x in case.arrays().items()}, **case.call()))
-    return of_numpy.serves(call.operands(), call.options)
-
-
-CASES = [case for case in [*dense.CASES, *LONG] if is_served(case)]
-
-
-def close(found: Any, expected: Any, what: str = "") -> None:
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.isfinite(found), finite, err_msg=what)
-    scale = max(1.0, np.abs(expected[finite]).max(initial=0))
-    np.testing.assert_allclose(found[finite], expected[finite], rtol=0, atol=GATE * scale, err_msg=what)
 
 
 def test_there_are_cases_of_every_kind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from relskew_core._kernel.call import Arguments, Options
 from relskew_core._kernel.chunk import documents_of
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
+from relskew_core.backends import _compiled
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -28,6 +30,14 @@ forward = pytest.importorskip("relskew_core.backends._jax.forward")
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compile in a third of the time what runs once, on a few numbers."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loops() -> Iterator[None]:
+    """Go by the loops in float32, too, where there are compiled kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compiled, "kernels", None)
+        yield
 
 
 def on_jax(arrays: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ import pytest
 import relskew_core
 from tracked import IN_GIT, PACKED, ROOT, tracked
 
+COMPILED = ("_compiled/source/", "_compiled/third_party/")
+"""What the kernels are compiled from, which no wheel holds."""
+
 KERNELS = "relskew_core/backends/_compiled/_kernels.abi3.so"
 COMPILER = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
 CAN_COMPILE = (
@@ -93,7 +96,7 @@ def package_sources() -> set[str]:
     return {
         f"{mapped[top]}/{rest}"
         for top, _, rest in (name.partition("/") for name in tracked())
-        if top in mapped and not rest.startswith("_compiled/source/") and not (ROOT / top / rest).is_symlink()
+        if top in mapped and not rest.startswith(COMPILED) and not (ROOT / top / rest).is_symlink()
     }
 
 

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "parts.hpp"
+#include "xla.hpp"
 
 #define DECLARE(LEVEL)                                           \
     namespace LEVEL {                                            \
@@ -234,6 +235,17 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+// What XLA calls, by the addresses that XLA_ATTEND and XLA_PULL_BACK hold.
+XLA_FFI_Error *xla_attend(XLA_FFI_CallFrame *frame) { return xla::attend(chosen->attend, frame); }
+XLA_FFI_Error *xla_pull_back(XLA_FFI_CallFrame *frame) { return xla::pull_back(chosen->pull_back, frame); }
+
+bool add_address(PyObject *module, const char *name, XLA_FFI_Handler *handler) {
+    PyObject *capsule = PyCapsule_New(reinterpret_cast<void *>(handler), nullptr, nullptr);
+    const bool done = capsule && !PyModule_AddObjectRef(module, name, capsule);
+    Py_XDECREF(capsule);
+    return done;
+}
+
 // LEVELS: what this processor can do, the best last.
 int start(PyObject *module) {
     PyObject *names = PyList_New(0);
@@ -251,7 +263,8 @@ int start(PyObject *module) {
         return -1;
     }
     Py_DECREF(names);
-    return 0;
+    return add_address(module, "XLA_ATTEND", xla_attend) && add_address(module, "XLA_PULL_BACK", xla_pull_back) ? 0
+                                                                                                                : -1;
 }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(start)}, {0, nullptr}};

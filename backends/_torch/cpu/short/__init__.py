@@ -30,6 +30,9 @@ TYPES = frozenset((Tensor, torch.nn.Parameter, NoneType))
 LOGITS = 2**16
 """Logits of a head up to which this is the faster way: of more, chunks save what no query sees."""
 
+ONLY_COMPILED = False
+"""Whether compiled kernels are all that there is here for short calls."""
+
 about = attrgetter("dtype", "device", "layout")
 """What a call's checks look at in a tensor, its shape aside."""
 

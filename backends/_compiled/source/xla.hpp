@@ -1,0 +1,328 @@
+// The kernels as XLA calls them, which JAX compiles to: arrays by the typed interface of foreign functions, threads of
+// XLA's own pool. Python brings every array to four axes, dense; see `_jax/foreign.py`.
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "../third_party/xla/ffi/api/c_api.h"
+#include "problem.hpp"
+
+namespace xla {
+
+using Frame = XLA_FFI_CallFrame;
+using Error = XLA_FFI_Error;
+using Index = std::int64_t;
+
+inline Error *error(const Frame *frame, XLA_FFI_Error_Code code, const char *message) {
+    XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, code};
+    return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// Of the interface: the oldest that has all that is used here, and the latest that the oldest supported JAX knows.
+constexpr int MINOR_VERSION = 1;
+
+// Say which version of the interface this is; false if nobody asks.
+inline bool tell_version(Frame *frame) {
+    XLA_FFI_Extension_Base *extension = frame->extension_start;
+    if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
+    XLA_FFI_Metadata *metadata = reinterpret_cast<XLA_FFI_Metadata_Extension *>(extension)->metadata;
+    metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, MINOR_VERSION};
+    metadata->traits = 0;
+    return true;
+}
+
+// Tasks 0 … count - 1, which some threads take one after the other. The caller works too, and waits only for tasks that
+// another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep nobody up.
+class Team {
+public:
+    using Task = bool (*)(void *, Index);
+
+    static bool run(const Frame *frame, Task task, void *of, Index count, Index workers) {
+        bool done = true;
+        void *place = workers > 1 && count > 1 ? std::malloc(sizeof(Team)) : nullptr;
+        if (!place) {
+            for (Index i = 0; i < count; i++) done = task(of, i) && done;
+            return done;
+        }
+        Team *team = new (place) Team(task, of, count);
+        for (Index i = 1; i < std::min(workers, count); i++) {
+            XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, frame->ctx,
+                                                  help, team};
+            team->users++;
+            if (Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&args)) {
+                destroy(frame, error), team->users--;
+                break;
+            }
+        }
+        team->work();
+        pthread_mutex_lock(&team->lock);
+        while (team->finished < count) pthread_cond_wait(&team->all, &team->lock);
+        pthread_mutex_unlock(&team->lock);
+        done = !team->failed;
+        team->leave();
+        return done;
+    }
+
+    static Index workers(const Frame *frame) {
+        Index count = 1;
+        XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx,
+                                                &count};
+        Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+        if (error) destroy(frame, error);
+        return error ? 1 : std::max<Index>(1, count);
+    }
+
+private:
+    const Task task;
+    void *const of;  // the caller's, who is gone when all tasks are done
+    const Index count;
+    std::atomic<Index> next{0}, users{1};
+    std::atomic<bool> failed{false};
+    Index finished = 0;
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t all = PTHREAD_COND_INITIALIZER;
+
+    Team(Task task, void *of, Index count) : task(task), of(of), count(count) {}
+
+    ~Team() { pthread_cond_destroy(&all), pthread_mutex_destroy(&lock); }
+
+    static void destroy(const Frame *frame, Error *error) {
+        XLA_FFI_Error_Destroy_Args args{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+        frame->api->XLA_FFI_Error_Destroy(&args);
+    }
+
+    static void help(void *team) { static_cast<Team *>(team)->work(), static_cast<Team *>(team)->leave(); }
+
+    void work() {
+        for (Index i; (i = next++) < count;) {
+            if (!task(of, i)) failed = true;
+            pthread_mutex_lock(&lock);
+            if (++finished == count) pthread_cond_signal(&all);
+            pthread_mutex_unlock(&lock);
+        }
+    }
+
+    void leave() {
+        if (--users) return;
+        this->~Team();
+        std::free(this);
+    }
+};
+
+// The arrays and numbers of a call, one after the other.
+class Reader {
+public:
+    bool good = true;
+
+    explicit Reader(const Frame *frame) : frame(frame) {
+        const XLA_FFI_Array *whole = attribute("whole", XLA_FFI_DataType_S64);
+        const XLA_FFI_Array *real = attribute("real", XLA_FFI_DataType_F32);
+        good = whole && real;
+        if (!good) return;
+        wholes = static_cast<const Index *>(whole->data), count = static_cast<Index>(whole->size);
+        reals = static_cast<const float *>(real->data), real_count = static_cast<Index>(real->size);
+    }
+
+    Index whole() { return count-- > 0 ? *wholes++ : refuse(); }
+    float real() { return real_count-- > 0 ? *reals++ : static_cast<float>(refuse()); }
+
+    // Read the next array if the next number says that there is one.
+    template <class T>
+    void argument(Array<const T> &to, Index *column = nullptr) {
+        if (!whole()) return;
+        if (arguments == frame->args.size) return static_cast<void>(refuse());
+        read(static_cast<const XLA_FFI_Buffer *>(frame->args.args[arguments++]), to, column);
+    }
+
+    const XLA_FFI_Buffer *result(Array<float> &to) {
+        if (!whole()) return nullptr;
+        if (results == frame->rets.size) return refuse(), nullptr;
+        const XLA_FFI_Buffer *from = static_cast<const XLA_FFI_Buffer *>(frame->rets.rets[results++]);
+        read(from, to, nullptr);
+        return from;
+    }
+
+private:
+    const Frame *frame;
+    const Index *wholes = nullptr;
+    const float *reals = nullptr;
+    Index count = 0, real_count = 0, arguments = 0, results = 0;
+
+    Index refuse() {
+        good = false;
+        return 0;
+    }
+
+    const XLA_FFI_Array *attribute(const char *name, XLA_FFI_DataType dtype) const {
+        const XLA_FFI_Attrs &all = frame->attrs;
+        for (Index i = 0; i < all.size; i++) {
+            const XLA_FFI_ByteSpan &own = *all.names[i];
+            if (own.len != std::strlen(name) || std::memcmp(own.ptr, name, own.len)) continue;
+            const XLA_FFI_Array *array = static_cast<const XLA_FFI_Array *>(all.attrs[i]);
+            return all.types[i] == XLA_FFI_AttrType_ARRAY && array->dtype == dtype ? array : nullptr;
+        }
+        return nullptr;
+    }
+
+    template <class T>
+    void read(const XLA_FFI_Buffer *from, Array<T> &to, Index *column) {
+        if (from->rank != 4) return static_cast<void>(refuse());
+        Index steps[4], step = 1;
+        for (int i = 3; i >= 0; step *= from->dims[i--]) steps[i] = from->dims[i] == 1 ? 0 : step;
+        to.at = static_cast<T *>(from->data), to.item = steps[0], to.head = steps[1], to.row = steps[2];
+        if (column) *column = steps[3];
+    }
+};
+
+// A call, cut into entries that have tables of their own, and each of them into parts.
+struct Call {
+    Kernel kernel;
+    Problem whole{};
+    Index entries = 1, parts = 1, turns = 0;  // turns: parts for each thread at least, 0: one thread is enough
+
+    // Gradients of the tables, with a sum for each part but the first, which adds to the results themselves.
+    struct Table {
+        Array<float> Problem::*gradient;
+        float *results, *sums;
+        Index size;  // of an entry
+    } tables[4];
+    Index table_count = 0;
+
+    explicit Call(Kernel kernel) : kernel(kernel) {}
+
+    ~Call() {
+        for (Index i = 0; i < table_count; i++) std::free(tables[i].sums);
+    }
+
+    void read_operands(Reader &from) {
+        Problem &x = whole;
+        for (Index *number :
+             {&x.keys,      &x.offset,      &x.items,     &x.heads,     &x.key_heads, &x.queries, &x.width,
+              &x.rel_width, &x.value_width, &x.rows,      &x.left,      &x.clip,      &x.before,  &x.after,
+              &x.block,     &x.behind,      &x.mask_adds, &x.threshold, &entries,     &turns})
+            *number = from.whole();
+        for (float *number : {&x.scale, &x.rel_scale, &x.softcap, &x.kept}) *number = from.real();
+        from.argument(x.q), from.argument(x.k), from.argument(x.v), from.argument(x.rel_k), from.argument(x.rel_v);
+        from.argument(x.bias), from.argument(x.rel_q);
+        x.mask_adds ? from.argument(x.added, &x.mask_key) : from.argument(x.seen, &x.mask_key);
+        from.argument(x.key_table), from.argument(x.query_hashes), from.argument(x.key_hashes);
+    }
+
+    void read_table(Reader &from, Array<float> Problem::*gradient) {
+        const XLA_FFI_Buffer *buffer = from.result(whole.*gradient);
+        if (!buffer || !from.good) return;
+        const Index size = buffer->dims[1] * buffer->dims[2] * buffer->dims[3];
+        tables[table_count++] = {gradient, (whole.*gradient).at, nullptr, size};
+    }
+
+    bool run(const Frame *frame, Index most) {
+        const Index workers = turns ? Team::workers(frame) : 1;
+        parts = std::max<Index>(1, std::min(most, (workers * turns + entries - 1) / entries));
+        if (workers == 1) parts = 1;
+        if (!make_sums()) return false;
+        const bool done = Team::run(
+            frame, [](void *call, Index task) { return static_cast<Call *>(call)->work(task); }, this, entries * parts,
+            workers);
+        for (Index i = 0; i < table_count; i++) add_sums(tables[i]);
+        return done;
+    }
+
+private:
+    template <class T>
+    static void move(Array<T> &x, Index steps) {
+        if (x) x.at += steps * x.item;
+    }
+
+    bool work(Index task) {
+        const Index entry = task / parts, part = task % parts;
+        Problem x = whole;
+        x.items = whole.items / entries;
+        for (Array<const float> Problem::*table :
+             {&Problem::rel_k, &Problem::rel_v, &Problem::bias, &Problem::key_table})
+            move(x.*table, entry);
+        move(x.key_hashes, entry);
+        const Index first = entry * x.items;
+        for (Array<const float> Problem::*each : {&Problem::q, &Problem::k, &Problem::v, &Problem::rel_q,
+                                                  &Problem::added, &Problem::d_out, &Problem::d_lse})
+            move(x.*each, first);
+        for (Array<float> Problem::*each :
+             {&Problem::out, &Problem::lse, &Problem::d_q, &Problem::d_k, &Problem::d_v, &Problem::d_rel_q})
+            move(x.*each, first);
+        move(x.seen, first), move(x.query_hashes, first);
+        for (Index i = 0; i < table_count; i++) {
+            const Table &table = tables[i];
+            float *own = table.sums + (entry * (parts - 1) + part - 1) * table.size;
+            (x.*table.gradient).at = part ? own : table.results + entry * table.size;
+        }
+        return kernel(x, part, parts);
+    }
+
+    bool make_sums() {
+        for (Index i = 0; i < table_count; i++) {
+            Table &table = tables[i];
+            std::memset(table.results, 0, entries * table.size * sizeof(float));
+            if (parts == 1) continue;
+            table.sums = static_cast<float *>(std::calloc(entries * (parts - 1) * table.size, sizeof(float)));
+            if (!table.sums) return false;
+        }
+        return true;
+    }
+
+    void add_sums(const Table &table) const {
+        for (Index entry = 0; entry < entries; entry++)
+            for (Index part = 1; part < parts; part++) {
+                float *to = table.results + entry * table.size;
+                const float *from = table.sums + (entry * (parts - 1) + part - 1) * table.size;
+                for (Index i = 0; i < table.size; i++) to[i] += from[i];
+            }
+    }
+};
+
+inline Error *unreadable(const Frame *frame) {
+    return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "relskew: a call has other arrays or numbers");
+}
+
+inline Error *finished(const Frame *frame, bool done) {
+    return done ? nullptr : error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "relskew: there is no memory");
+}
+
+inline Error *attend(Kernel kernel, Frame *frame) {
+    if (tell_version(frame)) return nullptr;
+    Call call(kernel);
+    Reader from(frame);
+    Problem &x = call.whole;
+    call.read_operands(from);
+    from.result(x.out), from.result(x.lse);
+    if (!from.good) return unreadable(frame);
+    const Index block = 48, blocks = (x.queries + block - 1) / block;
+    return finished(frame, call.run(frame, x.items / call.entries * x.heads * blocks));
+}
+
+inline Error *pull_back(Kernel kernel, Frame *frame) {
+    if (tell_version(frame)) return nullptr;
+    Call call(kernel);
+    Reader from(frame);
+    Problem &x = call.whole;
+    call.read_operands(from);
+    Array<const float> out, lse;
+    from.argument(x.d_out), from.argument(out), from.argument(lse), from.argument(x.d_lse);
+    from.result(x.d_q), from.result(x.d_k), from.result(x.d_v);
+    for (Array<float> Problem::*table : {&Problem::d_rel_k, &Problem::d_rel_v, &Problem::d_bias})
+        call.read_table(from, table);
+    from.result(x.d_rel_q);
+    call.read_table(from, &Problem::d_key_table);
+    if (!from.good) return unreadable(frame);
+    const auto given = [](const Array<const float> &x) {
+        return Array<float>{const_cast<float *>(x.at), x.item, x.head, x.row};
+    };
+    x.out = given(out), x.lse = given(lse);
+    return finished(frame, call.run(frame, x.items / call.entries * x.key_heads));
+}
+
+}  // namespace xla

@@ -1,0 +1,124 @@
+"""JAX on CPUs: a call of the compiled kernels in a program that XLA compiles.
+
+They want four axes of every array: items, heads, rows and columns. A mapped call is one call of more items; where what
+the items share differs from entry to entry of the map, the kernels work on one entry after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+import numpy as np
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.backward import Cotangents
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Kind, Operands, Options
+from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.dropout import hashes
+from relskew_core.backends import _compiled
+from relskew_core.backends._in_place import mask_by_batch
+
+SHARED = (*TABLES, "seed")
+"""What all items of a call have in common; each of a mapped call may have its own."""
+
+SMALL = 2**22
+"""Multiplications up to which it does not pay to wake another of XLA's threads: a tenth of a millisecond."""
+
+REALS = 4
+"""Numbers of a call that are not whole, the last ones."""
+
+
+@cache
+def known() -> bool:
+    """Make the kernels known to XLA, which has begun to work; false if their version is too old for it."""
+    kernels = _compiled.kernels
+    try:
+        jax.ffi.register_ffi_target("relskew_attend", kernels.XLA_ATTEND, platform="cpu")
+        jax.ffi.register_ffi_target("relskew_pull_back", kernels.XLA_PULL_BACK, platform="cpu")
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def pulled(arrays: dict[str, Any]) -> list[str]:
+    """Return the names of the arrays that have gradients, in their order."""
+    return [name for name in DIFFERENTIABLE if name != "mask" and arrays.get(name) is not None]
+
+
+def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options, maps: int) -> list[Array]:
+    """Return the results of a call whose arrays have so many mapped axes in front; with cotangents its gradients."""
+    lead, shared = given.q.shape[:maps], [x for name in SHARED if (x := getattr(given, name)) is not None]
+    apart = cotangents is not None or any(math.prod(x.shape[:maps]) > 1 for x in shared)
+    entries = math.prod(lead) if shared and apart else 1  # cut the items, each with tables of its own
+    x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
+    drawn = _drawn(given, options, maps) if options.dropout else (None, None)
+    operands, rows, call = [*x[: _compiled.ARRAYS], *drawn], x.q.shape[:-1], _compiled.Call.of(x, options)
+    numbers = (call.keys, call.offset, *call.numbers[:-REALS], entries, _turns(call.work), *call.numbers[-REALS:])
+    if cotangents is None:
+        width = x.v.shape[-1]
+        found = _call("relskew_attend", numbers, operands, [(*rows, width), (*rows, 1) if options.return_lse else None])
+        shapes = [(*given.q.shape[:-1], width), given.q.shape[:-1]]
+    else:
+        operands += [None if each is None else jnp.reshape(each, (*rows, -1)) for each in cotangents]
+        wanted = [_of_gradient(name, x, entries) for name in DIFFERENTIABLE if name != "mask"]
+        found = _call("relskew_pull_back", numbers, operands, wanted)
+        shapes = [(*lead, *getattr(given, name).shape[maps:]) for name in pulled(given._asdict())]
+    return [jnp.reshape(each, shape) for each, shape in zip(found, shapes, strict=False)]
+
+
+def _turns(work: int) -> int:
+    """Return how many parts of so much work each thread is to have, 0 where it does not pay to wake another."""
+    return 0 if work <= SMALL else 1 if work <= _compiled.WORK else 4
+
+
+def _call(name: str, numbers: tuple[Any, ...], operands: list[Any], wanted: list[Any]) -> list[Array]:
+    """Call a kernel, which is told what is there of all that there may be."""
+    there = [int(each is not None) for each in (*operands, *wanted)]
+    whole, real = np.asarray([*numbers[:-REALS], *there], np.int64), np.asarray(numbers[-REALS:], np.float32)
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in wanted if shape is not None]
+    found = jax.ffi.ffi_call(name, types)(*(each for each in operands if each is not None), whole=whole, real=real)
+    return list(found)
+
+
+def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
+    """Return an array with axes for items, heads, rows and columns; of tables, the items are entries of the map."""
+    x, q = getattr(given, name), given.q
+    if x is None or KINDS[name] is Kind.SEED:
+        return None
+    if KINDS[name] is Kind.SEQUENCE:
+        return jnp.reshape(x, (-1, *x.shape[-3:]))
+    mapped, core = x.shape[:maps], x.shape[maps:]
+    if KINDS[name] is Kind.MASK:
+        return mask_by_batch(jnp.reshape(x, (*mapped, *(1,) * (q.ndim - x.ndim), *core)), q, xp=jnp)
+    core = (core[0], 1, core[1]) if KINDS[name] is Kind.BIAS else (*(1,) * (3 - len(core)), *core)
+    x = jnp.reshape(x, (*mapped, *core))
+    x = jnp.broadcast_to(x, (*q.shape[:maps], *core)) if math.prod(mapped) > 1 else x
+    return jnp.reshape(x, (-1, *core))
+
+
+def _of_gradient(name: str, x: Operands, entries: int) -> tuple[int, ...] | None:
+    array = getattr(x, name)
+    if array is None:
+        return None
+    return (entries, *array.shape[1:]) if name in TABLES else array.shape
+
+
+def _drawn(x: Operands, options: Options, maps: int) -> tuple[Array, Array]:
+    """Return the hashes of queries and keys that dropout goes by; the keys' have some to spare for whole vectors."""
+    assert x.seed is not None
+    n, m, lead = x.q.shape[-2], x.k.shape[-2], x.q.shape[:maps]
+    own = x._replace(q=x.q[(0,) * maps])
+
+    def of(seed: Array) -> tuple[Array, Array]:
+        return hashes(own._replace(seed=seed), options, Chunk(0, n, 0, m, 0, 0, 0), xp=jnp)
+
+    seeds = jnp.broadcast_to(x.seed, (*lead, 1)) if math.prod(x.seed.shape[:maps]) > 1 else x.seed
+    queries, keys = jax.vmap(of)(jnp.reshape(seeds, (-1, 1)))
+    queries = jnp.broadcast_to(queries, (math.prod(lead), *queries.shape[1:]))
+    keys = jnp.pad(keys, ((0, 0), (0, _compiled.LANES)))
+    return jnp.reshape(queries, (-1, *queries.shape[-3:])), keys[:, None, None, :]

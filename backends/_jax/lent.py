@@ -1,0 +1,46 @@
+"""JAX on CPUs: arrays that are there, lent to the kernels as NumPy's are, and what the kernels give as JAX's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from relskew_core._array.typing import Array
+from relskew_core.backends._numpy import compiled as of_numpy
+
+ALIGNMENT = 64
+"""Bytes that XLA wants an array to begin at a multiple of, else it is copied."""
+
+
+def may_be(arrays: Sequence[Array]) -> bool:
+    """Whether arrays are there, whole, on one CPU."""
+    device = None
+    for x in arrays:
+        if not isinstance(x, jax.Array):
+            return False
+        devices = x.sharding.device_set
+        if len(devices) != 1 or (device is not None and device not in devices):
+            return False
+        (device,) = devices
+    return device is not None and device.platform == "cpu"
+
+
+def back(found: Sequence[Any], like: Sequence[Any]) -> list[Array]:
+    """Return what NumPy's arrays hold as arrays of JAX, where those are that it was made of."""
+    place = next((x.sharding for x in like if x.committed), None)
+    return [jax.device_put(x, place) for x in found]
+
+
+def _empty(shape: Sequence[int]) -> Any:
+    """Return an array that JAX takes over without a copy."""
+    count = math.prod(shape)
+    room = np.empty(count + ALIGNMENT // 4, np.float32)
+    start = -room.ctypes.data % ALIGNMENT // 4
+    return room[start : start + count].reshape(shape)
+
+
+LIBRARY = of_numpy.NUMPY._replace(empty=_empty)

@@ -1,0 +1,62 @@
+"""JAX on CPUs: arrays that are there, attended to by the compiled kernels at once; nothing is traced or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from types import NoneType
+
+import jax
+import numpy as np
+
+from relskew_core._array.typing import Array
+from relskew_core._kernel.call import Operands, Options
+from relskew_core.backends._compiled import Call
+from relskew_core.backends._jax import compiled as kernels
+from relskew_core.backends._jax import lent
+from relskew_core.backends._numpy import compiled as of_numpy
+
+with jax.ensure_compile_time_eval():  # or the first array that is met in `jax.jit` would make this a tracer's
+    TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
+"""Of arguments: arrays that are there. One that is traced has another type."""
+
+ONLY_COMPILED = True
+"""Whether compiled kernels are all that there is here for short calls."""
+
+
+def ordinary() -> bool:
+    """Whether nobody wants to see every step."""
+    return not kernels.watched()
+
+
+about = attrgetter("dtype", "sharding")
+"""What a call's checks look at in an array, its shape aside."""
+
+
+def serves(x: Operands) -> bool:
+    """Whether these kernels are for such arrays."""
+    return lent.may_be([each for each in x if each is not None])
+
+
+def compiled(x: Operands, options: Options) -> Call | None:
+    """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
+    return of_numpy.call_of(_lent(x), options) if kernels.serves(x, options) else None
+
+
+def is_short(shape: Sequence[int], keys: int) -> bool:
+    """Whether this is the faster way: always, for nothing is compiled, and the kernels keep memory small."""
+    return True
+
+
+def attention(x: Operands, call: Call) -> tuple[Array, Array | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    out, lse = of_numpy.attend(_lent(x), call, lent.LIBRARY)
+    like = [each for each in x if each is not None]
+    if lse is None:
+        return lent.back([out], like)[0], None
+    out, lse = lent.back([out, lse], like)
+    return out, lse
+
+
+def _lent(x: Operands) -> Operands:
+    return Operands(*(each if each is None else np.asarray(each) for each in x))

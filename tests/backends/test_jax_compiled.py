@@ -1,0 +1,459 @@
+"""JAX on CPUs by the compiled kernels: jitted, mapped, split and differentiated they equal the portable code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dense
+from compiled_cases import CASES, close, narrow
+from compiling import quickly as _quickly  # noqa: F401
+from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core.backends import _compiled
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+compiled = pytest.importorskip("relskew_core.backends._jax.compiled")
+foreign = pytest.importorskip("relskew_core.backends._jax.foreign")
+
+pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
+
+attention: Any = relative_attention
+attention_vjp: Any = relative_attention_vjp
+
+SERVED = [case for case in CASES if not case.labels and (case.mask is None or case.mask == "boolean")]
+LEARNED = [case for case in CASES if case.mask is not None and case.mask != "boolean"][::6]
+"""With masks that may have gradients, which the kernels do not give."""
+
+
+def on_jax(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: jnp.asarray(narrow(x)) for name, x in arrays.items()}
+
+
+def calls_of(function: Any, *arguments: Any, platform: str = "cpu") -> int:
+    """Return how often a compiled function calls the kernels."""
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text().count("@relskew_")
+
+
+COMPILED: list[str] = []
+"""What was compiled so far."""
+
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: COMPILED.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+def agree(found: Any, expected: Any) -> None:
+    jax.tree.map(lambda x, y: close(np.asarray(x), np.asarray(y)), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [*((case, "jit") for case in (*SERVED, *LEARNED)), *((case, "eager") for case in (*SERVED[::6], LEARNED[0]))],
+    ids=str,
+)
+def test_results_and_gradients_equal_those_of_the_portable_code(case: dense.Case, way: str) -> None:
+    arrays, d_out = case.arrays(), case.d_out()
+    out, lse = attention(**arrays, **case.call(), return_lse=True, impl="portable")
+    d_lse = np.where(np.isfinite(lse), np.random.default_rng(1).standard_normal(lse.shape), 0.0)
+    floating = {name: x for name, x in on_jax(arrays).items() if x.dtype != bool}
+    others = {name: x for name, x in on_jax(arrays).items() if x.dtype == bool}
+
+    def both(given: Any, cotangents: Any) -> Any:
+        attend = partial(attention, **others, **case.call(), return_lse=True)
+        results, pull = jax.vjp(lambda x: attend(**x), given)
+        return results, pull(cotangents)[0]
+
+    cotangents = jnp.asarray(narrow(d_out)), jnp.asarray(narrow(d_lse))
+    (found, sums), gradients = (jax.jit(both) if way == "jit" else both)(floating, cotangents)
+    close(np.asarray(found), out)
+    close(np.asarray(sums), lse)
+    expected = attention_vjp(d_out, **arrays, **case.call(), out=out, lse=lse, d_lse=d_lse, impl="portable")
+    for name, x in gradients.items():
+        close(np.asarray(x), getattr(expected, name), name)
+    if way == "jit":
+        assert calls_of(both, floating, cotangents) == (1 if case in LEARNED else 2)
+
+
+@pytest.mark.parametrize("given", ["", "out lse d_lse", "lse", "out"], ids="given {}".format)
+@pytest.mark.parametrize("way", ["jit", "eager"])
+def test_the_function_of_gradients_has_them_too(given: str, way: str) -> None:
+    case = dense.Case("pulled", n=9, m=11, d=8, span=Span(5, 6, "clip"), tables="rel_k rel_v rel_bias", mask="boolean",
+                      kv_heads=1, options={"softcap": 4.0, "offset": 2})  # fmt: skip
+    arrays, options = case.arrays(), case.call()
+    out, lse = attention(**arrays, **options, return_lse=True, impl="portable")
+    results = {"out": out, "lse": lse + np.log(2), "d_lse": np.ones_like(lse)}  # as if there were as much elsewhere
+    more = {name: results[name] for name in given.split()}
+
+    def pull(d_out: Any, arrays: Any, more: Any) -> Any:
+        return attention_vjp(d_out, **arrays, **options, **more)
+
+    arguments = jnp.asarray(narrow(case.d_out())), on_jax(arrays), on_jax(more)
+    found = (jax.jit(pull) if way == "jit" else pull)(*arguments)
+    expected = attention_vjp(case.d_out(), **arrays, **options, **more, impl="portable")
+    agree({n: x for n, x in found._asdict().items() if x is not None},
+          {n: x for n, x in expected._asdict().items() if x is not None})  # fmt: skip
+    assert calls_of(pull, *arguments) == (1 if "lse" in given and "out" in given else 2)
+
+
+MAPPED = dense.Case("mapped", n=5, m=6, lead=(2,), heads=4, kv_heads=2, d=8, dv=4, span=Span(3, 2, "clip"),
+                    tables="rel_k rel_v rel_bias key_table", rel_q_width=8, mask="boolean", mask_shape=(2, 1, 5, 6),
+                    options={"softcap": 4.0})  # fmt: skip
+SHARED = dense.Case("shared", n=5, m=6, lead=(2,), d=8, span=Span(3, 2, "clip"), tables="rel_k rel_v rel_bias",
+                    own_tables=False, options={"dropout": 0.4, "seed": 7})  # fmt: skip
+BARE = dense.Case("bare", n=5, m=6, lead=(), d=8, tables="", mask="boolean", mask_shape=(6,),
+                  options={"dropout": 0.4, "seed": 7})  # fmt: skip
+
+
+def stacked(case: dense.Case, names: str, size: int) -> dict[str, Any]:
+    """Return the arrays of a case, some of them with a new axis in front, along which they differ."""
+    rng, arrays = np.random.default_rng(0), case.arrays()
+    for name in set(names.split()) & set(arrays):
+        new = rng.standard_normal((size, *arrays[name].shape))
+        arrays[name] = new > -0.5 if arrays[name].dtype == bool else new
+    return arrays
+
+
+def pulled(case: dense.Case, given: dict[str, Any], seed: Any) -> Any:
+    """Return a call's results, and the gradients of a number made of them."""
+    floating = {name: x for name, x in given.items() if x.dtype != bool}
+    others = {name: x for name, x in given.items() if x.dtype == bool}
+    options = {**case.call(), "seed": seed} if "seed" in case.options else case.call()
+
+    def total(x: Any) -> Any:
+        out, lse = attention(**x, **others, **options, return_lse=True)
+        lse = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse)), (out, lse)
+
+    return jax.value_and_grad(total, has_aux=True)(floating)
+
+
+@pytest.mark.parametrize(
+    "names", ["q k v rel_q mask", "q", "k v", "mask", "rel_k", "rel_v rel_bias key_table", "seed", "q rel_k mask seed"]
+)
+@pytest.mark.parametrize("case", [MAPPED, SHARED, BARE], ids=str)
+def test_vmap_is_a_loop_over_calls(case: dense.Case, names: str) -> None:
+    if not ({*names.split()} & {*case.arrays(), *case.options}):
+        pytest.skip("no such arrays")
+    arrays = stacked(case, names, 3)
+    seed: Any = jnp.arange(3) if "seed" in names else 7
+    given = on_jax(arrays)
+    axes = {name: 0 if name in names.split() else None for name in given}
+    mapped = jax.vmap(partial(pulled, case), in_axes=(axes, 0 if "seed" in names else None))
+    found = jax.jit(mapped)(given, seed)
+    assert calls_of(mapped, given, seed) == 2
+    each = jax.jit(partial(pulled, case))
+    for i in range(3):
+        own = {name: x[i] if axes[name] == 0 else x for name, x in given.items()}
+        agree(jax.tree.map(lambda x, i=i: x[i], found), each(own, seed[i] if "seed" in names else seed))
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("rel_k", "q mask"), ("q k v rel_q", "rel_bias seed"), ("v", "rel_v")])
+@pytest.mark.parametrize("case", [MAPPED, SHARED], ids=str)
+def test_vmap_of_vmap(case: dense.Case, outer: str, inner: str) -> None:
+    given = on_jax(stacked(case, inner, 2) | {n: x for n, x in stacked(case, outer, 3).items() if n in outer.split()})
+    seed: Any = jnp.arange(2) if "seed" in inner else 7
+    first, last = ({name: 0 if name in names.split() else None for name in given} for names in (outer, inner))
+    own = 0 if "seed" in inner else None
+    mapped = jax.vmap(jax.vmap(partial(pulled, case), in_axes=(last, own)), in_axes=(first, None))
+    found = jax.jit(mapped)(given, seed)
+    assert calls_of(mapped, given, seed) == 2
+    each = jax.jit(partial(pulled, case))
+    for i in range(3):
+        for j in range(2):
+            one = {name: x[i] if first[name] == 0 else x for name, x in given.items()}
+            one = {name: x[j] if last[name] == 0 else x for name, x in one.items()}
+            expected = each(one, seed[j] if own == 0 else seed)
+            agree(jax.tree.map(lambda x, i=i, j=j: x[i, j], found), expected)
+
+
+def test_the_gradient_of_a_mapped_call_sums_what_the_items_share() -> None:
+    case = dense.Case("summed", n=5, m=5, lead=(3,), d=8, span=Span.causal(5), tables="rel_k rel_v rel_bias",
+                      options={"causal": True})  # fmt: skip
+    given = on_jax(case.arrays())
+    axes = {name: 0 if name in "qkv" else None for name in given}
+
+    def total(given: Any) -> Any:
+        attend = jax.vmap(lambda x: attention(**x, **case.call()), in_axes=(axes,))
+        return jnp.sum(attend(given) * jnp.asarray(narrow(case.d_out())))
+
+    expected = attention_vjp(case.d_out(), **case.arrays(), **case.call(), impl="portable")
+    for name, x in jax.jit(jax.grad(total))(given).items():
+        close(np.asarray(x), getattr(expected, name), name)
+
+
+def pushed(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.jvp(function, (q, rel_k), (jnp.cos(q), jnp.sin(rel_k)))
+
+
+def linearized(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.linearize(lambda q: function(q, rel_k), q)[1](jnp.cos(q))
+
+
+def twice(function: Any, q: Any, rel_k: Any) -> Any:
+    def slope(q: Any, rel_k: Any) -> Any:
+        gradients = jax.grad(lambda *x: jnp.sin(function(*x)[0]).sum() + function(*x)[1].sum(), argnums=(0, 1))
+        return sum(jnp.sin(x).sum() for x in gradients(q, rel_k))
+
+    return jax.grad(slope, argnums=(0, 1))(q, rel_k)
+
+
+def hessian(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.hessian(lambda shift: jnp.sin(function(q, rel_k + shift * jnp.sin(rel_k))[0]).sum())(jnp.float32(0))
+
+
+def pulled_twice(function: Any, q: Any, rel_k: Any) -> Any:
+    """The gradient of the function of gradients, at results that it is given."""
+    out, lse = function(q, rel_k)
+
+    def slope(q: Any, rel_k: Any, out: Any, lse: Any) -> Any:
+        gradients = attention_vjp(jnp.cos(q), q, q, q, rel_k, Span.causal(4), causal=True, out=out, lse=lse,
+                                           impl=function.keywords["impl"])  # fmt: skip
+        return sum(jnp.sin(x).sum() for x in gradients[:4])
+
+    return jax.grad(slope, argnums=(0, 1, 2, 3))(q, rel_k, out, lse)
+
+
+def checkpointed(function: Any, q: Any, rel_k: Any) -> Any:
+    return jax.grad(lambda *x: jnp.sin(jax.checkpoint(function)(*x)[0]).sum(), argnums=(0, 1))(q, rel_k)
+
+
+def scanned(function: Any, q: Any, rel_k: Any) -> Any:
+    def total(q: Any, rel_k: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (function(x, rel_k)[0], None), q, None, length=3)[0].sum()
+
+    return jax.value_and_grad(total, argnums=(0, 1))(q, rel_k)
+
+
+@pytest.mark.parametrize(
+    ("transformed", "way"),
+    [*((each, "jit") for each in (pushed, linearized, twice, hessian, pulled_twice, checkpointed, scanned)),
+     (pushed, "eager"), (twice, "eager")],
+    ids=lambda x: getattr(x, "__name__", x),
+)  # fmt: skip
+def test_every_transformation_goes_through(transformed: Any, way: str) -> None:
+    rng = np.random.default_rng(0)
+    q, rel_k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 4, 8), (4, 8)))
+
+    def attend(q: Any, rel_k: Any, impl: str) -> Any:
+        return attention(q, q, q, rel_k, Span.causal(4), causal=True, return_lse=True, impl=impl)
+
+    made = [partial(transformed, partial(attend, impl=impl)) for impl in ("auto", "portable")]
+    found = (jax.jit(made[0]) if way == "jit" else made[0])(q, rel_k)
+    agree(found, jax.jit(made[1])(q, rel_k))
+
+
+def test_the_backward_pass_takes_the_sums_of_the_forward_pass() -> None:
+    x = jax.ShapeDtypeStruct((1, 2, 200, 8), jnp.float32)
+    gradient = jax.grad(lambda *x: attention(*x, causal=True).sum(), argnums=(0, 1, 2))
+    assert calls_of(gradient, x, x, x) == 2  # and no third to find them again
+
+
+@pytest.mark.parametrize("items", [1, 3])
+def test_threads_of_xla_share_a_call(items: int) -> None:
+    """Several parts of one call, and calls of several threads at the same time, which wait for nobody."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((items, 4, 300, 32)).astype(np.float32) for _ in range(3)]
+    table = rng.standard_normal((300, 32)).astype(np.float32)
+    options: dict[str, Any] = {"span": Span.causal(300), "causal": True}
+    expected = [attention(*arrays, table, **options),
+                *attention_vjp(arrays[0], *arrays, table, **options)[:4]]  # fmt: skip
+
+    def both(q: Any, k: Any, v: Any, table: Any) -> Any:
+        out, pull = jax.vjp(partial(attention, **options), q, k, v, table)
+        mapped = jax.vmap(partial(attention, **options), in_axes=(0, 0, 0, None))(q, k, v, table)
+        return out, *pull(q), mapped
+
+    found: list[Any] = []
+    step = jax.jit(both)
+    given = [jnp.asarray(x) for x in (*arrays, table)]
+    threads = [threading.Thread(target=lambda: found.append(jax.block_until_ready(step(*given)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(found) == 8
+    for own in found:
+        agree(own, (*expected, expected[0]))
+        jax.tree.map(np.testing.assert_array_equal, own, found[0])  # in the same order every time
+
+
+def test_eager_calls_compile_nothing() -> None:
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((40, 8)), jnp.float32)
+    attention(table, table, table)  # array_api_compat compiles something at the first array that it meets
+    for keys in (9, 10):
+        q, k, v = (jnp.asarray(rng.standard_normal((2, 2, n, 8)), jnp.float32) for n in (1, keys, keys))
+        before = len(COMPILED)
+        out = attention(q, k, v, table, Span.causal(40), causal=True, offset=keys - 1)
+        both = attention(k, k, v, table, Span.causal(40), causal=True, return_lse=True)
+        gradients = attention_vjp(k, k, k, v, table, Span.causal(40), causal=True)
+        _, pull = jax.vjp(partial(attention, span=Span.causal(40), causal=True), k, k, v, table)
+        assert len(COMPILED) == before
+        pull(k)
+        given = [np.asarray(x) for x in (q, k, v, table)]
+        options: dict[str, Any] = {"span": Span.causal(40), "causal": True}
+        agree(out, attention(*given, **options, offset=keys - 1))
+        agree(both, attention(given[1], *given[1:], **options, return_lse=True))
+        agree(gradients[:4], attention_vjp(given[1], given[1], *given[1:], **options)[:4])
+    before = len(COMPILED)
+    jax.jit(lambda x: x + 1)(1)
+    assert len(COMPILED) > before  # or nothing would have been noticed
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_eager_results_are_as_committed_as_what_they_are_made_of(committed: bool) -> None:
+    q = jnp.ones((1, 2, 5, 8), jnp.float32)
+    q = jax.device_put(q, jax.devices()[0]) if committed else q
+    out: Any = attention(q, q, q, causal=True)
+    assert isinstance(out, jax.Array)
+    assert out.committed == committed
+    assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_whoever_looks_for_nan_finds_it(n: int) -> None:
+    q = jnp.full((1, 1, n, 8), jnp.nan, jnp.float32)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        attention(q, q, q)
+
+
+def test_without_jit_every_step_is_there_to_see() -> None:
+    case = dense.Case("plain", n=2, m=2, span=Span.causal(2), lead=(2,), options={"causal": True})
+    given = on_jax(case.arrays())
+    axes = {name: 0 if name in "qkv" else None for name in given}
+    with jax.disable_jit():
+        mapped = jax.vmap(lambda x: attention(**x, **case.call()), in_axes=(axes,))(given)
+    agree(mapped, attention(**case.arrays(), **case.call()))
+
+
+@pytest.mark.parametrize("n", [20, 200])
+def test_what_is_lowered_for_elsewhere_calls_no_kernels(n: int) -> None:
+    """For a GPU, and for others to load: they may have none."""
+    x = jax.ShapeDtypeStruct((1, 2, n, 8), jnp.float32)
+    attend = jax.jit(partial(attention, causal=True))
+    gradient = jax.jit(jax.grad(lambda *x: attend(*x).sum()))
+    mapped = jax.jit(jax.vmap(attend, in_axes=(0, 0, None)))
+    saved = jax.export.export(jax.jit(gradient))(x, x, x).serialize()
+    given = [jnp.asarray(np.random.default_rng(i).standard_normal((1, 2, n, 8)), jnp.float32) for i in range(3)]
+    agree(jax.export.deserialize(saved).call(*given), gradient(*given))
+    mapped_shapes = (x, x, jax.ShapeDtypeStruct((2, n, 8), jnp.float32))
+    for function, shapes in ((attend, (x, x, x)), (gradient, (x, x, x)), (mapped, mapped_shapes)):
+        assert calls_of(function, *shapes) > 0
+        assert calls_of(function, *shapes, platform="cuda") == 0
+
+
+@pytest.mark.parametrize("what", ["float64", "symbol", "segments", "traced offset"])
+def test_what_they_do_not_know_is_not_for_them(what: str) -> None:
+    (batch,) = jax.export.symbolic_shape("batch") if what == "symbol" else (2,)
+    x = jax.ShapeDtypeStruct((batch, 2, 9, 8), jnp.float64 if what == "float64" else jnp.float32)
+    labels = jax.ShapeDtypeStruct((9,), jnp.int32)
+
+    def attend(q: Any, labels: Any) -> Any:
+        others: dict[str, Any] = {"segments": {"segments": labels}, "traced offset": {"offset": labels[0]}}
+        options = others.get(what, {})
+        return attention(q, q, q, causal=True, **options)
+
+    assert "relative_attention[" not in str(jax.jit(attend).trace(x, labels).jaxpr)
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(0).standard_normal((3, 1, 2, 30, 8)))
+    for out in (attention(q, k, v, causal=True), jax.jit(partial(attention, causal=True))(q, k, v)):
+        assert out.dtype == jnp.bfloat16
+        expected = attention(*(np.asarray(x, np.float64) for x in (q, k, v)), causal=True)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02)
+
+
+def test_calls_that_cannot_be_read_are_refused() -> None:
+    x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float32)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    whole = np.asarray([4, 0, 1, 1, 1, 4, 8, 0, 8, 1, 0, 0, 9, 9, 0, 0, 0, 0, 1, 0, *[1] * 3, *[0] * 8, 1, 0], np.int64)
+
+    def call(*given: Any, **numbers: Any) -> Any:
+        return jax.block_until_ready(jax.jit(lambda: jax.ffi.ffi_call("relskew_attend", [like])(*given, **numbers))())
+
+    call(x, x, x, whole=whole, real=real)
+    others: list[Any] = [
+        ((x, x, x), {"whole": whole[:-1], "real": real}),
+        ((x, x, x), {"whole": whole, "real": real[:3]}),
+        ((x, x), {"whole": whole, "real": real}),
+        ((x, x, x[0]), {"whole": whole, "real": real}),
+        ((x, x, x), {"real": real}),
+        ((x, x, x), {"whole": whole.astype(np.int32), "real": real}),
+    ]
+    for given, numbers in others:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a call has other arrays or numbers"):
+            call(*given, **numbers)
+
+
+SPLIT = """
+from functools import partial
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from relskew_core import Span, relative_attention
+
+rng = np.random.default_rng(0)
+arrays = [rng.standard_normal((2, 2, 30, 8)).astype(np.float32) for _ in range(3)]
+arrays.append(rng.standard_normal((30, 8)).astype(np.float32))
+attend = partial(relative_attention, span=Span.causal(30), causal=True)
+expected = jax.tree.map(np.asarray, jax.jit(lambda *x: jax.vjp(attend, *x)[1](x[0]))(*arrays))
+
+def both(function):
+    return jax.jit(lambda *x: jax.vjp(function, *x)[1](x[0]))
+
+def check(function, mesh, given, calls):
+    with jax.set_mesh(mesh):
+        step = both(function)
+        text = step.lower(*given).as_text()
+        assert text.count("@relskew_") == calls, (text.count("@relskew_"), calls)
+        for x, y in zip(step(*given), expected, strict=True):
+            np.testing.assert_allclose(np.asarray(x), y, atol=2e-5 * np.abs(y).max())
+
+specs = (P("x"), P("x"), P("x"), P())
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+    check(attend, mesh, given, 0)  # the compiler splits what it knows
+    eager = attend(*given)
+    assert len(eager.sharding.device_set) == 2
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+check(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x")), mesh, arrays, 2)
+mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+check(jax.shard_map(attend, in_specs=specs, out_specs=P("x"), axis_names={"x"}), mesh, arrays, 0)
+second = [jax.device_put(x, jax.devices()[1]) for x in arrays]
+assert attend(*second).devices() == {jax.devices()[1]}
+assert jax.jit(attend)(*second).devices() == {jax.devices()[1]}
+"""
+
+
+def test_split_arrays_stay_with_the_loops_but_in_shard_map() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", SPLIT], env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("why", ["not compiled", "refused by XLA"])
+def test_without_them_everything_is_as_it_was(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("the handler's API version is incompatible with the framework's")
+
+    if why == "not compiled":
+        monkeypatch.setattr(_compiled, "kernels", None)
+    else:
+        monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+        monkeypatch.setattr(compiled, "known", cache(foreign.known.__wrapped__))
+    x = jax.ShapeDtypeStruct((1, 2, 50, 8), jnp.float32)
+    for impl in ("auto", "native"):
+        attend = partial(attention, causal=True, impl=impl)
+        program = str(jax.jit(attend).trace(x, x, x).jaxpr)
+        assert "relative_attention[" not in program
+        assert ("scan" in program) == (impl == "native")
