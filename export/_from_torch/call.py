@@ -107,7 +107,7 @@ class TracedCall:
         if isinstance(offset, int):
             past = offset
         else:
-            scalar = g.adopt(offset, "offset", (), np.dtype(np.int64))
+            scalar = g.adopt(offset, "offset", (), INT64)
             past = g.index("Reshape", [scalar, g.constant([1])], "past")
         return Lengths(queries, keys, past, "queries", "queries" if self.square else "keys")
 
@@ -116,7 +116,7 @@ class TracedCall:
         if mask is None:
             return None, None
         g, rank = self._g, len(mask.shape)
-        if rank > 4 or (self._leading > 1 and rank == 4):
+        if self._leading > 1 and rank > 3:
             raise ValueError(
                 "`mask` can be exported to ONNX with one leading axis before the heads, "
                 f"got {rank} axes for queries of {self._leading + 3}"

@@ -97,7 +97,7 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
         return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
     related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
     logits, condition = related.logits(), related.condition()
-    if plan.one_sided and plan.left.past_edge == "limited" and not options.visibility.by_value:
+    if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
         if call.additive is not None:
@@ -142,9 +142,9 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
         options.span,
         num_kv_heads=int(operands.k.shape[-3]),
         head_dim=width,
-        causal=by_position and pattern.right == 0,
+        causal=pattern.right == 0,
         cross=not (by_position and call.aligned),
-        window=(pattern.left, pattern.right or None) if by_position else None,
+        window=(pattern.left, pattern.right),
         block_size=pattern.block_size if by_position else None,
         blocks_before=pattern.blocks_before if by_position else None,
         rel_keys=operands.rel_k is not None or (operands.rel_v is None and operands.rel_bias is None),
