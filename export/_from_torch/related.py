@@ -255,8 +255,10 @@ class LookedUp:
         return self._all("visible/pattern", conditions)
 
     def _all(self, name: str, conditions: list[Value]) -> Value | None:
-        whole = conditions[0] if conditions else None
-        for index, condition in enumerate(conditions[1:], 1):
+        if not conditions:
+            return None
+        whole, *others = conditions
+        for index, condition in enumerate(others, 1):
             shape = broadcast(whole.shape, condition.shape)
             whole = self._g.compute("And", [whole, condition], f"{name}_{index}", shape, BOOL)
         return whole

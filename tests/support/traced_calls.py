@@ -68,11 +68,13 @@ class Case:
         batch, n, m = sizes
         leading = ((), (batch,), (batch, 3))[self.lead]
         shapes = {"q": (*leading, 4, n, 6), "k": (*leading, 2, m, 6), "v": (*leading, 2, m, 6 if self.along else 5)}
-        call = {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 1)}
+        call: dict[str, Any] = {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 1)}
         call |= {name: x(*sizes) if callable(x) else x for name, x in self.call.items()}
         call = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in call.items()}
+        if self.offset:
+            call["offset"] = m - n
         asks = call.pop("return_lse", False)
-        checked = problem.problem(Arguments(**call, **({"offset": m - n} if self.offset else {})), return_lse=asks)
+        checked = problem.problem(Arguments(**call), return_lse=asks)
         given = [x if x is None or x.dtype.kind != "f" else x.astype(dtype) for x in checked.given]
         return Operands(*given), checked.options
 
@@ -88,11 +90,13 @@ class Case:
         return [out, np.zeros(0, dtype) if lse is None else lse]
 
 
+def _length(op: Any, x: Any, axis: int) -> Any:
+    return op.Shape(x, start=axis, end=axis + 1)
+
+
 OFFSETS: dict[str, Callable[..., Any]] = {
-    "length": lambda op, past, **inputs: op.Squeeze(op.Shape(past, start=0, end=1)),
-    "difference": lambda op, q, k, **inputs: op.Squeeze(
-        op.Sub(op.Shape(k, start=2, end=3), op.Shape(q, start=2, end=3))
-    ),
+    "length": lambda op, past, **inputs: op.Squeeze(_length(op, past, 0)),
+    "difference": lambda op, q, k, **inputs: op.Squeeze(op.Sub(_length(op, k, 2), _length(op, q, 2))),
 }
 """How an exporter computes an offset."""
 
@@ -245,7 +249,8 @@ class Traced:
         settings.log_severity_level = 4
         model = ir.to_proto(ir.Model(self.graph, ir_version=10)).SerializeToString()
         made = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-        return lambda feeds: list(made.run(None, dict(feeds)))
+        run: Callable[..., Any] = made.run
+        return lambda feeds: list(run(None, dict(feeds)))
 
 
 Translate = Callable[..., Traced]
@@ -259,8 +264,8 @@ def exporting(opset: int) -> Iterator[Translate]:
     class Noted(TracedEmitter):
         """Notes what every tensor is taken for."""
 
-        def adopt(self, *args: Any) -> Value:
-            return self._noted(super().adopt(*args))
+        def adopt(self, tensor: Any, name: str, shape: Any, dtype: Any = None) -> Value:
+            return self._noted(super().adopt(tensor, name, shape, dtype))
 
         def node(self, op_type: str, inputs: Any, path: str, outputs: Sequence[Value], **attributes: Any) -> None:
             super().node(op_type, inputs, path, outputs, **attributes)
