@@ -185,7 +185,7 @@ def _length_of(offset: Any) -> Any:
         if node is None:
             return None
         if node.op_type == "Shape":
-            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
             return node.inputs[0].shape[start] if end == start + 1 else None
         if node.op_type not in ("Squeeze", "Reshape", "Identity", "Cast"):
             return None

@@ -18,7 +18,7 @@ from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected
 from relskew_core.export._graph.skew import unskew
 from relskew_core.export._graph.visible import broadcast, of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
-from relskew_core.export._plan import PROFILES, GraphPlan, make_plan
+from relskew_core.export._plan import GraphPlan, make_plan
 
 INT64_MIN = -(2**63)
 
@@ -66,11 +66,10 @@ class Skewed:
         g, plan, lengths, span = self._g, self._plan, self._lengths, self._options.span
         ahead, back = (side.rows if side.past_edge == "hidden" else None for side in (plan.right, plan.left))
         spec = replace(
-            plan.spec, span=Span(span.right, span.left, span.beyond), causal=False, cross=True, window=(ahead, back),
+            plan.spec, span=Span(span.right, span.left, span.beyond), causal=False, window=(ahead, back),
             block_size=None, blocks_before=None,
         )  # fmt: skip
-        seen = make_plan(spec, g.dtype, profile="portable", opset=plan.opset, mask=True)
-        seen = replace(seen, guarded=True, profile=PROFILES["portable"])
+        seen = replace(make_plan(spec, g.dtype, profile="portable", mask=True), guarded=True)
         past = -lengths.past if isinstance(lengths.past, int) else g.index("Neg", [lengths.past], "keys/past")
         turned = Lengths(lengths.keys, lengths.queries, past, lengths.key_symbol, lengths.query_symbol)
         table = adopted_table(g, self._operands.key_table, "key_table")

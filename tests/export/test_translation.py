@@ -18,6 +18,7 @@ from relskew_core.backends._torch.operator import flat
 from relskew_core.export import torch_translation_table
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._graph.emitter import Value
 from traced_calls import CASES, FOLDER, WRITTEN, Case, Operators, Traced, exporting, written
 
 ATTENTION = OPERATOR.op._opoverload
@@ -127,9 +128,10 @@ def call_of(operands: Operands, offset: Any, op: Any = None) -> TracedCall:
 )  # fmt: skip
 def test_what_is_known_of_lengths(queries: Any, keys: Any, offset: int | None, aligned: bool) -> None:
     """``None``: nothing, not even a name, or an offset that is an input."""
-    q, k, v = (given(name, 2, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
-    call = call_of(Operands(q, k, v), ir.val("offset", ir.DataType.INT64, ()) if offset is None else offset)
-    assert (call.aligned, call.square) == (aligned, aligned and offset == 0)
+    for leading in ((), (2,), (2, 3)):
+        q, k, v = (given(name, *leading, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
+        call = call_of(Operands(q, k, v), ir.val("offset", ir.DataType.INT64, ()) if offset is None else offset)
+        assert (call.aligned, call.square) == (aligned, aligned and offset == 0)
 
 
 CACHE, FIRST = given("cache", 2, 4, "past", 6), given("first", "past", 1)
@@ -162,6 +164,14 @@ def test_the_default_opset_makes_one_node_of_attention(monkeypatch: pytest.Monke
     monkeypatch.setattr(onnxscript.values, "Opset", lambda *names: asked.append(names))
     torch_translation_table()
     assert asked == [("", 23)]
+
+
+def test_inputs_that_are_left_out() -> None:
+    g = TracedEmitter(operators(), SINGLE, "attention")
+    x = g.adopt(given("x", 2), "x", (2,))
+    g.node("Clip", [x, None, g.constant(1.0, SINGLE)], "clipped", [Value("y", (2,), SINGLE)])
+    node = Operators.graph[-1]
+    assert (node.op_type, node.inputs[0].name, node.inputs[1]) == ("Clip", "x", None)
 
 
 def test_calls_of_a_graph_are_counted() -> None:

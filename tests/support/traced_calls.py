@@ -145,6 +145,12 @@ CASES = dict(_cases()) | {
     "placed: rel_q": Case(
         {**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6), "positions": _AT, "causal": True}
     ),
+    "window, narrower and wider": Case(
+        {"rel_k": TABLE[0], "rel_v": VALUES, "span": Span(2, 1, "clip"), "window": (1, 3)}
+    ),
+    "window, wider, zero": Case(
+        {"rel_k": TABLE, "rel_bias": VALUES[:, 0], "span": Span(2, 1, "zero"), "window": (4, 3)}
+    ),
     "mask, added": Case({**_CLIPPED, "mask": _added}),
     "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
     "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
@@ -198,6 +204,10 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "placed-short-table": ("placed: a short table", 18, "float32"),
     "across-blocks": ("blocks across", 18, "float32"),
     "across-blocks-before-keys": ("blocks across, before all keys", 23, "float32"),
+    "across-rel-q": ("rel_q", 23, "float32"),
+    "across-window-both": ("window, narrower and wider", 18, "float32"),
+    "across-window-zero": ("window, wider, zero", 18, "float32"),
+    "across-window-key-table": ("key table, window, softcap", 18, "float16"),
     "across-window": ("wider windows", 23, "float32"),
     "across-values": ("clip, values", 23, "float64"),
     "across-key-table": ("as many key heads, key table", 23, "float32"),
