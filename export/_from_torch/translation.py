@@ -141,7 +141,6 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
         heads,
         options.span,
         num_kv_heads=int(operands.k.shape[-3]),
-        head_dim=width,
         causal=pattern.right == 0,
         cross=not (by_position and call.aligned),
         window=(pattern.left, pattern.right),
@@ -157,7 +156,7 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
     # So may a query before all keys, where an offset is no length but made of some.
     masked = masked or not (isinstance(pattern.offset, int) or call.aligned)
-    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=masked)
+    plan = make_plan(spec, g.dtype, profile=form.name, mask=masked)
     # Runtimes disagree on is_causal where there are more keys than queries.
     form = replace(form, causal_attribute=form.causal_attribute and call.square)
     plain = operands.key_table is None and operands.rel_q is None and options.scale == options.rel_scale

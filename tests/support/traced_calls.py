@@ -124,7 +124,8 @@ def _labels(low: int, high: int, seed: int) -> Callable[..., tuple[Array, Array]
 
 
 _AT, _OF = _labels(-4, 5, 1), _labels(0, 3, 2)
-_CLIPPED = {"rel_k": TABLE, "span": CLIP}
+_CLIPPED: dict[str, Any] = {"rel_k": TABLE, "span": CLIP}
+_BLOCKS = {**_CLIPPED, "block_size": 3}
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
@@ -151,6 +152,11 @@ CASES = dict(_cases()) | {
     "window, wider, zero": Case(
         {"rel_k": TABLE, "rel_bias": VALUES[:, 0], "span": Span(2, 1, "zero"), "window": (4, 3)}
     ),
+    "far before all keys, values": Case({**_CLIPPED, "rel_v": VALUES, "offset": -9}),
+    "along: blocks, key table": Case({**_BLOCKS, "key_table": TABLE}, along=True),
+    "along: blocks, rel_q": Case({**_BLOCKS, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}, along=True),
+    "along: blocks, scales": Case({**_BLOCKS, "scale": 0.3, "rel_scale": 0.7}, along=True),
+    "no batch, blocks": Case(_BLOCKS, along=True, lead=0),
     "mask, added": Case({**_CLIPPED, "mask": _added}),
     "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
     "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
@@ -214,6 +220,9 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "along-values": ("along: causal, values", 23, "float32"),
     "along-causal": ("along: causal", 23, "float32"),
     "along-blocks": ("along: blocks, zero", 23, "float32"),
+    "no-batch-blocks": ("no batch, blocks", 23, "float32"),
+    "across-lse": ("lse", 18, "float32"),
+    "across-bias": ("bias", 18, "float32"),
     "along-stream": ("along: stream, key table, softcap", 18, "float32"),
     "mask-added": ("mask, added", 23, "float32"),
     "mask-added-softcap": ("mask, added, softcap", 23, "float16"),
