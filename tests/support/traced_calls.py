@@ -157,6 +157,12 @@ CASES = dict(_cases()) | {
     "along: blocks, rel_q": Case({**_BLOCKS, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}, along=True),
     "along: blocks, scales": Case({**_BLOCKS, "scale": 0.3, "rel_scale": 0.7}, along=True),
     "no batch, blocks": Case(_BLOCKS, along=True, lead=0),
+    "span without tables": Case({"span": Span(1, 0), "window": (None, 3)}),
+    "bias, mask, added": Case({"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added}),
+    "along: bias, mask, added": Case(
+        {"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added, "causal": True}, along=True
+    ),
+    "far behind all keys, key table": Case({"key_table": TABLE, "rel_bias": VALUES[:, 0], "span": CLIP, "offset": 9}),
     "mask, added": Case({**_CLIPPED, "mask": _added}),
     "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
     "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
@@ -225,6 +231,7 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "across-bias": ("bias", 18, "float32"),
     "along-stream": ("along: stream, key table, softcap", 18, "float32"),
     "mask-added": ("mask, added", 23, "float32"),
+    "mask-added-bias": ("bias, mask, added", 23, "float32"),
     "mask-added-softcap": ("mask, added, softcap", 23, "float16"),
     "offset-unknown": ("offset unknown", 18, "float32"),
     "offset-difference": ("offset a difference", 23, "float32"),
