@@ -153,7 +153,8 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
         rel_bias=operands.rel_bias is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
-    in_parts = options.return_lse or options.softcap is not None
+    # onnxruntime's Attention takes no scale that is not positive.
+    in_parts = options.return_lse or options.softcap is not None or options.scale <= 0
     # A query may see nothing at all; and what is hidden is hidden after the softcap, and counts for no log-sum-exp.
     masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
     # So may a query before all keys, where an offset is no length but made of some.

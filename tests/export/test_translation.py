@@ -10,7 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import strategies
 from relskew_core import Span
 from relskew_core._kernel.call import Operands, Part
 from relskew_core.backends._torch.cpu.operator import OPERATOR
@@ -19,7 +22,7 @@ from relskew_core.export import torch_translation_table
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import Value
-from traced_calls import CASES, FOLDER, WRITTEN, Case, Operators, Traced, exporting, written
+from traced_calls import CASES, FOLDER, WRITTEN, Case, Drawn, Operators, Traced, exporting, written
 
 ATTENTION = OPERATOR.op._opoverload
 SINGLE, HALF, DOUBLE = map(np.dtype, ("float32", "float16", "float64"))
@@ -86,6 +89,20 @@ def test_half_precision(name: str) -> None:
         assert lse.dtype == (SINGLE if lse.size else HALF)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    strategies.rich_calls(), st.sampled_from([18, 23]), st.sampled_from([SINGLE, DOUBLE]), st.booleans(), st.booleans()
+)
+def test_random_calls(call: strategies.Call, opset: int, dtype: np.dtype[Any], fixed: bool, asks: bool) -> None:
+    arguments = {name: x for name, x in {**call.arrays, **call.options}.items() if name not in ("dropout", "seed")}
+    case, sizes = Drawn(arguments, fixed=fixed, asks=asks), (0, 0, 0)
+    with exporting(opset) as translate:
+        traced = translate(case, dtype)
+        *made, out, lse = traced.session(everything=True)(case.feeds(sizes, dtype))
+        check_shapes(traced, made)
+        check_numbers((out, lse), case.promised(sizes, dtype), 1e-4 if dtype == SINGLE else 1e-11)
+
+
 @pytest.mark.parametrize("opset", [18, 23])
 def test_positions_past_a_table_give_nan(opset: int) -> None:
     case, sizes = CASES["placed: a short table"], (2, 7, 9)
@@ -103,7 +120,7 @@ def test_positions_past_a_table_give_nan(opset: int) -> None:
         np.testing.assert_allclose(out, expected, rtol=5e-6, atol=5e-6)
 
 
-def given(name: str, *shape: Any) -> Any:
+def tensor(name: str, *shape: Any) -> Any:
     return ir.val(name, ir.DataType.FLOAT, shape)
 
 
@@ -129,12 +146,12 @@ def call_of(operands: Operands, offset: Any, op: Any = None) -> TracedCall:
 def test_what_is_known_of_lengths(queries: Any, keys: Any, offset: int | None, aligned: bool) -> None:
     """``None``: nothing, not even a name, or an offset that is an input."""
     for leading in ((), (2,), (2, 3)):
-        q, k, v = (given(name, *leading, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
+        q, k, v = (tensor(name, *leading, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
         call = call_of(Operands(q, k, v), ir.val("offset", ir.DataType.INT64, ()) if offset is None else offset)
         assert (call.aligned, call.square) == (aligned, aligned and offset == 0)
 
 
-CACHE, FIRST = given("cache", 2, 4, "past", 6), given("first", "past", 1)
+CACHE, FIRST = tensor("cache", 2, 4, "past", 6), tensor("first", "past", 1)
 LENGTHS: dict[str, Callable[[Any], Any]] = {
     "of an axis": lambda op: op.Squeeze(op.Shape(CACHE, start=2, end=3)),
     "of the first axis": lambda op: op.Squeeze(op.Shape(FIRST, end=1)),
@@ -152,7 +169,7 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", [*LENGTHS, *NUMBERS])
 def test_an_offset_is_known_as_a_length_or_not(name: str) -> None:
-    q, k, v = (given(name, 2, 4, n, 6) for name, n in (("q", "n"), ("k", "past + n"), ("v", "past + n")))
+    q, k, v = (tensor(name, 2, 4, n, 6) for name, n in (("q", "n"), ("k", "past + n"), ("v", "past + n")))
     op = operators()
     call = call_of(Operands(q, k, v), (LENGTHS | NUMBERS)[name](op), op)
     assert call.aligned == (name in LENGTHS)
@@ -168,7 +185,7 @@ def test_the_default_opset_makes_one_node_of_attention(monkeypatch: pytest.Monke
 
 def test_inputs_that_are_left_out() -> None:
     g = TracedEmitter(operators(), SINGLE, "attention")
-    x = g.adopt(given("x", 2), "x", (2,))
+    x = g.adopt(tensor("x", 2), "x", (2,))
     g.node("Clip", [x, None, g.constant(1.0, SINGLE)], "clipped", [Value("y", (2,), SINGLE)])
     node = Operators.graph[-1]
     assert (node.op_type, node.inputs[0].name, node.inputs[1]) == ("Clip", "x", None)
@@ -195,7 +212,7 @@ def test_calls_of_a_graph_are_counted() -> None:
     ids=["dropout", "others"],
 )
 def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) -> None:
-    operands = Operands(**{name: given(name, 2, 4, 5, 6) for name in arrays})
+    operands = Operands(**{name: tensor(name, 2, 4, 5, 6) for name in arrays})
     graph = ir.Graph([x for x in operands if x is not None], [], nodes=[], opset_imports={"": 23})
     _, options = CASES["clip, values"].operands((2, 5, 7), SINGLE)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
@@ -206,8 +223,8 @@ def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) ->
 
 @pytest.mark.parametrize("leading", [2, 3])
 def test_a_mask_by_head_of_many_batches_is_refused(leading: int) -> None:
-    q, k, v = (given(name, *(2,) * leading, 4, 5, 6) for name in "qkv")
-    mask = given("mask", 2, 4, 5, 5)
+    q, k, v = (tensor(name, *(2,) * leading, 4, 5, 6) for name in "qkv")
+    mask = tensor("mask", 2, 4, 5, 5)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
         call_of(Operands(q, k, v, mask=mask), 0)
     assert str(caught.value) == (

@@ -39,6 +39,12 @@ def random(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def _operands(arguments: Arguments, dtype: Any, *, asks: bool) -> tuple[Operands, Options]:
+    checked = problem.problem(arguments, return_lse=asks)
+    given = [x if x is None or x.dtype.kind != "f" else x.astype(dtype) for x in checked.given]
+    return Operands(*given), checked.options
+
+
 @dataclass(frozen=True)
 class Case:
     """A call: arguments, those that depend on the sizes as functions of them."""
@@ -74,9 +80,7 @@ class Case:
         if self.offset:
             call["offset"] = m - n
         asks = call.pop("return_lse", False)
-        checked = problem.problem(Arguments(**call), return_lse=asks)
-        given = [x if x is None or x.dtype.kind != "f" else x.astype(dtype) for x in checked.given]
-        return Operands(*given), checked.options
+        return _operands(Arguments(**call), dtype, asks=asks)
 
     def feeds(self, sizes: Sizes, dtype: Any) -> dict[str, Array]:
         """Return the inputs of the graph."""
@@ -84,10 +88,50 @@ class Case:
         past = np.zeros(options.visibility.offset, dtype) if self.has_past else None
         return {name: x for name, x in {**operands._asdict(), "past": past}.items() if x is not None}
 
+    def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
+        """Return the shapes of the inputs: a symbol where the first two examples differ."""
+        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys"}
+        example, other = (self.feeds(sizes, dtype) for sizes in self.sizes[:2])
+        found: dict[str, list[int | str]] = {
+            name: [a if a == b else names[a] for a, b in zip(x.shape, other[name].shape, strict=True)]
+            for name, x in example.items()
+        }
+        return found | ({"past": ["past"]} if self.has_past else {})
+
     def promised(self, sizes: Sizes, dtype: Any) -> list[Array]:
         """Return the results."""
         out, lse = forward.attention(*self.operands(sizes, dtype), xp=np)
         return [out, np.zeros(0, dtype) if lse is None else lse]
+
+
+@dataclass(frozen=True)
+class Drawn(Case):
+    """Arguments of any sizes, whose lengths are ``fixed`` or left open; ``asks``: for the log-sum-exp."""
+
+    fixed: bool = False
+    asks: bool = False
+
+    def operands(self, sizes: Sizes, dtype: Any) -> tuple[Operands, Options]:
+        """Return what the operator is given."""
+        return _operands(Arguments(**self.call), dtype, asks=self.asks)
+
+    def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
+        """Return the shapes of the inputs."""
+        feeds = self.feeds((0, 0, 0), dtype)
+        n, m = (feeds[name].shape[-2] for name in "qk")
+        queries, keys = "queries", "keys" if n != m or self.call["offset"] else "queries"
+        ends: dict[str, tuple[Any, ...]] = {"q": (queries, 0), "rel_q": (queries, 0), "k": (keys, 0), "v": (keys, 0)}
+        ends |= {"q_segments": (queries,), "q_positions": (queries,), "k_segments": (keys,), "k_positions": (keys,)}
+        if "mask" in feeds:
+            ends["mask"] = tuple(
+                name if size == length != 1 else 0
+                for name, size, length in zip((queries, keys), feeds["mask"].shape[-2:], (n, m), strict=True)
+            )
+        found: dict[str, list[int | str]] = {name: [*x.shape] for name, x in feeds.items()}
+        for name in () if self.fixed else ends.keys() & feeds.keys():
+            end = [told or size for told, size in zip(ends[name], found[name][-len(ends[name]) :], strict=True)]
+            found[name][-len(end) :] = end
+        return found
 
 
 def _length(op: Any, x: Any, axis: int) -> Any:
@@ -163,6 +207,7 @@ CASES = dict(_cases()) | {
         {"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added, "causal": True}, along=True
     ),
     "far behind all keys, key table": Case({"key_table": TABLE, "rel_bias": VALUES[:, 0], "span": CLIP, "offset": 9}),
+    "scale of nothing": Case({**_CLIPPED, "scale": 0.0, "rel_scale": 1.0}),
     "mask, added": Case({**_CLIPPED, "mask": _added}),
     "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
     "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
@@ -227,6 +272,7 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "along-causal": ("along: causal", 23, "float32"),
     "along-blocks": ("along: blocks, zero", 23, "float32"),
     "no-batch-blocks": ("no batch, blocks", 23, "float32"),
+    "across-nothing": ("nothing", 18, "float32"),
     "across-lse": ("lse", 18, "float32"),
     "across-bias": ("bias", 18, "float32"),
     "along-stream": ("along: stream, key table, softcap", 18, "float32"),
@@ -304,19 +350,16 @@ def exporting(opset: int) -> Iterator[Translate]:
 
     def translate(case: Case, dtype: Any = np.float32, *, fixed: bool = False, behind: Traced | None = None) -> Traced:
         """Translate into a graph of its own, or into that of another call of the same arrays."""
-        example, other, *_ = case.sizes
-        ours, others = case.feeds(example, dtype), case.feeds(other, dtype)
-        inputs = {
-            name: ir.val(name, ir.DataType.from_numpy(x.dtype), x.shape if fixed else _symbols(case, x, others[name]))
-            for name, x in ours.items()
-        }
+        feeds = case.feeds(case.sizes[0], dtype)
+        shapes = {name: x.shape for name, x in feeds.items()} if fixed else case.shapes(dtype)
+        inputs = {name: ir.val(name, ir.DataType.from_numpy(x.dtype), shapes[name]) for name, x in feeds.items()}
         if behind is not None:
             inputs = {x.name: x for x in behind.graph.inputs}
         graph = behind.graph if behind else ir.Graph([*inputs.values()], [], nodes=[], opset_imports={"": opset})
         traced = Traced(graph)
         made.append(traced)
         Operators.graph = traced.graph
-        _, options = case.operands(example, dtype)
+        _, options = case.operands(case.sizes[0], dtype)
         if case.offset:
             offset = OFFSETS[case.offset](Operators("", opset), **inputs)
             options = replace(options, visibility=replace(options.visibility, offset=offset))
@@ -331,15 +374,6 @@ def exporting(opset: int) -> Iterator[Translate]:
         patch.setattr(translation, "TracedEmitter", Noted)
         patch.setattr(problem, "consecutive_offsets", lambda positions: None)  # positions are no numbers in a graph
         yield translate
-
-
-def _symbols(case: Case, x: Array, other: Array) -> list[int | str]:
-    names = {2: "batch", 5: "queries", 7: "keys"}
-    if case.has_past and x.ndim == 1:
-        names[2] = "past"
-    if case.aligned:
-        names[7] = "past + queries"
-    return [a if a == b else names[a] for a, b in zip(x.shape, other.shape, strict=True)]
 
 
 def text(traced: Traced) -> str:
