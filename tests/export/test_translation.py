@@ -62,7 +62,7 @@ def check_numbers(results: Any, promised: Any, gate: float) -> None:
 def check_shapes(traced: Traced, made: list[np.ndarray[Any, Any]]) -> None:
     """Hold sizes that are told to what comes, and those of one name to each other."""
     known: dict[tuple[bool, str], int] = {}
-    for x, (_, value) in zip(made, traced.values, strict=True):
+    for x, (_, value) in zip(made, traced.computed, strict=True):
         assert x.dtype == value.dtype, value
         for size, told in zip(x.shape, value.shape, strict=True):
             turned = value.name.partition("/attention_1/")[2].startswith("keys/")  # queries and keys changed over
