@@ -107,7 +107,7 @@ class TracedCall:
         if isinstance(offset, int):
             past = offset
         else:
-            scalar = g.adopt(offset, "offset", (), np.dtype(np.int64))
+            scalar = g.adopt(offset, "offset", (), INT64)
             past = g.index("Reshape", [scalar, g.constant([1])], "past")
         return Lengths(queries, keys, past, "queries", "queries" if self.square else "keys")
 
@@ -116,7 +116,7 @@ class TracedCall:
         if mask is None:
             return None, None
         g, rank = self._g, len(mask.shape)
-        if rank > 4 or (self._leading > 1 and rank == 4):
+        if self._leading > 1 and rank > 3:
             raise ValueError(
                 "`mask` can be exported to ONNX with one leading axis before the heads, "
                 f"got {rank} axes for queries of {self._leading + 3}"
@@ -185,7 +185,7 @@ def _length_of(offset: Any) -> Any:
         if node is None:
             return None
         if node.op_type == "Shape":
-            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
             return node.inputs[0].shape[start] if end == start + 1 else None
         if node.op_type not in ("Squeeze", "Reshape", "Identity", "Cast"):
             return None

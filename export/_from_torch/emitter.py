@@ -27,10 +27,8 @@ class TracedEmitter(Emitter):
     def within(self, scope: str) -> Iterator[None]:
         """Put a name in front of all that is made meanwhile."""
         outer, self.scope = self.scope, f"{self.scope}{scope}/"
-        try:
-            yield
-        finally:
-            self.scope = outer
+        yield
+        self.scope = outer
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
         """Make a tensor of the graph known under a name."""

@@ -11,14 +11,14 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.span import Span
 from relskew_core.export._from_torch.call import TracedCall, adopted_table, stored_table
 from relskew_core.export._from_torch.emitter import TracedEmitter
-from relskew_core.export._graph.emitter import BOOL, Shape, Value
+from relskew_core.export._graph.emitter import BOOL, Shape, Value, element_type
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
-from relskew_core.export._graph.parts import AttentionInputs, Projected, relative_logits
+from relskew_core.export._graph.parts import FLOAT32, AttentionInputs, Projected, relative_logits
 from relskew_core.export._graph.skew import unskew
-from relskew_core.export._graph.visible import of_own_segment, visible
+from relskew_core.export._graph.visible import broadcast, of_own_segment, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
-from relskew_core.export._plan import PROFILES, GraphPlan, make_plan
+from relskew_core.export._plan import GraphPlan, make_plan
 
 INT64_MIN = -(2**63)
 
@@ -66,11 +66,10 @@ class Skewed:
         g, plan, lengths, span = self._g, self._plan, self._lengths, self._options.span
         ahead, back = (side.rows if side.past_edge == "hidden" else None for side in (plan.right, plan.left))
         spec = replace(
-            plan.spec, span=Span(span.right, span.left, span.beyond), causal=False, cross=True, window=(ahead, back),
+            plan.spec, span=Span(span.right, span.left, span.beyond), causal=False, window=(ahead, back),
             block_size=None, blocks_before=None,
         )  # fmt: skip
-        seen = make_plan(spec, g.dtype, profile="portable", opset=plan.opset, mask=True)
-        seen = replace(seen, guarded=True, profile=PROFILES["portable"])
+        seen = replace(make_plan(spec, g.dtype, profile="portable", mask=True), guarded=True)
         past = -lengths.past if isinstance(lengths.past, int) else g.index("Neg", [lengths.past], "keys/past")
         turned = Lengths(lengths.keys, lengths.queries, past, lengths.key_symbol, lengths.query_symbol)
         table = adopted_table(g, self._operands.key_table, "key_table")
@@ -99,7 +98,7 @@ class LookedUp:
         self._queries = g.index("Unsqueeze", [queries, g.constant([1, 3])], "positions/of_queries", rows)
         self._keys = g.index("Unsqueeze", [keys, g.constant([1, 2])], "positions/of_keys", columns)
         self._pairs: Shape = (*call.q.shape[:3], call.k.shape[2])
-        self._loose: Shape = ("pairs_batch", 1, *self._pairs[2:])
+        self._loose: Shape = (*broadcast(rows, columns)[:2], *self._pairs[2:])
         self._r = g.index("Sub", [self._keys, self._queries], "positions/relative", self._loose)
 
     def logits(self) -> Value:
@@ -131,13 +130,19 @@ class LookedUp:
             zero = g.constant(0.0, g.dtype)
             weights = g.compute("Where", [self._there, weights, zero], "relative/weights_within", self._pairs)
         sizes = g.index("Shape", [self._call.q], "relative/columns_sizes", (3,), start=0, end=3)
+        wide = g.dtype
+        if g.dtype.itemsize == 2:  # onnxruntime has no such sums of half precision
+            wide = FLOAT32
+            weights = g.compute("Cast", [weights], "relative/to_float32", weights.shape, wide, to=element_type(wide))
         empty = g.compute(
-            "Expand", [g.constant([0], g.dtype), g.dims("relative/columns_shape", sizes, self._width)],
-            "relative/no_columns", shape,
+            "Expand", [g.constant([0], wide), g.dims("relative/columns_shape", sizes, self._width)],
+            "relative/no_columns", shape, wide,
         )  # fmt: skip
         moved = g.compute(
-            "ScatterElements", [empty, self._columns, weights], "relative/columns", shape, axis=3, reduction="add"
+            "ScatterElements", [empty, self._columns, weights], "relative/columns", shape, wide, axis=3, reduction="add"
         )
+        if wide != g.dtype:
+            moved = g.compute("Cast", [moved], "relative/columns_as_given", shape, to=element_type(g.dtype))
         return g.compute("MatMul", [moved, self._table("rel_v")], "relative/values", self._call.out_shape)
 
     def _of_queries(self) -> Value:
@@ -249,13 +254,12 @@ class LookedUp:
         return self._all("visible/pattern", conditions)
 
     def _all(self, name: str, conditions: list[Value]) -> Value | None:
-        whole = None
-        for index, condition in enumerate(conditions):
-            whole = (
-                condition
-                if whole is None
-                else self._g.compute("And", [whole, condition], f"{name}_{index}", self._pairs, BOOL)
-            )
+        if not conditions:
+            return None
+        whole, *others = conditions
+        for index, condition in enumerate(others, 1):
+            shape = broadcast(whole.shape, condition.shape)
+            whole = self._g.compute("And", [whole, condition], f"{name}_{index}", shape, BOOL)
         return whole
 
 

@@ -11,13 +11,15 @@ import numpy as np
 
 from relskew_core._array.checks import check_int
 from relskew_core._block.spec import BlockSpec
-from relskew_core._kernel.call import Operands, Options, unknown
+from relskew_core._kernel.call import TABLES, Operands, Options, unknown
+from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Value
 from relskew_core.export._graph.parts import content_logits, grouped_product, hide, softmax_weights
+from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
 
 KNOWS = (COMMON - {"part"}) | {
@@ -88,8 +90,10 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     """Translate one call; ``chunk_size`` changes no result and is left out."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
+    # No window of a table stands before all keys, or, seen from a key, before all queries; nor do blocks elsewhere.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
-    if before_keys or (pattern.block_size is not None and not call.aligned):  # no window of a table stands there
+    before_queries = operands.key_table is not None and pattern.offset != 0
+    if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
         options = replace(options, visibility=replace(pattern, by_value=True))
     plan = _plan(g, opset, call, operands, options)
     nothing = g.tensor(g.constant(np.zeros(0), g.dtype))
@@ -97,11 +101,10 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
         return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
     related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
     logits, condition = related.logits(), related.condition()
-    if plan.one_sided and plan.left.past_edge == "limited" and not options.visibility.by_value:
+    if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
-        if call.additive is not None:
-            logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
+        logits = _with_additive(g, call, logits)
         if condition is not None:
             logits = hide(g, plan, logits, condition)
         out = g.compute(
@@ -116,9 +119,7 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
     keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits)
-    logits = _capped(g, logits, options.softcap)
-    if call.additive is not None:
-        logits = g.compute("Add", [logits, call.additive], "mask/add", logits.shape)
+    logits = _with_additive(g, call, _capped(g, logits, options.softcap))
     softmax = softmax_weights(g, plan, logits, condition)
     out = grouped_product(g, plan, softmax.weights, call.v, "attention/values", call.out_shape)
     if operands.rel_v is not None:
@@ -136,15 +137,15 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     q, pattern = operands.q, options.visibility
     by_position = not pattern.by_value
     heads, width = int(q.shape[-3]), int(q.shape[-1])
+    tables = any(getattr(operands, name) is not None for name in TABLES)
     spec = BlockSpec(
         heads * width,
         heads,
-        options.span,
+        options.span if tables else Span(0, 0, "zero"),  # where no table is, none ends
         num_kv_heads=int(operands.k.shape[-3]),
-        head_dim=width,
-        causal=by_position and pattern.right == 0,
+        causal=pattern.right == 0,
         cross=not (by_position and call.aligned),
-        window=(pattern.left, pattern.right or None) if by_position else None,
+        window=(pattern.left, pattern.right),
         block_size=pattern.block_size if by_position else None,
         blocks_before=pattern.blocks_before if by_position else None,
         rel_keys=operands.rel_k is not None or (operands.rel_v is None and operands.rel_bias is None),
@@ -152,17 +153,26 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
         rel_bias=operands.rel_bias is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
-    in_parts = options.return_lse or options.softcap is not None
+    # onnxruntime's Attention takes no scale that is not positive.
+    in_parts = options.return_lse or options.softcap is not None or options.scale <= 0
     # A query may see nothing at all; and what is hidden is hidden after the softcap, and counts for no log-sum-exp.
     masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
     # So may a query before all keys, where an offset is no length but made of some.
     masked = masked or not (isinstance(pattern.offset, int) or call.aligned)
-    plan = make_plan(spec, g.dtype, profile=form.name, opset=opset, mask=masked)
+    plan = make_plan(spec, g.dtype, mask=masked)
     # Runtimes disagree on is_causal where there are more keys than queries.
     form = replace(form, causal_attribute=form.causal_attribute and call.square)
     plain = operands.key_table is None and operands.rel_q is None and options.scale == options.rel_scale
     local = plan.local and call.square and plain and q.shape[-1] == operands.v.shape[-1]
     return replace(plan, local=local, profile=form, in_parts=in_parts)
+
+
+def _with_additive(g: TracedEmitter, call: TracedCall, logits: Value) -> Value:
+    """Return logits, which one head may have for all, with what the mask adds to them."""
+    added = call.additive
+    if added is None:
+        return logits
+    return g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
 
 
 def _capped(g: TracedEmitter, logits: Value, softcap: float | None) -> Value:

@@ -6,7 +6,6 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,12 @@ from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._kernel.call import KINDS, Arguments, Kind, Options, unknown
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
-from relskew_core.export import torch_translation_table
 from relskew_core.export._from_torch.translation import KNOWS
 from relskew_core.layers.torch import RelativeMultiheadAttention
-from torch_exports import OPTIMISED, VARY, assert_same, export, names, operators, random, session
+from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
+from torch_exports import VARY, assert_same, export, operators, random, session
 
 opsets = pytest.mark.parametrize("opset", [18, 23])
-ATTENTION = torch.ops.relskew.attention.default
 
 
 class Layer(nn.Module):
@@ -77,6 +75,8 @@ def test_model(opset: int) -> None:
     program = export(model, tokens(2, 7, 5), vary, opset)
     assert operators(program).count("Attention") == (3 if opset == 23 else 0)  # relative values are primitives
     assert {"": opset} == dict(program.model.opset_imports)
+    ours = [node.name.split("/") for node in program.model.graph if node.name.startswith("relskew/compute/")]
+    assert {path[2] for path in ours} == {f"attention_{number}" for number in range(1, 6)}
     run = session(program)
     for batch, queries, keys in ((1, 1, 1), (2, 7, 5), (3, 1, 9), (1, 24, 1), (2, 3, 24), (1, 24, 24)):
         assert_same(run(*tokens(batch, queries, keys)), model, *tokens(batch, queries, keys))
@@ -139,47 +139,6 @@ def test_cache(opset: int, options: dict[str, Any]) -> None:
     assert np.allclose(np.concatenate(pieces, axis=1), at_once, atol=1e-5)
 
 
-FULL, CLIP, ZERO = Span.full(12), Span(2, 1, "clip"), Span(1, 2, "zero")
-TABLE, VALUES, LONG = random(4, 4, 6), random(4, 5), random(4, 23, 6)
-CROSS: dict[str, dict[str, Any]] = {
-    "full": {"rel_k": random(4, 23, 6), "span": FULL},
-    "shared, scales": {"rel_k": random(23, 6), "span": FULL, "scale": 0.3, "rel_scale": 0.7},
-    "clip, values": {"rel_k": random(4, 4, 6), "span": CLIP, "rel_v": random(4, 4, 5)},
-    "zero": {"rel_k": random(4, 6), "span": ZERO},
-    "values alone": {"rel_v": random(4, 5), "span": ZERO},
-    "bias": {"rel_bias": random(4, 23), "span": FULL},
-    "bias for all heads, table": {"rel_bias": random(4), "rel_k": random(4, 4, 6), "span": CLIP},
-    "window": {"rel_k": random(5, 6), "span": Span(2, 2), "window": (2, 1)},
-    "wider windows": {"rel_k": random(4, 6), "span": CLIP, "window": (3, 4), "rel_bias": random(4)},
-    "window alone": {"window": (2, None)},
-    "nothing": {},
-    "causal": {"rel_k": random(12, 6), "span": Span.causal(12), "causal": True},
-    "causal, offset": {"rel_k": random(14, 6), "span": Span.causal(14), "causal": True, "offset": 2},
-    "offset, clip": {"rel_k": random(4, 6), "span": CLIP, "offset": 3, "rel_v": random(4, 5)},
-    "before all keys": {"rel_k": random(4, 6), "span": CLIP, "offset": -2, "rel_v": random(4, 5)},
-    "blocks across": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "blocks_before": 1, "rel_v": random(4, 5)},
-    "blocks across, before all keys": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "offset": -1},
-    "chunk_size": {"rel_k": random(4, 6), "span": CLIP, "chunk_size": 2},
-    "softcap": {"rel_k": random(4, 6), "span": CLIP, "softcap": 1.3},
-    "softcap, window, values": {
-        "rel_k": random(5, 6),
-        "span": Span(2, 2),
-        "window": (2, 1),
-        "softcap": 2.0,
-        "rel_v": random(5, 5),
-    },
-    "lse": {"rel_k": random(4, 6), "span": CLIP, "return_lse": True},
-    "lse, causal, nothing to see": {"causal": True, "return_lse": True, "window": (2, None)},
-    "sinks": {"rel_k": random(4, 6), "span": CLIP, "sinks": random(4, seed=5)},
-    "key table": {"rel_k": random(4, 6), "span": CLIP, "key_table": random(4, 4, 6, seed=9)},
-    "key table alone": {"key_table": random(4, 6), "span": ZERO, "rel_scale": 0.7, "offset": 2},
-    "key table, causal": {"key_table": random(12, 6), "span": Span.causal(12), "causal": True},
-    "key table, window, softcap": {"key_table": random(5, 6), "span": Span(2, 2), "window": (2, 1), "softcap": 2.0},
-    "key table, full": {"rel_k": random(23, 6), "key_table": random(4, 23, 6), "span": FULL},
-    "scales by head": {"rel_k": random(4, 6), "span": CLIP, "scale": random(4, seed=6), "rel_scale": random(4, seed=7)},
-}
-
-
 class Across(nn.Module):
     """Many calls with queries and keys of different lengths, and masks that hide all keys of some queries."""
 
@@ -239,25 +198,14 @@ ACROSS = {
 }
 
 
-def check_names(kind: str, program: Any) -> None:
-    """Hold the nodes to their names, which errors and profiles of runtimes show. One that is gone is written anew."""
-    path, found = Path(__file__).with_name("torch_names") / f"{kind}.txt", names(program)
-    if not path.exists():
-        path.write_text(found)
-        pytest.fail(f"{path} is new: read it")
-    assert found == path.read_text()
-
-
-def compare_across(model: nn.Module, opset: int, dtype: torch.dtype = torch.float32, gate: float = 2e-6) -> Any:
-    program = export(model, across(2, 5, 7, dtype), ACROSS, opset)
-    run = session(program)
+def compare_across(model: nn.Module, opset: int, dtype: torch.dtype = torch.float32, gate: float = 2e-6) -> None:
+    run = session(export(model, across(2, 5, 7, dtype), ACROSS, opset))
     for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
         assert_same(run(*across(*shape, dtype)), model, *across(*shape, dtype), gate=gate)
-    return program
 
 
 def test_calls_in_single() -> None:
-    check_names("across", compare_across(Across(CROSS), 18))
+    compare_across(Across(CROSS), 18)
 
 
 @pytest.mark.no_cover
@@ -273,31 +221,7 @@ def test_calls_optimised(part: int) -> None:
 
 @opsets
 def test_other_shapes(opset: int) -> None:
-    program = compare_across(Shapes(), opset)
-    if opset != OPTIMISED:
-        check_names("shapes", program)
-
-
-ALONG: dict[str, dict[str, Any]] = {
-    "causal": {"rel_k": random(12, 6), "causal": True},
-    "causal, values": {"rel_k": random(4, 12, 6), "rel_v": random(12, 6), "causal": True},
-    "causal, window": {"rel_k": random(3, 6), "span": Span(2, 0), "window": (2, None), "causal": True},
-    "full": {"rel_k": random(23, 6)},
-    "bias": {"rel_bias": random(4, 4), "span": CLIP, "causal": True},
-    "blocks": {"rel_k": random(6, 6), "span": Span.causal(6), "block_size": 3},
-    "blocks, clip": {"rel_k": random(2, 6), "span": Span(1, 0, "clip"), "block_size": 3, "rel_v": random(2, 6)},
-    "blocks, zero": {"rel_k": random(4, 6), "span": ZERO, "block_size": 4, "blocks_before": 0},
-    "blocks, bias": {"rel_bias": random(4), "span": CLIP, "block_size": 3},
-    "stream": {"rel_k": random(4, 11, 6), "span": Span(8, 2), "block_size": 3, "blocks_before": 2},
-    "stream, causal, values": {
-        "rel_k": random(3, 6), "span": Span(2, 0, "clip"), "block_size": 3, "blocks_before": 2, "causal": True,
-        "rel_v": random(3, 6),
-    },
-    "stream, key table, softcap": {
-        "key_table": random(7, 6), "span": Span(4, 2), "block_size": 3, "blocks_before": 0, "softcap": 2.0
-    },
-    "causal, key table": {"rel_k": random(12, 6), "key_table": random(4, 12, 6), "causal": True},
-}  # fmt: skip
+    compare_across(Shapes(), opset)
 
 
 class Along(nn.Module):
@@ -327,24 +251,9 @@ def test_calls_along_one_sequence(opset: int, part: slice) -> None:
         sum(name in call and "blocks_before" not in call for call in single) for name in ("causal", "block_size")
     )
     assert causal == (2 * both + masked if opset == 23 else 0)  # blocks are cut where no mask is
-    if opset != OPTIMISED:
-        check_names("along", program)
     run = session(program)
     for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
-
-
-PLACED: dict[str, dict[str, Any]] = {
-    "clip, both": {"rel_k": random(4, 6), "span": CLIP, "rel_v": random(4, 4, 5)},
-    "zero, causal": {"rel_k": random(4, 4, 6), "span": ZERO, "rel_v": random(4, 5), "causal": True},
-    "bias alone, window": {"rel_bias": random(4, 4), "span": CLIP, "window": (3, 2)},
-    "bias for all, key table": {"rel_bias": random(4), "rel_k": random(4, 6), "key_table": random(4, 6), "span": ZERO},
-    "key table alone, softcap": {"key_table": random(4, 4, 6), "span": CLIP, "softcap": 1.5},
-    "blocks, lse": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3, "blocks_before": 1, "return_lse": True},
-    "blocks, causal": {"rel_k": random(4, 6), "span": CLIP, "block_size": 3},
-    "no tables": {"causal": True},
-    "a longer table than the window": {"rel_k": random(23, 6), "span": FULL, "window": (2, 3), "rel_v": random(23, 5)},
-}
 
 
 class Placed(nn.Module):
@@ -386,8 +295,6 @@ def test_positions_and_segments(opset: int, part: slice) -> None:
         name: {0: VARY, 1: VARY} for name in ("at", "keys_at", "of", "keys_of")
     }
     program = export(model, placed(2, 5, 7), vary, opset)
-    if opset != OPTIMISED:
-        check_names("placed", program)
     run = session(program)
     for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
         assert_same(run(*placed(*shape)), model, *placed(*shape))
@@ -503,15 +410,6 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         told.append(str(error))
         error = error.__cause__
     assert message in "\n".join(told)
-
-
-def test_opsets() -> None:
-    assert ATTENTION in torch_translation_table()
-    for opset in (17, 25):
-        with pytest.raises(ValueError, match="`opset` must be 18 … 24"):
-            torch_translation_table(opset)
-    with pytest.raises(TypeError, match="`opset` must be an int"):
-        torch_translation_table(18.0)  # type: ignore[arg-type]
 
 
 def test_export_needs_neither_torch_nor_onnxscript() -> None:

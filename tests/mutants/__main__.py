@@ -37,9 +37,9 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
     ),
     "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
     "models": ((f"{EXPORT}whole",), _tests("convert decoder_check generate names whole")),
-    "translation": ((f"{EXPORT}from_torch",), _tests("torch torch_functions")),
+    "translation": ((f"{EXPORT}from_torch",), _tests("translation")),
 }
-TORCH = ("models", "translation")  # whose tests export models of torch, a second or more each: try a sample
+TORCH = ("models",)  # whose tests export models of torch, a second or more each: try a sample
 RECORD = Path(__file__).with_name("survivors.md")
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import onnx_ir
 import onnxruntime
 import torch
 from torch import Tensor, nn
@@ -46,15 +44,6 @@ def session(program: Any) -> Callable[..., list[np.ndarray[Any, Any]]]:
 
 def operators(program: Any) -> list[str]:
     return [node.op_type for node in program.model.graph]
-
-
-def names(program: Any) -> str:
-    """Tell the nodes that we named, a line for each name and operator, whichever call they are of."""
-    nodes = list(onnx_ir.traversal.RecursiveGraphIterator(program.model.graph))
-    ours = (re.fullmatch(r"relskew/(\w+/)attention_\d+/(.*)", node.name or "") for node in nodes)
-    return "".join(
-        sorted({f"{found[1]}{found[2]}: {node.op_type}\n" for node, found in zip(nodes, ours, strict=True) if found})
-    )
 
 
 def assert_same(results: list[np.ndarray[Any, Any]], model: nn.Module, *inputs: Tensor, gate: float = 2e-6) -> None:

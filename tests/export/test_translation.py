@@ -1,0 +1,242 @@
+"""The translation of torch's operator, call by call: numbers, shapes, and the graphs to the letter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxscript
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import strategies
+from relskew_core import Span
+from relskew_core._kernel.call import Operands, Part
+from relskew_core.backends._torch.cpu.operator import OPERATOR
+from relskew_core.backends._torch.operator import flat
+from relskew_core.export import torch_translation_table
+from relskew_core.export._from_torch.call import TracedCall
+from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._graph.emitter import Value
+from traced_calls import CASES, FOLDER, WRITTEN, Case, Drawn, Operators, Traced, exporting, written
+
+ATTENTION = OPERATOR.op._opoverload
+SINGLE, HALF, DOUBLE = map(np.dtype, ("float32", "float16", "float64"))
+PAST = CASES["past"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_graph(name: str) -> None:
+    """``tests/support/traced_calls.py`` writes them anew; what changed is to be read."""
+    assert written(name) == (FOLDER / f"{name}.txt").read_text()
+
+
+def test_no_other_graph_is_there() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == {*WRITTEN}
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_and_shapes(name: str, opset: int) -> None:
+    """Of every size, from one translation; and every tensor is what the code takes it for."""
+    case = CASES[name]
+    with exporting(opset) as translate:
+        traced = translate(case, SINGLE)
+        run = traced.session(everything=True)
+        for sizes in case.sizes:
+            *made, out, lse = run(case.feeds(sizes, SINGLE))
+            check_numbers((out, lse), case.promised(sizes, SINGLE), 5e-6)
+            check_shapes(traced, made)
+
+
+def check_numbers(results: Any, promised: Any, gate: float) -> None:
+    for result, right in zip(results, promised, strict=True):
+        assert result.shape == right.shape
+        np.testing.assert_allclose(result, right, rtol=gate, atol=gate)
+
+
+def check_shapes(traced: Traced, made: list[np.ndarray[Any, Any]]) -> None:
+    """Hold sizes that are told to what comes, and those of one name to each other."""
+    known: dict[tuple[bool, str], int] = {}
+    for x, (_, value) in zip(made, traced.computed, strict=True):
+        assert x.dtype == value.dtype, value
+        for size, told in zip(x.shape, value.shape, strict=True):
+            turned = value.name.partition("/attention_1/")[2].startswith("keys/")  # queries and keys changed over
+            assert size == (told if isinstance(told, int) else known.setdefault((turned, told), size)), value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fixed_sizes_in_double(name: str) -> None:
+    case, (example, *_) = CASES[name], CASES[name].sizes
+    with exporting(24) as translate:
+        run = translate(case, DOUBLE, fixed=True).session(everything=False)
+        check_numbers(run(case.feeds(example, DOUBLE)), case.promised(example, DOUBLE), 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision(name: str) -> None:
+    case, (example, *_) = CASES[name], CASES[name].sizes
+    with exporting(23) as translate:
+        traced = translate(case, HALF)
+        *made, out, lse = traced.session(everything=True)(case.feeds(example, HALF))
+        check_shapes(traced, made)
+        check_numbers((out, lse), case.promised(example, SINGLE), 1e-2)
+        assert out.dtype == HALF
+        assert lse.dtype == (SINGLE if lse.size else HALF)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    strategies.rich_calls(), st.sampled_from([18, 23]), st.sampled_from([SINGLE, DOUBLE]), st.booleans(), st.booleans()
+)
+def test_random_calls(call: strategies.Call, opset: int, dtype: np.dtype[Any], fixed: bool, asks: bool) -> None:
+    arguments = {name: x for name, x in {**call.arrays, **call.options}.items() if name not in ("dropout", "seed")}
+    case, sizes = Drawn(arguments, fixed=fixed, asks=asks), (0, 0, 0)
+    with exporting(opset) as translate:
+        traced = translate(case, dtype)
+        *made, out, lse = traced.session(everything=True)(case.feeds(sizes, dtype))
+        check_shapes(traced, made)
+        check_numbers((out, lse), case.promised(sizes, dtype), 1e-4 if dtype == SINGLE else 1e-11)
+
+
+@pytest.mark.parametrize("opset", [18, 23])
+def test_positions_past_a_table_give_nan(opset: int) -> None:
+    case, sizes = CASES["placed: a short table"], (2, 7, 9)
+    far = {"positions": lambda *sizes: [np.arange(x) * 5 % 8 for x in sizes[1:]]}
+    reaching = Case({**case.call, **far, "span": Span(2, 1, "zero")})
+    with exporting(opset) as translate:
+        feeds = reaching.feeds(sizes, SINGLE)
+        out, _ = translate(case).session(everything=False)(feeds)
+        queries, keys = (np.broadcast_to(feeds[f"{side}_positions"], (2, n)) for side, n in (("q", 7), ("k", 9)))
+        own = feeds["q_segments"][:, :, None] == feeds["k_segments"][:, None, :]
+        short = (own & (queries[:, :, None] - keys[:, None, :] > 2)).any(axis=2)
+        assert short.any()
+        assert not short.all()
+        expected = np.where(short[:, None, :, None], np.nan, reaching.promised(sizes, SINGLE)[0])
+        np.testing.assert_allclose(out, expected, rtol=5e-6, atol=5e-6)
+
+
+def tensor(name: str, *shape: Any) -> Any:
+    return ir.val(name, ir.DataType.FLOAT, shape)
+
+
+def operators() -> Any:
+    """Begin a graph."""
+    Operators.graph = ir.Graph([], [], nodes=[], opset_imports={"": 23})
+    return Operators("", 23)
+
+
+def call_of(operands: Operands, offset: Any, op: Any = None) -> TracedCall:
+    """Begin the translation of a call."""
+    return TracedCall(TracedEmitter(op or operators(), SINGLE, "attention"), operands, offset)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset", "aligned"),
+    [
+        ("n", "n", 0, True), ("n", "m", 0, False), ("n", "n + 2", 2, True), ("n", "n + 2", 1, False), (5, 5, 0, True),
+        (5, 7, 2, True), (5, 7, 0, False), (5, 7, 3, False), ("n", 7, 2, False), (5, "m", 2, False),
+        (None, None, 0, False), ("n", None, 0, False), (None, "n", 0, False), ("n", "n", None, False),
+    ],
+)  # fmt: skip
+def test_what_is_known_of_lengths(queries: Any, keys: Any, offset: int | None, aligned: bool) -> None:
+    """``None``: nothing, not even a name, or an offset that is an input."""
+    for leading in ((), (2,), (2, 3)):
+        q, k, v = (tensor(name, *leading, 4, n, 6) for name, n in (("q", queries), ("k", keys), ("v", keys)))
+        call = call_of(Operands(q, k, v), ir.val("offset", ir.DataType.INT64, ()) if offset is None else offset)
+        assert (call.aligned, call.square) == (aligned, aligned and offset == 0)
+
+
+CACHE, FIRST = tensor("cache", 2, 4, "past", 6), tensor("first", "past", 1)
+LENGTHS: dict[str, Callable[[Any], Any]] = {
+    "of an axis": lambda op: op.Squeeze(op.Shape(CACHE, start=2, end=3)),
+    "of the first axis": lambda op: op.Squeeze(op.Shape(FIRST, end=1)),
+    "through all that changes no number": lambda op: op.Cast(
+        op.Identity(op.Reshape(op.Shape(CACHE, start=2, end=3), FIRST)), to=7
+    ),
+}
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "of another axis": lambda op: op.Squeeze(op.Shape(CACHE, start=1, end=2)),
+    "of two axes": lambda op: op.Squeeze(op.Shape(CACHE, start=2, end=4)),
+    "of all axes from one on": lambda op: op.Squeeze(op.Shape(CACHE, start=2)),
+    "computed": lambda op: op.Neg(op.Neg(op.Squeeze(op.Shape(CACHE, start=2, end=3)))),
+}
+
+
+@pytest.mark.parametrize("name", [*LENGTHS, *NUMBERS])
+def test_an_offset_is_known_as_a_length_or_not(name: str) -> None:
+    q, k, v = (tensor(name, 2, 4, n, 6) for name, n in (("q", "n"), ("k", "past + n"), ("v", "past + n")))
+    op = operators()
+    call = call_of(Operands(q, k, v), (LENGTHS | NUMBERS)[name](op), op)
+    assert call.aligned == (name in LENGTHS)
+    assert not call.square
+
+
+def test_the_default_opset_makes_one_node_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(onnxscript.values, "Opset", lambda *names: asked.append(names))
+    torch_translation_table()
+    assert asked == [("", 23)]
+
+
+def test_inputs_that_are_left_out() -> None:
+    g = TracedEmitter(operators(), SINGLE, "attention")
+    x = g.adopt(tensor("x", 2), "x", (2,))
+    g.node("Clip", [x, None, g.constant(1.0, SINGLE)], "clipped", [Value("y", (2,), SINGLE)])
+    node = Operators.graph[-1]
+    assert (node.op_type, node.inputs[0].name, node.inputs[1]) == ("Clip", "x", None)
+
+
+def test_calls_of_a_graph_are_counted() -> None:
+    with exporting(18) as translate:
+        first = translate(PAST)
+        second = translate(PAST, behind=first)
+        other = translate(PAST)
+    starts = [
+        {value.name.split("/")[2] for _, value in traced.values if value.name.startswith("relskew/compute/")}
+        for traced in (first, second, other)
+    ]
+    assert starts == [{"attention_1"}, {"attention_2"}, {"attention_1"}]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "changes", "words"),
+    [
+        (("q", "k", "v"), {"dropout": 0.5}, "`dropout` belongs to training: call `model.eval()` before the export"),
+        (("q", "k", "v", "seed"), {"part": Part(key=1)}, "`seed` and `part` cannot be exported to ONNX"),
+    ],
+    ids=["dropout", "others"],
+)
+def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) -> None:
+    operands = Operands(**{name: tensor(name, 2, 4, 5, 6) for name in arrays})
+    graph = ir.Graph([x for x in operands if x is not None], [], nodes=[], opset_imports={"": 23})
+    _, options = CASES["clip, values"].operands((2, 5, 7), SINGLE)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
+        torch_translation_table()[ATTENTION](*operands, *flat(replace(options, **changes)))
+    assert str(caught.value) == words
+    assert len(graph) == 0
+
+
+@pytest.mark.parametrize("leading", [2, 3])
+def test_a_mask_by_head_of_many_batches_is_refused(leading: int) -> None:
+    q, k, v = (tensor(name, *(2,) * leading, 4, 5, 6) for name in "qkv")
+    mask = tensor("mask", 2, 4, 5, 5)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
+        call_of(Operands(q, k, v, mask=mask), 0)
+    assert str(caught.value) == (
+        "`mask` can be exported to ONNX with one leading axis before the heads, "
+        f"got 4 axes for queries of {leading + 3}"
+    )
+
+
+def test_opsets() -> None:
+    assert ATTENTION in torch_translation_table()
+    for opset in (17, 25):
+        with pytest.raises(ValueError, match=f"`opset` must be 18 … 24, got {opset}"):
+            torch_translation_table(opset)
+    with pytest.raises(TypeError, match="`opset` must be an int"):
+        torch_translation_table(18.0)  # type: ignore[arg-type]

@@ -1,0 +1,432 @@
+"""Calls of torch's operator as its exporter has them translated, with nodes that are ours alone: no model, no exporter.
+
+``PYTHONPATH=. python tests/support/traced_calls.py`` writes the files of ``tests/export/traced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import onnxscript
+import pytest
+
+from relskew_core import Span
+from relskew_core._kernel import forward, problem
+from relskew_core._kernel.call import Arguments, Operands, Options
+from relskew_core.backends._torch.cpu.operator import OPERATOR
+from relskew_core.backends._torch.operator import flat
+from relskew_core.export import torch_translation_table
+from relskew_core.export._from_torch import translation
+from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._graph.emitter import Value
+from torch_calls import ALONG, CLIP, CROSS, FULL, LONG, PLACED, TABLE, VALUES
+
+FOLDER = Path(__file__).resolve().parents[1] / "export" / "traced"
+Array = np.ndarray[Any, Any]
+Sizes = tuple[int, int, int]
+"""Of the batch, the queries and the keys."""
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _operands(arguments: Arguments, dtype: Any, *, asks: bool) -> tuple[Operands, Options]:
+    checked = problem.problem(arguments, return_lse=asks)
+    given = [x if x is None or x.dtype.kind != "f" else x.astype(dtype) for x in checked.given]
+    return Operands(*given), checked.options
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: arguments, those that depend on the sizes as functions of them."""
+
+    call: Mapping[str, Any]
+    along: bool = False  # as many keys as queries
+    lead: int = 1  # axes before the heads
+    offset: str = ""  # where it comes from, one of `OFFSETS`, if it is no number
+    aligned: bool = False  # the keys are known to be so many of the past and one for each query
+
+    @property
+    def sizes(self) -> tuple[Sizes, ...]:
+        """Those of the example with which it is translated, of another one, what differs being left open, and more."""
+        if self.along:
+            return (2, 5, 5), (3, 6, 6), (1, 1, 1), (3, 12, 12), (1, 7, 7)
+        if self.has_past:
+            return (2, 5, 7), (3, 6, 9), (1, 1, 1), (3, 1, 8), (2, 3, 3), (1, 1, 12)
+        return (2, 5, 7), (3, 6, 8), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the offset is the length of an input."""
+        return self.offset == "length"
+
+    def operands(self, sizes: Sizes, dtype: Any) -> tuple[Operands, Options]:
+        """Return what the operator is given."""
+        batch, n, m = sizes
+        leading = ((), (batch,), (batch, 3))[self.lead]
+        shapes = {"q": (*leading, 4, n, 6), "k": (*leading, 2, m, 6), "v": (*leading, 2, m, 6 if self.along else 5)}
+        call: dict[str, Any] = {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 1)}
+        call |= {name: x(*sizes) if callable(x) else x for name, x in self.call.items()}
+        call = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in call.items()}
+        if self.offset:
+            call["offset"] = m - n
+        asks = call.pop("return_lse", False)
+        return _operands(Arguments(**call), dtype, asks=asks)
+
+    def feeds(self, sizes: Sizes, dtype: Any) -> dict[str, Array]:
+        """Return the inputs of the graph."""
+        operands, options = self.operands(sizes, dtype)
+        past = np.zeros(options.visibility.offset, dtype) if self.has_past else None
+        return {name: x for name, x in {**operands._asdict(), "past": past}.items() if x is not None}
+
+    def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
+        """Return the shapes of the inputs: a symbol where the first two examples differ."""
+        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys"}
+        example, other = (self.feeds(sizes, dtype) for sizes in self.sizes[:2])
+        found: dict[str, list[int | str]] = {
+            name: [a if a == b else names[a] for a, b in zip(x.shape, other[name].shape, strict=True)]
+            for name, x in example.items()
+        }
+        return found | ({"past": ["past"]} if self.has_past else {})
+
+    def promised(self, sizes: Sizes, dtype: Any) -> list[Array]:
+        """Return the results."""
+        out, lse = forward.attention(*self.operands(sizes, dtype), xp=xp)
+        return [out, np.zeros(0, dtype) if lse is None else lse]
+
+
+@dataclass(frozen=True)
+class Drawn(Case):
+    """Arguments of any sizes, whose lengths are ``fixed`` or left open; ``asks``: for the log-sum-exp."""
+
+    fixed: bool = False
+    asks: bool = False
+
+    def operands(self, sizes: Sizes, dtype: Any) -> tuple[Operands, Options]:
+        """Return what the operator is given."""
+        return _operands(Arguments(**self.call), dtype, asks=self.asks)
+
+    def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
+        """Return the shapes of the inputs."""
+        feeds = self.feeds((0, 0, 0), dtype)
+        n, m = (feeds[name].shape[-2] for name in "qk")
+        queries, keys = "queries", "keys" if n != m or self.call["offset"] else "queries"
+        ends: dict[str, tuple[Any, ...]] = {"q": (queries, 0), "rel_q": (queries, 0), "k": (keys, 0), "v": (keys, 0)}
+        ends |= {"q_segments": (queries,), "q_positions": (queries,), "k_segments": (keys,), "k_positions": (keys,)}
+        if "mask" in feeds:
+            ends["mask"] = tuple(
+                name if size == length != 1 else 0
+                for name, size, length in zip((queries, keys), feeds["mask"].shape[-2:], (n, m), strict=True)
+            )
+        found: dict[str, list[int | str]] = {name: [*x.shape] for name, x in feeds.items()}
+        for name in () if self.fixed else ends.keys() & feeds.keys():
+            end = [told or size for told, size in zip(ends[name], found[name][-len(ends[name]) :], strict=True)]
+            found[name][-len(end) :] = end
+        return found
+
+
+def _length(op: Any, x: Any, axis: int) -> Any:
+    return op.Shape(x, start=axis, end=axis + 1)
+
+
+OFFSETS: dict[str, Callable[..., Any]] = {
+    "length": lambda op, past, **inputs: op.Squeeze(_length(op, past, 0)),
+    "difference": lambda op, q, k, **inputs: op.Squeeze(op.Sub(_length(op, k, 2), _length(op, q, 2))),
+}
+"""How an exporter computes an offset."""
+
+
+def _mask(batch: int, n: int, m: int) -> Array:
+    mask = random(batch, 1, n, m, seed=4) > 0
+    mask[0, :, 0] = False
+    return mask
+
+
+def _mask_of_keys(batch: int, n: int, m: int) -> Array:
+    return random(batch, 1, 1, m, seed=4) > -1
+
+
+def _added(batch: int, n: int, m: int) -> Array:
+    return np.where(_mask(batch, n, m), random(batch, 1, n, 1, seed=5), -np.inf).astype(np.float32)
+
+
+def _labels(low: int, high: int, seed: int) -> Callable[..., tuple[Array, Array]]:
+    def labels(batch: int, n: int, m: int, *more: int) -> tuple[Array, Array]:
+        drawn = np.random.default_rng(seed)
+        return drawn.integers(low, high, (batch, *more, n)), drawn.integers(low, high, (batch, *more, m))
+
+    return labels
+
+
+_AT, _OF = _labels(-4, 5, 1), _labels(0, 3, 2)
+_CLIPPED: dict[str, Any] = {"rel_k": TABLE, "span": CLIP}
+_BLOCKS = {**_CLIPPED, "block_size": 3}
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    for name, call in CROSS.items():
+        yield name, Case(call)
+        yield f"{name}, mask", Case({**call, "mask": _mask})
+    for name, call in ALONG.items():
+        yield f"along: {name}", Case(call, along=True)
+        yield f"along: {name}, mask", Case({**call, "mask": _mask_of_keys}, along=True)
+    for name, call in PLACED.items():
+        yield f"placed: {name}", Case({**call, "positions": _AT})
+        of_one = {"positions": lambda *sizes: (_AT(*sizes)[0][0], _AT(*sizes)[1])}
+        yield f"placed: {name}, segments", Case({**call, **of_one, "segments": _OF})
+
+
+CASES = dict(_cases()) | {
+    "rel_q": Case({**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}),
+    "placed: rel_q": Case(
+        {**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6), "positions": _AT, "causal": True}
+    ),
+    "window, narrower and wider": Case(
+        {"rel_k": TABLE[0], "rel_v": VALUES, "span": Span(2, 1, "clip"), "window": (1, 3)}
+    ),
+    "window, wider, zero": Case(
+        {"rel_k": TABLE, "rel_bias": VALUES[:, 0], "span": Span(2, 1, "zero"), "window": (4, 3)}
+    ),
+    "far before all keys, values": Case({**_CLIPPED, "rel_v": VALUES, "offset": -9}),
+    "along: blocks, key table": Case({**_BLOCKS, "key_table": TABLE}, along=True),
+    "along: blocks, rel_q": Case({**_BLOCKS, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}, along=True),
+    "along: blocks, scales": Case({**_BLOCKS, "scale": 0.3, "rel_scale": 0.7}, along=True),
+    "no batch, blocks": Case(_BLOCKS, along=True, lead=0),
+    "span without tables": Case({"span": Span(1, 0), "window": (None, 3)}),
+    "bias, mask, added": Case({"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added}),
+    "along: bias, mask, added": Case(
+        {"rel_bias": VALUES[:, 0], "span": CLIP, "mask": _added, "causal": True}, along=True
+    ),
+    "far behind all keys, key table": Case({"key_table": TABLE, "rel_bias": VALUES[:, 0], "span": CLIP, "offset": 9}),
+    "scale of nothing": Case({**_CLIPPED, "scale": 0.0, "rel_scale": 1.0}),
+    "mask, added": Case({**_CLIPPED, "mask": _added}),
+    "mask, added, values": Case({**_CLIPPED, "mask": _added, "rel_v": VALUES}),
+    "mask, added, softcap": Case({**_CLIPPED, "mask": _added, "softcap": 1.5}),
+    "segments": Case({**_CLIPPED, "segments": _OF}),
+    "segments, mask, values": Case({**_CLIPPED, "segments": _OF, "mask": _mask, "rel_v": VALUES}),
+    "one key head, key table": Case(
+        {"key_table": TABLE, "span": CLIP, "k": lambda batch, n, m: random(batch, 1, m, 6, seed=6),
+         "v": lambda batch, n, m: random(batch, 1, m, 5, seed=7)}
+    ),
+    "as many key heads, key table": Case(
+        {"key_table": TABLE, "span": CLIP, "k": lambda batch, n, m: random(batch, 4, m, 6, seed=6),
+         "v": lambda batch, n, m: random(batch, 4, m, 5, seed=7)}
+    ),
+    "placed: a short table": Case(
+        {"rel_k": TABLE, "rel_v": VALUES, "span": Span(2, 1), "causal": True, "segments": _OF,
+         "positions": lambda batch, n, m: [np.arange(x)[::-1] // 6 for x in (n, m)]}
+    ),
+    "no batch, lse": Case({**_CLIPPED, "mask": lambda *sizes: _mask(*sizes)[-1], "return_lse": True}, lead=0),
+    "no batch, placed": Case({**_CLIPPED, "positions": lambda *sizes: [x[0] for x in _AT(*sizes)]}, lead=0),
+    "two batches, lse": Case({**_CLIPPED, "mask": lambda *sizes: _mask(*sizes)[-1], "return_lse": True}, lead=2),
+    "two batches, placed": Case(
+        {**_CLIPPED, "rel_v": VALUES, "positions": lambda *sizes: _AT(*sizes, 3),
+         "segments": lambda *sizes: (_OF(*sizes, 3)[0], _OF(*sizes)[1][0])}, lead=2
+    ),
+    "past": Case({"rel_k": LONG[:, :12], "causal": True}, offset="length", aligned=True),
+    "past, window, values": Case(
+        {"rel_k": LONG[:, :3], "rel_v": VALUES[:3], "span": Span(2, 0), "causal": True, "window": (2, None)},
+        offset="length", aligned=True,
+    ),
+    "past, blocks": Case({**_CLIPPED, "block_size": 3}, offset="length", aligned=True),
+    "past, key table": Case({"key_table": TABLE, "span": CLIP, "causal": True}, offset="length", aligned=True),
+    "offset unknown": Case({"rel_k": LONG, "span": FULL}, offset="length"),
+    "offset unknown, clip, values": Case({**_CLIPPED, "rel_v": VALUES}, offset="length"),
+    "offset unknown, key table": Case({"key_table": LONG, "span": FULL}, offset="length"),
+    "offset unknown, blocks": Case({**_CLIPPED, "block_size": 3, "blocks_before": 0}, offset="length"),
+    "offset a difference": Case({**_CLIPPED, "causal": True}, offset="difference"),
+}  # fmt: skip
+
+WRITTEN: dict[str, tuple[str, int, str]] = {
+    "past-key-table": ("past, key table", 18, "float32"),
+    "past-reach": ("past", 23, "float32"),
+    "two-batches-placed": ("two batches, placed", 18, "float32"),
+    "two-batches-lse": ("two batches, lse", 23, "float16"),
+    "no-batch-placed": ("no batch, placed", 23, "float32"),
+    "no-batch-lse": ("no batch, lse", 18, "float16"),
+    "placed-segments-half": ("placed: a longer table than the window, segments", 18, "float16"),
+    "placed-zero-causal": ("placed: zero, causal", 18, "float32"),
+    "placed-bias-key-table": ("placed: bias for all, key table", 23, "float32"),
+    "placed-bias-window": ("placed: bias alone, window", 23, "float32"),
+    "placed-no-tables": ("placed: no tables", 23, "float32"),
+    "placed-short-table": ("placed: a short table", 18, "float32"),
+    "across-blocks": ("blocks across", 18, "float32"),
+    "across-blocks-before-keys": ("blocks across, before all keys", 23, "float32"),
+    "across-rel-q": ("rel_q", 23, "float32"),
+    "across-window-both": ("window, narrower and wider", 18, "float32"),
+    "across-window-zero": ("window, wider, zero", 18, "float32"),
+    "across-window-key-table": ("key table, window, softcap", 18, "float16"),
+    "across-window": ("wider windows", 23, "float32"),
+    "across-values": ("clip, values", 23, "float64"),
+    "across-key-table": ("as many key heads, key table", 23, "float32"),
+    "along-values": ("along: causal, values", 23, "float32"),
+    "along-causal": ("along: causal", 23, "float32"),
+    "along-blocks": ("along: blocks, zero", 23, "float32"),
+    "no-batch-blocks": ("no batch, blocks", 23, "float32"),
+    "across-nothing": ("nothing", 18, "float32"),
+    "across-lse": ("lse", 18, "float32"),
+    "across-bias": ("bias", 18, "float32"),
+    "along-stream": ("along: stream, key table, softcap", 18, "float32"),
+    "mask-added": ("mask, added", 23, "float32"),
+    "mask-added-bias": ("bias, mask, added", 23, "float32"),
+    "mask-added-softcap": ("mask, added, softcap", 23, "float16"),
+    "offset-unknown": ("offset unknown", 18, "float32"),
+    "offset-difference": ("offset a difference", 23, "float32"),
+}
+"""The case of each file of the folder, for which opset and of which numbers. Between them they come to every line."""
+
+
+class Operators:
+    """What stands for onnxscript's operators of one opset: nodes go into the graph that is being made."""
+
+    graph: Any = None
+
+    def __init__(self, domain: str, version: int) -> None:
+        self._domain, self._version = domain, version
+
+    def __getattr__(self, op_type: str) -> Any:
+        count = onnx.defs.get_schema(op_type, self._version, self._domain).max_output
+
+        def add(*inputs: Any, **attributes: Any) -> Any:
+            node = ir.node(op_type, inputs, attributes, num_outputs=count)
+            Operators.graph.append(node)
+            return node.outputs[0] if count == 1 else node.outputs
+
+        return add
+
+
+@dataclass
+class Traced:
+    """A graph with a translated call, what our side takes its tensors for, and both results."""
+
+    graph: Any
+    values: list[tuple[Any, Value]] = field(default_factory=list)
+    results: tuple[Any, ...] = ()
+
+    @property
+    def computed(self) -> list[tuple[Any, Value]]:
+        """All but constants, which older releases of onnxruntime do not give."""
+        return [(x, value) for x, value in self.values if x.producer() is None or x.producer().op_type != "Constant"]
+
+    def session(self, *, everything: bool) -> Callable[[Mapping[str, Array]], list[Array]]:
+        """Return what computes both results, and before them whatever our side has a name for."""
+        self.graph.outputs.clear()
+        self.graph.outputs.extend([tensor for tensor, _ in self.computed] if everything else [])
+        self.graph.outputs.extend(self.results)
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 4
+        if everything:  # what is folded away is no output for older releases
+            settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        model = ir.to_proto(ir.Model(self.graph, ir_version=10)).SerializeToString()
+        made = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        run: Callable[..., Any] = made.run
+        return lambda feeds: list(run(None, dict(feeds)))
+
+
+Translate = Callable[..., Traced]
+
+
+@contextmanager
+def exporting(opset: int) -> Iterator[Translate]:
+    """Give a function that translates cases for an opset."""
+    made: list[Traced] = []
+
+    class Noted(TracedEmitter):
+        """Notes what every tensor is taken for."""
+
+        def adopt(self, tensor: Any, name: str, shape: Any, dtype: Any = None) -> Value:
+            return self._noted(super().adopt(tensor, name, shape, dtype))
+
+        def node(self, op_type: str, inputs: Any, path: str, outputs: Sequence[Value], **attributes: Any) -> None:
+            super().node(op_type, inputs, path, outputs, **attributes)
+            for value in outputs:
+                self._noted(value)
+
+        def _noted(self, value: Value) -> Value:
+            made[-1].values.append((self.tensor(value), value))
+            return value
+
+    def translate(case: Case, dtype: Any = np.float32, *, fixed: bool = False, behind: Traced | None = None) -> Traced:
+        """Translate into a graph of its own, or into that of another call of the same arrays."""
+        feeds = case.feeds(case.sizes[0], dtype)
+        shapes = {name: x.shape for name, x in feeds.items()} if fixed else case.shapes(dtype)
+        inputs = {name: ir.val(name, ir.DataType.from_numpy(x.dtype), shapes[name]) for name, x in feeds.items()}
+        if behind is not None:
+            inputs = {x.name: x for x in behind.graph.inputs}
+        graph = behind.graph if behind else ir.Graph([*inputs.values()], [], nodes=[], opset_imports={"": opset})
+        traced = Traced(graph)
+        made.append(traced)
+        Operators.graph = traced.graph
+        _, options = case.operands(case.sizes[0], dtype)
+        if case.offset:
+            offset = OFFSETS[case.offset](Operators("", opset), **inputs)
+            options = replace(options, visibility=replace(options.visibility, offset=offset))
+        operands = Operands(**{name: inputs.get(name) for name in Operands._fields})
+        traced.results = table[OPERATOR.op._opoverload](*operands, *flat(options))
+        return traced
+
+    with pytest.MonkeyPatch.context() as patch:
+        with patch.context() as within:
+            within.setattr(onnxscript.values, "Opset", Operators)
+            table = torch_translation_table(opset)
+        patch.setattr(translation, "TracedEmitter", Noted)
+        patch.setattr(problem, "consecutive_offsets", lambda positions: None)  # positions are no numbers in a graph
+        yield translate
+
+
+def text(traced: Traced) -> str:
+    """Write what a call becomes, a line for each tensor that our side knows."""
+    return "\n".join(_lines(traced)) + "\n"
+
+
+def _lines(traced: Traced) -> Iterator[str]:
+    names: dict[Any, str] = {}
+    for tensor, value in traced.values:
+        names.setdefault(tensor, _short(value.name))
+        node, told = tensor.producer(), f"{_short(value.name)}: {value.dtype} ({', '.join(map(str, value.shape))})"
+        if node is None or node.name is None or not node.name.startswith("relskew/"):
+            if node is None or node.op_type != "Constant":
+                yield f"{told} is given"
+            continue
+        given = ["-" if x is None else names[x] for x in node.inputs]
+        given += [f"{name}={_plain(a.value)}" for name, a in sorted(node.attributes.items())]
+        named = "" if node.name == value.name else f" as {_short(node.name)}"
+        notes = "".join(f" -- {key} = {note}" for key, note in node.metadata_props.items())
+        yield f"{told} = {node.op_type}({', '.join(given)}){named}{notes}"
+    yield f"→ {', '.join(names[x] for x in traced.results)}"
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _short(name: str) -> str:
+    """Leave out what most names start with: ``@`` is a node on data, ``#`` one on lengths, ``%`` a constant."""
+    for start, mark in (("relskew/compute/", "@"), ("relskew/shape/", "#"), ("relskew/constant/", "%")):
+        name = name.replace(f"{start}attention_1/", mark) if mark != "%" else name.replace(start, mark)
+    return name
+
+
+def written(name: str) -> str:
+    """Write a case of the folder."""
+    case, opset, dtype = WRITTEN[name]
+    with exporting(opset) as translate:
+        return text(translate(CASES[case], np.dtype(dtype)))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    for name in WRITTEN:
+        (FOLDER / f"{name}.txt").write_text(written(name))
