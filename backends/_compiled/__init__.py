@@ -24,6 +24,9 @@ try:
 except ImportError:
     kernels = None
 
+TOLD = 3
+"""The fields of a `Call` that the kernels get, the first ones."""
+
 FAR = 2**40
 """Further than anything is that is seen; offsets beyond it are for others."""
 
@@ -36,6 +39,9 @@ WORK = 2**30
 GRADIENTS = [name for name in DIFFERENTIABLE if name != "mask"]
 ARRAYS = len(DIFFERENTIABLE)
 """The kernels get the arrays in the order of `Operands`, and give the gradients of all but masks."""
+
+NOTHING = (None, None)
+"""Drawn where nothing is dropped."""
 
 LANES = 16
 """Numbers of the longest vectors."""
@@ -68,12 +74,14 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 class Call(NamedTuple):
-    """What the kernels are to know of a call of four axes each beside its arrays."""
+    """What is to be known of a call of four axes each beside its arrays, the first ``TOLD`` by the kernels."""
 
-    options: Options
     keys: int
     offset: int
     numbers: tuple[Any, ...]  # all others
+    options: Options
+    work_per_key: int
+    keys_seen: int  # at most, by one query
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
@@ -93,18 +101,18 @@ class Call(NamedTuple):
             x.mask is not None and x.mask.dtype == x.q.dtype, threshold(options.dropout),
             options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
         )  # fmt: skip
-        return cls(options, keys, pattern.offset, numbers)
+        return cls(keys, pattern.offset, numbers, options, 3 * items * heads * queries * width, before + after + 1)
 
     def at(self, keys: int, offset: int) -> Call | None:
         """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
-        options, _, _, numbers = self
+        _, _, numbers, options, work_per_key, keys_seen = self
         if not -FAR < offset < FAR:
             return None
         if options.span.beyond == "error":
             rows, left, _, before, after = numbers[7:12]
             if min(offset, before) > left or min(keys - offset, after + 1) > rows - left:
                 return None
-        return Call(options, keys, offset, numbers)
+        return Call(keys, offset, numbers, options, work_per_key, keys_seen)
 
     @property
     def own_options(self) -> Options:
@@ -117,16 +125,14 @@ class Call(NamedTuple):
     @property
     def work(self) -> int:
         """About how many multiplications it is."""
-        items, heads, _, queries, width, *_ = self.numbers
-        before, after = self.numbers[10:12]
-        multiplications: int = 3 * items * heads * queries * width * min(self.keys, before + after + 1)
-        return multiplications
+        return self.work_per_key * min(self.keys, self.keys_seen)
 
 
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
-    given = (*call[1:], *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((out, lse)))
+    drawn = _drawn(x, call.options, library) if call.options.dropout else NOTHING
+    given = (*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)))
     if work <= library.shared:
         kernels.attend(*given, 0, 1, 1, 0, 1)
         return
@@ -156,6 +162,7 @@ def pull_back(
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
     work, lent = call.work, library.lent
+    drawn = _drawn(x, call.options, library) if call.options.dropout else NOTHING
     pairs = x.k.shape[0] * x.k.shape[1]
     sums = 1 if work <= library.shared else min(library.threads(), pairs)
     parts = sums * max(1, min(pairs, work // WORK) // sums)
@@ -167,7 +174,7 @@ def pull_back(
             axes = 2 if name == "rel_bias" else 3
             found[name] = library.zeros((sums, *(array.shape if array.ndim == axes else (1, *array.shape))))
     given = (
-        *call[1:], *lent(x[:ARRAYS]), *_drawn(x, call.options, library), *lent((d_out, out, lse, d_lse)),
+        *call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((d_out, out, lse, d_lse)),
         *lent([found.get(name) for name in GRADIENTS]), sums,
     )  # fmt: skip
     _run(kernels.pull_back, given, parts, sums, library)
@@ -203,8 +210,6 @@ def _nothing() -> None:
 
 def _drawn(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
     """Lend the hashes of queries and keys that dropout goes by; the keys' have some to spare for whole vectors."""
-    if not options.dropout:
-        return None, None
     xp, n_queries, n_keys = library.xp, x.q.shape[-2], x.k.shape[-2]
     queries, keys = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
     return tuple(library.lent((queries, xp.concat([keys, xp.zeros(LANES, dtype=keys.dtype)]))))

@@ -61,7 +61,7 @@ class Alike:
         if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset(of.values()):
             return None
         arrays = [place for place, name in enumerate(_NAMES) if name in DIFFERENTIABLE and types[place] is not NoneType]
-        others = [place for place, name in enumerate(_NAMES) if name not in (*DIFFERENTIABLE, "offset")]
+        others = [place for place, name in enumerate(_NAMES) if name not in (*DIFFERENTIABLE, "offset", "span")]
         mask = _NAMES.index("mask")
         return cls(
             kernels,
@@ -105,11 +105,13 @@ def kind_of(given: Arguments) -> Hashable | None:
         count = k[-2:-1]
         if v[-2:-1] != count:
             return None
-        shapes[1:3] = k[:-2], k[-1:], v[:-2], v[-1:]
-        if alike.mask is not None and shapes[alike.mask + 2][-1:] == count:
-            shapes[alike.mask + 2] = (..., *shapes[alike.mask + 2][:-1])
+        if alike.mask is not None and shapes[alike.mask][-1:] == count:
+            shapes[alike.mask] = (..., *shapes[alike.mask][:-1])
+        shapes[1:3] = (k[:-2], k[-1:]) if k == v else (k[:-2], k[-1:], v[:-2], v[-1:])
         offset = 0
-    return (alike, offset, of_window, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
+    span: Any = given.span
+    rows = None if span is None else (span.left, span.right, span.beyond)  # a Span's own hash is slower
+    return (alike, offset, of_window, rows, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
 
 
 def attend(kind: Hashable, given: Arguments, call: Problem | None = None) -> Any:
@@ -187,10 +189,11 @@ class Checked:
 
     def _plan_of_one(self, given: Arguments) -> Any:
         """Lay out a call of one query, ``None`` if it sees nothing, or if it sees what a table does not reach."""
-        options, count = self.problem.options, given.k.shape[-2]
+        count = given.k.shape[-2]
         offset: Any = given.offset  # an int, or its kind would not be known
         if self.compiled is not None:
             return self.compiled.at(count, offset)
+        options = self.problem.options
         if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(given.q.shape, count):
             return None
         layout = Layout.of_one(options.visibility, options.span, count, offset)
