@@ -178,6 +178,23 @@ def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str,
         )
 
 
+@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table"])
+@pytest.mark.parametrize("rel_scale", [None, 0.7])
+@pytest.mark.parametrize("own", [True, False])
+def test_factors_that_vary_are_taken_in_before_a_kernel(
+    tables: str, rel_scale: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dense.Case("varying", tables=tables, options={"scale": 0.3, "rel_scale": rel_scale}, own_tables=own)
+    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
+    monkeypatch.setattr("relskew_core._kernel.by_head.varies", lambda x: isinstance(x, float))
+    options = problem(Arguments(**case.arrays(), **case.call())).options
+    assert (options.scale, options.rel_scale) == (1.0, 1.0)
+    check(gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()), expected)
+    for name in ("scale", "rel_scale"):
+        with pytest.raises(ValueError, match=f"^`{name}` must be a finite number, got float inf$"):
+            relative_attention(**case.arrays(), **{**case.call(), name: np.inf})
+
+
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:

@@ -15,6 +15,7 @@ from relskew_core import (
     Span,
     attention_weights,
     backends,
+    relative_attention,
     relative_attention_2d,
     relative_logits,
     relative_values,
@@ -22,6 +23,8 @@ from relskew_core import (
     toeplitz,
     unskew,
 )
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
 
 QUERIES, KEYS = (37, 3, 101), (53, 101, 2)
 """Lengths at hand, and those that a program is for as well: of tables that end earlier, and of others that do not."""
@@ -111,6 +114,20 @@ def test_weights(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
     q, k, table, sinks = drawn(2, 4, queries[0], 3), drawn(2, 2, keys[0], 3), drawn(11, 3), drawn(4)
     same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), sinks=sinks), queries, keys)
     same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True), queries, keys)
+
+
+@pytest.mark.parametrize("offset", [[3, -2], [[3, -2], [0, 1]]], ids=["listed", "array"])
+@lengths
+def test_offsets_by_item_are_positions(queries: tuple[int, ...], keys: tuple[int, ...], offset: Any) -> None:
+    """No operator takes them."""
+    lead = np.shape(offset)
+    q, k = (drawn(*lead, 2, length[0], 3) for length in (queries, keys))
+    given: Any = offset if len(lead) == 1 else xp.asarray(offset, device=q.device)
+    options: dict[str, Any] = {"span": Span(6, 4, "clip"), "causal": True, "offset": given}
+    same(lambda *_: relative_attention(q, k, k, drawn(11, 3), **options), queries, keys)
+    with symbols.exporting():
+        assert problem(Arguments(q, k, k, **options)).options.visibility.by_value
+        assert not problem(Arguments(q, k, k, offset=3)).options.visibility.by_value
 
 
 HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
