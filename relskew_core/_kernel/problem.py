@@ -68,7 +68,7 @@ class Problem:
         """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision."""
         return self.given if half else Operands(*widened(self.given, self.dtype, xp=self.xp))
 
-    def operand(self, x: Array, *, half: bool = False) -> Array:
+    def operand(self, x: Array, *, half: bool) -> Array:
         """Bring an array of the caller's, shaped as the queries, into the kernels' form."""
         x = x if self.heads else x[None, ...]
         return x if half else cast(x, self.wide, xp=self.xp)
