@@ -10,6 +10,7 @@ import array_api_strict as xp
 import numpy as np
 import pytest
 
+import libraries
 import symbols
 from relskew_core import (
     Span,
@@ -33,6 +34,12 @@ lengths = pytest.mark.parametrize(
     ("queries", "keys"), [(QUERIES, KEYS), (QUERIES, (5,)), ((18,), KEYS)], ids=["both", "queries", "keys"]
 )
 spans = pytest.mark.parametrize("span", [Span(6, 4, "clip"), Span(7, 3, "zero"), Span(0, 10, "zero")], ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """Skip where the reference has no second device."""
+    libraries.of_name("array-api-strict, second device")
 
 
 def drawn(*shape: int) -> Any:
