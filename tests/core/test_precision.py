@@ -82,8 +82,9 @@ def test_products_with_a_table(dtype: str, options: dict[str, Any]) -> None:
     assert relative_logits(x, table, span, n_queries=6, side="key", **options).dtype == dtype
     for causal in (False, True):
         assert relative_values(x, table, span, causal=causal, **options).dtype == dtype
-    future = {"offset": [-9, -9]} if options else {"offset": -9}
+    future: dict[str, Any] = {"offset": [-9, -9]} if options else {"offset": -9}
     assert relative_values(x, table, span, causal=True, **future).dtype == dtype
+    assert relative_logits(x, table, span, n_keys=6, causal=True, **future).dtype == dtype
 
 
 @pytest.mark.parametrize("side", ["query", "key"])

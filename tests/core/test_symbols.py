@@ -99,6 +99,8 @@ def test_logits(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, cau
     of_queries, of_keys = drawn(2, queries[0], 3), drawn(2, keys[0], 3)
     same(lambda _, m: relative_logits(of_queries, n_keys=m, **options), queries, keys)
     same(lambda n, _: relative_logits(of_keys, n_queries=n, side="key", **options), queries, keys)
+    nothing = {**options, "offset": -200}  # for causal queries to see
+    same(lambda _, m: relative_logits(of_queries, n_keys=m, **nothing), queries, keys)
 
 
 @pytest.mark.parametrize("causal", [False, True])

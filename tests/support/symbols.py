@@ -42,7 +42,7 @@ class SymInt(int):  # by this name the code knows those of torch
     __hash__ = int.__hash__
 
 
-_here: dict[int, SymInt] = {}
+_here: dict[int, Any] = {}
 """The symbols of the program, by the size at hand, by which an array's sizes are found."""
 
 _decides = [False]
