@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 
 
@@ -22,4 +23,4 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
         numbers.fromlist(row)
         count += 1
     made = xp.reshape(xp.asarray(numbers, dtype=buffered), (count, -1))
-    return made if made.dtype == dtype else xp.astype(made, dtype)
+    return cast(made, dtype, xp=xp)

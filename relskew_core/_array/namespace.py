@@ -52,11 +52,6 @@ def is_floating(array: Array, *, xp: Namespace) -> bool:
         return False
 
 
-def is_half(dtype: Any, *, xp: Namespace) -> bool:
-    """Whether a dtype is float16 or bfloat16, in which nothing may be accumulated."""
-    return any(dtype == getattr(xp, name) for name in ("float16", "bfloat16") if hasattr(xp, name))
-
-
 def namespace_of(library: Any) -> Namespace:
     """Return the standard-conforming namespace of an array library given as a module."""
     if not hasattr(library, "asarray"):

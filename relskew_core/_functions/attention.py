@@ -235,7 +235,7 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
     operands = call.operands(half=path.half)
     for name, x in cotangents.items():
         if x is not None:  # log-sum-exps come in the dtype of the accumulation
-            cotangents[name] = call.operand(x, None if name.endswith("lse") else operands.q.dtype)
+            cotangents[name] = call.operand(x, half=path.half)
     if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # those that count sinks
         forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
         out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)

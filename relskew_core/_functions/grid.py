@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe
-from relskew_core._array.namespace import is_half, namespace_of_arrays
+from relskew_core._array.namespace import namespace_of_arrays
+from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.bias import bias_between, check_span, diagonals
 from relskew_core._positions.skew import skew_from
@@ -91,8 +92,7 @@ def relative_logits_2d(
     heights.check_reach("table_h", span_h, span_name="span_h")
     widths.check_reach("table_w", span_w, span_name="span_w")
     dtype = q.dtype
-    if is_half(dtype, xp=xp):
-        q, table_h, table_w = (xp.astype(x, xp.float32) for x in (q, table_h, table_w))
+    q, table_h, table_w = widened((q, table_h, table_w), dtype, xp=xp)
     grid = xp.reshape(q, (*q.shape[:-2], qh, qw, q.shape[-1]))
     upright = xp.moveaxis(grid, -3, -2)  # (..., qw, qh, D)
     steps = zip(q_step, k_step, strict=True)
@@ -101,7 +101,7 @@ def relative_logits_2d(
     width = _axis_logits(grid, table_w, span_w, kw, offset[1], next(steps), xp=xp)  # (..., qh, qw, kw)
     logits = height[..., :, None] + width[..., None, :]
     logits = xp.reshape(logits, (*q.shape[:-1], kh * kw))
-    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+    return cast(logits, dtype, xp=xp)
 
 
 def toeplitz_2d(
@@ -196,7 +196,7 @@ def _axis_logits(
     high = low + first + places - 1
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
     logits = skew_from(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
-    return logits if k_step == 1 else logits[..., ::k_step]
+    return logits[..., ::k_step]
 
 
 def _extent(count: int, step: int) -> int:

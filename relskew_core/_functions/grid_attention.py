@@ -10,7 +10,8 @@ from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
 from relskew_core._array.known import exported
-from relskew_core._array.namespace import device, is_half, namespace_of_arrays
+from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
@@ -56,24 +57,23 @@ class _Positions:
                 q_grid=(bottom - top, self.q_grid[1]), k_grid=self.k_grid, offset=offset,
             )  # fmt: skip
             total = bias if total is None else total + bias
-        return self._with_prefix(total, 0, None, q, xp=xp)
+        return self._with_prefix(total, 0, None, xp=xp)
 
-    def outside(self, q: Array, *, xp: Namespace) -> Array | None:
+    def outside(self, *, xp: Namespace) -> Array | None:
         """Return the part of the queries that stand outside the grid, by all keys."""
-        return self._with_prefix(None, 2, 1, q, xp=xp)
+        return self._with_prefix(None, 2, 1, xp=xp)
 
     def rows(self, x: Array, top: int, bottom: int) -> Array:
         """Cut the grid's rows ``top … bottom - 1`` out of (..., prefix + h · w, D)."""
         width = self.q_grid[1]
         return x[..., self.prefix[0] + top * width : self.prefix[0] + bottom * width, :]
 
-    def _with_prefix(
-        self, grid: Array | None, at_prefix: int, at_grid: int | None, q: Array, *, xp: Namespace
-    ) -> Array | None:
+    def _with_prefix(self, grid: Array | None, at_prefix: int, at_grid: int | None, *, xp: Namespace) -> Array | None:
         """Put the columns of the keys outside the grid before the grid's."""
         if (grid is None and self.prefix_bias is None) or (not self.prefix[1] and at_grid is None):
             return grid
         cells = self.k_grid[0] * self.k_grid[1]
+        like: Any = grid if self.prefix_bias is None else self.prefix_bias
         lead = (1,) if grid is None else tuple(grid.shape[:-1])
         if self.prefix_bias is not None and self.prefix_bias.ndim == 2 and len(lead) == 1:
             lead = (self.prefix_bias.shape[0], *lead)  # the heads differ outside the grid, if not inside
@@ -81,7 +81,7 @@ class _Positions:
 
         def columns(which: int | None, count: int) -> Array:
             if self.prefix_bias is None or which is None:
-                return xp.zeros((*lead, count), dtype=q.dtype, device=device(q))
+                return xp.zeros((*lead, count), dtype=like.dtype, device=device(like))
             return xp.broadcast_to(self.prefix_bias[..., None, which : which + 1], (*lead, count))
 
         return xp.concat(
@@ -202,11 +202,8 @@ def relative_attention_2d(
     dtype = q.dtype
     if mask is not None:
         mask = check_mask(mask, q, k, xp=xp)
-    if is_half(dtype, xp=xp):  # sums are float32 here as within one call of attention
-        q, k, v, table_h, table_w, rel_bias, prefix_bias = (
-            None if x is None else xp.astype(x, xp.float32) for x in (q, k, v, table_h, table_w, rel_bias, prefix_bias)
-        )
-        mask = xp.astype(mask, xp.float32) if mask is not None and mask.dtype == dtype else mask
+    arrays = (q, k, v, table_h, table_w, rel_bias, prefix_bias, mask)  # sums are made here as within one call
+    q, k, v, table_h, table_w, rel_bias, prefix_bias, mask = widened(arrays, dtype, xp=xp)
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
         q_step, k_step, _by_head(related, q, xp=xp),
@@ -225,12 +222,12 @@ def relative_attention_2d(
         )  # fmt: skip
 
     if prefix[0]:
-        attend(0, prefix[0], positions.outside(q, xp=xp))
+        attend(0, prefix[0], positions.outside(xp=xp))
     for top, bottom in _chunks(q, k, q_grid, chunk_size):
         bias = positions.inside(q, top, bottom, xp=xp)
         attend(prefix[0] + top * q_grid[1], prefix[0] + bottom * q_grid[1], bias)
     out, lse = (xp.concat([part[which] for part in parts], axis=which - 2) for which in (0, 1))
-    out = out if out.dtype == dtype else xp.astype(out, dtype)
+    out = cast(out, dtype, xp=xp)
     return (out, lse) if return_lse else out
 
 

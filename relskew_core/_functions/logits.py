@@ -8,7 +8,8 @@ from typing import Any
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.known import exported
-from relskew_core._array.namespace import device, is_half, namespace_of_arrays
+from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
 from relskew_core._kernel.chunk import Chunk
@@ -121,10 +122,8 @@ def relative_logits(
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
-    negative: Any = -own.offset  # of integers that have a sign, which those of the caller may not have
-    if isinstance(own, RaggedVisibility):
-        listed = isinstance(offset, (list, tuple))
-        negative = [-each for each in own.known or ()] if listed else -own.offset_by_item
+    # Of integers that have a sign, which those of the caller may not have.
+    negative = -own.offset_by_item if isinstance(own, RaggedVisibility) else -own.offset
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
 
 
@@ -143,8 +142,7 @@ def _logits_by_value(
     visibility = Pattern(right=0 if causal else None).of(q, m, 0, by_value=True, xp=xp)
     check_reach_of("table", span, visibility, (pair[0], pair[1]))
     dtype = q.dtype
-    if is_half(dtype, xp=xp):
-        q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
+    q, table = widened((q, table), dtype, xp=xp)
     places = (queries[..., None, :, None], keys[..., None, None, :])
     chunk = looked_up(Chunk(0, n, 0, m, -span.left, span.rows, 0), *places, visibility, span, xp=xp)
     heads = q if q.ndim > 2 else q[None, ...]
@@ -155,7 +153,7 @@ def _logits_by_value(
     seen = visibility.sees(*places, xp=xp)
     logits = logits if seen is None else xp.where(seen, logits, 0.0)
     logits = logits if q.ndim > 2 else logits[0, ...]
-    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+    return cast(logits, dtype, xp=xp)
 
 
 def _logits(
@@ -173,8 +171,7 @@ def _logits(
     visibility = Pattern(*window or ()).of(q, m, offset, xp=xp)
     visibility.check_reach("table", span)
     dtype = q.dtype
-    if is_half(dtype, xp=xp):
-        q, table = xp.astype(q, xp.float32), xp.astype(table, xp.float32)
+    q, table = widened((q, table), dtype, xp=xp)
     low = -(n + visibility.offset)  # a spare column, for the skew
     high = low + n + m - 1
     if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
@@ -184,7 +181,7 @@ def _logits(
         table = table[0, ...]
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond)
     logits = skew_from(_product(q, columns, low, high, visibility, xp=xp), n_keys=m, first=n, xp=xp)
-    return logits if logits.dtype == dtype else xp.astype(logits, dtype)
+    return cast(logits, dtype, xp=xp)
 
 
 def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility, *, xp: Namespace) -> Array:
@@ -198,9 +195,8 @@ def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility
     first = low if lowest is None else max(low, -lowest)
     last = high if highest is None else min(high, highest)
     if last < first:
-        product, first, last = q[..., :0], low, low - 1
-    else:
-        product = table.covering(first, last, xp=xp).product(q, first, last, xp=xp)
+        return xp.zeros((*q.shape[:-1], high - low + 1), dtype=q.dtype, device=device(q))
+    product = table.covering(first, last, xp=xp).product(q, first, last, xp=xp)
     return pad_last(product, first - low, high - last, xp=xp)
 
 
@@ -252,15 +248,14 @@ def relative_values(
            [20.]])
     """
     xp = namespace_of_arrays({"weights": weights, "table": table})
-    if weights.ndim < 2 or min(weights.shape[-2:]) < 1:
+    if weights.ndim < 2 or 0 in weights.shape[-2:]:
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
     span = _check_table(weights, table, span, causal=causal)
     n, m = weights.shape[-2:]
     visibility = Pattern(right=0 if causal else None).of(weights, m, offset, name="weights", xp=xp)
     visibility.check_reach("table", span)
     dtype = weights.dtype
-    if is_half(dtype, xp=xp):
-        weights, table = xp.astype(weights, xp.float32), xp.astype(table, xp.float32)
+    weights, table = widened((weights, table), dtype, xp=xp)
     if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
         windows = RaggedTables(visibility, span, xp)
         if causal:
@@ -270,7 +265,7 @@ def relative_values(
         table = table[0, ...]
     low = -(n - 1 + visibility.offset)
     values = _mixed(weights, Table(xp.matrix_transpose(table), span.left, span.beyond), low, causal=causal, xp=xp)
-    return values if values.dtype == dtype else xp.astype(values, dtype)
+    return cast(values, dtype, xp=xp)
 
 
 def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespace) -> Array:

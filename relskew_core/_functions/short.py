@@ -28,7 +28,7 @@ MOST = 256
 KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
 """The arrays and options that short calls may have."""
 
-PLAIN = frozenset((NoneType, bool, int, float, str, Span))
+PLAIN = frozenset((NoneType, bool, int, float, str))
 """Types of options that are what they seem: no array, and nothing that changes."""
 
 FURTHEST = 2**61
@@ -47,7 +47,7 @@ class Alike:
 
     kernels: Any  # a library's for short calls
     arrays: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are there
-    options: Callable[[Sequence[Any]], tuple[Any, ...]]  # all else, but for the offset
+    options: Callable[[Sequence[Any]], tuple[Any, ...]]  # all else, but for the span and the offset
     window: bool
     mask: int | None  # its place among the arrays
 
@@ -55,8 +55,10 @@ class Alike:
     def of(cls, types: tuple[type, ...]) -> Alike | None:
         """Return what there is to know, ``None`` of calls that cannot be short."""
         of = dict(zip(_NAMES, types, strict=False))  # functions have options of their own behind these
-        kernels, window, offset = backends.short(of["q"]), of.pop("window"), of.pop("offset")
+        kernels, window, offset, span = backends.short(of["q"]), of.pop("window"), of.pop("offset"), of.pop("span")
         if kernels is None or NoneType in (of["k"], of["v"]) or offset is not int or window not in (tuple, NoneType):
+            return None
+        if span not in (Span, NoneType):
             return None
         if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset(of.values()):
             return None
@@ -155,12 +157,12 @@ class Checked:
             return None
         if x.q.shape[-2] == 1:
             plan = None
-        elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):
-            return None
         elif compiled is None:
             plan = _plan(call, kernels, tables=tables)
             if plan is None:
                 return None
+        elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):
+            return None
         as_given = all(map(operator.is_, _arrays(given), call.operands()))
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
-from relskew_core._array.namespace import device, is_half, namespace_of, namespace_of_arrays
+from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
+from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array
 from relskew_core._positions.span import Span, check_span_given
 
@@ -129,11 +130,10 @@ def resize_table(
     check_choice("method", method, METHODS)
     new = check_int("rows", rows, minimum=1)
     weights = _weights(table.shape[axis], new, method, align_corners=check_bool("align_corners", align_corners))
-    wide = xp.float32 if is_half(table.dtype, xp=xp) else table.dtype
-    matrix = xp.asarray(weights, dtype=wide, device=device(table))
-    columns = xp.astype(xp.moveaxis(table, axis, -1), wide)
-    resized = xp.matmul(columns, xp.matrix_transpose(matrix)) if table.ndim > 1 else xp.matmul(matrix, columns)
-    return xp.astype(xp.moveaxis(resized, -1, axis), table.dtype)
+    [columns] = widened((xp.moveaxis(table, axis, -1),), table.dtype, xp=xp)
+    matrix = xp.asarray(weights, dtype=columns.dtype, device=device(table))
+    resized = xp.matmul(columns, xp.matrix_transpose(matrix))
+    return cast(xp.moveaxis(resized, -1, axis), table.dtype, xp=xp)
 
 
 def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list[list[float]]:

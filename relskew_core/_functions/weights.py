@@ -6,8 +6,9 @@ from dataclasses import fields, make_dataclass
 from typing import Any
 
 from relskew_core._array.known import exported
-from relskew_core._array.namespace import device, namespace_of_arrays
-from relskew_core._array.typing import Array
+from relskew_core._array.namespace import device
+from relskew_core._array.pieces import joined
+from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.by_head import with_sinks
 from relskew_core._kernel.by_value import placed
@@ -63,7 +64,7 @@ def attention_weights(given: Any) -> Array:
     arguments = {field.name: getattr(given, field.name) for field in fields(given)}
     call = problem(Arguments(**arguments, v=given.k).autocast())
     if exported(given.q.shape[-2], given.k.shape[-2]):  # by the one operator that every length goes through
-        return _of_operator(given, arguments)
+        return _of_operator(given.k, arguments, xp=call.xp)
     xp, operands, options = call.xp, call.operands(), call.options
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
@@ -71,12 +72,11 @@ def attention_weights(given: Any) -> Array:
     if not rows:
         shape = (*operands.q.shape[:-1], operands.k.shape[-2])
         rows = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
-    return call.result(xp.concat(rows, axis=-2) if len(rows) > 1 else rows[0])
+    return call.result(joined(rows, axis=-2, xp=xp))
 
 
-def _of_operator(given: Any, arguments: dict[str, Any]) -> Array:
+def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array:
     """Return the weights as the output for values that tell the keys apart."""
-    xp, k = namespace_of_arrays({"k": given.k}), given.k
     places = xp.arange(k.shape[-2], device=device(k))
     one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export takes no `eye` of a symbol
     each = xp.broadcast_to(one_hot, (*k.shape[:-1], k.shape[-2]))

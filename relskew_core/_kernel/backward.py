@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from relskew_core._array.pieces import joined
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import placed
@@ -159,7 +160,7 @@ def _key_side_gradient(
         seen = relative[..., low - block.low : high - block.low + 1]
         sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
         pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))
-    return xp.concat(pieces, axis=-2) if len(pieces) > 1 else pieces[0]
+    return joined(pieces, axis=-2, xp=xp)
 
 
 def grouped_outer(x: Array, y: Array, groups: int, *, xp: Namespace) -> Array:

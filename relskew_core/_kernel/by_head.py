@@ -12,6 +12,7 @@ from typing import Any
 from relskew_core._array.checks import check_real, describe, is_array
 from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
+from relskew_core._array.precision import cast, widened
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients
@@ -80,32 +81,38 @@ class HeadScales:
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
         """Return the gradients of a call from those of the call that it was made into."""
         changed: dict[str, Array | None] = {"q": self._times(found.q, self.scale)}
-        of_scale = [found.q * given.q] if self.scale is not None else []
-        of_rel_scale: list[Array] = []
+        of_scale: list[tuple[Array, Array]] = [(found.q, given.q)]
+        of_rel_scale: list[tuple[Array, Array]] = []
         if found.rel_q is not None:
             own = self._times(found.rel_q, self.rel_scale)
             changed["rel_q"] = own if given.rel_q is not None else None
             changed["q"] = changed["q"] if given.rel_q is not None else changed["q"] + own
-            of_rel_scale.append(found.rel_q * (given.q if given.rel_q is None else given.rel_q))
+            of_rel_scale.append((found.rel_q, given.q if given.rel_q is None else given.rel_q))
         if found.key_table is not None and given.key_table is not None and self.rel_scale is not None:
             table = self._times(found.key_table, self.rel_scale)
-            changed["key_table"] = table if given.key_table.ndim == table.ndim else self.xp.sum(table, axis=0)
-            of_rel_scale.append(found.key_table * given.key_table)
+            changed["key_table"] = table if given.key_table.ndim == table.ndim else self._of_all_heads(table)
+            of_rel_scale.append((found.key_table, given.key_table))
         if self.alike:
             of_scale, of_rel_scale = of_scale + of_rel_scale, []
         changed["scale"] = self._summed(of_scale, self.scale)
         changed["rel_scale"] = self._summed(of_rel_scale, None if self.alike else self.rel_scale)
         return found._replace(**changed)
 
-    def _summed(self, products: list[Array], like: Array | float | None) -> Array | None:
-        """Sum (..., H, L, D) over all but the heads."""
+    def _of_all_heads(self, table: Array) -> Array:
+        """Sum (H, R, D) over the heads."""
+        [wide] = widened([table], table.dtype, xp=self.xp)
+        return cast(self.xp.sum(wide, axis=0), table.dtype, xp=self.xp)
+
+    def _summed(self, pairs: list[tuple[Array, Array]], like: Array | float | None) -> Array | None:
+        """Sum the products of pairs (..., H, L, D) over all but the heads."""
         if like is None or isinstance(like, (int, float)):
             return None
-        total = self.xp.zeros_like(like)
-        for product in products:
-            axes = tuple(axis for axis in range(product.ndim) if axis != product.ndim - 3)
-            total = total + self.xp.reshape(self.xp.sum(product, axis=axes), like.shape)
-        return total
+        [total] = widened([self.xp.zeros_like(like)], like.dtype, xp=self.xp)
+        for pair in pairs:
+            a, b = widened(pair, like.dtype, xp=self.xp)
+            axes = tuple(axis for axis in range(a.ndim) if axis != a.ndim - 3)
+            total = total + self.xp.reshape(self.xp.sum(a * b, axis=axes), like.shape)
+        return cast(total, like.dtype, xp=self.xp)
 
 
 def _with_heads(table: Array, factor: Array | float) -> Array:
@@ -122,13 +129,13 @@ def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[
     shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
     assert total is not None
     share = shares[..., :1]
-    return out * (share if share.dtype == out.dtype else xp.astype(share, out.dtype)), total
+    return out * cast(share, out.dtype, xp=xp), total
 
 
 def sinks_gradient(sinks: Array, d_out: Array, out: Array, lse: Array, d_lse: Array | None, *, xp: Namespace) -> Array:
     """Return the gradient of the sinks (H,), from the results that count them."""
     dtype = lse.dtype
-    products = d_out * out if out.dtype == dtype else xp.astype(d_out, dtype) * xp.astype(out, dtype)
+    products = cast(d_out, dtype, xp=xp) * cast(out, dtype, xp=xp)
     delta = xp.sum(products, axis=-1)
     delta = delta if d_lse is None else delta - d_lse
     wide = xp.broadcast_to(xp.astype(sinks, dtype)[:, None], lse.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relskew_core._array.pieces import joined
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk
 from relskew_core._kernel.call import Options
@@ -50,7 +51,7 @@ def key_side_logits(k: Array, table: Table, chunk: Chunk, options: Options, head
         product = table.product(by_query_head(keys, heads, xp=xp) if by_head else keys, block.low, block.high, xp=xp)
         logits = block.absolute(product, xp=xp)
         pieces.append(logits if by_head else by_query_head(logits, heads, xp=xp))
-    return xp.matrix_transpose(xp.concat(pieces, axis=-2) if len(pieces) > 1 else pieces[0])
+    return xp.matrix_transpose(joined(pieces, axis=-2, xp=xp))
 
 
 def by_query_head(x: Array, heads: int, *, xp: Namespace) -> Array:

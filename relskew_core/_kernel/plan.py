@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     def of_one(cls, pattern: Visibility, span: Span, n_keys: int, offset: int) -> Layout | None:
         """Lay out a call of one query, for any number of keys and any offset; ``None`` if it sees no key."""
         first, last = pattern.bounds(offset)
-        first = 0 if first is None or first < 0 else first
+        first = max(first or 0, 0)
         last = n_keys - 1 if last is None or last >= n_keys else last
         if first > last:
             return None

@@ -16,7 +16,8 @@ from relskew_core._array.checks import (
     is_array,
 )
 from relskew_core._array.known import exporting
-from relskew_core._array.namespace import check_companion, device, is_half, namespace_of_arrays
+from relskew_core._array.namespace import check_companion, device, namespace_of_arrays
+from relskew_core._array.precision import cast, wide, widened
 from relskew_core._array.seed import check_seed
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_head import HeadScales, check_by_head
@@ -56,27 +57,21 @@ class Problem:
     def result(self, x: Array, *, dtype: Any = None) -> Array:
         """Bring an array of a kernel into the caller's form."""
         x = x if self.heads else x[0, ...]
-        dtype = self.dtype if dtype is None else dtype
-        return x if x.dtype == dtype else self.xp.astype(x, dtype)
+        return cast(x, self.dtype if dtype is None else dtype, xp=self.xp)
 
     @property
     def wide(self) -> Any:
         """The dtype of the accumulation."""
-        return self.xp.float32 if is_half(self.dtype, xp=self.xp) else self.dtype
+        return wide(self.dtype, xp=self.xp)
 
     def operands(self, *, half: bool = False) -> Operands:
         """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision."""
-        if half or self.wide == self.dtype:
-            return self.given
-        return Operands(*[x if x is None or x.dtype != self.dtype else self._widened(x) for x in self.given])
+        return self.given if half else Operands(*widened(self.given, self.dtype, xp=self.xp))
 
-    def _widened(self, x: Array) -> Array:
-        return x if x.dtype == self.wide else self.xp.astype(x, self.wide)
-
-    def operand(self, x: Array, dtype: Any = None) -> Array:
+    def operand(self, x: Array, *, half: bool) -> Array:
         """Bring an array of the caller's, shaped as the queries, into the kernels' form."""
         x = x if self.heads else x[None, ...]
-        return self._widened(x) if dtype is None or dtype == self.wide else x
+        return x if half else cast(x, self.wide, xp=self.xp)
 
     def gradients(self, gradients: Gradients, arguments: Arguments) -> Gradients:
         """Bring the kernels' gradients into the shapes and dtypes of the caller's arrays."""
@@ -91,7 +86,7 @@ class Problem:
             if self.ragged is not None and name in TABLES:
                 x = self.ragged.gradient(x[..., None] if KINDS[name] is Kind.BIAS else x, argument)
             x = self.xp.reshape(x, argument.shape)
-            return x if x.dtype == argument.dtype else self.xp.astype(x, argument.dtype)
+            return cast(x, argument.dtype, xp=self.xp)
 
         found = Gradients(*(own(name, x) for name, x in zip(gradients._fields, gradients, strict=True)))
         return found if self.scales is None else self.scales.gradients(found, arguments)

@@ -10,6 +10,7 @@ from typing import Any
 from relskew_core._array.checks import describe
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
+from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
@@ -48,7 +49,7 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
     if tuple(x.shape) not in ((length,), (*lead, length)):
         raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
     wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
-    return x if x.dtype == wide else xp.astype(x, wide)
+    return cast(x, wide, xp=xp)
 
 
 def known_items(x: Array) -> list[list[int]] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from relskew_core._array.pieces import joined
 from relskew_core._positions.span import Beyond, Span
 
 
@@ -101,7 +102,7 @@ class Rows:
 
     def of_table(self, table: Any, beyond: Beyond, *, xp: Any) -> Any:
         """Return the part of a table (..., R, D)."""
-        parts = [table[..., self.here, :]] if self.count else []
+        parts = [table[..., self.here, :]]
 
         def edge(row: slice, count: int) -> Any:
             one = table[..., row, :]
@@ -109,7 +110,7 @@ class Rows:
             return xp.broadcast_to(one, (*one.shape[:-2], count, one.shape[-1]))
 
         if self.before:
-            parts.insert(0, edge(slice(0, 1), self.before))
+            parts.insert(0, edge(slice(1), self.before))
         if self.after:
             parts.append(edge(slice(-1, None), self.after))
-        return parts[0] if len(parts) == 1 else xp.concat(parts, axis=-2)
+        return joined(parts, axis=-2, xp=xp)

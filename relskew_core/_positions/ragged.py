@@ -17,6 +17,7 @@ from relskew_core._array.checks import check_offset, describe, is_array
 from relskew_core._array.gather import within
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion, device, is_torch
+from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
 from relskew_core._positions.table import Extension
@@ -167,7 +168,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
     if tuple(offset.shape) not in ((), lead):
         raise ValueError(f"{expected}, got {describe(offset)}")
-    return offset if offset.dtype == wide else xp.astype(offset, wide), _values(offset, xp=xp)
+    return cast(offset, wide, xp=xp), _values(offset, xp=xp)
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:

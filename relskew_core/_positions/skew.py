@@ -9,6 +9,7 @@ from __future__ import annotations
 from relskew_core._array.checks import describe
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.pieces import joined
 from relskew_core._array.typing import Array, Namespace
 
 
@@ -86,7 +87,7 @@ def unskew(s: Array) -> Array:
            [5, 6, 0, 0]])
     """
     xp = namespace_of_arrays({"s": s}, floating=False)
-    if s.ndim < 2 or min(s.shape[-2:]) < 1:
+    if s.ndim < 2 or 0 in s.shape[-2:]:
         raise ValueError(f"`s` must have shape (..., n, m) with n, m >= 1, got {describe(s)}")
     n, m = s.shape[-2:]
     if exported(n, m):
@@ -125,4 +126,4 @@ def pad_last(x: Array, before: int, after: int, *, xp: Namespace) -> Array:
         for count in (before, after)
     ]
     pieces = [piece for piece in (pads[0], x, pads[1]) if piece is not None]
-    return xp.concat(pieces, axis=-1) if len(pieces) > 1 else x
+    return joined(pieces, axis=-1, xp=xp)

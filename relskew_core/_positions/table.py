@@ -13,6 +13,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.gather import within
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device
+from relskew_core._array.pieces import joined
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.skew import pad_last
 from relskew_core._positions.span import Beyond
@@ -68,8 +69,7 @@ class Extension:
             edge(slice(-1, None), self.edge_after) if self.edge_after else None,
             zeros(self.zeros_after) if self.zeros_after else None,
         ]
-        pieces = [piece for piece in pieces if piece is not None]
-        return xp.concat(pieces, axis=axis) if len(pieces) > 1 else core
+        return joined([piece for piece in pieces if piece is not None], axis=axis, xp=xp)
 
     def place(self, core: Array, rows: int, *, xp: Namespace) -> Array:
         """Put (..., stop - start) columns where they belong among ``rows``, zeros elsewhere."""

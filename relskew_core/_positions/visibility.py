@@ -137,8 +137,7 @@ class Visibility:
 
     def check_reach(self, name: str, span: Span, *, span_name: str = "span") -> None:
         """Refuse a table too short for the visible relative positions when ``span.beyond`` is ``"error"``."""
-        positions = None if self.by_value else self.positions()
-        if span.beyond == "error" and positions is not None:
+        if span.beyond == "error" and not self.by_value and (positions := self.positions()) is not None:
             self.refuse_unreached(name, span, *positions, span_name=span_name)
 
     def refuse_unreached(self, name: str, span: Span, low: int, high: int, *, span_name: str = "span") -> None:

@@ -190,7 +190,7 @@ def test_other_threads_go_on_while_they_work() -> None:
         given = problem(Arguments(q, k, v))
         out = np.empty_like(q)
         call = _compiled.Call.of(given.operands(), given.options)
-        kernels.attend(*call[:_compiled.TOLD], q, k, v, *[None] * 8, out, None, 0, 1, 1, 0, 1)
+        kernels.attend(*call[: _compiled.TOLD], q, k, v, *[None] * 8, out, None, 0, 1, 1, 0, 1)
         assert counted[0] > before + 1000
     finally:
         done.set()
@@ -282,13 +282,13 @@ def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) ->
     q = np.zeros((1, 1, 4, 8), np.float32)
     given = problem(Arguments(q, q, q))
     call = _compiled.Call.of(given.operands(), given.options)
-    args: list[Any] = [*call[:_compiled.TOLD], q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1, 1, 0, 1]
+    args: list[Any] = [*call[: _compiled.TOLD], q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1, 1, 0, 1]
     for index, value in changed.items():
         args[index] = value
     with pytest.raises((TypeError, ValueError, BufferError), match=why):
         kernels.attend(*args)
     with pytest.raises(TypeError, match="arguments are wanted"):
-        kernels.attend(*call[:_compiled.TOLD])
+        kernels.attend(*call[: _compiled.TOLD])
 
 
 def test_a_level_that_is_not_there_is_named() -> None:

@@ -370,3 +370,81 @@ def test_gradients_to_be_differentiated_again_are_those_of_a_querys_own_place(dt
             found.append([*first, *torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), given)])
         for x, y in zip(*found, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have every call fail from now on that is checked once more."""
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise AssertionError("checked once more")
+
+    return lambda: monkeypatch.setattr("relskew_core._functions.attention.problem", refused)
+
+
+@libraries
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_query_is_checked_once(
+    library: Callable[..., Any], lead: tuple[int, ...], masked: bool, unchecked: Callable[[], None]
+) -> None:
+    """Whatever it attends to, and wherever it stands."""
+    calls = []
+    for m in (9, 5, 70):
+        q, k, v, table = drawn(1, m)
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+        arrays = {name: library(np.resize(x, (*lead, *x.shape[2:]))) for name, x in arrays.items()}
+        arrays["rel_k"] = library(table)
+        if masked:
+            arrays["mask"] = library(np.arange(m)[None] % 3 > 0)
+        calls += [{**arrays, "offset": offset} for offset in (m - 1, 2, 2**61, -(2**61))]
+    options: dict[str, Any] = {"span": Span(40, 23, "clip"), "return_lse": True}
+    expected = [relative_attention(**call, **options, impl="portable") for call in calls]
+    relative_attention(**calls[0], **options)
+    unchecked()
+    for call, right in zip(calls, expected, strict=True):
+        for found, each in zip(relative_attention(**call, **options), right, strict=True):
+            close(found, each)
+
+
+@libraries
+@pytest.mark.parametrize("more", [{}, {"window": (2, 1)}, {"softcap": 2.0, "return_lse": True}], ids=str)
+def test_several_queries_are_checked_once(
+    library: Callable[..., Any], more: dict[str, Any], unchecked: Callable[[], None]
+) -> None:
+    one, two = ([library(x) for x in drawn(3, 9, seed=seed)] for seed in (0, 1))
+    expected = attend(*two, **more, impl="portable")
+    attend(*one, **more)
+    unchecked()
+    for found, each in zip(attend(*two, **more), expected, strict=True):
+        close(found, each)
+
+
+def test_few_of_many_keys_are_short(known: dict[Any, Any]) -> None:
+    q, k, v, table = drawn(3, 9000)
+    close(attend(q, k, v, table, window=(5, 0)), attend(q, k, v, table, window=(5, 0), impl="portable"))
+    assert len(known) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_kernels_get_the_callers_own_arrays(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rows of a table only where they do not just follow one another."""
+    got = []
+    kernels = numpy_kernels.attention
+
+    def attention(x: Any, plan: Any) -> Any:
+        got.append((x, plan))
+        return kernels(x, plan)
+
+    monkeypatch.setattr(numpy_kernels, "attention", attention)
+    q, k, v, table = drawn(n, 9)
+    for rows, span in ((None, Span.causal(64)), ([], Span(2, 1, "clip"))):
+        for _ in range(2):
+            attend(q, k, v, table[: span.rows], span=span)
+            x, plan = got.pop()
+            assert x.q is q
+            assert x.k is k
+            assert (plan.rows is None) == (rows is None)
+            assert not got
+    relative_attention(q[0, 0], k[0, 0], v[0, 0], table, causal=True, offset=9 - n)
+    assert got.pop()[0].q.shape == (1, n, 4)

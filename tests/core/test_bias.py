@@ -19,6 +19,7 @@ from libraries import GATES, Library
 from relskew_core import (
     Span,
     alibi_bias,
+    backends,
     deberta_buckets,
     proximal_bias,
     relative_attention,
@@ -270,3 +271,10 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
 def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=f"`{name}` must be"):
         function(**options)
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_libraries_with_steps_backwards_copy_nothing(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "library_name", lambda xp: library)
+    bias = np.arange(20.0)
+    assert np.shares_memory(toeplitz(bias, Span(9, 10), n_queries=3, n_keys=4), bias)

@@ -13,6 +13,7 @@ import torch
 
 import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+from relskew_core._array.checks import check_int
 from relskew_core._kernel.call import (
     BY_HEAD,
     CHECKS,
@@ -25,6 +26,7 @@ from relskew_core._kernel.call import (
     Operands,
     Options,
     Part,
+    checked,
     takes,
     unknown,
 )
@@ -84,6 +86,32 @@ def test_a_function_takes_what_is_declared_and_what_it_adds() -> None:
     assert powered.__doc__ == "Return it."
     assert inspect.signature(powered).parameters["power"].default == 1.0
     assert inspect.signature(powered).return_annotation == "float"
+
+
+def test_a_declared_option_says_how_it_is_checked() -> None:
+    @dataclass
+    class Declared:
+        size: int | None = checked(check_int, minimum=2)
+
+    [option] = fields(Declared)
+    assert Declared().size is None
+    assert option.metadata["check"]("size", 2) == 2
+    with pytest.raises(ValueError, match=r"^`size` must be an int >= 2, got 1$"):
+        option.metadata["check"]("size", 1)
+
+
+def test_an_autocast_region_casts_arrays_and_factors_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Arguments(X, X, X, causal=True, sinks=X[0, :2, 0], scale=X[0, :2, 0], rel_scale=0.5)
+    assert given.autocast() is given
+    monkeypatch.setattr(
+        "relskew_core._kernel.call.autocast",
+        lambda arrays: {name: x if x is None else x.astype("float32") for name, x in arrays.items()},
+    )
+    found = given.autocast()
+    names = ("q", "k", "v", "sinks", "scale")
+    assert {getattr(found, name).dtype for name in names} == {np.dtype("float32")}
+    assert {getattr(given, name).dtype for name in names} == {np.dtype("float64")}
+    assert (found.causal, found.rel_scale, found.rel_k) == (True, 0.5, None)
 
 
 def test_operators_take_every_array_and_option_by_name() -> None:

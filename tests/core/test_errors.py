@@ -537,3 +537,9 @@ def test_an_empty_offset_beside_positions_is_named() -> None:
         relskew_core.relative_logits(
             q, table, relskew_core.Span.full(2), positions=positions, offset=np.asarray([], dtype=float)
         )
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 3), (2, 3, 0)], ids=str)
+def test_weights_of_nothing_are_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^`weights` must have shape \(\.\.\., queries, keys\), both at least 1, got"):
+        relskew_core.relative_values(zeros(*shape), zeros(5, 4))

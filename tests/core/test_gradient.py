@@ -178,6 +178,23 @@ def test_factors_are_numbers_or_by_head(scale: Any, rel_scale: Any, tables: str,
         )
 
 
+@pytest.mark.parametrize("tables", ["rel_k", "key_table", "rel_k key_table"])
+@pytest.mark.parametrize("rel_scale", [None, 0.7])
+@pytest.mark.parametrize("own", [True, False])
+def test_factors_that_vary_are_taken_in_before_a_kernel(
+    tables: str, rel_scale: float | None, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dense.Case("varying", tables=tables, options={"scale": 0.3, "rel_scale": rel_scale}, own_tables=own)
+    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
+    monkeypatch.setattr("relskew_core._kernel.by_head.varies", lambda x: isinstance(x, float))
+    options = problem(Arguments(**case.arrays(), **case.call())).options
+    assert (options.scale, options.rel_scale) == (1.0, 1.0)
+    check(gradients_on(NUMPY, case.d_out(), case.arrays(), case.call()), expected)
+    for name in ("scale", "rel_scale"):
+        with pytest.raises(ValueError, match=f"^`{name}` must be a finite number, got float inf$"):
+            relative_attention(**case.arrays(), **{**case.call(), name: np.inf})
+
+
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_log_sum_exps_have_gradients_too(impl: str, chunk_size: int | None) -> None:
@@ -206,7 +223,7 @@ def test_portable_kernels_stay_in_the_dtype_of_their_arrays(case: dense.Case) ->
     call = problem(Arguments(**case.arrays("float32"), **case.call()), return_lse=True)
     operands, d_out = call.operands(), case.d_out().astype("float32")
     out, lse = attention(operands, call.options, xp=XP)
-    gradients = attention_vjp(call.operand(d_out), operands, call.options, xp=XP)
+    gradients = attention_vjp(call.operand(d_out, half=False), operands, call.options, xp=XP)
     assert {x.dtype for x in (out, lse, *gradients) if x is not None} == {np.dtype("float32")}
 
 
@@ -250,6 +267,19 @@ def test_what_nobody_sees_gets_no_gradient_and_gives_none(impl: str) -> None:
     assert not result["v"][..., 6:, :].any()
     assert not result["rel_k"][..., :3, :].any()
     assert result["rel_k"][..., 3:, :].all()
+
+
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+def test_a_value_that_no_query_of_an_item_sees_gets_no_gradient_and_gives_none(impl: str) -> None:
+    """Though it stands between keys that are seen."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 24, 4))
+    q, v[0, :, 8:] = q[..., :4, :], np.nan
+    v[1, :, :15] = np.nan
+    found = relative_attention_vjp(np.ones_like(q), q, k, v, offset=[2, 18], window=(2, 2), impl=impl)
+    assert np.isfinite(found.q).all()
+    assert np.isfinite(found.k).all()
+    seen = np.any(found.v != 0, axis=(1, -1))
+    np.testing.assert_array_equal(seen, [np.arange(24) < 8, np.arange(24) >= 16])
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])

@@ -105,7 +105,7 @@ def backward(case: Case, call: Problem, **options: Any) -> Gradients:
     from relskew_core.backends._torch.triton import backward as triton_backward
 
     out, lse = forward(call)
-    d_out = call.operand(torch.tensor(case.d_out()).to(call.dtype), call.dtype)
+    d_out = call.operand(torch.tensor(case.d_out()).to(call.dtype), half=True)
     return triton_backward.attention_vjp(d_out, call.given, call.options, out=out, lse=lse, **options)
 
 

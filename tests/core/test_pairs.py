@@ -1,0 +1,102 @@
+"""Attention between parts of a sequence as calls of their own: every pair and every row, by one look at each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import oracles
+from relskew_core import Span
+from relskew_core._array.namespace import namespace_of
+from relskew_core._positions.pairs import Pairs, Rows, Run
+
+SIDES = st.none() | st.integers(-4, 12)
+COUNTS = st.integers(1, 5)
+XP = namespace_of(np)
+
+
+@st.composite
+def two_runs(draw: st.DrawFn) -> tuple[Run, Run]:
+    """Draw runs that step alike, as the shares of one sequence do."""
+    step = draw(st.integers(1, 3))
+    queries, keys = (Run(draw(st.integers(0, 9)), step, draw(COUNTS)) for _ in range(2))
+    return queries, keys
+
+
+@given(runs=two_runs(), offset=st.integers(-6, 6), left=SIDES, right=SIDES)
+@example(runs=(Run(2, 1, 3), Run(2, 1, 3)), offset=0, left=0, right=0)
+@example(runs=(Run(0, 1, 5), Run(0, 1, 5)), offset=0, left=1, right=1)
+def test_pairs_are_a_call_of_their_own(runs: tuple[Run, Run], offset: int, left: int | None, right: int | None) -> None:
+    queries, keys = runs
+    positions = [range(100)[run.positions] for run in runs]
+    r = {(i, j): k - q - offset for i, q in enumerate(positions[0]) for j, k in enumerate(positions[1])}
+    seen = {pair for pair, x in r.items() if (left is None or x >= -left) and (right is None or x <= right)}
+    pairs = Pairs.of(queries, keys, offset, left, right)
+    if pairs is None:
+        assert not seen
+        return
+    pattern: Any = {"offset": pairs.offset, "causal": pairs.causal, "window": pairs.window}
+    assert seen == {pair for pair in r if oracles.sees(*pair, **pattern)}
+    steps = {pair: pair[1] - pair[0] - pairs.offset for pair in r}
+    assert all(r[pair] == pairs.zero + pairs.step * steps[pair] for pair in r)
+    met = sorted(steps[pair] for pair in seen)
+    assert (pairs.low, pairs.high) == (met[0], met[-1])
+    assert pairs.low <= 0 <= pairs.high
+    # What bounds nothing here is not said: fewer kinds of calls, and paths that know no windows serve them.
+    unseen = sorted(set(steps.values()) - set(met))
+    assert pairs.causal == any(x > met[-1] for x in unseen)
+    assert (pairs.window is not None and pairs.window[0] is not None) == any(x < met[0] for x in unseen)
+
+
+@given(
+    zero=st.integers(-30, 30),
+    step=st.integers(1, 3),
+    low=st.integers(-9, 0),
+    high=st.integers(0, 9),
+    left=st.integers(0, 6),
+    right=st.integers(0, 6),
+    beyond=st.sampled_from(["clip", "zero"]),
+)
+@example(zero=0, step=1, low=0, high=0, left=0, right=0, beyond="clip")
+@example(zero=-1, step=2, low=0, high=1, left=0, right=0, beyond="clip")  # steps over the table
+def test_rows_are_those_that_the_pairs_meet(
+    zero: int, step: int, low: int, high: int, left: int, right: int, beyond: Any
+) -> None:
+    span = Span(left, right, beyond)
+    table = np.arange(1.0, 6 * span.rows + 1).reshape(3, -1, 2)  # by head
+    rows = Rows.of(zero + left, step, low, high, span)  # `zero` is a relative position, and what they begin at a row
+    part = rows.of_table(table, beyond, xp=XP)
+    assert rows.span.beyond == beyond
+    assert part.shape == (3, rows.span.rows, 2)
+    assert rows.span.rows == rows.before + rows.count + rows.after <= high - low + 1
+    # Beyond an end of the table one row is enough, or as many as there are up to the position that a span has.
+    assert rows.before <= 1 or rows.span.left == 0
+    assert rows.after <= 1 or rows.span.right == 0
+    assert rows.count or min(rows.before, rows.after) > 0 or rows.span.rows == 1
+
+    def read(table: Any, r: int, span: Span) -> Any:
+        row = oracles.row_of(r, span)
+        return [[0.0, 0.0]] * 3 if row is None else table[:, row].tolist()
+
+    assert [read(part, r, rows.span) for r in range(low, high + 1)] == [
+        read(table, zero + step * r, span) for r in range(low, high + 1)
+    ]
+    np.testing.assert_array_equal(table[:, rows.here], part[:, rows.before : rows.span.rows - rows.after])
+
+
+def test_rows_of_a_call_begin_at_its_zero() -> None:
+    pairs = Pairs.of(Run(7, 2, 3), Run(2, 2, 4), 1, None, None)
+    assert pairs is not None
+    assert pairs.rows(Span(20, 20)) == Rows.of(pairs.zero + 20, 2, -2, 3, Span(20, 20))
+    by_head = np.random.default_rng(0).standard_normal((2, 41, 3))
+    part = pairs.rows(Span(20, 20)).of_table(by_head, "error", xp=XP)
+    np.testing.assert_array_equal(part, by_head[:, [20 + 2 - 7 - 1 + 2 * step for step in range(-2, 4)]])
+
+
+def test_the_entries_of_a_run_lie_side_by_side() -> None:
+    run = Run(start=2, step=3, count=4, place=5)
+    assert list(range(20)[run.here]) == [5, 6, 7, 8]
+    assert list(range(20)[run.positions]) == [2, 5, 8, 11]

@@ -1,0 +1,159 @@
+"""Programs for every length: the sizes at hand decide nothing, and the numbers are those of a program for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import array_api_strict as xp
+import numpy as np
+import pytest
+
+import libraries
+import symbols
+from relskew_core import (
+    Span,
+    attention_weights,
+    backends,
+    relative_attention,
+    relative_attention_2d,
+    relative_logits,
+    relative_values,
+    skew,
+    toeplitz,
+    unskew,
+)
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+
+QUERIES, KEYS = (37, 3, 101), (53, 101, 2)
+"""Lengths at hand, and those that a program is for as well: of tables that end earlier, and of others that do not."""
+
+lengths = pytest.mark.parametrize(
+    ("queries", "keys"), [(QUERIES, KEYS), (QUERIES, (5,)), ((18,), KEYS)], ids=["both", "queries", "keys"]
+)
+spans = pytest.mark.parametrize("span", [Span(6, 4, "clip"), Span(7, 3, "zero"), Span(0, 10, "zero")], ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """Skip where the reference has no second device."""
+    libraries.of_name("array-api-strict, second device")
+
+
+def drawn(*shape: int) -> Any:
+    data = np.random.default_rng(sum(shape)).standard_normal(shape)
+    return xp.asarray(data, device=xp.Device("device1"))
+
+
+def same(function: Callable[..., Any], *lengths: tuple[int, ...]) -> None:
+    """Compare what a function of some lengths returns, with the lengths known and as symbols."""
+    expected = function(*(length[0] for length in lengths))
+    with symbols.exporting():
+        sizes = [symbols.size(*length) for length in lengths]
+        assert all(n + m - 1 < n + m < n * m + n for n, m in pairwise(sizes))  # symbols as well, and sizes of arrays
+        found = function(*sizes)
+    assert (found.device, found.dtype) == (expected.device, expected.dtype)
+    found, expected = (np.asarray(x.to_device(xp.Device("CPU_DEVICE"))) for x in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@spans
+@lengths
+def test_biases(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+    bias = drawn(2, 11)
+    for offset in (0, 3):
+        same(
+            lambda n, m: toeplitz(bias, span, n_queries=n, n_keys=m, offset=offset, causal=causal),  # noqa: B023
+            queries,
+            keys,
+        )
+
+
+@lengths
+def test_views_of_windows_are_for_lengths_that_are_known(
+    queries: tuple[int, ...], keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in torch, whose exporter knows no such view of a symbol."""
+    bias, made = drawn(2, 11), []
+
+    def unfold(x: Any, axis: int, size: int, step: int) -> Any:
+        made.append(size)
+        data = np.asarray(x.to_device(xp.Device("CPU_DEVICE")))
+        windows = np.lib.stride_tricks.sliding_window_view(data, size, axis=axis)[..., ::step, :]
+        return xp.asarray(windows, device=x.device)
+
+    monkeypatch.setattr(backends, "library_name", lambda xp: "torch")
+    monkeypatch.setattr(type(bias), "unfold", unfold, raising=False)
+    same(lambda n, m: toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m), queries, keys)
+    assert made == [keys[0]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@spans
+@lengths
+def test_logits(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+    options: dict[str, Any] = {"table": drawn(2, 11, 3), "span": span, "offset": 2, "causal": causal}
+    of_queries, of_keys = drawn(2, queries[0], 3), drawn(2, keys[0], 3)
+    same(lambda _, m: relative_logits(of_queries, n_keys=m, **options), queries, keys)
+    same(lambda n, _: relative_logits(of_keys, n_queries=n, side="key", **options), queries, keys)
+    nothing = {**options, "offset": -200}  # for causal queries to see
+    same(lambda _, m: relative_logits(of_queries, n_keys=m, **nothing), queries, keys)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@spans
+@lengths
+def test_values(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, causal: bool) -> None:
+    table, weights = drawn(11, 3), drawn(2, queries[0], keys[0])
+    same(lambda *_: relative_values(weights, table, span, offset=1, causal=causal), queries, keys)
+
+
+@lengths
+def test_layouts(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    absolute, relative = drawn(2, queries[0], keys[0]), drawn(2, queries[0], queries[0] + keys[0] - 1)
+    same(lambda *_: unskew(absolute), queries, keys)
+    same(lambda *_: skew(relative), queries, keys)
+
+
+@lengths
+def test_weights(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    q, k, table, sinks = drawn(2, 4, queries[0], 3), drawn(2, 2, keys[0], 3), drawn(11, 3), drawn(4)
+    same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), sinks=sinks), queries, keys)
+    same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True), queries, keys)
+
+
+@pytest.mark.parametrize("offset", [[3, -2], [[3, -2], [0, 1]]], ids=["listed", "array"])
+@lengths
+def test_offsets_by_item_are_positions(queries: tuple[int, ...], keys: tuple[int, ...], offset: Any) -> None:
+    """No operator takes them."""
+    lead = np.shape(offset)
+    q, k = (drawn(*lead, 2, length[0], 3) for length in (queries, keys))
+    given: Any = offset if len(lead) == 1 else xp.asarray(offset, device=q.device)
+    options: dict[str, Any] = {"span": Span(6, 4, "clip"), "causal": True, "offset": given}
+    same(lambda *_: relative_attention(q, k, k, drawn(11, 3), **options), queries, keys)
+    with symbols.exporting():
+        assert problem(Arguments(q, k, k, **options)).options.visibility.by_value
+        assert not problem(Arguments(q, k, k, offset=3)).options.visibility.by_value
+
+
+HEIGHT, WIDTH = (29, 3, 101), (37, 211, 4)
+
+
+@pytest.mark.parametrize(
+    ("q_grid", "k_grid"),
+    [((HEIGHT, (2,)), ((3,), (2,))), (((2,), WIDTH), ((3,), (2,))), (((2,), (3,)), (HEIGHT, WIDTH))],
+    ids=["height", "width", "keys"],
+)
+def test_grids(q_grid: Any, k_grid: Any) -> None:
+    q, k = (drawn(2, height[0] * width[0], 3) for height, width in (q_grid, k_grid))
+    table_h, table_w, span = drawn(11, 3), drawn(2, 11, 3), Span(6, 4, "clip")
+    same(
+        lambda *sizes: relative_attention_2d(
+            q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2], k_grid=sizes[2:]
+        ),
+        *q_grid,
+        *k_grid,
+    )
