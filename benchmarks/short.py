@@ -1,8 +1,8 @@
 """Short calls beside the six lines that people write for them: ``python -m benchmarks.short``.
 
-Decoding, small batches and short training sequences, where what stands around the arithmetic counts. In each cell
-the contenders take turns call by call in one process, so that all see the same machine; a cell's number is ours over
-the fastest of the others.
+Decoding, a few more tokens, small batches and short training sequences, where what stands around the arithmetic
+counts. In each cell the contenders take turns call by call in one process, so that all see the same machine; a cell's
+number is ours over the fastest of the others.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Cell:
     """One shape in one way of use: causal, float32, a table for all heads."""
 
     library: str  # "torch", "numpy" or "jax", which is compiled
-    way: str  # "forward", "training" or "decoding": one query after all keys but one
+    way: str  # "forward" and "training", of whole sequences; "decoding" of one and "continuing" of a few last queries
     batch: int
     heads: int
+    queries: int
     length: int  # of the keys
     dim: int
     threads: int = 1
@@ -55,29 +56,36 @@ SQUARES = (
     (1, 8, 16, 64), (8, 8, 16, 32), (4, 8, 32, 64), (64, 8, 32, 64), (1, 8, 64, 64), (16, 4, 64, 16), (32, 8, 64, 64),
     (1, 8, 128, 64), (16, 4, 128, 16), (4, 12, 128, 64), (1, 8, 256, 64), (4, 4, 256, 32),
 )  # fmt: skip
+"""Batch, heads, length and width of whole sequences."""
+
 STEPS = ((1, 8, 17, 64), (1, 8, 101, 64), (4, 4, 101, 16), (8, 8, 101, 64), (1, 8, 513, 64), (1, 16, 1025, 128),
          (1, 8, 2049, 64), (4, 8, 2049, 64))  # fmt: skip
+"""The same, of one query after all keys but one."""
+
+DRAFTS = ((1, 8, 4, 104, 64), (4, 8, 4, 516, 64), (1, 8, 8, 1032, 64), (1, 16, 5, 1029, 128), (2, 8, 32, 160, 64),
+          (1, 8, 64, 576, 64))  # fmt: skip
+"""The same with a number of last queries: a draft's tokens to look at, or a piece of a prompt."""
+
+WHERE = (
+    *((way, b, h, n, n, d) for way in ("forward", "training") for b, h, n, d in SQUARES),
+    *(("decoding", b, h, 1, m, d) for b, h, m, d in STEPS),
+    *(("continuing", *shape) for shape in DRAFTS),
+)
+"""Ways and shapes."""
 
 
 def cells() -> Iterator[Cell]:
-    """List all that is measured."""
-    for threads in (1, 2):
-        for way in ("forward", "training"):
-            yield from (Cell("torch", way, *shape, threads) for shape in SQUARES)
-        yield from (Cell("torch", "decoding", *shape, threads) for shape in STEPS)
-    yield from (Cell("numpy", "forward", *shape) for shape in SQUARES)
-    yield from (Cell("numpy", "decoding", *shape) for shape in STEPS)
-    for way in ("forward", "training"):
-        yield from (Cell("jax", way, *shape) for shape in SQUARES[:10:3])
-    yield from (Cell("jax", "decoding", *shape) for shape in STEPS[1:8:3])
+    """List all that is measured. NumPy's gradients are nobody's textbook."""
+    for library, threads in (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1)):
+        yield from (Cell(library, *where, threads) for where in WHERE if (library, where[0]) != ("numpy", "training"))
 
 
 def draw(cell: Cell) -> list[np.ndarray]:
     """Draw queries, keys, values, a table and the gradient of the output."""
     rng = np.random.default_rng(0)
-    n, rows = (1, REACH) if cell.way == "decoding" else (cell.length, cell.length)
-    lead = (cell.batch, cell.heads)
-    shapes = [(*lead, n, cell.dim), (*lead, cell.length, cell.dim), (*lead, cell.length, cell.dim), (rows, cell.dim)]
+    rows = cell.length if cell.queries == cell.length else REACH
+    lead, keys = (cell.batch, cell.heads), (cell.batch, cell.heads, cell.length, cell.dim)
+    shapes = [(*lead, cell.queries, cell.dim), keys, keys, (rows, cell.dim)]
     return [rng.standard_normal(shape, dtype=np.float32) for shape in (*shapes, shapes[0])]
 
 
@@ -105,11 +113,10 @@ def textbook(q: Any, k: Any, v: Any, table: Any) -> Any:
 
 def dense(q: Any, k: Any, v: Any, table: Any) -> Any:
     """The dense formula: the product with the table, gathered at every pair's relative position."""
-    xp, length = _module(q), q.shape[2]
-    steps = xp.arange(length)
-    behind = steps[:, None] - steps[None, :]
-    columns = (length - 1 - behind).clip(0, length - 1)
-    product = q @ table.mT
+    xp, n, m = _module(q), q.shape[2], k.shape[2]
+    behind = xp.arange(m - n, m)[:, None] - xp.arange(m)[None, :]
+    columns = (m - 1 - behind).clip(0, m - 1)
+    product = q @ table[-m:].mT
     if xp is torch:
         relative = product.gather(-1, columns.expand(product.shape))
     else:
@@ -147,9 +154,12 @@ def _pad(x: Any) -> Callable[[Any], Any]:
     return partial(_module(x).pad, pad_width=((0, 0), (0, 0), (0, 0), (1, 0)))
 
 
+HANDS = {"decoding": (by_hand,), "continuing": (dense,)}
+
+
 def contenders(cell: Cell) -> list[Callable[[], Any]]:
     """Return the calls of a cell, ours first."""
-    functions = [ours, by_hand] if cell.way == "decoding" else [ours, textbook, dense]
+    functions = [ours, *HANDS.get(cell.way, (textbook, dense))]
     arrays = draw(cell)
     if cell.library == "jax":
         return _compiled(cell, functions, arrays)
@@ -218,7 +228,8 @@ def table(found: list[Cell]) -> report.Table:
 
 
 def _shape(cell: Cell) -> str:
-    return f"B{cell.batch} H{cell.heads} L{cell.length} D{cell.dim}"
+    length = f"L{cell.length}" if cell.queries in (1, cell.length) else f"Lq{cell.queries} Lk{cell.length}"
+    return f"B{cell.batch} H{cell.heads} {length} D{cell.dim}"
 
 
 def _text(cell: Cell) -> str:
