@@ -40,6 +40,9 @@ GRADIENTS = [name for name in DIFFERENTIABLE if name != "mask"]
 ARRAYS = len(DIFFERENTIABLE)
 """The kernels get the arrays in the order of `Operands`, and give the gradients of all but masks."""
 
+ALONE = (0, 1, 1, 0, 1)
+"""Of a call that is one part, with one sum of gradients and one thread: what comes last."""
+
 NOTHING = (None, None)
 """Drawn where nothing is dropped."""
 
@@ -132,10 +135,10 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> 
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
     drawn = _drawn(x, call.options, library) if call.options.dropout else NOTHING
-    given = (*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)))
     if work <= library.shared:
-        kernels.attend(*given, 0, 1, 1, 0, 1)
+        kernels.attend(*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)), *ALONE)
         return
+    given = (*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)))
     workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // BLOCK)
     together = workers if work <= WORK else 4 * workers
     _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)

@@ -40,10 +40,10 @@ class Span:
     beyond: Beyond = "error"
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            given = getattr(self, name)
-            if type(given) is not int or given < 0:
-                object.__setattr__(self, name, check_int(name, given, minimum=0))
+        left, right = self.left, self.right
+        if type(left) is not int or type(right) is not int or left < 0 or right < 0:
+            object.__setattr__(self, "left", check_int("left", left, minimum=0))
+            object.__setattr__(self, "right", check_int("right", right, minimum=0))
         check_choice("beyond", self.beyond, BEYOND)
 
     @property
