@@ -37,7 +37,7 @@ INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml threadpoolctl
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
-	tests/export/test_save.py
+	tests/export/test_save.py tests/export/test_translation.py
 
 .PHONY: help demo example example-full web docs test test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check

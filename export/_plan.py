@@ -22,7 +22,6 @@ class Profile:
     pads: bool = False  # the edges of a window by Pad, or by Expand and Concat
     causal_attribute: bool = False  # Attention's is_causal, or causality in the mask
     cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
-    dead_rows: bool = False  # Attention gives zeros where everything is masked by -inf
     branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
     by_head: bool = False  # chunks of one key head after the other, or of all heads at once
     contrib: bool = False  # onnxruntime's own GroupQueryAttention
@@ -37,7 +36,6 @@ PROFILES = {
         pads=True,
         causal_attribute=True,
         cache_inputs=True,
-        dead_rows=True,
         branches=True,
         by_head=True,
     ),
@@ -175,20 +173,20 @@ class GraphPlan:
             and not self.spec.sinks
             and not self.spec.rel_values
             and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
-            and (self.profile.dead_rows or not self.dead_rows)
         )
 
     @property
     def causal_attribute(self) -> bool:
         """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
-        # With a cache of fixed length the operator would not know where the queries stand.
-        square = self.one_sided and not self.local and not self.in_place
+        # With a cache of fixed length the operator would not know where the queries stand; and which of them see
+        # nothing must be known outside.
+        square = self.one_sided and not self.local and not self.in_place and not self.dead_rows
         return self.fused and self.profile.causal_attribute and square
 
     @property
     def masked_value(self) -> float:
         """What stands for a key that a query may not see."""
-        if self.fused and self.dead_rows:
+        if self.fused and self.dead_rows:  # whatever a mask adds to other keys, they are not as low
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 

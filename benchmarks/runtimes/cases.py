@@ -71,7 +71,7 @@ def _call(
     if spec.cross:
         feeds["memory"] = more["memory"] = normal(2, 10 - length, 8)
     if "mask" in options:
-        feeds["mask"] = more["mask"] = np.tri(length, dtype=bool)[None, None]
+        feeds["mask"] = more["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
     if "past" in options:
         past = tuple(normal(2, spec.num_kv_heads, 9 - length, spec.head_dim) for _ in "kv")
         more["past"] = past

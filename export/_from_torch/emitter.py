@@ -57,10 +57,12 @@ class TracedEmitter(Emitter):
         outputs: Sequence[Value],
         **attributes: Any,
     ) -> None:
-        """Add a node; outputs of it that nothing stands for are left to the optimiser."""
+        """Add a node that has these outputs and no others: an `Attention` would compute all that it could give."""
         given = [None if value is None else self.tensor(value) for value in inputs]
         made = getattr(self._op, op_type)(*given, **attributes)
         made = made if isinstance(made, Sequence) else [made]
-        made[0].producer().name = path
+        node = made[0].producer()
+        node.name = path
+        node.resize_outputs(len(outputs))
         for value, tensor in zip(outputs, made, strict=False):
             self._tensors[self._claim(value.name)] = tensor

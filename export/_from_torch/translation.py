@@ -18,7 +18,13 @@ from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Value
-from relskew_core.export._graph.parts import content_logits, grouped_product, hide, softmax_weights
+from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
+from relskew_core.export._graph.parts import (
+    content_logits,
+    grouped_product,
+    hide,
+    softmax_weights,
+)
 from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
 
@@ -107,14 +113,10 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
         logits = _with_additive(g, call, logits)
         if condition is not None:
             logits = hide(g, plan, logits, condition)
-        out = g.compute(
-            "Attention",
-            [call.q, call.k, call.v, logits],
-            "attention",
-            call.out_shape,
-            scale=options.scale,
-            is_causal=int(plan.causal_attribute),
-        )
+        attributes = fused_attributes(g, plan, options.scale)
+        out = g.compute("Attention", [call.q, call.k, call.v, logits], "attention", call.out_shape, **attributes)
+        if plan.dead_rows and condition is not None:
+            out = without_dead_rows(g, plan, out, condition)
         return call.result(out, "out"), nothing
     shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
     keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])

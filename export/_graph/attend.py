@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onnx import TensorProto
-
 from relskew_core.export._graph.by_head import attend_by_head
 from relskew_core.export._graph.chunks import attend_chunks, chunks_of
 from relskew_core.export._graph.emitter import BOOL, Emitter, Value
+from relskew_core.export._graph.fused import attend_fused, without_dead_rows
 from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.parts import (
@@ -37,7 +36,13 @@ def attend(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> tuple[Value,
     window = TableWindow(g, plan, inputs.tables, inputs.lengths)
     if plan.fused:
         bias = relative_logits(g, plan, queries, window, inputs.lengths)
-        return (_grouped if plan.profile.contrib else _fused)(g, plan, inputs, queries, _hidden(g, plan, inputs, bias))
+        condition = _condition(g, plan, inputs)
+        if condition is not None:
+            bias = hide(g, plan, bias, condition)
+        heads, present = (_grouped if plan.profile.contrib else attend_fused)(g, plan, inputs, queries, bias)
+        if plan.dead_rows and condition is not None:
+            heads = without_dead_rows(g, plan, heads, condition)
+        return heads, present
     condition = _condition(g, plan, inputs)
     keys, values, present = keys_and_values(g, plan, inputs.projected, inputs.past)
     heads = weighted_heads(g, plan, Heads(queries, keys, values, inputs.sinks), window, inputs.lengths, condition)
@@ -82,11 +87,6 @@ def _condition(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value | 
     return visible(g, plan, inputs.lengths, inputs.mask, inputs.segments)
 
 
-def _hidden(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, bias: Value) -> Value:
-    condition = _condition(g, plan, inputs)
-    return bias if condition is None else hide(g, plan, bias, condition)
-
-
 def _grouped(
     g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
 ) -> tuple[Value, Present | None]:
@@ -96,29 +96,3 @@ def _grouped(
     batch = g.dim(g.length(queries, 0, "batch"))
     lasts = g.index("Expand", [last, batch], "attention/last_of_rows", (queries.shape[0],))
     return attend_grouped(g, plan, inputs.projected, bias, inputs.past, lasts, total)
-
-
-def _fused(
-    g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
-) -> tuple[Value, Present | None]:
-    """Attention by the standard operator; the relative logits are its additive mask."""
-    spec, projected, past = plan.spec, inputs.projected, inputs.past
-    attributes = {"scale": 1.0, "is_causal": int(plan.causal_attribute)}
-    if g.dtype.itemsize == 2:
-        attributes["softmax_precision"] = TensorProto.FLOAT
-    path = g.path("attention")
-    if past is not None and not plan.profile.cache_inputs:
-        keys, values, present = keys_and_values(g, plan, projected, past, transpose_keys=False)
-        heads = Value(f"{path}/output", queries.shape, g.dtype)
-        g.node("Attention", [queries, keys, values, bias], path, [heads], **attributes)
-        return as_given(g, projected, heads), present
-    if len(projected.q.shape) == 3:
-        attributes |= {"q_num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-    output = Value(f"{path}/output", projected.q.shape, g.dtype)
-    operands = [projected.q, projected.k, projected.v, bias]
-    if past is None:
-        g.node("Attention", operands, path, [output], **attributes)
-        return output, None
-    present = present_values(g, plan, past)
-    g.node("Attention", [*operands, *past], path, [output, *present], **attributes)
-    return output, present

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from onnx import TensorProto
-
 from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value
+from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.grouped import attend_grouped
 from relskew_core.export._graph.parts import (
     OptionalInputs,
@@ -19,7 +18,7 @@ from relskew_core.export._graph.parts import (
     split_heads,
 )
 from relskew_core.export._graph.skew import skew, unskew
-from relskew_core.export._graph.visible import Segments, hides_by_condition, visible
+from relskew_core.export._graph.visible import Segments, visible
 from relskew_core.export._graph.window import Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
 
@@ -45,7 +44,7 @@ def attend_in_place(
     rows = _Rows(g, plan, tables, given, queries)
     bias = rows.logits(queries)
     condition = visible(g, plan, rows.lengths, rows.mask, rows.segments)
-    if hides_by_condition(plan):
+    if plan.dead_rows:
         lowest = g.constant(plan.masked_value, g.dtype)
         seen = g.compute("Greater", [bias, lowest], "visible/by_position", bias.shape, BOOL)
         if condition is not None:
@@ -54,7 +53,7 @@ def attend_in_place(
             shape = (bias.shape[0], of_heads, *bias.shape[2:])
             seen = g.compute("And", [seen, condition], "visible/all", shape, BOOL)
         condition = seen
-    elif plan.fused and condition is not None:
+    if plan.fused and condition is not None:
         bias = hide(g, plan, bias, condition)
     if plan.profile.contrib:
         heads, present = attend_grouped(g, plan, projected, bias, past, rows.last_positions(), rows.total)
@@ -68,8 +67,10 @@ def attend_in_place(
     keys, values = (rows.of_filled(x, 2, f"cache/{name}") for x, name in zip(present, ("keys", "values"), strict=True))
     if plan.fused:
         heads = Value("relskew/compute/attention/output", queries.shape, g.dtype)
-        attributes = {"scale": 1.0} | ({"softmax_precision": TensorProto.FLOAT} if g.dtype.itemsize == 2 else {})
+        attributes = fused_attributes(g, plan)
         g.node("Attention", [queries, keys, values, bias], "relskew/compute/attention", [heads], **attributes)
+        if plan.dead_rows and condition is not None:
+            heads = without_dead_rows(g, plan, heads, condition)
         return as_given(g, projected, heads), present
     turned_shape = (*keys.shape[:2], spec.head_dim, keys.shape[2])
     turned = g.compute("Transpose", [keys], "cache/keys_transposed", turned_shape, perm=[0, 1, 3, 2])

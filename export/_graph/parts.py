@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from relskew_core.export._graph.emitter import BOOL, Emitter, Shape, Value, element_type
 from relskew_core.export._graph.skew import skew, unskew
-from relskew_core.export._graph.visible import Segments, broadcast, hides_by_condition
+from relskew_core.export._graph.visible import Segments, broadcast
 from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
 
@@ -86,7 +86,7 @@ def relative_logits(g: Emitter, plan: GraphPlan, queries: Value, window: TableWi
 
     A bias alone is the same for every batch, ``(1, H or 1, queries, keys)``.
     """
-    logits = window.logits(queries, lengths.queries, hide=not hides_by_condition(plan))
+    logits = window.logits(queries, lengths.queries, hide=not plan.dead_rows)
     return skew(g, logits, lengths, one_sided=window.one_sided, reach=plan.reach)
 
 

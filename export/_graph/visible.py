@@ -19,7 +19,10 @@ class Segments(NamedTuple):
 def visible(
     g: Emitter, plan: GraphPlan, lengths: Lengths, mask: Value | None, segments: Segments | None = None
 ) -> Value | None:
-    """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying."""
+    """Return the condition under which a key is seen, broadcasting to the logits; ``None`` if nothing needs saying.
+
+    Where a query may see no key at all, the condition must say it all, hidden ends of the table included.
+    """
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
     if plan.in_place:  # every row of the batch stands somewhere else
         symbols = (lengths.row_symbol, 1, *symbols)
@@ -42,11 +45,11 @@ def visible(
             compare("GreaterOrEqual", keys, furthest, "block")
         if not plan.one_sided:
             compare("LessOrEqual", keys, queries, "own_block")
-    if hides_by_condition(plan) and plan.left.past_edge == "hidden" and not plan.in_place:
+    if plan.dead_rows and plan.left.past_edge == "hidden" and not plan.in_place:
         shape = positions.queries.shape
         first = g.index("Sub", [positions.queries, g.constant(plan.left.rows)], "visible/first", shape)
         compare("GreaterOrEqual", positions.keys, first, "past")
-    if hides_by_condition(plan) and plan.right.past_edge == "hidden" and not plan.one_sided:
+    if plan.dead_rows and plan.right.past_edge == "hidden" and not plan.one_sided:
         shape = positions.queries.shape
         last = g.index("Add", [positions.queries, g.constant(plan.right.rows)], "visible/last", shape)
         compare("LessOrEqual", positions.keys, last, "future")
@@ -77,11 +80,6 @@ def broadcast(one: Shape, other: Shape) -> Shape:
     size = max(len(one), len(other))
     pairs = zip(*((1,) * (size - len(shape)) + shape for shape in (one, other)), strict=True)
     return tuple(b if a == 1 else a for a, b in pairs)
-
-
-def hides_by_condition(plan: GraphPlan) -> bool:
-    """Whether hidden ends of the table must be in the condition: rows without any key must be zeroed by it."""
-    return plan.dead_rows and not plan.fused
 
 
 class _KeyAndQueryPositions:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxscript
 import pytest
@@ -87,6 +88,10 @@ def test_half_precision(name: str) -> None:
         check_numbers((out, lse), case.promised(example, SINGLE), 1e-2)
         assert out.dtype == HALF
         assert lse.dtype == (SINGLE if lse.size else HALF)
+        for node in traced.graph:
+            if node.op_type == "Attention":
+                assert node.attributes.get_int("softmax_precision") == onnx.TensorProto.FLOAT
+                assert len(node.outputs) == 1  # the others would be computed
 
 
 @settings(max_examples=50, deadline=None)
