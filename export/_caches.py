@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._graph.grouped import DOMAIN
-from relskew_core.export._plan import IN_PLACE_OPSET
+from relskew_core.export._profiles import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
 """The input that says how many places of the caches are filled."""

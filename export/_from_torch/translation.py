@@ -26,7 +26,8 @@ from relskew_core.export._graph.parts import (
     softmax_weights,
 )
 from relskew_core.export._graph.visible import broadcast
-from relskew_core.export._plan import NEWEST_OPSET, PROFILES, GraphPlan, make_plan
+from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._profiles import NEWEST_OPSET, PROFILES
 
 KNOWS = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from relskew_core._block.spec import BlockSpec
-from relskew_core.export._plan import PROFILES
+from relskew_core.export._profiles import PROFILES
 
 
 @dataclass(frozen=True, slots=True)

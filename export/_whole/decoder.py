@@ -11,7 +11,7 @@ import onnx
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._caches import CACHE_LENGTH, caches_in_place
-from relskew_core.export._plan import IN_PLACE_OPSET
+from relskew_core.export._profiles import IN_PLACE_OPSET
 from relskew_core.export._publish import check_target
 from relskew_core.export._save import write
 from relskew_core.export._whole.genai import check_config, config_text, write_config

@@ -83,7 +83,7 @@ class Attention(op_attention.Attention):  # whose name says which operator it st
 
     made = 0
 
-    def _run(self, *args: Any, **attributes: Any) -> tuple[Any, ...]:
+    def _run(self, *args: Any, **attributes: Any) -> Any:
         out, *others = super()._run(*args, **attributes)
         dead = np.all(out == 0, axis=-1, keepdims=True)
         Attention.made += int(dead.sum())
