@@ -26,8 +26,8 @@ from relskew_core.backends._in_place import mask_by_batch
 SHARED = (*TABLES, "seed")
 """What all items of a call have in common; each of a mapped call may have its own."""
 
-SMALL = 2**22
-"""Multiplications up to which it does not pay to wake another of XLA's threads: a tenth of a millisecond."""
+SHARE = 2**17
+"""Multiplications for which it pays to wake one of XLA's threads: 8 microseconds of them."""
 
 REALS = 4
 """Numbers of a call that are not whole, the last ones."""
@@ -58,7 +58,7 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
     operands, rows, call = [*x[: _compiled.ARRAYS], *drawn], x.q.shape[:-1], _compiled.Call.of(x, options)
-    numbers = (call.keys, call.offset, *call.numbers[:-REALS], entries, _turns(call.work), *call.numbers[-REALS:])
+    numbers = (call.keys, call.offset, *call.numbers[:-REALS], entries, *_threads(call.work), *call.numbers[-REALS:])
     if cotangents is None:
         width = x.v.shape[-1]
         found = _call("relskew_attend", numbers, operands, [(*rows, width), (*rows, 1) if options.return_lse else None])
@@ -71,9 +71,9 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     return [jnp.reshape(each, shape) for each, shape in zip(found, shapes, strict=False)]
 
 
-def _turns(work: int) -> int:
-    """Return how many parts of so much work each thread is to have, 0 where it does not pay to wake another."""
-    return 0 if work <= SMALL else 1 if work <= _compiled.WORK else 4
+def _threads(work: int) -> tuple[int, int]:
+    """Return for how many threads there is work at most, and how many parts of it each of them is to have."""
+    return max(1, work // SHARE), 1 if work <= _compiled.WORK else 4
 
 
 def _call(name: str, numbers: tuple[Any, ...], operands: list[Any], wanted: list[Any]) -> list[Array]:

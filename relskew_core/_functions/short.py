@@ -210,10 +210,10 @@ class Checked:
 
 
 def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
-    """Lay out a call of several queries, ``None`` if they see nothing."""
+    """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
     options, visibility, span = call.options, call.options.visibility, call.options.span
     layout = Layout.of(options)
-    if layout is None:
+    if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
         return None
     place = (0, visibility.n_queries, layout.first, layout.end)
     seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))

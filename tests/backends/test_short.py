@@ -426,6 +426,15 @@ def test_few_of_many_keys_are_short(known: dict[Any, Any]) -> None:
     assert len(known) == 1
 
 
+@libraries
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_long_calls_take_the_usual_way(library: Callable[..., Any], dtype: Any, known: dict[Any, Any]) -> None:
+    long = [library(x.astype(dtype)) for x in drawn(8, 9000, rows=9000)]
+    out = attend(*long, span=Span.causal(9000))
+    np.testing.assert_allclose(out, attend(*long, span=Span.causal(9000), impl="portable"), rtol=0, atol=1e-5)
+    assert not known
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_kernels_get_the_callers_own_arrays(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows of a table only where they do not just follow one another."""

@@ -184,7 +184,8 @@ private:
 struct Call {
     Kernel kernel;
     Problem whole{};
-    Index entries = 1, parts = 1, turns = 0;  // turns: parts for each thread at least, 0: one thread is enough
+    Index entries = 1, parts = 1;
+    Index threads = 1, turns = 1;  // how many threads it pays to wake at most, and how many parts each is to have
 
     // Gradients of the tables, with a sum for each part but the first, which adds to the results themselves.
     struct Table {
@@ -205,7 +206,7 @@ struct Call {
         for (Index *number :
              {&x.keys,      &x.offset,      &x.items,     &x.heads,     &x.key_heads, &x.queries, &x.width,
               &x.rel_width, &x.value_width, &x.rows,      &x.left,      &x.clip,      &x.before,  &x.after,
-              &x.block,     &x.behind,      &x.mask_adds, &x.threshold, &entries,     &turns})
+              &x.block,     &x.behind,      &x.mask_adds, &x.threshold, &entries,     &threads,   &turns})
             *number = from.whole();
         for (float *number : {&x.scale, &x.rel_scale, &x.softcap, &x.kept}) *number = from.real();
         from.argument(x.q), from.argument(x.k), from.argument(x.v), from.argument(x.rel_k), from.argument(x.rel_v);
@@ -222,7 +223,7 @@ struct Call {
     }
 
     bool run(const Frame *frame, Index most) {
-        const Index workers = turns ? Team::workers(frame) : 1;
+        const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
         parts = std::max<Index>(1, std::min(most, (workers * turns + entries - 1) / entries));
         if (workers == 1) parts = 1;
         if (!make_sums()) return false;
