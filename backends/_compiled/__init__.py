@@ -31,7 +31,7 @@ FAR = 2**40
 """Further than anything is that is seen; offsets beyond it are for others."""
 
 BLOCK = 48
-"""Queries of a head that are worked on at once."""
+"""Queries of a head that are worked on at once, or twice as many."""
 
 WORK = 2**30
 """Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""

@@ -45,9 +45,9 @@ struct Backward {
     static constexpr Index KEYS = 256;  // of a block
 
     const Problem &x;
-    const Index sum;                            // which of the sums of tables' gradients is this thread's
-    const Index width, rel_width, value_width;  // of padded rows
-    const Index logits_row, height;
+    const Index sum;                               // which of the sums of tables' gradients is this thread's
+    const Index width, rel_width, value_width;     // of padded rows
+    const Index most, margin, logits_row, height;  // rows of a block, and zeros beside a row of weights
     Queries queries;
     const Span span;
     Relative relative, relative_values;
@@ -64,8 +64,10 @@ struct Backward {
           width(padded(x.width)),
           rel_width(padded(x.rel_width)),
           value_width(padded(x.value_width)),
-          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(padded(x.queries, HIGH)))),
+          most(rows_of_blocks(x)),
+          margin(most + LANES),
+          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * margin),
+          height(std::min(most, padded(padded(x.queries, HIGH)))),
           queries(x),
           span(Span::of(x)),
           relative(x.rel_k, x.bias, span, x.rel_width),
@@ -102,7 +104,7 @@ struct Backward {
             keys.take(x.k.of(item, own), x.k.row, x.keys, x.width);
             for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
                 take_tables(head);
-                for (Index i = 0; i < x.queries; i += ROWS) pull_back(item, head, i);
+                for (Index i = 0; i < x.queries; i += most) pull_back(item, head, i);
                 hand_tables_over(head);
             }
             d_k.write(x.d_k.of(item, own), x.d_k.row, x.width, 1);
@@ -135,7 +137,7 @@ struct Backward {
     }
 
     void pull_back(Index item, Index head, Index first) {
-        const Index count = std::min(ROWS, x.queries - first), position = x.offset + first;
+        const Index count = std::min(most, x.queries - first), position = x.offset + first;
         const Seen seen = Seen::of(x, position, position + count - 1);
         d_q.clear();
         if (queries.apart) d_met.clear();
@@ -181,7 +183,7 @@ struct Backward {
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Seen seen = Seen::of(x, position, position + count - 1);
         const Index low = std::max(start, seen.low) - start, high = std::min(start + n, seen.high) - start;
-        float *p = weights.get() + MARGIN, *ds = d_logits.get() + MARGIN;
+        float *p = weights.get() + margin, *ds = d_logits.get() + margin;
         if (x.key_table) key_side.write(item, head, count, position, start, n, p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
@@ -215,7 +217,7 @@ struct Backward {
         if (relative) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
         if (relative_values) relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
-            float *s = weights.get() + MARGIN + m * logits_row + j, *d = d_logits.get() + MARGIN + m * logits_row + j;
+            float *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
             const float *at = relative.at(m, start + j, p, origin);
             if (x.key_table) at = add_to_logits(rows, at, relative.row - 1, s, logits_row);
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
@@ -230,7 +232,7 @@ struct Backward {
     // Turn a row of products into weights and the gradient of the logits, with zeros around both.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
         const Seen seen = Seen::of(x, position + m, position + m);
-        float *s = weights.get() + MARGIN + m * logits_row, *d = d_logits.get() + MARGIN + m * logits_row;
+        float *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
         const Row row{s, std::max(low, seen.low - start), std::min(high, seen.high - start)};
         if (row.low < row.high) {
             const float sum = *x.lse.of(item, head, first + m);
@@ -241,22 +243,22 @@ struct Backward {
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) : splat(1);
                 Vec change = load(d + j) * here - delta[m];
-                if (x.softcap != 0) change = change * load(slopes.get() + MARGIN + j);
+                if (x.softcap != 0) change = change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
                 store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
             }
         }
         const Row changed{d, row.low, row.high};
         if (lost[m]) row.put_around(0), changed.put_around(0);
-        row.clear_around(s + low - MARGIN, s + high + MARGIN);
-        changed.clear_around(d + low - MARGIN, d + high + MARGIN);
+        row.clear_around(s + low - margin, s + high + margin);
+        changed.clear_around(d + low - margin, d + high + margin);
     }
 
     // Keep by how much each logit follows its product through a softcap.
     void take_slopes(const Row &row) {
         for (Index j = row.start(); j < row.end(); j += LANES) {
             Vec t = hyperbolic_tangent(load(row.at + j) * (1.0f / x.softcap));
-            store(slopes.get() + MARGIN + j, 1.0f - t * t);
+            store(slopes.get() + margin + j, 1.0f - t * t);
         }
     }
 

@@ -53,11 +53,12 @@ inline const float *add_to_logits(Index rows, const float *from, Index from_row,
 
 // All that one thread has while it works.
 struct Forward {
-    static constexpr Index KEYS = 512;  // of a block
+    static constexpr Index KEYS = 512;                             // of a block
+    static constexpr Index AROUND = 2 * LANES, EDGE = 2 * AROUND;  // zeros beside a row of weights, and room
 
     const Problem &x;
     const Index value_row, logits_row;  // steps from row to row
-    const Index height;                 // rows of a block
+    const Index most, height;           // rows of a block, and of this call's
     Queries queries;
     const Span span;
     Relative relative;
@@ -71,8 +72,9 @@ struct Forward {
     explicit Forward(const Problem &x)
         : x(x),
           value_row(padded(x.value_width)),
-          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * MARGIN),
-          height(std::min(ROWS, padded(padded(x.queries, HIGH)))),
+          logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * EDGE),
+          most(rows_of_blocks(x)),
+          height(std::min(most, padded(padded(x.queries, HIGH)))),
           queries(x),
           span(Span::of(x)),
           relative(x.rel_k, x.bias, span, x.rel_width),
@@ -93,8 +95,8 @@ struct Forward {
             const Index pair = task / count, start = task % count;
             const Index stop = std::min(count, start + last - task);
             const Index item = pair / x.heads, head = pair % x.heads;
-            take_head(item, head, start * ROWS, std::min(x.queries, stop * ROWS));
-            for (Index block = start; block < stop; block++) attend(item, head, block * ROWS);
+            take_head(item, head, start * most, std::min(x.queries, stop * most));
+            for (Index block = start; block < stop; block++) attend(item, head, block * most);
             task += stop - start;
         }
     }
@@ -115,10 +117,10 @@ struct Forward {
     }
 
     void attend(Index item, Index head, Index first) {
-        const Index count = std::min(ROWS, x.queries - first), position = x.offset + first;
+        const Index count = std::min(most, x.queries - first), position = x.offset + first;
         const Seen seen = Seen::of(x, position, position + count - 1);
         std::memset(outs.get(), 0, height * value_row * sizeof(float));
-        std::fill(softmax, softmax + ROWS, Softmax());
+        std::fill(softmax, softmax + count, Softmax());
         if (!seen.none()) {
             queries.take(item, head, first, count);
             relative.take_edges(queries.met(), queries.met_row(), count);
@@ -138,7 +140,7 @@ struct Forward {
     // A block of queries meets a block of keys, `start … start + n - 1`.
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Index origin = relative.origin(start - (position + height - 1));
-        float *logits = this->logits.get() + MARGIN;
+        float *logits = this->logits.get() + EDGE;
         if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
@@ -163,9 +165,9 @@ struct Forward {
     // Turn a row of products into weights, zeros where it sees nothing.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
         const Seen seen = Seen::of(x, position + m, position + m);
-        float *s = logits.get() + MARGIN + m * logits_row;
+        float *s = logits.get() + EDGE + m * logits_row;
         const Row row{s, std::max(low, seen.low) - start, std::min(high, seen.high) - start};
-        const Index around = x.rel_v ? MARGIN / 2 : 0;
+        const Index around = x.rel_v ? AROUND : 0;
         float factor = 1;
         if (row.low < row.high) {
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);

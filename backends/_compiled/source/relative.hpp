@@ -8,8 +8,12 @@
 
 namespace {
 
-constexpr Index ROWS = 48;    // queries of a block
-constexpr Index MARGIN = 64;  // around a row of weights: zeros that skewed products read
+constexpr Index ROWS = 96;              // queries of a block at most
+constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zeros that skewed products read
+
+// Queries of a block. Lower blocks leave out more of the future. But where keys meet a table, those of one product meet
+// some rows of it in vain, beside one row for each query: the same number in every block.
+inline Index rows_of_blocks(const Problem &x) { return x.key_table ? ROWS : ROWS / 2; }
 
 struct Free {
     void operator()(float *p) const { std::free(p); }
@@ -26,7 +30,7 @@ inline Floats zeros(Index count) {  // pages of many zeros cost nothing until th
     return Floats(static_cast<float *>(std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(float))));
 }
 
-inline Index blocks(const Problem &x) { return (x.queries + ROWS - 1) / ROWS; }
+inline Index blocks(const Problem &x) { return (x.queries + rows_of_blocks(x) - 1) / rows_of_blocks(x); }
 
 // Which keys some queries of an item see.
 struct Seen {
