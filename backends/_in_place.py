@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import Options
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.table import Extension
 
@@ -39,6 +39,25 @@ def hidden_columns(options: Options, chunk: Chunk, *, xp: Namespace, device: Any
 def by_batch(x: Array, *, xp: Namespace) -> Array:
     """Flatten the axes before the heads into one."""
     return x if x.ndim == 4 else xp.reshape(x, (math.prod(x.shape[:-3]), *x.shape[-3:]))
+
+
+def flattened(operands: Operands, *, xp: Namespace) -> Operands:
+    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
+    lead = operands.q.ndim - 3
+    if lead == 1 and operands.mask is operands.q_segments is operands.q_positions is None:
+        return operands
+
+    def flat(name: str, x: Array) -> Array:
+        kind = KINDS[name]
+        if kind is Kind.SEQUENCE:
+            return by_batch(x, xp=xp)
+        if kind is Kind.MASK:
+            return mask_by_batch(x, operands.q, xp=xp)
+        if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
+            return xp.reshape(x, (math.prod(x.shape[:lead]), *x.shape[lead:]))
+        return xp.reshape(x, (-1, x.shape[-1])) if kind is Kind.LABEL else x
+
+    return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
 
 
 def mask_by_batch(mask: Array, q: Array, *, xp: Namespace) -> Array:

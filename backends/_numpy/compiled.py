@@ -11,7 +11,7 @@ import numpy as np
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled, _parallel
 from relskew_core.backends._compiled import Call, Library
-from relskew_core.backends._in_place import by_batch, mask_by_batch
+from relskew_core.backends._in_place import by_batch, flattened
 from relskew_core.backends._numpy.call import Array
 
 
@@ -27,17 +27,17 @@ def serves_backward(x: Operands, options: Options) -> bool:
 
 def call_of(operands: Operands, options: Options) -> Call | None:
     """Return what the kernels are to know of a call, ``None`` if they do not take it."""
-    return Call.of(_flattened(operands), options) if serves(operands, options) else None
+    return Call.of(flattened(operands, xp=xp), options) if serves(operands, options) else None
 
 
 def attention(operands: Operands, options: Options, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    return attend(operands, Call.of(_flattened(operands), options), library)
+    return attend(operands, Call.of(flattened(operands, xp=xp), options), library)
 
 
 def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the same for a call of which all is known."""
-    x, library = _flattened(operands), NUMPY if library is None else library
+    x, library = flattened(operands, xp=xp), NUMPY if library is None else library
     out = library.empty((*x.q.shape[:-1], x.v.shape[-1]))
     lse = library.empty(out.shape[:-1]) if call.options.return_lse else None
     try:
@@ -61,7 +61,7 @@ def attention_vjp(
     library: Library | None = None,
 ) -> Gradients:
     """Return the gradients of every operand."""
-    x, wanted = _in_rows(_flattened(operands)), replace(options, return_lse=True)
+    x, wanted = _in_rows(flattened(operands, xp=xp)), replace(options, return_lse=True)
     rows = x.q.shape[:-1]
     out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
     d_out, out = (_row_by_row(by_batch(each, xp=xp)) for each in (d_out, out))
@@ -69,18 +69,6 @@ def attention_vjp(
     library, lse = NUMPY if library is None else library, lse.reshape(rows)
     found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=library)
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
-
-
-def _flattened(operands: Operands) -> Operands:
-    """Return a call with one batch axis."""
-    if operands.q.ndim == 4 and operands.mask is None:
-        return operands
-    found = {name: by_batch(getattr(operands, name), xp=xp) for name in ("q", "k", "v")}
-    if operands.rel_q is not None:
-        found["rel_q"] = by_batch(operands.rel_q, xp=xp)
-    if operands.mask is not None:
-        found["mask"] = mask_by_batch(operands.mask, operands.q, xp=xp)
-    return operands._replace(**found)
 
 
 def _in_rows(x: Operands) -> Operands:

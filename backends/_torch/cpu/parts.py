@@ -14,8 +14,8 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
-from relskew_core.backends._in_place import by_batch, mask_by_batch
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core.backends import _in_place
 
 OfItems = TypeVar("OfItems", Tensor, Tensor | None)
 
@@ -42,22 +42,8 @@ class Part:
 
 
 def flattened(operands: Operands) -> Operands:
-    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
-    lead = operands.q.ndim - 3
-    if lead == 1 and operands.mask is operands.q_segments is operands.q_positions is None:
-        return operands
-
-    def flat(name: str, x: Tensor) -> Tensor:
-        kind = KINDS[name]
-        if kind is Kind.SEQUENCE:
-            return by_batch(x, xp=xp)
-        if kind is Kind.MASK:
-            return mask_by_batch(x, operands.q, xp=xp)
-        if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
-            return x.flatten(0, lead - 1)
-        return x.reshape(-1, x.shape[-1]) if kind is Kind.LABEL else x
-
-    return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
+    """Return operands with one batch axis."""
+    return _in_place.flattened(operands, xp=xp)
 
 
 def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
