@@ -54,13 +54,14 @@ class Alike:
     @classmethod
     def of(cls, types: tuple[type, ...]) -> Alike | None:
         """Return what there is to know, ``None`` of calls that cannot be short."""
-        of = dict(zip(_NAMES, types, strict=False))  # functions have options of their own behind these
+        of = dict(zip(_NAMES, types, strict=False))
+        more = types[len(_NAMES) :]  # of options that a function has of its own
         kernels, window, offset, span = backends.short(of["q"]), of.pop("window"), of.pop("offset"), of.pop("span")
         if kernels is None or NoneType in (of["k"], of["v"]) or offset is not int or window not in (tuple, NoneType):
             return None
         if span not in (Span, NoneType):
             return None
-        if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset(of.values()):
+        if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset((*of.values(), *more)):
             return None
         arrays = [place for place, name in enumerate(_NAMES) if name in DIFFERENTIABLE and types[place] is not NoneType]
         others = [place for place, name in enumerate(_NAMES) if name not in (*DIFFERENTIABLE, "offset", "span")]

@@ -166,7 +166,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
     "relative_attention": (
         relskew_core.relative_attention,
         {"q": Q, "k": Q, "v": Q, "rel_k": TABLE},
-        [*ATTENTION, Bad("return_lse", 1, "yes", None)],
+        [*ATTENTION, Bad("return_lse", 1, "yes", None, np.zeros(()))],
     ),
     "attention_weights": (
         relskew_core.attention_weights,
