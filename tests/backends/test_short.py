@@ -36,6 +36,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """Return what is remembered: nothing, in the beginning."""
     found: dict[Any, Any] = {}
     monkeypatch.setattr(short, "_checked", found)
+    monkeypatch.setattr(short, "_alike", {})
     return found
 
 
@@ -424,6 +425,27 @@ def test_few_of_many_keys_are_short(known: dict[Any, Any]) -> None:
     q, k, v, table = drawn(3, 9000)
     close(attend(q, k, v, table, window=(5, 0)), attend(q, k, v, table, window=(5, 0), impl="portable"))
     assert len(known) == 1
+
+
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["one batch axis", "two"])
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("wrong", [(3, 1, 9, 4), (4, 2, 9, 4), (3, 2, 9, 5), (3, 2, 8, 4)], ids=str)
+@pytest.mark.parametrize("width", [4, 6])
+def test_one_query_is_not_taken_for_one_of_other_shapes(
+    lead: tuple[int, ...], name: str, wrong: tuple[int, ...], width: int, known: dict[Any, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"q": (3, 2, 1, 4), "k": (3, 2, 9, 4), "v": (3, 2, 9, width)}
+    good = {key: rng.standard_normal((*lead, *shape)) for key, shape in shapes.items()}
+    attention: Any = relative_attention
+    attention(**good)
+    assert len(known) == 1
+    if name == "v":
+        wrong = (*wrong[:3], width)
+        if wrong == shapes["v"]:  # any width is good
+            return
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        attention(**good | {name: rng.standard_normal((*lead, *wrong))})
 
 
 @libraries

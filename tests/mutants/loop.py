@@ -229,6 +229,8 @@ def trial(
 def judged(children: dict[int, tuple[str, int]], noticed: list[int]) -> tuple[str, str]:
     """Wait for one of the forks; one that ended before it said anything has noticed too."""
     process, status = os.wait()
+    while process not in children:  # something that a test has left behind
+        process, status = os.wait()
     mutant, told = children.pop(process)
     with os.fdopen(told) as pipe:
         words = pipe.read()
