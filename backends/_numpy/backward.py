@@ -228,7 +228,8 @@ def _gradients(call: HeadwiseCall, operands: Operands, whole: _Whole, sums: list
         if getattr(operands, name) is None:
             return None
         table: Table = getattr(call.tables, name)
-        gradient = table.gradient(total(name).reshape(table.columns.mT.shape).mT, xp=xp)
+        rows = total(name).reshape(np.swapaxes(table.columns, -1, -2).shape)
+        gradient = table.gradient(np.swapaxes(rows, -1, -2), xp=xp)
         return gradient[..., 0] if name == "rel_bias" else gradient
 
     mask = None
