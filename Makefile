@@ -5,7 +5,8 @@
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
 #   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
 #   make docs           the site, in site/html: all pages, tutorials that run, a reference; without network
-#   make test           every test, with coverage
+#   make test           every test
+#   make coverage       the same, and which lines they reach; a third slower
 #   make test-peers     the same numbers as other code bases, which it installs
 #   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
@@ -39,7 +40,7 @@ LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py tests/export/test_translation.py
 
-.PHONY: help demo example example-full web docs test test-peers test-web test-lowest test-newest fuzz mutants check clean
+.PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
 
@@ -65,6 +66,9 @@ docs: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.site
 
 test: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+coverage: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
 
 test-peers: .venv-peers/stamp
