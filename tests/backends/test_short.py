@@ -449,6 +449,29 @@ def test_one_query_is_not_taken_for_one_of_other_shapes(
 
 
 @libraries
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("width", [4, 6])
+def test_heads_and_results_tell_kinds_apart(
+    library: Callable[..., Any], n: int, width: int, known: dict[Any, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    q, table = rng.standard_normal((3, 4, n, 4)), rng.standard_normal((64, 4))
+    for heads in (4, 2, 1):
+        x = [q, rng.standard_normal((3, heads, 9, 4)), rng.standard_normal((3, heads, 9, width)), table]
+        arrays: Any = [library(each) for each in x]
+        for return_lse in (False, True, False):
+            found = attend(*arrays, return_lse=return_lse)
+            expected = attend(*arrays, return_lse=return_lse, impl="portable")
+            assert isinstance(found, tuple) == return_lse
+            for one, other in zip(found, expected, strict=True):
+                close(one, other)
+    assert len(known) == 6
+    k, v = (library(rng.standard_normal((3, 3, 9, size))) for size in (4, width))
+    with pytest.raises(ValueError, match="heads"):
+        attend(library(q), k, v, library(table))
+
+
+@libraries
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_long_calls_take_the_usual_way(library: Callable[..., Any], dtype: Any, known: dict[Any, Any]) -> None:
     long = [library(x.astype(dtype)) for x in drawn(8, 9000, rows=9000)]

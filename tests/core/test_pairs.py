@@ -62,6 +62,7 @@ def test_pairs_are_a_call_of_their_own(runs: tuple[Run, Run], offset: int, left:
 )
 @example(zero=0, step=1, low=0, high=0, left=0, right=0, beyond="clip")
 @example(zero=-1, step=2, low=0, high=1, left=0, right=0, beyond="clip")  # steps over the table
+@example(zero=-12, step=2, low=-4, high=0, left=0, right=1, beyond="clip")  # an edge alone
 def test_rows_are_those_that_the_pairs_meet(
     zero: int, step: int, low: int, high: int, left: int, right: int, beyond: Any
 ) -> None:
