@@ -95,7 +95,9 @@ def to_onnx(
     onnx.ModelProto
         Inputs ``x (batch, query_length, E)``, ``memory (batch, memory_length, E)`` if ``spec.cross``, ``mask``,
         ``segments`` and the past if asked for; output ``y (batch, query_length, E)`` and the presents. An input that
-        reads past the table's reach makes the runtime fail instead of giving wrong numbers.
+        reads past the table's reach makes the runtime fail instead of giving wrong numbers. Behind a past, a table
+        with ``beyond="error"`` that is shorter than what blocks can see ends the graph at its own length, also where
+        the next queries begin a block and would see less.
 
     Raises
     ------

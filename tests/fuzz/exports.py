@@ -127,7 +127,7 @@ def check(example: Example) -> None:
             if "reaches the relative positions" not in str(error):
                 raise
             expected = None
-        may_fail = expected is None or too_long(options["max_length"], sizes, spec)
+        may_fail = expected is None or too_long(options["max_length"], sizes, spec) or short_of_blocks(sizes, spec)
         try:
             actual = run(feeds)
         except Exception as error:
@@ -146,6 +146,19 @@ def too_long(max_length: int | None, sizes: Sizes, spec: BlockSpec) -> bool:
     """Whether an input is longer than was asked for: the graph may fail then, but never give other numbers."""
     keys = sizes.memory if spec.cross else sizes.past + sizes.queries
     return max_length is not None and max(sizes.queries, keys) > max_length
+
+
+def short_of_blocks(sizes: Sizes, spec: BlockSpec) -> bool:
+    """Whether the past is longer than a table that does not reach as far as blocks can.
+
+    Queries that follow it at the beginning of a block may see nothing past the table; the graph reads its rows all
+    the same, and fails.
+    """
+    if spec.block_size is None or spec.span.beyond != "error" or not sizes.past:
+        return False
+    before = 1 if spec.blocks_before is None else spec.blocks_before
+    seen = [(before + 1) * spec.block_size - 1, *(side for side in (spec.window or ())[:1] if side is not None)]
+    return min(seen) > spec.span.left and sizes.past + sizes.queries > spec.span.left + 1
 
 
 def opened(model: Any, runtime: str) -> Any:
