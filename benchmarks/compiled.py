@@ -44,8 +44,15 @@ class Call:
         last = self.length - 1
         span = Span(last, 0 if self.causal else last) if self.reach is None else Span.clipped(self.reach)
         tables = {name: make(span.rows, WIDTH) for name in self.tables}
-        mask = {"mask": make(1, 1, 1, self.length) < 1.3} if self.options.get("mask") else {}  # of ten keys, nine
-        return {"span": span, "causal": self.causal, **self.options, **tables, **mask}
+        drawn: dict[str, Any] = {}
+        if self.options.get("mask"):
+            drawn["mask"] = make(1, 1, 1, self.length) < 1.3  # of ten keys, nine
+        if documents := self.options.get("segments"):
+            drawn["segments"] = torch.arange(self.length) * documents // self.length
+        if self.options.get("positions"):
+            stamps = torch.randint(0, 4, (self.length,)).cumsum(0)
+            drawn["positions"] = stamps, stamps
+        return {"span": span, "causal": self.causal, **self.options, **tables, **drawn}
 
 
 CALLS = [
@@ -61,6 +68,8 @@ CALLS = [
     Call("keys meet a table too, clipped at 255", 2048, reach=255, tables=("rel_k", "key_table")),
     Call("softcap", 1024, causal=True, options={"softcap": 30.0}),
     Call("mask of keys", 1024, options={"mask": True}),
+    Call("8 documents", 1024, causal=True, options={"segments": 8}),
+    Call("time stamps, clipped at 64", 1024, reach=64, causal=True, options={"positions": True}),
     Call("dropout", 1024, causal=True, options={"dropout": 0.1, "seed": 1}),
 ]
 
@@ -130,7 +139,7 @@ def _by_torch(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, 
 
 def _by_numpy(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, training: bool) -> Callable[[], Any]:
     q, k, v, d_out = (x.numpy() for x in (q, k, v, d_out))
-    given: dict[str, Any] = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    given: dict[str, Any] = {name: _as_numpy(x) for name, x in arguments.items()}
 
     def call() -> Any:
         if not training:
@@ -140,6 +149,12 @@ def _by_numpy(q: Any, k: Any, v: Any, d_out: Any, arguments: dict[str, Any], *, 
         return [x for x in gradients if x is not None]
 
     return call
+
+
+def _as_numpy(x: Any) -> Any:
+    if isinstance(x, tuple) and isinstance(x[0], torch.Tensor):
+        return tuple(map(_as_numpy, x))
+    return x.numpy() if isinstance(x, torch.Tensor) else x
 
 
 def _plain(q: Any, k: Any, v: Any, d_out: Any, *, causal: bool, training: bool) -> Callable[[], Any]:

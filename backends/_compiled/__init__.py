@@ -43,13 +43,20 @@ ARRAYS = len(DIFFERENTIABLE)
 ALONE = (0, 1, 1, 0, 1)
 """Of a call that is one part, with one sum of gradients and one thread: what comes last."""
 
-NOTHING = (None, None)
-"""Drawn where nothing is dropped."""
+LABELS = ("q_segments", "k_segments", "q_positions", "k_positions")
+NO_LABELS = (None,) * (len(LABELS) + 2)
+"""Of calls that have none, and of which nothing is dropped."""
+
+LONGEST = 2**16
+"""Rows of a table whose products with a block of queries are kept."""
+
+APART = 2**30
+"""How far apart integers of queries and keys may be."""
 
 LANES = 16
 """Numbers of the longest vectors."""
 
-KNOWN = COMMON | {"softcap", "blocks_before", "dropout", "seed", "key_table"}
+KNOWN = COMMON | {*LABELS, "by_value", "softcap", "blocks_before", "dropout", "seed", "key_table"}
 """The arrays and options that the kernels know; whatever else a call has keeps it from them."""
 
 
@@ -71,9 +78,47 @@ class Library(NamedTuple):
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether a call of four axes each is one for these kernels, but for its dtype."""
+    if not serves_kind(x, options):
+        return False
+    if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
+        return False
+    return x.k_positions is None or _reached(x, options)
+
+
+def serves_kind(x: Operands, options: Options) -> bool:
+    """Whether a call is one for these kernels whatever its integers are: in 32 bits, and if tables reach them."""
     if kernels is None or unknown(x, options, KNOWN) or abs(options.visibility.offset) >= FAR:
         return False
-    return 0 not in (*x.q.shape, *x.k.shape, x.v.shape[-1])
+    if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
+        return False
+    if x.k_positions is None or not has_tables(x):
+        return True
+    # A query meets many rows of a longer table in vain.
+    return x.key_table is None and options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
+
+
+def has_tables(x: Operands) -> bool:
+    """Whether anything is said of relative positions."""
+    return any(getattr(x, name) is not None for name in TABLES)
+
+
+def _ends(of_queries: Any, of_keys: Any) -> tuple[int, ...]:
+    """Return the least and the greatest integer of queries, and of keys."""
+    return tuple(map(int, (of_queries.min(), of_queries.max(), of_keys.min(), of_keys.max())))
+
+
+def _near(*ends: int) -> bool:
+    return max(ends) - min(ends) < APART
+
+
+def _reached(x: Operands, options: Options) -> bool:
+    """Whether positions are near each other; and reached, where tables have to: if nobody knew them, nobody looked."""
+    first_query, last_query, first_key, last_key = ends = _ends(x.q_positions, x.k_positions)
+    if not _near(*ends) or options.span.beyond != "error" or not has_tables(x):
+        return _near(*ends)
+    lowest, highest = options.positions()
+    low, high = max(first_key - last_query, lowest), min(last_key - first_query, highest)
+    return low >= -options.span.left and high <= options.span.right
 
 
 class Call(NamedTuple):
@@ -134,11 +179,11 @@ class Call(NamedTuple):
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
-    drawn = _drawn(x, call.options, library) if call.options.dropout else NOTHING
+    labels = _labels(x, call.options, library)
     if work <= library.shared:
-        kernels.attend(*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)), *ALONE)
+        kernels.attend(*call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((out, lse)), *ALONE)
         return
-    given = (*call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((out, lse)))
+    given = (*call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((out, lse)))
     workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // BLOCK)
     together = workers if work <= WORK else 4 * workers
     _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
@@ -165,7 +210,6 @@ def pull_back(
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
     work, lent = call.work, library.lent
-    drawn = _drawn(x, call.options, library) if call.options.dropout else NOTHING
     pairs = x.k.shape[0] * x.k.shape[1]
     sums = 1 if work <= library.shared else min(library.threads(), pairs)
     parts = sums * max(1, min(pairs, work // WORK) // sums)
@@ -177,7 +221,7 @@ def pull_back(
             axes = 2 if name == "rel_bias" else 3
             found[name] = library.zeros((sums, *(array.shape if array.ndim == axes else (1, *array.shape))))
     given = (
-        *call[:TOLD], *lent(x[:ARRAYS]), *drawn, *lent((d_out, out, lse, d_lse)),
+        *call[:TOLD], *lent(x[:ARRAYS]), *_labels(x, call.options, library), *lent((d_out, out, lse, d_lse)),
         *lent([found.get(name) for name in GRADIENTS]), sums,
     )  # fmt: skip
     _run(kernels.pull_back, given, parts, sums, library)
@@ -211,8 +255,27 @@ def _nothing() -> None:
     """Prepare a thread: these kernels set nothing."""
 
 
-def _drawn(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
-    """Lend the hashes of queries and keys that dropout goes by; the keys' have some to spare for whole vectors."""
-    xp, n_queries, n_keys = library.xp, x.q.shape[-2], x.k.shape[-2]
-    queries, keys = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
-    return tuple(library.lent((queries, xp.concat([keys, xp.zeros(LANES, dtype=keys.dtype)]))))
+def _labels(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
+    """Lend the integers of queries and keys: where they stand, and what dropout goes by.
+
+    The keys have some to spare for whole vectors.
+    """
+    if x.k_segments is None and x.k_positions is None and not options.dropout:
+        return NO_LABELS
+    xp, labels = library.xp, list[Any](NO_LABELS)
+    for place, block in ((0, 1), (2, options.visibility.block_size or 1)):
+        pair = [getattr(x, name) for name in LABELS[place : place + 2]]
+        if pair[1] is not None:
+            if pair[1].dtype != xp.int32:
+                first = min(_ends(*pair)) // block * block
+                pair = [xp.astype(each - first, xp.int32) for each in pair]
+            labels[place : place + 2] = (each[:, None, None, :] for each in pair)
+    if options.dropout:
+        n_queries, n_keys = x.q.shape[-2], x.k.shape[-2]
+        labels[4:] = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
+    for place in (1, 3, 5):
+        keys = labels[place]
+        if keys is not None:
+            spare = xp.zeros((*keys.shape[:-1], LANES), dtype=keys.dtype)
+            labels[place] = xp.concat([keys, spare], axis=-1)
+    return tuple(library.lent(labels))

@@ -41,7 +41,11 @@ def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call, where it is lowered for CPUs."""
     if x.q.dtype != jnp.float32 or any(map(is_symbol, (*x.q.shape, *x.k.shape))):
         return False
-    return jax.default_backend() == "cpu" and _compiled.serves(x, options) and known()
+    if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
+        return False
+    if any(labels is not None and labels.dtype != jnp.int32 for labels in (x.k_segments, x.k_positions)):
+        return False  # they may be traced, and not fit
+    return x.k_positions is None or options.span.beyond != "error" or not _compiled.has_tables(x)
 
 
 def serves_backward(x: Operands, options: Options) -> bool:

@@ -57,7 +57,8 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     entries = math.prod(lead) if shared and apart else 1  # cut the items, each with tables of its own
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
-    operands, rows, call = [*x[: _compiled.ARRAYS], *drawn], x.q.shape[:-1], _compiled.Call.of(x, options)
+    labels = [getattr(x, name) for name in _compiled.LABELS]
+    operands, rows, call = [*x[: _compiled.ARRAYS], *labels, *drawn], x.q.shape[:-1], _compiled.Call.of(x, options)
     numbers = (call.keys, call.offset, *call.numbers[:-REALS], entries, *_threads(call.work), *call.numbers[-REALS:])
     if cotangents is None:
         width = x.v.shape[-1]
@@ -93,6 +94,10 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     if KINDS[name] is Kind.SEQUENCE:
         return jnp.reshape(x, (-1, *x.shape[-3:]))
     mapped, core = x.shape[:maps], x.shape[maps:]
+    if KINDS[name] is Kind.LABEL:  # of each item; the keys have some to spare for whole vectors
+        x = jnp.reshape(x, (*mapped, *(1,) * (q.ndim - 2 - x.ndim), *core))
+        x = jnp.reshape(jnp.broadcast_to(x, (*q.shape[:-3], core[-1])), (-1, 1, 1, core[-1]))
+        return jnp.pad(x, ((0, 0),) * 3 + ((0, _compiled.LANES),)) if name.startswith("k_") else x
     if KINDS[name] is Kind.MASK:
         return mask_by_batch(jnp.reshape(x, (*mapped, *(1,) * (q.ndim - x.ndim), *core)), q, xp=jnp)
     core = (core[0], 1, core[1]) if KINDS[name] is Kind.BIAS else (*(1,) * (3 - len(core)), *core)

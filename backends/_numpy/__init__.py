@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relskew_core._kernel.problem import Problem
+from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import compiled
 from relskew_core.backends._numpy import short as short
 from relskew_core.backends._numpy.backward import attention_vjp
@@ -19,6 +20,6 @@ def serve(function: str, call: Problem) -> Path | str:
     served = compiled.serves(operands, call.options) if forward else compiled.serves_backward(operands, call.options)
     knows = KNOWN if forward else KNOWN - {"dropout", "seed"}
     if served:
-        knows = KNOWN | {"key_table"}
+        knows |= _compiled.KNOWN
     faster = served or operands.q.shape[-2] * operands.k.shape[-2] > SHORT
     return Path(attention, attention_vjp, knows=knows, faster=faster)

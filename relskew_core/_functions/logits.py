@@ -144,7 +144,7 @@ def _logits_by_value(
     dtype = q.dtype
     q, table = widened((q, table), dtype, xp=xp)
     places = (queries[..., None, :, None], keys[..., None, None, :])
-    chunk = looked_up(Chunk(0, n, 0, m, -span.left, span.rows, 0), *places, visibility, span, xp=xp)
+    chunk = looked_up(Chunk(0, n, 0, m, -span.left, span.rows, 0), *places, span, xp=xp)
     heads = q if q.ndim > 2 else q[None, ...]
     turned = chunk if side == "query" else chunk.mirrored(0, m, xp=xp)
     columns = xp.matrix_transpose(table) if side == "query" else xp.flip(xp.matrix_transpose(table), axis=-1)

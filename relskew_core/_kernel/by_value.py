@@ -14,7 +14,6 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._positions.span import Span
-from relskew_core._positions.visibility import Visibility
 
 
 def of_queries(labels: Array, chunk: Chunk) -> Array:
@@ -33,7 +32,7 @@ class LookUpChunk(Chunk):
 
     index: Array  # (..., 1, n, m)
     there: Array | None  # which pairs have a column, None if all: where tables count for nothing beyond their ends
-    unreached: Array | None  # which pairs a table should have reached
+    unreached: Array | None  # which pairs a table should have reached, if they are seen
 
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
@@ -63,16 +62,13 @@ class LookUpChunk(Chunk):
 
 def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace) -> Chunk:
     """Return a chunk that knows all that it needs: as it is, or with its look-ups."""
-    visibility, span = options.visibility, options.span
-    if not visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
+    if not options.visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
         return chunk
     queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
-    return looked_up(chunk, queries, keys, visibility, span, xp=xp)
+    return looked_up(chunk, queries, keys, options.span, xp=xp)
 
 
-def looked_up(
-    chunk: Chunk, queries: Array, keys: Array, visibility: Visibility, span: Span, *, xp: Namespace
-) -> LookUpChunk:
+def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Namespace) -> LookUpChunk:
     """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     r = keys - queries
@@ -80,9 +76,4 @@ def looked_up(
     if span.beyond == "clip":
         return LookUpChunk(*numbers, index, None, None)
     there = xp.logical_and(r >= -span.left, r <= span.right)
-    unreached = None
-    if span.beyond == "error":
-        unreached = xp.logical_not(there)
-        seen = visibility.sees(queries, keys, xp=xp)
-        unreached = unreached if seen is None else xp.logical_and(unreached, seen)
-    return LookUpChunk(*numbers, index, there, unreached)
+    return LookUpChunk(*numbers, index, there, xp.logical_not(there) if span.beyond == "error" else None)

@@ -128,6 +128,33 @@ def test_keys_that_a_mask_hides_may_be_anything(n: int) -> None:
     np.testing.assert_array_equal(relative_attention(q, k, v, table, **options), expected)
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("n", [1, 30, 200], ids="{} queries".format)
+@pytest.mark.parametrize("name", ["segments", "positions"])
+@pytest.mark.parametrize("dv", [8, 16])
+def test_values_that_labels_hide_may_be_anything(n: int, name: str, dv: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        rng.standard_normal((2, 2, *s)).astype(np.float32) for s in ((n, 8), (600, 8), (600, dv), (n, dv))
+    )
+    table, values = (rng.standard_normal((9, width)).astype(np.float32) for width in (8, dv))
+    of_queries, of_keys = rng.integers(1, 4, (2, n)), rng.integers(1, 4, (2, 600))
+    of_keys[0, 7:600:31] = of_keys[1, 590:] = 50  # no query's document, and after all queries
+    hidden = np.expand_dims(of_keys == 50, (1, 3))
+    options: dict[str, Any] = {"span": Span(4, 4, "clip"), name: (of_queries, of_keys), "causal": name == "positions"}
+    given = {"rel_k": table, "rel_v": values, **options}
+    expected = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
+    v = np.where(hidden, np.float32(np.nan), v)
+    found = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+    v[0, :, 100] = np.nan  # which some queries see
+    seen = relative_attention(q, k, v, **given)
+    theirs = of_keys[0, 100] == of_queries[0] if name == "segments" else of_keys[0, 100] <= of_queries[0]
+    np.testing.assert_array_equal(np.isnan(np.asarray(seen)[0]).any(-1), np.broadcast_to(theirs, (2, n)))
+    assert np.isfinite(seen[1]).all()
+
+
 def test_a_query_that_is_not_finite_keeps_to_what_it_sees() -> None:
     rng = np.random.default_rng(0)
     q, k, v, d_out = rng.standard_normal((4, 1, 20, 8)).astype(np.float32)
@@ -174,6 +201,14 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
             close(x, y)
 
 
+def told(q: Any, k: Any, v: Any) -> list[Any]:
+    """Return what the kernels are told of a call without tables."""
+    given = problem(Arguments(q, k, v))
+    call = _compiled.Call.of(given.operands(), given.options)
+    arrays = [q, k, v, *[None] * (_compiled.ARRAYS - 3), *_compiled.NO_LABELS]
+    return [*call[: _compiled.TOLD], *arrays, np.empty_like(q), None, *_compiled.ALONE]
+
+
 def test_other_threads_go_on_while_they_work() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 3000, 64)).astype(np.float32) for _ in range(3))
@@ -187,10 +222,7 @@ def test_other_threads_go_on_while_they_work() -> None:
     thread.start()
     try:
         before = counted[0]
-        given = problem(Arguments(q, k, v))
-        out = np.empty_like(q)
-        call = _compiled.Call.of(given.operands(), given.options)
-        kernels.attend(*call[: _compiled.TOLD], q, k, v, *[None] * 8, out, None, 0, 1, 1, 0, 1)
+        kernels.attend(*told(q, k, v))
         assert counted[0] > before + 1000
     finally:
         done.set()
@@ -275,20 +307,46 @@ def test_memory_is_given_back() -> None:
         ({5: (0, (4, 8))}, "too many axes"),
         ({5: (0, (4, 8), (8,), None)}, "too many axes"),
         ({5: 7}, "bytes-like"),
-        ({16: "0"}, "int"),
+        ({-2: "0"}, "int"),
     ],
 )
 def test_they_refuse_what_they_cannot_read(changed: dict[int, Any], why: str) -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
-    given = problem(Arguments(q, q, q))
-    call = _compiled.Call.of(given.operands(), given.options)
-    args: list[Any] = [*call[: _compiled.TOLD], q, q, q, *[None] * 8, np.empty_like(q), None, 0, 1, 1, 0, 1]
+    args = told(q, q, q)
     for index, value in changed.items():
         args[index] = value
     with pytest.raises((TypeError, ValueError, BufferError), match=why):
         kernels.attend(*args)
     with pytest.raises(TypeError, match="arguments are wanted"):
-        kernels.attend(*call[: _compiled.TOLD])
+        kernels.attend(*args[: _compiled.TOLD])
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("name", "far", "left", "served"),
+    [
+        ("positions", 2**29, 20, True),
+        ("positions", 2**30, 20, False),
+        ("positions", -(2**61), 20, False),
+        ("segments", 2**30, 20, False),
+        ("positions", 90, 2000, False),  # a long table for few keys
+        ("positions", 90, 1000, True),
+    ],
+)
+def test_integers_that_are_far_apart_are_for_others(
+    library: Any, name: str, far: int, left: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (library(rng.standard_normal((1, 2, 50, 8)).astype(np.float32)) for _ in range(3))
+    table = library(rng.standard_normal((left + 1, 8)).astype(np.float32))
+    labels = np.arange(50) // 3
+    labels[7] = far
+    options: dict[str, Any] = {"span": Span(left, 0, "clip"), "causal": True, name: (library(labels), library(labels))}
+    expected = relative_attention(q, k, v, table, **options, impl="portable")
+    found, attend = [], kernels.attend
+    monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(attend=lambda *x: found.append(attend(*x))))
+    close(np.asarray(relative_attention(q, k, v, table, **options)), np.asarray(expected))
+    assert bool(found) == served
 
 
 def test_a_level_that_is_not_there_is_named() -> None:

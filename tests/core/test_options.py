@@ -96,20 +96,22 @@ def test_documents_that_come_back_are_seen_from_everywhere() -> None:
         )
 
 
-def test_values_of_strangers_may_be_anything() -> None:
+@pytest.mark.parametrize(("dtype", "gate"), [("float32", 1e-6), ("float64", 1e-13)])
+def test_values_of_strangers_may_be_anything(dtype: str, gate: float) -> None:
     segments = np.repeat([0, 1], 20)
-    v = V.copy()
+    q, k, v, table = (x.astype(dtype) for x in (Q, K, V, TABLE))
+    expected = relative_attention(q, k, v, table, segments=segments)
     v[:, :, 20:] = np.nan
-    expected = relative_attention(Q, K, V, TABLE, segments=segments)
     for impl in ("portable", "auto"):
-        found = relative_attention(Q, K, v, TABLE, segments=segments, chunk_size=20, impl=impl)
-        np.testing.assert_allclose(found[:, :, :20], expected[:, :, :20], rtol=0, atol=1e-13)
+        found = relative_attention(q, k, v, table, segments=segments, chunk_size=20, impl=impl)
+        np.testing.assert_allclose(found[:, :, :20], expected[:, :, :20], rtol=0, atol=gate)
 
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
-def test_values_that_documents_and_window_hide_together_may_be_anything(impl: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: torch.dtype, impl: str) -> None:
     """A key of a query's document but beyond its window, for one query; in its window but of others, for the next."""
-    q, k, v = (torch.as_tensor(x) for x in RNG.standard_normal((3, 3, 240, 8)))
+    q, k, v = (torch.as_tensor(x, dtype=dtype) for x in RNG.standard_normal((3, 3, 240, 8)))
     v[:, 20] = torch.nan
     queries = torch.tensor([0] * 60 + [1] * 60 + [0] * 60 + [1] * 60)
     keys = torch.tensor([1] * 50 + [5] * 190)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,9 @@ from relskew_core.backends import _compiled
 @pytest.mark.skipif(_compiled.kernels is None, reason="the kernels were not compiled at installation")
 @pytest.mark.parametrize("library", compiled.LIBRARIES)
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
-def test_both_compute_the_same(library: str, training: bool) -> None:
-    call = compiled.Call("try", 40, reach=5, tables=("rel_k", "rel_v"), options={"mask": True})
+@pytest.mark.parametrize("options", [{"mask": True}, {"segments": 3}, {"positions": True}], ids=str)
+def test_both_compute_the_same(library: str, training: bool, options: dict[str, Any]) -> None:
+    call = compiled.Call("try", 40, reach=5, tables=("rel_k", "rel_v"), options=options)
     row = compiled.measure(call, library, training=training, seconds=0.0)
     assert (row.call, row.length) == ("try", 40)
     assert _compiled.kernels is not None

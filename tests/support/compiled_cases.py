@@ -22,6 +22,13 @@ def narrow(x: Any) -> Any:
     return x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
 
 
+STAMPS = tuple(np.cumsum(np.random.default_rng(n).integers(0, 4, (2, n)), -1).tolist() for n in (110, 600))
+"""Where 110 queries and 600 keys of two items stand, one not before the other."""
+
+ANYWHERE = tuple(np.random.default_rng(n).integers(-50, 90, n).tolist() for n in (60, 1100))
+DOCUMENTS = tuple(np.sort(np.random.default_rng(n).integers(-2, 7, (2, n)), -1).tolist() for n in (110, 600))
+MIXED = tuple(np.random.default_rng(n).integers(0, 3, n).tolist() for n in (2, 700))
+
 LONG: list[dense.Case] = [
     dense.Case("blocks of queries and of keys", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2,
                span=Span(40, 700, "clip"), tables="rel_k rel_v rel_bias", options={"offset": 300}),
@@ -48,6 +55,24 @@ LONG: list[dense.Case] = [
                tables="rel_k rel_v rel_bias", options={"offset": 500}),
     dense.Case("dropout of many", n=100, m=530, d=32, span=Span(30, 20, "clip"), tables="rel_k rel_v",
                options={"dropout": 0.3, "seed": 5, "offset": 400}),
+    dense.Case("time stamps, causal", n=110, m=600, d=24, dv=40, heads=4, kv_heads=2, span=Span(40, 70, "clip"),
+               tables="rel_k rel_v rel_bias", labels={"positions": STAMPS}, options={"causal": True}),
+    dense.Case("positions anywhere", n=60, m=1100, d=16, rel_q_width=20, span=Span(9, 70, "zero"),
+               tables="rel_k rel_v", labels={"positions": ANYWHERE}, options={"softcap": 4.0, "rel_scale": 0.5}),
+    dense.Case("positions anywhere, in blocks", n=60, m=1100, d=8, span=Span(200, 200), mask="boolean",
+               labels={"positions": ANYWHERE}, options={"block_size": 30, "blocks_before": 1}),
+    dense.Case("positions of which a window leaves one", n=60, m=1100, d=8, span=Span(3, 3, "clip"), tables="rel_v",
+               labels={"positions": ANYWHERE}, options={"window": (0, 0)}),
+    dense.Case("documents", n=110, m=600, d=24, heads=4, kv_heads=2, span=Span(40, 70, "clip"),
+               tables="rel_k rel_v rel_bias", labels={"segments": DOCUMENTS}, options={"offset": 5, "causal": True}),
+    dense.Case("documents in a window, keys that meet a table", n=110, m=600, d=24, span=Span(90, 70, "zero"),
+               tables="key_table", labels={"segments": DOCUMENTS}, options={"offset": 77, "window": (300, 3)}),
+    dense.Case("documents in a window that begins amid a vector", n=110, m=600, d=16, span=Span(30, 9, "clip"),
+               labels={"segments": DOCUMENTS}, options={"offset": 301, "window": (20, 3)}),
+    dense.Case("few queries of documents in any order", n=2, m=700, d=16, span=Span(9, 9, "clip"), tables="rel_k rel_v",
+               labels={"segments": MIXED}, options={"offset": 350, "dropout": 0.2, "seed": 3}),
+    dense.Case("stamps and documents", n=110, m=600, d=16, span=Span(30, 0, "zero"), tables="rel_k rel_v",
+               labels={"positions": STAMPS, "segments": DOCUMENTS}),
     dense.Case("nothing seen by some", n=70, m=30, span=Span(9, 9, "clip"), tables="rel_k", options={"window": (3, 3)}),
 ]  # fmt: skip
 

@@ -35,12 +35,6 @@ struct Sums {
     }
 };
 
-inline bool finite(const float *x, Index width) {
-    float nothing = 0;
-    for (Index d = 0; d < width; d++) nothing += x[d] * 0.0f;
-    return nothing == 0;
-}
-
 struct Backward {
     static constexpr Index KEYS = 256;  // of a block
 
@@ -52,6 +46,9 @@ struct Backward {
     const Span span;
     Relative relative, relative_values;
     KeySide key_side;
+    Sight sight;
+    const Places &places;
+    ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
     Rows keys, rel_k, rel_v, key_table;
     Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
     float delta[ROWS];
@@ -72,7 +69,11 @@ struct Backward {
           span(Span::of(x)),
           relative(x.rel_k, x.bias, span, x.rel_width),
           relative_values(x.rel_v, {}, span, x.value_width),
-          key_side(x) {}
+          key_side(x),
+          sight(x),
+          places(sight.places),
+          changed_by_row(x, places),
+          mixed_by_row(x, places) {}
 
     bool make() {
         key_panels = floats(padded(x.keys, PANEL) * x.width);
@@ -81,9 +82,11 @@ struct Backward {
         weights = floats(height * logits_row);
         d_logits = floats(height * logits_row);
         slopes = floats(logits_row);
+        const Index columns = std::max(logits_row, columns_anywhere(x));
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
-               relative.make(height, logits_row, lowest(x), highest(x)) &&
-               relative_values.make(height, logits_row, lowest(x), highest(x)) && key_side.make() &&
+               relative.make(height, columns, lowest(x), highest(x)) &&
+               relative_values.make(height, columns, lowest(x), highest(x)) && key_side.make() && sight.make() &&
+               (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
                keys.make(x.keys, x.width) && d_q.make(height, x.width) && d_k.make(x.keys, x.width) &&
                d_v.make(x.keys, x.value_width) && make_tables();
     }
@@ -102,6 +105,7 @@ struct Backward {
             pack(x.k.of(item, own), x.k.row, x.keys, x.width, key_panels.get());
             pack(x.v.of(item, own), x.v.row, x.keys, x.value_width, value_panels.get());
             keys.take(x.k.of(item, own), x.k.row, x.keys, x.width);
+            sight.take_keys(item);
             for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
                 take_tables(head);
                 for (Index i = 0; i < x.queries; i += most) pull_back(item, head, i);
@@ -138,7 +142,8 @@ struct Backward {
 
     void pull_back(Index item, Index head, Index first) {
         const Index count = std::min(most, x.queries - first), position = x.offset + first;
-        const Seen seen = Seen::of(x, position, position + count - 1);
+        sight.take_queries(item, first, count);
+        const Seen seen = sight.of(0, count, position, 0, x.keys);
         d_q.clear();
         if (queries.apart) d_met.clear();
         if (!seen.none()) {
@@ -152,10 +157,33 @@ struct Backward {
             keep_apart(count);
             relative.take_edges(queries.met(), queries.met_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
+            begin_anywhere(count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
+            end_anywhere(count);
         }
         for (Index m = 0; m < count; m++) write_queries(item, head, first, m);
+    }
+
+    // Of queries and keys that stand anywhere: products with tables are taken once for a block, and so are those that
+    // give the tables' gradients.
+    void begin_anywhere(Index count) {
+        if (!places) return;
+        places.multiply(relative, queries.met(), queries.met_row(), count);
+        places.multiply(relative_values, d_outs.get(), value_width, count);
+        if (changed_by_row) changed_by_row.clear(count);
+        if (mixed_by_row) mixed_by_row.clear(count);
+    }
+
+    void end_anywhere(Index count) {
+        Sums &met = queries.apart ? d_met : d_q;
+        if (!places) return;
+        if (x.rel_k) {
+            changed_by_row.mix(count, rel_k.at, rel_k.row, rel_width, met.at.get(), met.row);
+            changed_by_row.spread(count, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+        }
+        if (x.rel_v) mixed_by_row.spread(count, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
+        if (x.bias) changed_by_row.add_to(d_bias.at.get(), count);
     }
 
     // A query that is not finite may reach the gradients of what it sees, and of nothing else: 0 · NaN is not 0.
@@ -181,18 +209,19 @@ struct Backward {
 
     // A block of queries meets a block of keys, `start … start + n - 1`.
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
-        const Seen seen = Seen::of(x, position, position + count - 1);
-        const Index low = std::max(start, seen.low) - start, high = std::min(start + n, seen.high) - start;
+        const Seen seen = sight.of(0, count, position, start, start + n);
+        const Index low = seen.low - start, high = seen.high - start;
+        if (low >= high) return;
         float *p = weights.get() + margin, *ds = d_logits.get() + margin;
         if (x.key_table) key_side.write(item, head, count, position, start, n, p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m);
-            const Seen own = Seen::of(x, position + m, position + m + rows - 1);
-            const Index from = std::max(start, own.low) - start, to = std::min(start + n, own.high) - start;
+            const Seen own = sight.of(m, rows, position + m, start, start + n);
+            const Index from = own.low - start, to = own.high - start;
             if (from < to) multiply_block(m, rows, position, start, from, to);
-            for (Index i = m; i < m + rows; i++) weigh(item, head, first, position, i, start, low, high);
+            for (Index i = m; i < m + rows; i++) weigh(item, head, first, position, i, start, {from, to}, {low, high});
             if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
         }
         const Index keys_there = high - low;
@@ -203,6 +232,7 @@ struct Backward {
         if (x.key_table)
             key_side.pull_back(item, head, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
                                d_k.row, d_key_table.at.get(), d_key_table.row, key_table);
+        if (places) return;
         if (x.rel_k) changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) add_to_bias(changed);
@@ -214,30 +244,34 @@ struct Backward {
         const Index origin = relative.origin(start - (position + height - 1));
         const Index of_values = relative_values.origin(start - (position + height - 1));
         const float *g = d_outs.get() + m * value_width;
-        if (relative) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
-        if (relative_values) relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
+        if (relative && !places) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
+        if (relative_values && !places)
+            relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
             float *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
-            const float *at = relative.at(m, start + j, p, origin);
-            if (x.key_table) at = add_to_logits(rows, at, relative.row - 1, s, logits_row);
+            Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row);
+            if (x.key_table) of_logits = {add_to_logits(rows, of_logits.at, of_logits.row, s, logits_row), logits_row};
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                          key_panels.get() + (start + j) * x.width, PANEL, at,
-                          x.key_table ? logits_row : relative.row - 1, s, logits_row);
+                          key_panels.get() + (start + j) * x.width, PANEL, of_logits.at, of_logits.row, s, logits_row);
+            const Start of_weights =
+                Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
             ::multiply<2>(rows, x.value_width, {g, value_width, 1}, value_panels.get() + (start + j) * x.value_width,
-                          PANEL, relative_values.at(m, start + j, p, of_values), relative_values.row - 1, d,
-                          logits_row);
+                          PANEL, of_weights.at, of_weights.row, d, logits_row);
         }
     }
 
-    // Turn a row of products into weights and the gradient of the logits, with zeros around both.
-    void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
+    // Turn a row of products into weights and the gradient of the logits, with zeros around both; `there` are the
+    // columns of products, and `all` those of the block.
+    void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Seen there, Seen all) {
         const Seen seen = Seen::of(x, position + m, position + m);
         float *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
-        const Row row{s, std::max(low, seen.low - start), std::min(high, seen.high - start)};
+        const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
+        const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
             const float sum = *x.lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
             const float origin = lost[m] ? NAN : sum == -INF ? INF : sum;
             for (Index j = row.start(); j < row.end(); j += LANES) {
@@ -248,10 +282,11 @@ struct Backward {
                 store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
             }
         }
-        const Row changed{d, row.low, row.high};
         if (lost[m]) row.put_around(0), changed.put_around(0);
-        row.clear_around(s + low - margin, s + high + margin);
-        changed.clear_around(d + low - margin, d + high + margin);
+        if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);
+        if (mixed_by_row && row.low < row.high) mixed_by_row.add(m, row, start);
+        row.clear_around(s + all.low - margin, s + all.high + margin);
+        changed.clear_around(d + all.low - margin, d + all.high + margin);
     }
 
     // Keep by how much each logit follows its product through a softcap.
@@ -267,7 +302,7 @@ struct Backward {
                     keys.at + (changed.start + changed.low) * keys.row, keys.row, width, d_q.at.get() + m * d_q.row,
                     d_q.row);
         Sums &to = queries.apart ? d_met : d_q;
-        if (x.rel_k) changed.mix(span, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
+        if (x.rel_k && !places) changed.mix(span, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
     }
 
     void add_to_bias(const Weights &changed) {

@@ -40,8 +40,11 @@ struct Queries {
 };
 
 // Which relative positions there are in a call.
-inline Index lowest(const Problem &x) { return 1 - x.offset - x.queries; }
-inline Index highest(const Problem &x) { return x.keys - 1 - x.offset; }
+inline Index lowest(const Problem &x) { return x.k_positions ? -ANYWHERE : 1 - x.offset - x.queries; }
+inline Index highest(const Problem &x) { return x.k_positions ? ANYWHERE : x.keys - 1 - x.offset; }
+
+// How many of them there may be beside those of a block of keys.
+inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
 
 // Add products of PANEL keys with the queries' table, if any, to what is of the keys' table; return where that is.
 inline const float *add_to_logits(Index rows, const float *from, Index from_row, float *s, Index s_row) {
@@ -50,6 +53,50 @@ inline const float *add_to_logits(Index rows, const float *from, Index from_row,
             store(s + i * s_row + j, load(s + i * s_row + j) + load(from + i * from_row + j));
     return s;
 }
+
+// The values of some keys. Where labels hide some in the midst of others, those that are not finite are zeros here, and
+// are added only to what queries make of them that see them: 0 · NaN is not 0.
+struct Values {
+    Rows rows;
+    Floats finite_ones;
+    std::unique_ptr<Index[], Free> lost;
+    const float *given = nullptr;
+    Index most = 0, lost_count = 0, given_row = 0;
+
+    bool make(const Problem &x, bool labelled) {
+        most = x.keys;
+        if (labelled) lost.reset(static_cast<Index *>(std::calloc(x.keys, sizeof(Index))));
+        return rows.make(x.keys, x.value_width) && (lost || !labelled);
+    }
+
+    // Return false if there is no memory.
+    bool take(const float *from, Index from_row, Index count, Index width) {
+        rows.take(from, from_row, count, width);
+        given = from, given_row = from_row, lost_count = 0;
+        for (Index j = 0; lost && j < count; j++)
+            if (!finite(from + j * from_row, width)) lost[lost_count++] = j;
+        if (!lost_count) return true;
+        const Index row = padded(width);
+        if (!finite_ones) finite_ones = zeros(most * row);
+        if (!finite_ones) return false;
+        for (Index j = 0; j < count; j++)
+            std::memcpy(finite_ones.get() + j * row, from + j * from_row, width * sizeof(float));
+        for (Index i = 0; i < lost_count; i++) std::fill_n(finite_ones.get() + lost[i] * row, width, 0.0f);
+        rows.at = finite_ones.get(), rows.row = row;
+        return true;
+    }
+
+    // Add those first … first + n - 1 that are not finite, times the weights of some queries.
+    void add_lost(const float *weights, Index weights_row, Index count, Index first, Index n, Index width, float *out,
+                  Index out_row) const {
+        for (Index i = 0; i < lost_count; i++) {
+            const Index j = lost[i] - first;
+            for (Index m = 0; m < count && 0 <= j && j < n; m++)
+                if (const float weight = weights[m * weights_row + j]; weight != 0)
+                    for (Index d = 0; d < width; d++) out[m * out_row + d] += weight * given[lost[i] * given_row + d];
+        }
+    }
+};
 
 // All that one thread has while it works.
 struct Forward {
@@ -63,7 +110,12 @@ struct Forward {
     const Span span;
     Relative relative;
     KeySide key_side;
-    Rows values, rel_v;
+    Sight sight;
+    const Places &places;
+    ByRow by_row;  // the weights that meet values' table
+    Values values;
+    Rows rel_v;
+    bool out_of_memory = false;
     Floats keys, logits, outs;
     Index key_item = -1, key_head = -1, rel_v_head = -1;
     Seen packed{0, 0};
@@ -78,15 +130,19 @@ struct Forward {
           queries(x),
           span(Span::of(x)),
           relative(x.rel_k, x.bias, span, x.rel_width),
-          key_side(x) {}
+          key_side(x),
+          sight(x),
+          places(sight.places),
+          by_row(x, places) {}
 
     bool make() {
         keys = floats(padded(x.keys, PANEL) * x.width);
         logits = floats(height * logits_row);
         outs = floats(height * value_row);
         return keys && logits && outs && queries.make(height) &&
-               relative.make(height, logits_row, lowest(x), highest(x)) && key_side.make() &&
-               values.make(x.keys, x.value_width) && (!x.rel_v || rel_v.make(x.rows, x.value_width));
+               relative.make(height, std::max(logits_row, columns_anywhere(x)), lowest(x), highest(x)) &&
+               key_side.make() && sight.make() && (!x.rel_v || by_row.make(height)) &&
+               values.make(x, static_cast<bool>(sight)) && (!x.rel_v || rel_v.make(x.rows, x.value_width));
     }
 
     void run(Index first, Index last) {
@@ -103,30 +159,35 @@ struct Forward {
 
     // Pack what belongs to a head: of the keys, those that some of the queries see.
     void take_head(Index item, Index head, Index first_query, Index end_query) {
-        relative.take(head), key_side.take(head);
+        relative.take(head), key_side.take(head), sight.take_keys(item);
         if (x.rel_v && (rel_v_head < 0 || (x.rel_v.head && rel_v_head != head)))
             rel_v.take(x.rel_v.of(0, rel_v_head = head), x.rel_v.row, x.rows, x.value_width);
         const Index own = head / x.group();
-        const Seen seen = Seen::of(x, x.offset + first_query, x.offset + end_query - 1);
+        Seen seen = Seen::of(x, x.offset + first_query, x.offset + end_query - 1);
+        seen.low = floored(seen.low, LANES);  // as labels are taken
         if (seen.none()) return;
         if (item == key_item && own == key_head && packed.low <= seen.low && seen.high <= packed.high) return;
         key_item = item, key_head = own, packed = seen;
         const Index count = seen.high - seen.low;
         pack(x.k.of(item, own, seen.low), x.k.row, count, x.width, keys.get());
-        values.take(x.v.of(item, own, seen.low), x.v.row, count, x.value_width);
+        if (!values.take(x.v.of(item, own, seen.low), x.v.row, count, x.value_width)) out_of_memory = true;
     }
 
     void attend(Index item, Index head, Index first) {
         const Index count = std::min(most, x.queries - first), position = x.offset + first;
-        const Seen seen = Seen::of(x, position, position + count - 1);
+        sight.take_queries(item, first, count);
+        const Seen seen = sight.of(0, count, position, 0, x.keys);
         std::memset(outs.get(), 0, height * value_row * sizeof(float));
         std::fill(softmax, softmax + count, Softmax());
         if (!seen.none()) {
             queries.take(item, head, first, count);
             relative.take_edges(queries.met(), queries.met_row(), count);
+            places.multiply(relative, queries.met(), queries.met_row(), count);
+            if (by_row) by_row.clear(count);
             const Index start = packed.low + floored(seen.low - packed.low, PANEL);
             for (Index key = start; key < seen.high; key += KEYS)
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
+            if (by_row) by_row.mix(count, rel_v.at, rel_v.row, value_row, outs.get(), value_row);
         }
         for (Index m = 0; m < count; m++) {
             const float total = softmax[m].total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
@@ -144,18 +205,17 @@ struct Forward {
         if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
-            const Seen seen = Seen::of(x, p, p + rows - 1);
-            const Index low = std::max(start, seen.low), high = std::min(start + n, seen.high);
+            const auto [low, high] = sight.of(m, rows, p, start, start + n);
             if (low >= high) continue;
-            if (relative)
+            if (relative && !places)
                 relative.multiply(queries.met(), queries.met_row(), m, rows, low - (p + rows - 1), high - p, origin);
             float *s = logits + m * logits_row;
             for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
-                const float *from = relative.at(m, start + j, p, origin);
-                if (x.key_table) from = add_to_logits(rows, from, relative.row - 1, s + j, logits_row);
+                Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row);
+                if (x.key_table) from = {add_to_logits(rows, from.at, from.row, s + j, logits_row), logits_row};
                 multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                            keys.get() + (start + j - packed.low) * x.width, PANEL, from,
-                            x.key_table ? logits_row : relative.row - 1, s + j, logits_row);
+                            keys.get() + (start + j - packed.low) * x.width, PANEL, from.at, from.row, s + j,
+                            logits_row);
             }
             for (Index i = 0; i < rows; i++) weigh(item, head, first, position, m + i, start, low, high);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});
@@ -171,8 +231,13 @@ struct Forward {
         float factor = 1;
         if (row.low < row.high) {
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
+            sight.hide(m, row, start);
             factor = softmax[m].take(row);
             Kept::of(x, item, head, first + m, start).drop(row);
+            if (by_row) {
+                if (factor != 1.0f) by_row.scale(m, factor);
+                by_row.add(m, row, start);
+            }
         }
         row.clear_around(s + low - start - around, s + high - start + around);
         if (factor == 1.0f) return;
@@ -182,11 +247,13 @@ struct Forward {
 
     // Add the values, times their weights.
     void mix(Index m, const Weights &weights) {
-        const float *v = values.at + (weights.start + weights.low - packed.low) * values.row;
+        const Index first = weights.start + weights.low - packed.low, n = weights.high - weights.low;
+        const float *at = weights.at + weights.low;
         float *out = outs.get() + m * value_row;
-        add_product(weights.count, weights.high - weights.low, {weights.at + weights.low, logits_row, 1}, v, values.row,
+        add_product(weights.count, n, {at, logits_row, 1}, values.rows.at + first * values.rows.row, values.rows.row,
                     value_row, out, value_row);
-        if (x.rel_v) weights.mix(span, rel_v.at, rel_v.row, value_row, out, value_row);
+        values.add_lost(at, logits_row, weights.count, first, n, x.value_width, out, value_row);
+        if (x.rel_v && !by_row) weights.mix(span, rel_v.at, rel_v.row, value_row, out, value_row);
     }
 };
 
@@ -195,7 +262,7 @@ inline bool forward(const Problem &x, Index part, Index parts) {
     Forward work(x);
     if (!work.make()) return false;
     work.run(tasks * part / parts, tasks * (part + 1) / parts);
-    return true;
+    return !work.out_of_memory;
 }
 
 }  // namespace

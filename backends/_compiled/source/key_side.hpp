@@ -1,7 +1,7 @@
 // Keys that meet a table: as queries do, seen from the keys, whose products are turned around.
 #pragma once
 
-#include "relative.hpp"
+#include "look_up.hpp"
 
 namespace {
 

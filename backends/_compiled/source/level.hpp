@@ -5,7 +5,7 @@
 namespace LEVEL {
 
 bool attend(const Problem &x, Index part, Index parts) {
-    return x.queries <= FEW ? attend_few(x, part, parts) : forward(x, part, parts);
+    return x.queries <= FEW && !x.k_positions && !x.k_segments ? attend_few(x, part, parts) : forward(x, part, parts);
 }
 
 bool pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }

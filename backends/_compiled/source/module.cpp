@@ -54,7 +54,7 @@ PyObject *use(PyObject *, PyObject *name) {
 
 // Arrays of a call, and the buffers of those that were lent.
 class Lent {
-    Py_buffer buffers[26];
+    Py_buffer buffers[30];
     int count = 0;
 
 public:
@@ -184,8 +184,8 @@ PyObject *work(Kernel kernel, const Problem &x, PyObject *const *args) {
 }
 
 // What both passes are given: keys, offset, numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table,
-// query_hashes, key_hashes.
-constexpr int GIVEN = 14;
+// q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes.
+constexpr int GIVEN = 18;
 
 bool read_given(Lent &lent, PyObject *const *args, Problem &x) {
     if (!read_numbers(args, x)) return false;
@@ -194,7 +194,9 @@ bool read_given(Lent &lent, PyObject *const *args, Problem &x) {
            lent.read(args[3], x.rel_k) && lent.read(args[4], x.rel_v) && lent.read_bias(args[5], x.bias) &&
            lent.read(args[6], x.rel_q) &&
            (x.mask_adds ? lent.read(args[7], x.added, &x.mask_key) : lent.read(args[7], x.seen, &x.mask_key)) &&
-           lent.read(args[8], x.key_table) && lent.read(args[9], x.query_hashes) && lent.read(args[10], x.key_hashes);
+           lent.read(args[8], x.key_table) && lent.read(args[9], x.q_segments) && lent.read(args[10], x.k_segments) &&
+           lent.read(args[11], x.q_positions) && lent.read(args[12], x.k_positions) &&
+           lent.read(args[13], x.query_hashes) && lent.read(args[14], x.key_hashes);
 }
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {

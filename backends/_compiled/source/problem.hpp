@@ -26,6 +26,12 @@ struct Problem {
     Array<const unsigned char> seen;   // a boolean mask …
     std::int64_t mask_adds, mask_key;  // … or whether it is `added`; its step from key to key, 1 or 0
 
+    // What queries and keys belong to: a query sees the keys of its own segment. Keys have some to spare.
+    Array<const std::int32_t> q_segments, k_segments;
+
+    // Where queries and keys stand, if not one after the other; keys have some to spare.
+    Array<const std::int32_t> q_positions, k_positions;
+
     // Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the threshold.
     Array<const std::int32_t> query_hashes, key_hashes;
     std::int64_t threshold;

@@ -16,7 +16,7 @@ constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zero
 inline Index rows_of_blocks(const Problem &x) { return x.key_table ? ROWS : ROWS / 2; }
 
 struct Free {
-    void operator()(float *p) const { std::free(p); }
+    void operator()(void *p) const { std::free(p); }
 };
 
 using Floats = std::unique_ptr<float, Free>;
@@ -37,16 +37,29 @@ struct Seen {
     Index low, high;
 
     static Seen of(const Problem &x, Index first_position, Index last_position) {
+        if (x.k_positions) return {0, x.keys};
+        const Seen seen = positions(x, first_position, last_position);
+        return {std::max<Index>(0, seen.low), std::min(x.keys, seen.high)};
+    }
+
+    // The positions that they see, whether keys stand there or not.
+    static Seen positions(const Problem &x, Index first_position, Index last_position) {
         Index low = first_position - x.before, high = last_position + x.after + 1;
         if (x.block) {
             low = std::max(low, floored(first_position, x.block) - x.behind * x.block);
             high = std::min(high, floored(last_position, x.block) + x.block);
         }
-        return {std::max<Index>(0, low), std::min(x.keys, high)};
+        return {low, high};
     }
 
     bool none() const { return low >= high; }
 };
+
+inline bool finite(const float *x, Index width) {
+    float nothing = 0;
+    for (Index d = 0; d < width; d++) nothing += x[d] * 0.0f;
+    return nothing == 0;
+}
 
 // Rows of an array, padded to whole vectors: a copy only where they are not.
 struct Rows {

@@ -25,6 +25,9 @@ typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float NEGLIGIBLE = -70.0f;  // relskew_core._array.softmax
 
+inline Ints load_ints(const std::int32_t *p) {
+    return reinterpret_cast<Ints>(*reinterpret_cast<const LooseWords *>(p));
+}
 inline Vec load(const float *p) { return *reinterpret_cast<const Loose *>(p); }
 inline void store(float *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
 inline Vec splat(float x) { return x - Vec{}; }
@@ -89,7 +92,7 @@ inline Vec largest_in_all(Vec x) {
 inline float sum(Vec x) { return sum_in_all(x)[0]; }
 inline float largest(Vec x) { return largest_in_all(x)[0]; }
 
-// Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
+// What is made of the numbers of the lanes.
 #if defined(__AVX512F__)
 #define LANE_BY_LANE(f) \
     {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
@@ -98,8 +101,12 @@ inline float largest(Vec x) { return largest_in_all(x)[0]; }
 #else
 #define LANE_BY_LANE(f) {f(0), f(1), f(2), f(3)}
 #endif
+#define SAME(n) n
 #define OWN(n) (n & STEP ? n + LANES : n)
 #define ACROSS(n) (n & STEP ? (n ^ STEP) + LANES : n ^ STEP)
+inline Ints numbers() { return Ints LANE_BY_LANE(SAME); }
+
+// Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
 template <int STEP>
 inline Vec sum_of_halves(Vec a, Vec b) {
     return __builtin_shuffle(a, b, Ints LANE_BY_LANE(OWN)) + __builtin_shuffle(a, b, Ints LANE_BY_LANE(ACROSS));

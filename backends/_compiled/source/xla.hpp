@@ -180,6 +180,9 @@ private:
     }
 };
 
+constexpr Array<const std::int32_t> Problem::*LABELS[] = {&Problem::q_segments, &Problem::k_segments,
+                                                          &Problem::q_positions, &Problem::k_positions};
+
 // A call, cut into entries that have tables of their own, and each of them into parts.
 struct Call {
     Kernel kernel;
@@ -212,7 +215,9 @@ struct Call {
         from.argument(x.q), from.argument(x.k), from.argument(x.v), from.argument(x.rel_k), from.argument(x.rel_v);
         from.argument(x.bias), from.argument(x.rel_q);
         x.mask_adds ? from.argument(x.added, &x.mask_key) : from.argument(x.seen, &x.mask_key);
-        from.argument(x.key_table), from.argument(x.query_hashes), from.argument(x.key_hashes);
+        from.argument(x.key_table);
+        for (Array<const std::int32_t> Problem::*labels : LABELS) from.argument(x.*labels);
+        from.argument(x.query_hashes), from.argument(x.key_hashes);
     }
 
     void read_table(Reader &from, Array<float> Problem::*gradient) {
@@ -255,6 +260,7 @@ private:
         for (Array<float> Problem::*each :
              {&Problem::out, &Problem::lse, &Problem::d_q, &Problem::d_k, &Problem::d_v, &Problem::d_rel_q})
             move(x.*each, first);
+        for (Array<const std::int32_t> Problem::*labels : LABELS) move(x.*labels, first);
         move(x.seen, first), move(x.query_hashes, first);
         for (Index i = 0; i < table_count; i++) {
             const Table &table = tables[i];

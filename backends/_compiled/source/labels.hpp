@@ -1,0 +1,87 @@
+// Integers of keys and of queries, by which queries see keys: where they stand, or what they belong to.
+#pragma once
+
+#include "relative.hpp"
+
+namespace {
+
+// The lowest and the highest of some integers.
+struct Bounds {
+    static constexpr Index LEAST = std::numeric_limits<std::int32_t>::min(),
+                           MOST = std::numeric_limits<std::int32_t>::max();
+    std::int32_t low = MOST, high = LEAST;
+
+    static Bounds of(const std::int32_t *x, Index count) {
+        Bounds found;
+        for (Index i = 0; i < count; i++) found.take({x[i], x[i]});
+        return found;
+    }
+
+    void take(Bounds others) { low = std::min(low, others.low), high = std::max(high, others.high); }
+};
+
+// Those of an item's keys and of a block of queries, if there are any.
+struct Labels {
+    const Problem &x;
+    const Array<const std::int32_t> of_queries, of_keys;
+    const bool places;  // a query sees those that the pattern says, or else those like its own
+    const std::int32_t *keys = nullptr, *queries = nullptr;
+    std::unique_ptr<Bounds[], Free> vectors;  // of LANES keys each
+    Bounds all;                               // of the keys
+
+    Labels(const Problem &x, Array<const std::int32_t> of_queries, Array<const std::int32_t> of_keys, bool places)
+        : x(x), of_queries(of_queries), of_keys(of_keys), places(places) {}
+
+    explicit operator bool() const { return static_cast<bool>(of_keys); }
+
+    bool make() {
+        if (*this) vectors.reset(static_cast<Bounds *>(std::calloc(x.keys / LANES + 1, sizeof(Bounds))));
+        return vectors || !*this;
+    }
+
+    void take_keys(Index item) {
+        if (!*this || (keys && !of_keys.item)) return;
+        keys = of_keys.of(item, 0), all = Bounds();
+        for (Index j = 0; j < x.keys; j += LANES)
+            all.take(vectors[j / LANES] = Bounds::of(keys + j, std::min<Index>(LANES, x.keys - j)));
+    }
+
+    void take_queries(Index item, Index first) {
+        if (*this) queries = of_queries.of(item, 0) + first;
+    }
+
+    // Which of them a query of the block sees.
+    Bounds seen(Index m) const {
+        if (!places) return {queries[m], queries[m]};
+        const Seen seen = Seen::positions(x, queries[m], queries[m]);
+        const auto held = [](Index p) { return static_cast<std::int32_t>(std::clamp(p, Bounds::LEAST, Bounds::MOST)); };
+        return {held(seen.low), held(seen.high - 1)};
+    }
+
+    // Leave out vectors of keys, at both ends, that none of some queries sees.
+    void narrow(Index m, Index rows, Seen &there) const {
+        if (!*this) return;
+        Bounds seen;
+        for (Index i = m; i < m + rows; i++) seen.take(this->seen(i));
+        const auto none = [&](Index key) {
+            const Bounds own = vectors[key / LANES];
+            return own.high < seen.low || seen.high < own.low;
+        };
+        while (!there.none() && none(there.low)) there.low = floored(there.low, LANES) + LANES;
+        while (!there.none() && none(there.high - 1)) there.high = floored(there.high - 1, LANES);
+    }
+
+    // Hide the keys of a row that its query does not see; `first` is the key that column 0 stands for.
+    void hide(Index m, const Row &row, Index first) const {
+        if (!*this) return;
+        const Bounds seen = this->seen(m);
+        for (Index j = row.start(); j < row.end(); j += LANES) {
+            const Bounds own = vectors[(first + j) / LANES];
+            if (seen.low <= own.low && own.high <= seen.high) continue;
+            const Ints labels = load_ints(keys + first + j);
+            store(row.at + j, (labels >= seen.low) & (labels <= seen.high) ? load(row.at + j) : splat(-INF));
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,209 @@
+// Queries and keys that stand anywhere: which column of a product with a table a pair reads is looked up.
+#pragma once
+
+#include "labels.hpp"
+
+namespace {
+
+constexpr Index ANYWHERE = Index{1} << 40;  // further than two positions are apart
+
+// The relative positions that a block of queries may tell apart: what is lower or higher counts as these.
+struct Reach {
+    Index low = 0, high = 0;
+
+    static Reach of(const Problem &x, Bounds queries, Bounds keys) {
+        const Index low = std::max<Index>(-x.before, Index{keys.low} - queries.high);
+        const Index high = std::max(low, std::min<Index>(x.after, Index{keys.high} - queries.low));
+        const Index before = -x.left - 1, after = x.rows - x.left;  // one step beyond the table
+        return {std::clamp(low, before, after), std::clamp(high, before, after)};
+    }
+
+    Index count() const { return high - low + 1; }
+
+    // Those between a query and LANES keys.
+    Ints between(std::int32_t query, const std::int32_t *keys) const {
+        const Ints r = load_ints(keys) - query, least = Ints{} + static_cast<std::int32_t>(low),
+                   most = Ints{} + static_cast<std::int32_t>(high), held = r < least ? least : r;
+        return held > most ? most : held;
+    }
+
+    // Whether they all count as the lowest, or the highest.
+    bool all_low(std::int32_t query, Bounds keys) const { return Index{keys.high} - query <= low; }
+    bool all_high(std::int32_t query, Bounds keys) const { return Index{keys.low} - query >= high; }
+};
+
+// Where the keys of an item stand, and the queries of a block, unless they stand one after the other.
+struct Places : Labels {
+    Reach reach;
+
+    explicit Places(const Problem &x) : Labels(x, x.q_positions, x.k_positions, true) {}
+
+    void take_queries(Index item, Index first, Index count) {
+        Labels::take_queries(item, first);
+        if (*this) reach = Reach::of(x, Bounds::of(queries, count), all);
+    }
+
+    // Write the products of the block's queries with a table, from the lowest relative position to the highest.
+    void multiply(Relative &relative, const float *met, Index met_row, Index count) const {
+        if (!*this || !relative) return;
+        for (Index m = 0; m < count; m += HIGH)
+            relative.multiply(met, met_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
+                              relative.origin(reach.low));
+    }
+
+    // Write them where the keys stand that meet these rows: PANEL of them, from `key` on.
+    void look_up(const Relative &relative, Index m, Index rows, Index key, float *to, Index to_row) const {
+        const Index origin = relative.origin(reach.low);
+        for (Index i = m; i < m + rows; i++, to += to_row) {
+            const float *from = relative.products.get() + i * relative.row - origin;
+            for (Index j = 0; j < PANEL && key + j < x.keys; j += LANES) {
+                const Bounds there = vectors[(key + j) / LANES];
+                if (reach.all_low(queries[i], there)) {
+                    store(to + j, splat(from[reach.low]));
+                } else if (reach.all_high(queries[i], there)) {
+                    store(to + j, splat(from[reach.high]));
+                } else {
+                    const Ints r = reach.between(queries[i], keys + key + j);
+                    for (int lane = 0; lane < LANES; lane++) to[j + lane] = from[r[lane]];
+                }
+            }
+        }
+    }
+};
+
+// By what queries see keys beside the pattern, or in its stead.
+struct Sight {
+    const Problem &x;
+    Labels segments;
+    Places places;
+
+    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments, false), places(x) {}
+
+    explicit operator bool() const { return segments || places; }
+
+    bool make() { return segments.make() && places.make(); }
+    void take_keys(Index item) { segments.take_keys(item), places.take_keys(item); }
+    void take_queries(Index item, Index first, Index count) {
+        segments.take_queries(item, first), places.take_queries(item, first, count);
+    }
+
+    // The keys, of low … high - 1, that some queries of a block may see, the first one at position p.
+    Seen of(Index m, Index rows, Index p, Index low, Index high) const {
+        Seen seen = Seen::of(x, p, p + rows - 1);
+        seen = {std::max(low, seen.low), std::min(high, seen.high)};
+        segments.narrow(m, rows, seen), places.narrow(m, rows, seen);
+        return seen;
+    }
+
+    void hide(Index m, const Row &row, Index first) const { segments.hide(m, row, first), places.hide(m, row, first); }
+};
+
+// What products of a block begin with, and the step from row to row.
+struct Start {
+    const float *at;
+    Index row;
+
+    // Those of some queries, the first at position p, with PANEL keys from `key` on; looked up, they stand in `to`.
+    static Start of(const Relative &relative, const Places &places, Index m, Index rows, Index key, Index p,
+                    Index origin, float *to, Index to_row) {
+        if (!places || !relative) return {relative.at(m, key, p, origin), relative.row - 1};
+        places.look_up(relative, m, rows, key, to, to_row);
+        return {to, to_row};
+    }
+};
+
+// Of each query of a block, the weights of all keys that meet a row of a table.
+struct ByRow {
+    const Problem &x;
+    const Places &places;
+    Floats at;
+    Index row = 0;
+
+    ByRow(const Problem &x, const Places &places) : x(x), places(places) {}
+
+    explicit operator bool() const { return static_cast<bool>(at); }
+
+    bool make(Index height) {
+        if (!places) return true;
+        row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector is for what nobody wants
+        at = floats((height + HIGH) * row);
+        return static_cast<bool>(at);
+    }
+
+    void clear(Index count) {
+        for (Index m = 0; m < count + HIGH; m++) std::fill_n(of(m), places.reach.count() + HIGH, 0.0f);
+    }
+
+    void scale(Index m, float factor) {
+        for (Index c = 0; c < places.reach.count(); c += LANES) store(of(m) + c, load(of(m) + c) * factor);
+    }
+
+    // Add the weights of a row to those of query m; `first` is the key that column 0 stands for.
+    void add(Index m, const Row &weights, Index first) {
+        const Reach reach = places.reach;
+        const std::int32_t p = places.queries[m], last = static_cast<std::int32_t>(reach.count() - 1);
+        float *to = of(m);
+        Vec low{}, high{};
+        for (Index j = weights.start(); j < weights.end(); j += LANES) {
+            const Bounds there = places.vectors[(first + j) / LANES];
+            const Vec own = load(weights.at + j);
+            if (reach.all_low(p, there)) {
+                low += own;
+            } else if (reach.all_high(p, there)) {
+                high += own;
+            } else {  // where many terms meet, at both ends, each would wait for the one before: these are added apart
+                const Ints c = reach.between(p, places.keys + first + j) - static_cast<std::int32_t>(reach.low);
+                const Ints lowest = c == 0, highest = (c == last) & ~lowest;
+                low += lowest ? own : Vec{};
+                high += highest ? own : Vec{};
+                const Ints place = lowest | highest ? numbers() + static_cast<std::int32_t>(row - LANES) : c;
+                for (int lane = 0; lane < LANES; lane++) to[place[lane]] += own[lane];
+            }
+        }
+        to[0] += sum(low);
+        to[last] += sum(high);
+    }
+
+    // Add what they make of the rows of a table.
+    void mix(Index count, const float *table, Index table_row, Index width, float *out, Index out_row) const {
+        if (first_row() < end_row())
+            add_product(count, end_row() - first_row(), {column(first_row()), row, 1}, table + first_row() * table_row,
+                        table_row, width, out, out_row);
+        for (int side = 0; side < 2; side++)
+            for (Index m = 0; m < count && is_beyond(side); m++)
+                Weights::add_row(beyond(m, side), table + edge(side) * table_row, width, out + m * out_row);
+    }
+
+    // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
+    void spread(Index count, const float *from, Index from_row, Index width, float *table, Index table_row) const {
+        if (first_row() < end_row())
+            add_product(end_row() - first_row(), count, {column(first_row()), 1, row}, from, from_row, width,
+                        table + first_row() * table_row, table_row);
+        for (int side = 0; side < 2; side++)
+            for (Index m = 0; m < count && is_beyond(side); m++)
+                Weights::add_row(beyond(m, side), from + m * from_row, width, table + edge(side) * table_row);
+    }
+
+    void add_to(float *bias, Index count) const {
+        for (Index m = 0; m < count; m++) {
+            for (Index c = first_row(); c < end_row(); c++) bias[c] += column(c)[m * row];
+            for (int side = 0; side < 2; side++)
+                if (is_beyond(side)) bias[edge(side)] += beyond(m, side);
+        }
+    }
+
+private:
+    float *of(Index m) const { return at.get() + m * row; }
+    const float *column(Index c) const { return at.get() + (c - x.left - places.reach.low); }
+
+    // The rows of the table that are met, and what counts as its edges.
+    Index first_row() const { return std::max<Index>(0, places.reach.low + x.left); }
+    Index end_row() const { return std::min(x.rows, places.reach.high + x.left + 1); }
+    Index edge(int side) const { return side ? x.rows - 1 : 0; }
+    bool is_beyond(int side) const {
+        return x.clip && (side ? places.reach.high == x.rows - x.left : places.reach.low == -x.left - 1);
+    }
+    float beyond(Index m, int side) const { return of(m)[side ? places.reach.count() - 1 : 0]; }
+};
+
+}  // namespace
