@@ -10,7 +10,7 @@ from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.problem import default_span
+from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.skew import pad_last, skew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Extension, Table

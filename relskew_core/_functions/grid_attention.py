@@ -16,7 +16,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
 from relskew_core._kernel.by_head import check_by_head
-from relskew_core._kernel.problem import check_mask
+from relskew_core._kernel.shapes import check_mask
 from relskew_core._positions.span import Span
 
 SCRATCH_BYTES = 8 * 2**20

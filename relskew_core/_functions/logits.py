@@ -13,7 +13,8 @@ from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
 from relskew_core._kernel.chunk import Chunk
-from relskew_core._kernel.problem import Pattern, check_tables
+from relskew_core._kernel.pattern import Pattern
+from relskew_core._kernel.shapes import check_tables
 from relskew_core._positions.labels import check_label, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew, unskew_from

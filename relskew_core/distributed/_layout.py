@@ -10,7 +10,8 @@ from typing import Literal, get_args
 from relskew_core._array.checks import describe
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import TABLES, Arguments
-from relskew_core._kernel.problem import Problem, check_mask
+from relskew_core._kernel.problem import Problem
+from relskew_core._kernel.shapes import check_mask
 from relskew_core._positions.pairs import Pairs, Run
 
 Layout = Literal["contiguous", "zigzag", "striped"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relskew_core._array.checks import check_choice, describe
 from relskew_core._functions.distance import alibi_bias
-from relskew_core._kernel.problem import default_span
+from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import attend, refuse_weights
 

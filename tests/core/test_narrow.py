@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relskew_core._kernel.dropout import narrowed
-from relskew_core._kernel.problem import Pattern
+from relskew_core._kernel.pattern import Pattern
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged
 from relskew_core._positions.visibility import FURTHEST
 

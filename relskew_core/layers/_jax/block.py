@@ -13,7 +13,7 @@ from relskew_core._block.block import apply_block, check_inputs
 from relskew_core._block.cache import Growing
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.attention import relative_attention
-from relskew_core._kernel.problem import check_mask
+from relskew_core._kernel.shapes import check_mask
 from relskew_core.layers._jax.caches import Cache, FixedCache, SlidingCache
 
 

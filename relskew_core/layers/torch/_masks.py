@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
-from relskew_core._kernel.problem import check_mask
+from relskew_core._kernel.shapes import check_mask
 
 
 def without_keys(hidden: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Whether the shapes of a call's arrays fit each other, its tables and its masks."""
+
+from __future__ import annotations
+
+from relskew_core._array.checks import describe
+from relskew_core._array.namespace import check_companion
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import KINDS, Arguments, Kind
+from relskew_core._positions.span import Span
+
+
+def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span") -> Span:
+    """Return the span of a table that comes without one: causal, or full for an odd number of rows."""
+    if causal:
+        return Span.causal(rows)
+    if rows % 2:
+        return Span.full((rows + 1) // 2)
+    raise ValueError(
+        f"`{span_name}` must be given for `{name}`: {rows} rows are no full span 2n - 1; Span.full, Span.clipped or "
+        f"Span(left, right) says which relative positions they stand for (causal=True takes Span.causal({rows}))"
+    )
+
+
+def check_tables(tables: dict[str, Array | None], span: Span | None, q: Array, *, causal: bool) -> Span:
+    """Check the tables' shapes against the span, and return the span, chosen by the first table if it is ``None``."""
+    if span is not None and not isinstance(span, Span):
+        raise TypeError(f"`span` must be a Span or None, got {describe(span)}")
+    n_heads = q.shape[-3] if q.ndim > 2 else 1
+    for name, table in tables.items():
+        if table is None:
+            continue
+        of_numbers = KINDS.get(name) is Kind.BIAS
+        by_head = 2 if of_numbers else 3
+        if table.ndim not in (by_head - 1, by_head):
+            expected = "(R,) or (H, R)" if of_numbers else "(R, D) or (H, R, D)"
+            raise ValueError(f"`{name}` must have shape {expected}, got {describe(table)}")
+        if table.ndim == by_head and table.shape[0] != n_heads and not (of_numbers and table.shape[0] == 1):
+            raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
+        rows = table.shape[-1] if of_numbers else table.shape[-2]
+        if rows == 0:
+            raise ValueError(f"`{name}` must have at least one row, got {describe(table)}")
+        if span is None:
+            span = default_span(name, rows, causal=causal)
+        if rows != span.rows:
+            raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
+    return Span(0, 0, "zero") if span is None else span
+
+
+def check_shapes(q: Array, k: Array, v: Array) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 2:
+            raise ValueError(
+                f"`{name}` must have shape (..., heads, length, width) or (length, width), got {describe(x)}"
+            )
+        if x.ndim != q.ndim or tuple(x.shape[:-3]) != tuple(q.shape[:-3]):
+            raise ValueError(
+                f"`{name}` must have the leading axes of `q`, {tuple(q.shape[:-3])}, and its heads, got {describe(x)}"
+            )
+    if k.shape[-1] != q.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"`k` must have the width of `q`, {q.shape[-1]}, at least 1, got {describe(k)}")
+    if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
+        raise ValueError(f"`v` must have the heads and length of `k`, {tuple(k.shape[:-1])}, got {describe(v)}")
+    if q.ndim > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        raise ValueError(
+            f"`k` must have a number of heads that divides the {q.shape[-3]} heads of `q`, got {describe(k)}"
+        )
+
+
+def check_widths(given: Arguments) -> None:
+    q, k, v, rel_q = given.q, given.k, given.v, given.rel_q
+    if given.rel_k is None and rel_q is not None:
+        raise ValueError(f"`rel_q` needs `rel_k`, got rel_k=None and {describe(rel_q)}")
+    if rel_q is not None and tuple(rel_q.shape[:-1]) != tuple(q.shape[:-1]):
+        raise ValueError(
+            f"`rel_q` must have the shape of `q`, {tuple(q.shape[:-1])}, before its width, got {describe(rel_q)}"
+        )
+    meets = ("q", q) if rel_q is None else ("rel_q", rel_q)
+    for name, (other, x) in {"rel_k": meets, "rel_v": ("v", v), "key_table": ("k", k)}.items():
+        table = getattr(given, name)
+        if table is not None and table.shape[-1] != x.shape[-1]:
+            raise ValueError(f"`{name}` must have the width of `{other}`, {x.shape[-1]}, got {describe(table)}")
+
+
+def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
+    """Return a mask of at least two axes, refusing what is neither boolean nor additive or does not broadcast."""
+    check_companion("mask", mask, "q", q, xp=xp)
+    if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
+        raise TypeError(
+            f"`mask` must be boolean (True = may attend) or have the dtype of `q`, {q.dtype}, got {mask.dtype}"
+        )
+    full = (*q.shape[:-1], k.shape[-2])
+    fits = mask.ndim <= len(full) and all(
+        have == 1 or have == want for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)
+    )
+    if not fits:
+        raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}, got {describe(mask)}")
+    return mask if mask.ndim > 1 else xp.reshape(mask, (1, -1))
