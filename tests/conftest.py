@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,13 @@ def coverage_watches_children_alike(request: pytest.FixtureRequest, monkeypatch:
     """Let it leave the processes alone that an unwatched test starts."""
     if request.node.get_closest_marker("no_cover"):
         monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive() -> None:
+    """Here and in the processes that tests start, although a shell that works in the background ignores them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -279,11 +279,14 @@ def test_ctrl_c_leaves_whole_files(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command("--steps", "100000", "--out", str(tmp_path)), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert "tunes to learn from" in process.stdout.readline()
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        assert "tunes to learn from" in process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Stopped." in said
     assert [path.name for path in tmp_path.iterdir()] == ["tune.mid"]

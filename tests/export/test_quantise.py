@@ -101,6 +101,21 @@ def test_columns_of_a_weight_have_their_own_scales(kind: str, tmp_path: Path) ->
     assert all(sizes[f"{name}_proj.weight_scale"] == [64] for name in "qkv")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_products_overflow_on_no_processor(kind: str, tmp_path: Path) -> None:
+    """Of two products of uint8 and int8, 16 bits hold the sum if the int8 has 7 bits; of uint8 and uint8 32 do."""
+    given = inputs() if kind == "static" else None
+    made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "weights.onnx", kind, inputs=given))
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.graph.initializer}
+    for name in ("q", "k", "v", "out"):
+        weight = stored[f"{name}_proj.weight_quantized"]
+        assert weight.dtype == np.uint8 or (
+            weight.dtype == np.int8 and 2 * 255 * np.abs(weight.astype(int)).max() < 2**15
+        )
+    scaled = {node.input[2] for node in made.graph.node if node.op_type == "QuantizeLinear" and len(node.input) == 3}
+    assert all(stored[name].dtype == np.uint8 for name in scaled)
+
+
 @pytest.mark.parametrize("factor", [1.0, 20.0])
 def test_masks_hide_large_logits_behind_scales(factor: float, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile="portable")
