@@ -33,6 +33,9 @@ FAR = 2**40
 BLOCK = 48
 """Queries of a head that are worked on at once, or twice as many."""
 
+ALONE_WORTH = 2
+"""Queries whose products take as long as one's, which waits for its keys."""
+
 WORK = 2**30
 """Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
 
@@ -130,6 +133,7 @@ class Call(NamedTuple):
     options: Options
     work_per_key: int
     keys_seen: int  # at most, by one query
+    labelled: bool  # whether queries and keys have integers: places, documents, or what dropout goes by
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
@@ -149,18 +153,20 @@ class Call(NamedTuple):
             x.mask is not None and x.mask.dtype == x.q.dtype, threshold(options.dropout),
             options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
         )  # fmt: skip
-        return cls(keys, pattern.offset, numbers, options, 3 * items * heads * queries * width, before + after + 1)
+        work_per_key = 3 * width * items * heads * max(queries, ALONE_WORTH)
+        labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
+        return cls(keys, pattern.offset, numbers, options, work_per_key, before + after + 1, labelled)
 
     def at(self, keys: int, offset: int) -> Call | None:
         """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
-        _, _, numbers, options, work_per_key, keys_seen = self
+        _, _, numbers, options, work_per_key, keys_seen, labelled = self
         if not -FAR < offset < FAR:
             return None
         if options.span.beyond == "error":
             rows, left, _, before, after = numbers[7:12]
             if min(offset, before) > left or min(keys - offset, after + 1) > rows - left:
                 return None
-        return Call(keys, offset, numbers, options, work_per_key, keys_seen)
+        return Call(keys, offset, numbers, options, work_per_key, keys_seen, labelled)
 
     @property
     def own_options(self) -> Options:
@@ -173,17 +179,18 @@ class Call(NamedTuple):
     @property
     def work(self) -> int:
         """About how many multiplications it is."""
-        return self.work_per_key * min(self.keys, self.keys_seen)
+        keys, seen = self.keys, self.keys_seen
+        return self.work_per_key * (keys if keys < seen else seen)  # quicker than `min`
 
 
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
     work, lent = call.work, library.lent
-    labels = _labels(x, call.options, library)
-    if work <= library.shared:
-        kernels.attend(*call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((out, lse)), *ALONE)
-        return
+    labels = _labels(x, call.options, library) if call.labelled else NO_LABELS
     given = (*call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((out, lse)))
+    if work <= library.shared:
+        kernels.attend(*given, *ALONE)
+        return
     workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // BLOCK)
     together = workers if work <= WORK else 4 * workers
     _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
@@ -220,8 +227,9 @@ def pull_back(
         elif array is not None and name != "mask":  # sums by head
             axes = 2 if name == "rel_bias" else 3
             found[name] = library.zeros((sums, *(array.shape if array.ndim == axes else (1, *array.shape))))
+    labels = _labels(x, call.options, library) if call.labelled else NO_LABELS
     given = (
-        *call[:TOLD], *lent(x[:ARRAYS]), *_labels(x, call.options, library), *lent((d_out, out, lse, d_lse)),
+        *call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((d_out, out, lse, d_lse)),
         *lent([found.get(name) for name in GRADIENTS]), sums,
     )  # fmt: skip
     _run(kernels.pull_back, given, parts, sums, library)
@@ -260,8 +268,6 @@ def _labels(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
 
     The keys have some to spare for whole vectors.
     """
-    if x.k_segments is None and x.k_positions is None and not options.dropout:
-        return NO_LABELS
     xp, labels = library.xp, list[Any](NO_LABELS)
     for place, block in ((0, 1), (2, options.visibility.block_size or 1)):
         pair = [getattr(x, name) for name in LABELS[place : place + 2]]

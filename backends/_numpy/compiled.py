@@ -14,6 +14,8 @@ from relskew_core.backends._compiled import Call, Library
 from relskew_core.backends._in_place import by_batch, flattened
 from relskew_core.backends._numpy.call import Array
 
+FLOAT32 = np.dtype(np.float32)
+
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
@@ -80,10 +82,14 @@ def _row_by_row(x: Array) -> Array:
     return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
 
 
+def _empty(shape: tuple[int, ...]) -> Array:
+    return np.empty(shape, FLOAT32)
+
+
 NUMPY = _compiled.Library(
     xp,
     iter,
-    partial(np.empty, dtype=np.float32),
+    _empty,
     partial(np.zeros, dtype=np.float32),
     partial(_parallel.numpy_threads, blas=False),
 )

@@ -23,8 +23,8 @@ class _Forward(Arguments):
     return_lse: bool = False
 
 
-@takes(_Forward)
-def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
+@takes(_Forward, short.first)
+def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows with the length and not with its square.
 
     With ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
@@ -138,11 +138,8 @@ def relative_attention(given: _Forward) -> Array | tuple[Array, Array]:
            [1.5],
            [1. ]])
     """
-    kind = short.kind_of(given)
-    if kind is not None and (results := short.attend(kind, given)) is not None:
-        return results
     call = problem(given.autocast(), return_lse=given.return_lse)
-    if kind is not None and (results := short.attend(kind, given, call)) is not None:
+    if kind is not None and (results := short.remember(kind, call, given)) is not None:
         return results
     out, lse = attend(call, given.impl)
     return (out, lse) if given.return_lse else out

@@ -7,10 +7,9 @@ exactly like a call that has passed every check goes through every check.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from types import NoneType
 from typing import Any
 
@@ -34,67 +33,100 @@ PLAIN = frozenset((NoneType, bool, int, float, str))
 FURTHEST = 2**61
 """Of offsets, as :func:`check_offset` says."""
 
-NO_LABELS = (None,) * (len(Operands._fields) - len(DIFFERENTIABLE))
-_NAMES = [field.name for field in fields(Arguments)]
-_arrays = attrgetter(*DIFFERENTIABLE)
-_alike: dict[tuple[type, ...], Alike | None] = {}
+Values = tuple[Any, ...]
+"""Of a call, as it is written: those by place, those by name, and what stands for what is not there."""
+
+Kind = tuple[tuple[Any, ...], Values]
+"""What calls have in common that are checked alike, and the values of one."""
+
+REQUIRED = {"q", "k", "v"}
+DEFAULTS = {field.name: field.default for field in fields(Arguments)}
+BY_PLACE = [field.name for field in fields(Arguments) if not field.kw_only]
+_alike: dict[tuple[Any, ...], Alike | None] = {}
 _checked: dict[Hashable, Checked] = {}
 
 
 @dataclass(eq=False, slots=True)
 class Alike:
-    """What the types of a call's arguments tell, for which it stands; arguments are taken by their places."""
+    """What the names and types of a call's arguments tell, for which it stands; the arguments have places."""
 
     kernels: Any  # a library's for short calls
-    arrays: Callable[[Sequence[Any]], tuple[Any, ...]]  # those that are there
-    options: Callable[[Sequence[Any]], tuple[Any, ...]]  # all else, but for the span and the offset
-    window: bool
+    arrays: Callable[[Values], Values]  # those that are there
+    operands: Callable[[Values], Values]  # all that there may be
+    options: Callable[[Values], Any]  # all else, but for the span and the offset
+    span: int
+    offset: int
+    window: int | None
     mask: int | None  # its place among the arrays
 
     @classmethod
-    def of(cls, types: tuple[type, ...]) -> Alike | None:
+    def of(cls, names: Sequence[str], values: Values) -> Alike | None:
         """Return what there is to know, ``None`` of calls that cannot be short."""
-        of = dict(zip(_NAMES, types, strict=False))
-        more = types[len(_NAMES) :]  # of options that a function has of its own
-        kernels, window, offset, span = backends.short(of["q"]), of.pop("window"), of.pop("offset"), of.pop("span")
-        if kernels is None or NoneType in (of["k"], of["v"]) or offset is not int or window not in (tuple, NoneType):
+        places = {name: place for place, name in enumerate(names)}
+        if len(places) < len(values) - 2 or not places.keys() >= REQUIRED:
+            return None  # no call at all
+        none, zero = len(values) - 2, len(values) - 1
+        types = {name: type(default) for name, default in DEFAULTS.items()}
+        types |= {name: type(values[place]) for name, place in places.items()}
+        kernels, window, offset, span = (
+            backends.short(types["q"]), types.pop("window"), types.pop("offset"), types.pop("span"),
+        )  # fmt: skip
+        if kernels is None or NoneType in (types["k"], types["v"]) or offset is not int:
             return None
-        if span not in (Span, NoneType):
+        if window not in (tuple, NoneType) or span not in (Span, NoneType):
             return None
-        if not kernels.TYPES.issuperset(map(of.pop, DIFFERENTIABLE)) or not PLAIN.issuperset((*of.values(), *more)):
+        if not kernels.TYPES.issuperset(map(types.pop, DIFFERENTIABLE)) or not PLAIN.issuperset(types.values()):
             return None
-        arrays = [place for place, name in enumerate(_NAMES) if name in DIFFERENTIABLE and types[place] is not NoneType]
-        others = [place for place, name in enumerate(_NAMES) if name not in (*DIFFERENTIABLE, "offset", "span")]
-        mask = _NAMES.index("mask")
+        arrays = [name for name in DIFFERENTIABLE if values[places.get(name, none)] is not None]
+        others = [place for name, place in places.items() if name not in (*DIFFERENTIABLE, "offset", "span")]
         return cls(
             kernels,
-            itemgetter(*arrays),
-            itemgetter(*others, *range(len(_NAMES), len(types))),
-            window is tuple,
-            arrays.index(mask) if mask in arrays else None,
+            itemgetter(*map(places.__getitem__, arrays)),
+            itemgetter(*(places.get(name, none) if name in DIFFERENTIABLE else none for name in Operands._fields)),
+            itemgetter(none, *others),
+            places.get("span", none),
+            places.get("offset", zero),
+            places["window"] if window is tuple else None,
+            arrays.index("mask") if "mask" in arrays else None,
         )
 
 
-def kind_of(given: Arguments) -> Hashable | None:
-    """Return what calls have in common that are checked alike, ``None`` for a call that cannot be short.
+def first(function: Callable[..., Any], arguments: Callable[..., Arguments]) -> Callable[..., Any]:
+    """Look at calls of a function as they are written, before anything is made of their arguments.
 
-    One query may have any number of keys and stand anywhere: decoding is calls of one kind.
+    The function gets the arguments, and what is to be remembered of the call once it has passed every check.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = kind_of(args, kwargs)
+        if found is not None and (results := attend(*found)) is not None:
+            return results
+        return function(arguments(*args, **kwargs), found)
+
+    return call
+
+
+def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
+    """Return what calls have in common that are checked alike, and the values of this one.
+
+    ``None`` for a call that cannot be short. One query may have any number of keys and stand anywhere: decoding is
+    calls of one kind.
     """
     if is_compiling():
         return None
-    values = tuple(vars(given).values())
-    types = tuple(map(type, values))  # for True equals 1
+    values = (*by_place, *by_name.values(), None, 0)
+    types = (*by_name, *map(type, values))  # for True equals 1
     try:
         alike = _alike[types]
     except KeyError:
         if len(_alike) >= MOST:
             _alike.clear()
-        alike = _alike[types] = Alike.of(types)
+        alike = _alike[types] = Alike.of((*BY_PLACE[: len(by_place)], *by_name), values)
     if alike is None or not alike.kernels.ordinary():
         return None
     of_window = None
-    if alike.window:
-        of_window = tuple(map(type, given.window or ()))
+    if alike.window is not None:
+        of_window = tuple(map(type, values[alike.window]))
         if not PLAIN.issuperset(of_window):
             return None
     arrays = alike.arrays(values)
@@ -102,7 +134,7 @@ def kind_of(given: Arguments) -> Hashable | None:
         shapes: list[Any] = [x.shape for x in arrays]
     except RuntimeError:  # nested tensors have none
         return None
-    offset: Any = given.offset
+    offset = values[alike.offset]
     q, k, v, *_ = shapes
     if q[-2:-1] == (1,):
         count = k[-2:-1]
@@ -112,24 +144,30 @@ def kind_of(given: Arguments) -> Hashable | None:
             shapes[alike.mask] = (..., *shapes[alike.mask][:-1])
         shapes[1:3] = (k[:-2], k[-1:]) if k == v else (k[:-2], k[-1:], v[:-2], v[-1:])
         offset = 0
-    span: Any = given.span
+    span = values[alike.span]
     rows = None if span is None else (span.left, span.right, span.beyond)  # a Span's own hash is slower
-    return (alike, offset, of_window, rows, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
+    kind = (alike, offset, of_window, rows, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
+    return kind, values
 
 
-def attend(kind: Hashable, given: Arguments, call: Problem | None = None) -> Any:
-    """Return the results of a call whose kind is known, ``None`` if it is not known or this call is not short.
-
-    With a ``call``, which has passed every check, its kind is known from now on.
-    """
-    checked = _checked.get(kind) if call is None else Checked.of(call, given)
+def attend(kind: tuple[Any, ...], values: Values) -> Any:
+    """Return the results of a call whose kind is known, ``None`` if it is not known or this call is not short."""
+    checked = _checked.get(kind)
     if checked is None:
         return None
-    if call is not None:
-        if len(_checked) >= MOST:
-            _checked.clear()
-        _checked[kind] = checked
-    return checked.attend(given)
+    alike: Alike = kind[0]
+    return checked.attend(Operands._make(alike.operands(values)), values[alike.offset])
+
+
+def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
+    """Know a call from now on that has passed every check, and return its results; ``None`` if it is not short."""
+    checked = Checked.of(call, given)
+    if checked is None:
+        return None
+    if len(_checked) >= MOST:
+        _checked.clear()
+    _checked[kind[0]] = checked
+    return attend(*kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +191,8 @@ class Checked:
         if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
             return None
         tables = any(getattr(x, name) is not None for name in TABLES)
-        plan = compiled = kernels.compiled(call.operands(), call.options)
+        wide = call.operands()
+        plan = compiled = kernels.compiled(wide, call.options)
         if compiled is None and kernels.ONLY_COMPILED:
             return None
         if x.q.shape[-2] == 1:
@@ -164,24 +203,22 @@ class Checked:
                 return None
         elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):
             return None
-        as_given = all(map(operator.is_, _arrays(given), call.operands()))
+        as_given = all(getattr(given, name) is getattr(wide, name) for name in DIFFERENTIABLE)
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))
         return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled)
 
-    def attend(self, given: Arguments) -> Any:
+    def attend(self, x: Operands, offset: int) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
-        call, plan = self.problem, self.plan or self._plan_of_one(given)
+        call, plan = self.problem, self.plan
         if plan is None:
-            return None
-        arrays = _arrays(given)
-        if self.as_given:
-            x = Operands._make(arrays + NO_LABELS)  # less work than by their names
-        else:
-            formed = (
-                form(name, x, heads=call.heads, xp=call.xp) for name, x in zip(DIFFERENTIABLE, arrays, strict=True)
-            )
-            x = replace(call, given=Operands(*formed)).operands()
+            of_one = self.compiled
+            plan = self._plan_of_one(x, offset) if of_one is None else of_one.at(x.k.shape[-2], offset)
+            if plan is None:
+                return None
+        if not self.as_given:
+            formed = {name: form(name, getattr(x, name), heads=call.heads, xp=call.xp) for name in DIFFERENTIABLE}
+            x = replace(call, given=Operands(**formed)).operands()
         results = self.kernels.attention(x, plan)
         if results is None:
             return None
@@ -190,14 +227,11 @@ class Checked:
             out, lse = call.result(out), None if lse is None else call.result(lse, dtype=call.wide)
         return out if lse is None else (out, lse)
 
-    def _plan_of_one(self, given: Arguments) -> Any:
+    def _plan_of_one(self, x: Operands, offset: int) -> Any:
         """Lay out a call of one query, ``None`` if it sees nothing, or if it sees what a table does not reach."""
-        count = given.k.shape[-2]
-        offset: Any = given.offset  # an int, or its kind would not be known
-        if self.compiled is not None:
-            return self.compiled.at(count, offset)
+        count = x.k.shape[-2]
         options = self.problem.options
-        if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(given.q.shape, count):
+        if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(x.q.shape, count):
             return None
         layout = Layout.of_one(options.visibility, options.span, count, offset)
         if layout is None:

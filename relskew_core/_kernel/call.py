@@ -199,14 +199,21 @@ def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list
     return found
 
 
-def takes(arguments: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Give a function of declared arguments their signature."""
+def takes(
+    arguments: Callable[P, Given], before: Callable[[Callable[..., Any], Callable[..., Any]], Any] | None = None
+) -> Callable[[Callable[..., Result]], Callable[P, Result]]:
+    """Give a function of declared arguments their signature.
 
-    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
+    ``before`` makes of both what is called instead, and gets the arguments as they are written.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[P, Result]:
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             return function(arguments(*args, **kwargs))
 
+        if before is not None:
+            call = before(function, arguments)
+        call = functools.wraps(function)(call)
         signature = inspect.signature(arguments)
         result = inspect.signature(function).return_annotation
         call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]

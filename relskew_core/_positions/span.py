@@ -40,11 +40,12 @@ class Span:
     beyond: Beyond = "error"
 
     def __post_init__(self) -> None:
-        left, right = self.left, self.right
+        left, right, beyond = self.left, self.right, self.beyond
         if type(left) is not int or type(right) is not int or left < 0 or right < 0:
             object.__setattr__(self, "left", check_int("left", left, minimum=0))
             object.__setattr__(self, "right", check_int("right", right, minimum=0))
-        check_choice("beyond", self.beyond, BEYOND)
+        if type(beyond) is not str or beyond not in BEYOND:
+            check_choice("beyond", beyond, BEYOND)
 
     @property
     def rows(self) -> int:

@@ -270,9 +270,9 @@ WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("name", WATCHED)
 def test_where_torch_is_watched_calls_take_the_usual_way(name: str) -> None:
     call = given(tensors(3, 5))
-    assert short.kind_of(call) is not None
+    assert short.kind_of((), vars(call)) is not None
     with WATCHED[name]():
-        assert short.kind_of(call) is None
+        assert short.kind_of((), vars(call)) is None
 
 
 def test_what_inference_mode_has_remembered_serves_training() -> None:
@@ -313,9 +313,37 @@ def test_transforms_and_subclasses_take_the_usual_way(known: dict[Any, Any]) -> 
     close(mapped[:, 0], attend(*x))
     torch.func.grad(lambda rows: attend(q, k, v, rows).sum())(table)
     own = [y.as_subclass(Own) for y in x]
-    assert short.kind_of(given(own)) is None
+    assert short.kind_of((), vars(given(own))) is None
     assert attend(*own).shape == x[0].shape
     assert list(known) == kinds
+
+
+@libraries
+def test_calls_are_told_apart_by_how_they_are_written(library: Callable[..., Any], known: dict[Any, Any]) -> None:
+    """Names in any order, by place or by name, and defaults that are written down or not."""
+    q, k, v, table = map(library, drawn(1, 9))
+    other = library(drawn(1, 9)[3][::-1].copy())
+    rest: dict[str, Any] = {"causal": True, "offset": 8}
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k, v, table), rest),
+        ((q, k, v), {"rel_k": table, **rest}),
+        ((q, k, v, other), {"key_table": None, **rest}),
+        ((q, k), {"rel_q": q, "rel_k": table, "offset": 8, "v": v, "causal": True}),
+        ((), {"v": v, "offset": 8, "k": k, "causal": True, "q": q, "rel_k": other}),
+        ((q, v, k, table), {"rel_scale": 0.5, **rest}),
+        ((q, k, v, table, Span.causal(64)), {"scale": 0.5, **rest}),
+        ((q, k, v), {"span": Span.causal(64), "rel_bias": table[:, 0], **rest}),
+    ]
+    for _ in range(2):
+        for by_place, by_name in calls:
+            found = relative_attention(*by_place, **by_name)
+            close(found, relative_attention(*by_place, **by_name, impl="portable"))
+    assert len(known) == len(calls)
+    for by_place, by_name in (((q, k), rest), ((q, k, v), {"q": q}), ((q, k, v, table, None, 8), {}), ((), {"r": q})):
+        for _ in range(2):
+            with pytest.raises(TypeError, match="relative_attention"):
+                relative_attention(*by_place, **by_name)
+    assert len(known) == len(calls)
 
 
 @libraries
