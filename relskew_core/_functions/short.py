@@ -34,7 +34,10 @@ FURTHEST = 2**61
 """Of offsets, as :func:`check_offset` says."""
 
 Values = tuple[Any, ...]
-"""Of a call, as it is written: those by place, those by name, and what stands for what is not there."""
+"""Of a call, as it is written: those by place, those by name, and what stands for the absent."""
+
+ABSENT: Values = (None, 0)
+"""An array or option, and an offset."""
 
 Kind = tuple[tuple[Any, ...], Values]
 """What calls have in common that are checked alike, and the values of one."""
@@ -114,7 +117,7 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
     """
     if is_compiling():
         return None
-    values = (*by_place, *by_name.values(), None, 0)
+    values = (*by_place, *by_name.values(), *ABSENT)
     types = (*by_name, *map(type, values))  # for True equals 1
     try:
         alike = _alike[types]
