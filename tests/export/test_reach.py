@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from relskew_core import BlockSpec, Span, init_weights
+from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import to_onnx
 
 CAUSAL = BlockSpec(8, 2, Span.causal(6), causal=True)
@@ -35,6 +35,24 @@ def test_the_node_that_fails_names_the_table(name: str) -> None:
     assert session.run(None, {"x": x[:, : options.get("max_length", 6)]})[0].size
     with pytest.raises(Exception, match=f"{told}'"):
         session.run(None, {"x": x})
+
+
+def test_behind_a_past_a_table_shorter_than_blocks_ends_the_graph() -> None:
+    """At the beginning of a block, too, where attention sees itself alone: loudly, and not before."""
+    spec = BlockSpec(8, 2, Span(0, 1), block_size=2, blocks_before=0)
+    weights = init_weights(spec, seed=0)
+    model = to_onnx(spec, weights, past=True)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    x, none, two = np.ones((1, 1, 8), np.float32), np.zeros((1, 2, 0, 4), np.float32), np.ones((1, 2, 2, 4), np.float32)
+    y, _ = attention_block(x, weights, spec, past=(none, none))
+    found = session.run(None, {"x": x, "past_key": none, "past_value": none})[0]
+    np.testing.assert_allclose(found, y, rtol=0, atol=1e-6)
+    y, _ = attention_block(x, weights, spec, past=(two, two))
+    assert np.all(np.isfinite(y))
+    with pytest.raises(Exception, match="rel_k_reaches_0_back"):
+        session.run(None, {"x": x, "past_key": two, "past_value": two})
 
 
 def test_what_has_no_end_says_nothing_of_it() -> None:
