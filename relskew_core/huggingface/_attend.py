@@ -57,7 +57,17 @@ class DropIn(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend with the dropout of the module, in training."""
         share = getattr(self, self.drops)
-        return attend(q, k, v, dropout=getattr(share, "p", share) if self.training else 0.0, **options)
+        if isinstance(share, nn.Module):  # torch's own, or SEW-D's `StableDropout`
+            share = share.p if hasattr(share, "p") else share.drop_prob
+        return attend(q, k, v, dropout=share if self.training else 0.0, **options)
+
+    def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
+        """Keep which row of a table serves each position, where the module's weights are.
+
+        Linear layers that torch has quantised have no parameters: those are on the CPU.
+        """
+        device = next((x.device for x in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+        self.register_buffer(name, torch.tensor(rows, dtype=torch.int64, device=device), persistent=False)
 
 
 def is_short(q: Tensor, k: Tensor, *, products: bool = False) -> bool:

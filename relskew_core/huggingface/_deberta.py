@@ -29,9 +29,7 @@ class DebertaV2RelativeAttention(DropIn):
         super().__init__(theirs)
         self.size, furthest = self._reach(theirs)
         self.span = Span(self.size - 1, self.size, "clip") if furthest is None else Span(furthest, furthest, "clip")
-        rows = deberta_buckets(self.span, position_buckets=self.size, max_distance=furthest)
-        device = next(self.parameters()).device
-        self.register_buffer("rows", torch.tensor(rows, device=device), persistent=False)
+        self.keep_rows("rows", deberta_buckets(self.span, position_buckets=self.size, max_distance=furthest))
 
     def forward(
         self,

@@ -79,21 +79,19 @@ def replace_attention(model: Model) -> Model:
     ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention
     """
     root: Any = nn.ModuleDict({"model": model})
-    made: dict[int, DropIn | None] = {}  # a module may stand in several places
-    replaced = any(isinstance(part, DropIn) for part in root.modules())
-    names = {type(part).__name__ for part in root.modules()}
-    for parent in list(root.modules()):
-        for name, child in list(parent._modules.items()):  # named_children tells of a module once
-            if child is not None and id(child) not in made:
-                made[id(child)] = _drop_in(child, names)
-            if (ours := made.get(id(child))) is not None:
-                setattr(parent, name, ours)
-                replaced = True
-    if not replaced:
+    parts = list(root.modules())
+    names = {type(part).__name__ for part in parts}
+    # All are made before the first takes its place: if one cannot be made, the model stays as it was.
+    made = {id(part): ours for part in parts if (ours := _drop_in(part, names)) is not None}
+    if not made and not any(isinstance(part, DropIn) for part in parts):
         raise ValueError(
             f"`model` must have relative positions in one of {', '.join(_known())}, "
             f"got {type(model).__name__} with {_attention_of(model)}"
         )
+    for parent in parts:
+        for name, child in parent._modules.items():  # a module may stand in several places
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
     result: Model = root["model"]
     return result
 

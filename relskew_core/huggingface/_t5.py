@@ -37,8 +37,7 @@ class T5RelativeAttention(DropIn):
                 max_distance=far,
                 bidirectional=not theirs.is_decoder,
             )
-            device = self.relative_attention_bias.weight.device
-            self.register_buffer("buckets", torch.tensor(buckets, device=device), persistent=False)
+            self.keep_rows("buckets", buckets)
 
     def forward(
         self,
@@ -58,7 +57,7 @@ class T5RelativeAttention(DropIn):
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.relative_attention_bias.weight[self.buckets].mT
+            position_bias = self.relative_attention_bias(self.buckets).mT
             if is_short(q, k) and not torch.compiler.is_exporting():
                 position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
         options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from relskew_core._positions.span import Span
@@ -28,7 +29,6 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
         refuse_weights(kwargs.get("output_attentions"))
         span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
-        out = self.attend(
-            *self.project(hidden_states), rel_k=self.distance_embedding.weight, span=span, mask=attention_mask
-        )
+        table = self.distance_embedding(torch.arange(span.rows, device=hidden_states.device))
+        out = self.attend(*self.project(hidden_states), rel_k=table, span=span, mask=attention_mask)
         return self.finish(out), None

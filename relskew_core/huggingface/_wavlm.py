@@ -28,8 +28,7 @@ class WavLMRelativeAttention(DropIn):
             buckets = t5_buckets(
                 self.span, num_buckets=theirs.num_buckets, max_distance=theirs.max_distance, bidirectional=True
             )
-            device = self.rel_attn_embed.weight.device
-            self.register_buffer("buckets", torch.tensor(buckets, device=device), persistent=False)
+            self.keep_rows("buckets", buckets)
 
     def forward(
         self,
@@ -44,7 +43,7 @@ class WavLMRelativeAttention(DropIn):
         q, k, v = self.project(hidden_states)
         short = is_short(q, k, products=True) and not torch.compiler.is_exporting()
         if position_bias is None:
-            position_bias = self.rel_attn_embed.weight[self.buckets].mT
+            position_bias = self.rel_attn_embed(self.buckets).mT
             if short:
                 position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2])
         gate = self._gate(hidden_states)

@@ -138,6 +138,73 @@ def test_a_module_in_two_places_is_replaced_by_one() -> None:
     assert model["a"] is model["b"][0]
 
 
+class Packed(torch.nn.Module):
+    """A layer as torch keeps quantised ones: without parameters, and with methods where these were."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.packed = [layer]
+
+    def weight(self) -> Tensor:
+        return self.packed[0].weight
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.packed[0](given)
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+@torch.no_grad()
+def test_layers_without_parameters(name: str, long: Callable[[bool], None]) -> None:
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    packed = copy.deepcopy(model)
+    for part in list(packed.modules()):
+        for where, layer in list(part.named_children()):
+            if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+                setattr(part, where, Packed(layer))
+    assert not any(isinstance(part, torch.nn.Linear) for part in packed.modules())
+    model, packed = replace_attention(model), replace_attention(packed)
+    for taken in (False, True):
+        long(taken)
+        torch.testing.assert_close(call(packed), call(model), rtol=0, atol=0)
+
+
+class StableDropout(torch.nn.Module):
+    """The dropout of SEW-D, which has a name of its own for the share."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given
+
+
+@torch.no_grad()
+def test_a_dropout_with_another_name_for_its_share(long: Callable[[bool], None]) -> None:
+    _, call = STAND_INS["deberta-v2"]
+    theirs = deberta(2)
+    theirs.pos_dropout, theirs.dropout = StableDropout(0.0), StableDropout(0.25)
+    ours: Any = replace_attention(theirs).train()
+    for taken in (False, True):
+        long(taken)
+        ours.dropout.drop_prob = 0.25
+        assert (call(ours) - call(ours)).norm() > 1e-3
+        ours.dropout.drop_prob = 0.0
+        torch.testing.assert_close(call(ours), call(ours), rtol=0, atol=0)
+
+
+def test_a_model_of_which_one_part_is_refused_stays_as_it_was() -> None:
+    refused = deberta(1)
+    refused.max_relative_positions = 0
+    model = torch.nn.ModuleList([deberta(1), refused, conformer("Wav2Vec2ConformerSelfAttention")])
+    parts = list(model.modules())
+    with pytest.raises(ValueError, match="`left` must be"):
+        replace_attention(model)
+    assert list(model.modules()) == parts
+
+
 def test_a_replaced_model_is_copied_and_stored() -> None:
     make, call = STAND_INS["wavlm"]
     ours = replace_attention(torch.nn.Sequential(make())).eval()

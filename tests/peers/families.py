@@ -107,7 +107,7 @@ def vits() -> Any:
     )()  # fmt: skip
     return _Called(encoder, lambda input_ids, attention_mask: {
         "input_ids": input_ids, "attention_mask": attention_mask,
-        "padding_mask": attention_mask[..., None].double(),
+        "padding_mask": attention_mask[..., None].to(next(encoder.parameters()).dtype),
     })  # fmt: skip
 
 
@@ -205,6 +205,13 @@ FAMILIES: dict[str, Family] = {
         norm_rel_ebd="layer_norm", position_biased_input=False,
     ),
     "DeBERTa": deberta("Deberta", pos_att_type=["c2p", "p2c"], max_relative_positions=8),
+    "SEW-D": Family(
+        built(
+            "models.sew_d.modeling_sew_d.SEWDTransformerEncoder", "SEWDConfig", pos_att_type=["c2p", "p2c"],
+            position_buckets=6, max_position_embeddings=16, **SIZES, **STILL,
+        ),
+        sounds, gate=1e-6,
+    ),
     "Swin": Family(built("SwinModel", "SwinConfig", **WEIGHTS, **SWIN), pictures, 3, (4, 8), gate=1e-5),
     "Swin sdpa": Family(built("SwinModel", "SwinConfig", "sdpa", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),
     "Swinv2": Family(built("Swinv2Model", "Swinv2Config", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),

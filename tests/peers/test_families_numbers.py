@@ -39,10 +39,13 @@ def drop_ins(model: Any) -> list[Any]:
 def given(family: Family, length: int, model: Any) -> dict[str, Any]:
     """Make inputs anew, in the model's dtype: some models write into them."""
     dtype = next(model.parameters()).dtype
-    found = family.given(length).items()
-    return {
-        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else copy.deepcopy(x) for name, x in found
-    }
+
+    def own(x: Any) -> Any:
+        if isinstance(x, list):
+            return list(map(own, x))
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else copy.deepcopy(x)
+
+    return {name: own(x) for name, x in family.given(length).items()}
 
 
 def tensors(out: Any) -> list[Tensor]:
@@ -83,6 +86,27 @@ def test_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.usefixtures("path")
+@torch.no_grad()
+def test_quantised(family: Family) -> None:
+    """Linear layers in 8 bits, whose weights are no parameters."""
+    model = family.make().float()
+    # WavLM itself cannot: it takes its weights out of their layers.
+    theirs = quantised(replace_attention(copy.deepcopy(model)) if family is FAMILIES["WavLM"] else model)
+    ours = replace_attention(quantised(model))
+    assert len(drop_ins(ours)) == family.count
+    inputs = given(family, family.lengths[-1], ours)
+    if not family.pads:  # what stands at padding counts for the steps of all
+        del inputs["attention_mask"]
+    want, got = (tensors(part(**copy.deepcopy(inputs)))[0] for part in (theirs, ours))
+    check(got, want, 5e-3)  # what lies between two steps of 8 bits may go to either
+
+
+def quantised(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.usefixtures("path")
 def test_gradients(family: Family) -> None:
     """Of all parameters, in training."""
     length = family.lengths[-2]
@@ -115,8 +139,10 @@ def test_dropout(family: Family) -> None:
     for share in (1e-12, 0.5, 0.5):
         for attention in drop_ins(ours):
             drops = getattr(attention, attention.drops, None)
-            holder, name = (drops, "p") if isinstance(drops, torch.nn.Dropout) else (attention, attention.drops)
-            setattr(holder, name, share)
+            if isinstance(drops, torch.nn.Module):
+                setattr(drops, "p" if isinstance(drops, torch.nn.Dropout) else "drop_prob", share)
+            else:
+                setattr(attention, attention.drops, share)
         outs.append(tensors(ours(**copy.deepcopy(inputs)))[0])
     still, nearly, *drawn = outs
     check(nearly, still, 1e-4)
