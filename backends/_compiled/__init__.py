@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands, Options, unknown
@@ -282,6 +283,6 @@ def _labels(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
     for place in (1, 3, 5):
         keys = labels[place]
         if keys is not None:
-            spare = xp.zeros((*keys.shape[:-1], LANES), dtype=keys.dtype)
+            spare = xp.zeros((*keys.shape[:-1], LANES), dtype=keys.dtype, device=device(keys))
             labels[place] = xp.concat([keys, spare], axis=-1)
     return tuple(library.lent(labels))

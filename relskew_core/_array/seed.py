@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe, is_array
+from relskew_core._array.integers import integer
 from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.typing import Array, Namespace
 
@@ -23,7 +24,7 @@ def check_seed(seed: Any, q: Array, *, xp: Namespace) -> Array:
         raise TypeError(
             f"`seed` must be an int, an integer array without axes or a key of jax.random, got {describe(seed)}"
         )
-    wide = xp.astype(seed, xp.asarray(0).dtype)
+    wide = xp.astype(seed, integer(xp))
     return xp.reshape(xp.astype(xp.bitwise_and(wide, BITS), xp.int32), (1,))
 
 

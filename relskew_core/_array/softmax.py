@@ -26,7 +26,7 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
     if native is not None:
         # torch: its exp can be wrong by 1e-4 once per process on several threads (pytorch#188792), its softmax is not.
         # Rows that see nothing are finite on the way, so that gradients stay finite as well.
-        nothing = -math.inf if dead is None else xp.where(dead, 0.0, -math.inf)
+        nothing = -math.inf if dead is None else xp.where(dead, xp.zeros_like(largest), -math.inf)
         weights = native(xp.where(negligible, nothing, shifted), -1)
         # The largest weight is 1 / sum, which gives the sum without a second pass.
         sums = largest - xp.log(xp.max(weights, axis=-1, keepdims=True)) if lse else None

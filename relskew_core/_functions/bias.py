@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from relskew_core import backends
 from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
@@ -100,7 +101,7 @@ def bias_between(bias: Array, span: Span, low: int, high: int, *, causal: bool =
     """Return the numbers of the relative positions ``low … high``, shape (..., high - low + 1)."""
     if exported(low, high):
         row = Table(bias, span.left, span.beyond).covering(low, high, xp=xp).columns
-        return xp.where(xp.arange(low, high + 1, device=device(bias)) <= 0, row, 0) if causal else row
+        return xp.where(integers(low, high + 1, device=device(bias), xp=xp) <= 0, row, 0) if causal else row
     last = min(high, 0) if causal else high
     if last < low:
         return xp.zeros_like(xp.broadcast_to(bias[..., :1], (*bias.shape[:-1], high - low + 1)))

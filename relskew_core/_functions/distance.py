@@ -51,11 +51,11 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array
     n_heads = check_int("n_heads", n_heads, minimum=1)
     check_span_given(span)
     _check_endless(span)
-    rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in _alibi_slopes(n_heads))
+    rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in alibi_slopes(n_heads))
     return from_doubles(rows, xp=namespace_of(xp), dtype=dtype)
 
 
-def _alibi_slopes(n_heads: int) -> list[float]:
+def alibi_slopes(n_heads: int) -> list[float]:
     """Return ALiBi's slopes, one for each head."""
     power = 1 << n_heads.bit_length() - 1
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
+from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
@@ -190,7 +191,7 @@ def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility
     lowest, highest = visibility.left, visibility.right
     if exported(low, high):
         product = table.covering(low, high, xp=xp).product(q, low, high, xp=xp)
-        positions = xp.arange(low, high + 1, device=device(q))
+        positions = integers(low, high + 1, device=device(q), xp=xp)
         seen = visibility.sees(0 * positions, positions, xp=xp)
         return product if seen is None else xp.where(seen, product, 0.0)
     first = low if lowest is None else max(low, -lowest)
@@ -277,7 +278,7 @@ def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespac
         columns = table.covering(low, high, xp=xp).columns
         relative = unskew(weights)
         if causal:
-            seen = xp.arange(low, high + 1, device=device(weights)) <= 0
+            seen = integers(low, high + 1, device=device(weights), xp=xp) <= 0
             columns, relative = (xp.where(seen, x, 0.0) for x in (columns, relative))
         return xp.matmul(relative, xp.matrix_transpose(columns))
     last = min(high, 0) if causal else high

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, make_dataclass
 from typing import Any
 
+from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device
 from relskew_core._array.pieces import joined
@@ -77,7 +78,7 @@ def attention_weights(given: Any) -> Array:
 
 def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array:
     """Return the weights as the output for values that tell the keys apart."""
-    places = xp.arange(k.shape[-2], device=device(k))
+    places = integers(0, k.shape[-2], device=device(k), xp=xp)
     one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export takes no `eye` of a symbol
     each = xp.broadcast_to(one_hot, (*k.shape[:-1], k.shape[-2]))
     out: Array = relative_attention(**arguments, v=each)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_offset, check_window
+from relskew_core._array.integers import integer
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
@@ -27,7 +28,7 @@ class Pattern:
         """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
         sides = (self.left, self.right, self.block_size, self.blocks_before)
         # Further than any offset is from any key, and than integers can be counted from.
-        narrow = (by_value or is_ragged(offset)) and xp.asarray(0).dtype == xp.int32
+        narrow = (by_value or is_ragged(offset)) and integer(xp) == xp.int32
         furthest = 2**30 if narrow else FURTHEST
         left, right, block_size, before = (None if x is not None and x > furthest else x for x in sides)
         if block_size is None or before is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_known_sizes, check_offset, check_real, describe, is_array
+from relskew_core._array.integers import integers
 from relskew_core._array.known import exporting
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import cast, wide, widened
@@ -172,7 +173,7 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
 def _positions_of(given: Arguments, *, xp: Namespace) -> Pair:
     """Return where the offsets of a program for torch.export put queries and keys: no operator takes offsets."""
     offsets, _ = ragged_offsets(given.offset, given.q, xp=xp)
-    queries, keys = (xp.arange(x.shape[-2], device=device(given.q)) for x in (given.q, given.k))
+    queries, keys = (integers(0, x.shape[-2], device=device(given.q), xp=xp) for x in (given.q, given.k))
     return queries + offsets[..., None], keys
 
 

@@ -8,6 +8,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from relskew_core._array.checks import describe
+from relskew_core._array.integers import integer
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import cast
@@ -48,8 +49,7 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
     length = (x.shape or (1,))[-1] if length is None else length
     if tuple(x.shape) not in ((length,), (*lead, length)):
         raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
-    wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
-    return cast(x, wide, xp=xp)
+    return cast(x, integer(xp), xp=xp)
 
 
 def known_items(x: Array) -> list[list[int]] | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from relskew_core._array.checks import check_offset, describe, is_array
 from relskew_core._array.gather import within
+from relskew_core._array.integers import integer, integers
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion, device, is_torch
 from relskew_core._array.precision import cast
@@ -57,8 +58,8 @@ class RaggedVisibility(Visibility):
 
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (..., 1, n, m), ``None`` if all."""
-        queries = xp.arange(start, stop, device=device)[:, None] + self.offset_by_item[..., None, None, None]
-        return self.sees(queries, xp.arange(first, end, device=device), xp=xp)
+        queries = integers(start, stop, device=device, xp=xp)[:, None] + self.offset_by_item[..., None, None, None]
+        return self.sees(queries, integers(first, end, device=device, xp=xp), xp=xp)
 
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys may be empty."""
@@ -98,7 +99,7 @@ class RaggedTables:
 
     def _positions(self) -> Array:
         offsets, span = self.visibility.offset_by_item, self.window_span
-        return self.xp.arange(-span.left, span.right + 1, device=device(offsets)) - offsets[..., None]
+        return integers(-span.left, span.right + 1, device=device(offsets), xp=self.xp) - offsets[..., None]
 
     def of(self, table: Array) -> Array:
         """Return every item's rows of a table: (R, D) or (H, R, D) to (..., 1 or H, W, D).
@@ -157,7 +158,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
     """Check offsets by row; return them as an array of the call's library, and their values where they are at hand."""
     lead = tuple(q.shape[:-3])
     expected = f"`offset` must be an int, or one for each item of the leading axes of `{name}`, {lead}"
-    wide = xp.asarray(0).dtype  # int64, or int32 where JAX has no other: small and unsigned integers would wrap
+    wide = integer(xp)
     if isinstance(offset, (list, tuple)):
         known = tuple(check_offset(f"offset[{index}]", value) for index, value in enumerate(offset))
         if (len(known),) != lead:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.checks import describe
 from relskew_core._array.gather import within
+from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device
 from relskew_core._array.pieces import joined
@@ -121,7 +122,7 @@ class Table:
     def _looked_up(self, first: int, last: int, *, xp: Namespace) -> Table:
         """Return a table of ``first … last`` that no number of rows decides about: NaN past one that has to reach."""
         rows = self.columns.shape[-1]
-        places = xp.arange(first + self.left, last + 1 + self.left, device=device(self.columns))
+        places = integers(first + self.left, last + 1 + self.left, device=device(self.columns), xp=xp)
         columns = xp.take(self.columns, within(places, rows, xp=xp), axis=-1)
         if self.beyond == "error" and not xp.isdtype(self.columns.dtype, "real floating"):
             raise ValueError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
+from relskew_core._array.integers import integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 
@@ -153,7 +154,8 @@ class Visibility:
     def mask(self, start: int, stop: int, first: int, end: int, *, xp: Namespace, device: object) -> Array | None:
         """Return which of the keys ``first … end - 1`` the queries may see, shape (n, m), ``None`` if all of them."""
         pattern = self.within(start, stop, first, end)
-        queries, keys = xp.arange(start, stop, device=device)[:, None], xp.arange(first, end, device=device)[None, :]
+        queries = integers(start, stop, device=device, xp=xp)[:, None]
+        keys = integers(first, end, device=device, xp=xp)[None, :]
         if pattern.block_size is None:  # of a far offset and a wide window the difference alone is a small number
             left = None if pattern.left is None else pattern.left - self.offset
             right = None if pattern.right is None else pattern.right + self.offset

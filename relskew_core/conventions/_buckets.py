@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from array_api_compat import device
 
 from relskew_core._array.checks import check_bool, check_int, describe
+from relskew_core._array.integers import integer
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions.buckets import deberta_buckets, t5_buckets
@@ -196,7 +197,7 @@ class DeBERTa:
 def _take(table: Array, rows: tuple[int, ...]) -> Array:
     """Take rows by number along the first axis: once for a table, never for a pair of positions."""
     xp = namespace_of_arrays({"table": table})
-    return xp.take(table, xp.asarray(list(rows), device=device(table)), axis=0)
+    return xp.take(table, xp.asarray(list(rows), dtype=integer(xp), device=device(table)), axis=0)
 
 
 def _nearest(rows: Array, span: Span, numbers: tuple[int, ...], count: int) -> Array:

@@ -93,7 +93,7 @@ def attend(
     if options.get("rel_k") is not None and options["rel_k"].ndim == 4:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:
-        options |= {"dropout": dropout, "seed": torch.randint(2**31, (), device=q.device)}
+        options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}
     out: Any = relative_attention(q, k, v, **options)
     return out
 

@@ -92,8 +92,8 @@ def dense_bias(row: Tensor, span: Span, n: int, m: int, offset: int = 0, *, caus
 
 def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
     """Return which keys a query sees, ``(n, m)``."""
-    own = torch.arange(n, device=device)[:, None] + offset
-    keys = torch.arange(m, device=device)
+    own = torch.arange(n, dtype=torch.int64, device=device)[:, None] + offset
+    keys = torch.arange(m, dtype=torch.int64, device=device)
     if left is None or right is None:
         return keys >= own - left if left is not None else keys <= own + (right or 0)
     return (keys >= own - left) & (keys <= own + right)

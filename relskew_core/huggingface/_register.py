@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._array.checks import check_choice, describe
-from relskew_core._functions.distance import alibi_bias
+from relskew_core._functions.distance import alibi_slopes
 from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import attend, refuse_weights
@@ -121,9 +121,9 @@ class _Attention:
         if isinstance(self.rel_bias, str):
             where = (q.shape[-3], q.device, q.dtype)
             if where not in self._slopes:
-                slopes = alibi_bias(q.shape[-3], Span.causal(2), xp=torch, dtype=q.dtype)
-                self._slopes[where] = slopes[:, :1].to(q.device)
-            distances = torch.arange(1 - past, future, device=q.device).abs()
+                slopes = torch.tensor(alibi_slopes(q.shape[-3]), dtype=q.dtype, device=q.device)
+                self._slopes[where] = -slopes[:, None]
+            distances = torch.arange(1 - past, future, dtype=torch.int64, device=q.device).abs()
             return self._slopes[where] * distances, Span(past - 1, future - 1, "clip")
         numbers = self.rel_bias if isinstance(self.rel_bias, Tensor) else self.rel_bias(module)
         span = self.span

@@ -29,6 +29,6 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
         refuse_weights(kwargs.get("output_attentions"))
         span = Span(self.left_max_position_embeddings, self.right_max_position_embeddings, "clip")
-        table = self.distance_embedding(torch.arange(span.rows, device=hidden_states.device))
+        table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))
         out = self.attend(*self.project(hidden_states), rel_k=table, span=span, mask=attention_mask)
         return self.finish(out), None

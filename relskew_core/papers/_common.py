@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from array_api_compat import device
 
 from relskew_core._array.checks import describe
+from relskew_core._array.integers import integers
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 
@@ -50,6 +51,6 @@ def weigh(logits: Array, *, xp: Namespace) -> Array:
 
 def where_visible(x: Array, otherwise: float, visible: Callable[[Array, Array], Array], *, xp: Namespace) -> Array:
     """Keep the entries where ``visible(row, column)`` holds, of the last two axes; put ``otherwise`` elsewhere."""
-    rows = xp.expand_dims(xp.arange(x.shape[-2], device=device(x)), axis=1)
-    columns = xp.expand_dims(xp.arange(x.shape[-1], device=device(x)), axis=0)
+    rows = xp.expand_dims(integers(0, x.shape[-2], device=device(x), xp=xp), axis=1)
+    columns = xp.expand_dims(integers(0, x.shape[-1], device=device(x), xp=xp), axis=0)
     return xp.where(visible(rows, columns), x, xp.full_like(x, otherwise))

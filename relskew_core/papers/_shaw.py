@@ -8,6 +8,7 @@ from typing import Any
 from array_api_compat import device
 
 from relskew_core._array.checks import check_choice, check_int
+from relskew_core._array.integers import integers
 from relskew_core._array.namespace import namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core.papers._common import check_leading, check_table, check_trailing, weigh
@@ -245,8 +246,8 @@ def shaw_attention(
 
 
 def _distances(n: int, m: int, k: int, offset: int, *, xp: Namespace, device: Any) -> Array:
-    i = xp.arange(n, device=device) + offset
-    j = xp.arange(m, device=device)
+    i = integers(0, n, device=device, xp=xp) + offset
+    j = integers(0, m, device=device, xp=xp)
     return xp.clip(xp.expand_dims(j, axis=0) - xp.expand_dims(i, axis=1), -k, k) + k
 
 

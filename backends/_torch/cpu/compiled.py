@@ -39,8 +39,8 @@ def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None) -> No
 def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
     shape = operands.q.shape[:-1]
-    out = torch.empty((*shape, operands.v.shape[-1]))
-    lse = torch.empty(shape) if return_lse or call.options.return_lse else None
+    out = operands.q.new_empty((*shape, operands.v.shape[-1]))
+    lse = operands.q.new_empty(shape) if return_lse or call.options.return_lse else None
     x = flattened(operands)
     if x is operands:
         _compiled.attend(x, call, out, lse, library=TORCH)
@@ -93,7 +93,7 @@ def serves_backward(x: Operands, options: Options, wanted: frozenset[str]) -> bo
 def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a flattened call."""
     shape = x.q.shape[:-1]
-    out, lse = torch.zeros((*shape, x.v.shape[-1])), torch.full(shape, -math.inf)
+    out, lse = x.q.new_zeros((*shape, x.v.shape[-1])), x.q.new_full(shape, -math.inf)
     for part in parts(x, options):
         attend(part.operands, part.options, out[part.items], lse[part.items])
     return out, lse
@@ -112,7 +112,9 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like
     elif gradient.shape == like.shape:
         found[name] = gradient
     else:
-        part.cut(name, found.setdefault(name, torch.zeros(like.shape))).copy_(gradient)
+        part.cut(name, found.setdefault(name, torch.zeros_like(like, memory_format=torch.contiguous_format))).copy_(
+            gradient
+        )
 
 
 def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
@@ -128,4 +130,15 @@ def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
         yield x.data_ptr(), x.shape, steps, x
 
 
-TORCH = _compiled.Library(xp, _lent, torch.empty, torch.zeros, torch.get_num_threads, team=threads.team, shared=SHARED)
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What the kernels write, whatever torch's defaults are."""
+
+TORCH = _compiled.Library(
+    xp,
+    _lent,
+    partial(torch.empty, **FLOAT32),
+    partial(torch.zeros, **FLOAT32),
+    torch.get_num_threads,
+    team=threads.team,
+    shared=SHARED,
+)

@@ -77,8 +77,10 @@ def _kept(mask: Tensor, n_keys: int, block_size: int) -> list[tuple[int, int, bo
     if mask.shape[-3:] != (1, 1, n_keys):
         return None
     visible = (mask if mask.dtype == torch.bool else mask != -torch.inf)[:, 0, 0]
-    keys = torch.arange(n_keys)
+    keys = torch.arange(n_keys, dtype=torch.int64, device=mask.device)
     end = torch.where(visible, keys + 1, 0).amax(-1)
     first = torch.minimum(torch.where(visible, keys, n_keys).amin(-1), end) // block_size * block_size
-    full = (visible.sum(-1) == end - first).logical_and(torch.tensor(mask.dtype == torch.bool))
+    full = visible.sum(-1) == end - first
+    if mask.dtype != torch.bool:  # which adds something to what it leaves
+        full = torch.zeros_like(full)
     return list(zip(first.tolist(), end.tolist(), full.tolist(), strict=True))

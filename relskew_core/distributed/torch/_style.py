@@ -97,7 +97,7 @@ def _attend(
 
 def _seed_of_all(group: DeviceMesh, q: Tensor) -> Tensor:
     """Draw a seed, the same on all ranks."""
-    seed = torch.randint(2**31, (), device=q.device)
+    seed = torch.randint(2**31, (), dtype=torch.int64, device=q.device)
     for ranks in reversed(groups(group)):
         if ranks is not None:
             distributed.broadcast(seed, group_src=0, group=ranks)

@@ -81,7 +81,7 @@ class TableAttention(nn.Module):
         if unfilled is not None:
             mask = without_keys(unfilled, mask, q, k)
         if self.training and self.dropout:
-            options.update(dropout=self.dropout, seed=torch.randint(2**31, (), device=q.device))
+            options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
         options.update(self.tables_of(q), impl=self.impl, chunk_size=self.chunk_size)
         return relative_attention(q, k, v, mask=mask, **options)
 

@@ -57,7 +57,8 @@ class FixedCache(NamedTuple):
             for _, old, new in pairs:
                 old[..., there : there + n, :] = new
             return self.keys, self.values, present, {"offset": there}
-        places = (self.length[..., None] + torch.arange(n, device=self.length.device))[..., None, :, None]
+        behind = torch.arange(n, dtype=torch.int64, device=self.length.device)
+        places = (self.length[..., None] + behind)[..., None, :, None]
         for _, old, new in pairs:
             old.scatter_(-2, places.expand(new.shape), new)
         return self.keys, self.values, present, {"offset": self.length}
@@ -101,7 +102,7 @@ class SlidingCache(NamedTuple):
         for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
             check_cached(name, old, keep, new)
         k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
-        unfilled = torch.arange(keep + n, device=k.device) < keep - self.length
+        unfilled = torch.arange(keep + n, dtype=torch.int64, device=k.device) < keep - self.length
         # In memory of their own: a view would hold the whole prompt, and its strides are others at the next step.
         keys, values = (x[..., n:, :].contiguous() for x in (k, v))
         present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))

@@ -48,7 +48,7 @@ compiled = kernels.call_of
 
 def rows(wanted: Sequence[int]) -> Tensor:
     """Return which rows of a table are wanted, as an array."""
-    return torch.tensor(wanted)
+    return torch.tensor(wanted, dtype=torch.int64, device="cpu")
 
 
 def hidden(seen: Tensor, visibility: Visibility, layout: Layout, dtype: torch.dtype) -> Hidden:
@@ -58,7 +58,7 @@ def hidden(seen: Tensor, visibility: Visibility, layout: Layout, dtype: torch.dt
         None if visibility.left is None else shift - visibility.left,
         None if visibility.right is None else shift + visibility.right,
     )
-    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+    bias = seen.new_zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
     return Hidden(bias, (first, last), None if visibility.block_size is None else ~seen)
 
 
