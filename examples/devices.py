@@ -23,6 +23,7 @@ from relskew_core.layers.torch import RelativeMultiheadAttention
 
 distributed: Any = torch.distributed
 SYMBOLS, WIDTH, LENGTH, BATCH = 12, 32, 96, 8
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 class Layer(nn.Module):
@@ -44,8 +45,8 @@ def make_model() -> nn.Sequential:
 
 def make_tunes(step: int) -> Tensor:
     """Tunes that repeat themselves after a while: relative positions tell after how long."""
-    random = torch.Generator().manual_seed(step)
-    motif = torch.randint(SYMBOLS, (BATCH, 7), generator=random)
+    random = torch.Generator("cpu").manual_seed(step)
+    motif = torch.randint(SYMBOLS, (BATCH, 7), generator=random, dtype=torch.int64, device="cpu")
     return motif.repeat(1, LENGTH // 7 + 2)[:, : LENGTH + 1]
 
 
@@ -90,11 +91,11 @@ def train(rank: int, steps: int, mesh: Any) -> None:
 
 def balance(rank: int, processes: int, length: int) -> None:
     """What each layout costs each process: seconds of its processor for causal attention, forward and backward."""
-    table = torch.randn(length * processes, 32)
+    table = torch.randn(length * processes, 32, **FLOAT32)
     rows = []
     layout: Any
     for layout in ("contiguous", "zigzag", "striped"):
-        q, k, v = (torch.randn(4, length, 32, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(4, length, 32, requires_grad=True, **FLOAT32) for _ in range(3))
         for _ in range(2):  # the first one warms up
             distributed.barrier()
             start = time.thread_time()
@@ -108,8 +109,8 @@ def balance(rank: int, processes: int, length: int) -> None:
                 layout=layout,
             )
             out.sum().backward()
-            spent = torch.tensor([time.thread_time() - start])
-        everyone = [torch.empty(1) for _ in range(processes)]
+            spent = torch.tensor([time.thread_time() - start], **FLOAT32)
+        everyone = [torch.empty(1, **FLOAT32) for _ in range(processes)]
         distributed.all_gather(everyone, spent)
         rows.append((layout, [float(x) for x in everyone]))
     if rank == 0:

@@ -15,11 +15,11 @@ n = len(tune)
 
 # Queries: the one-hot pitch of each note.
 pitches = sorted(set(tune))
-q = np.asarray([[float(note == pitch) for pitch in pitches] for note in tune])
+q = np.asarray([[float(note == pitch) for pitch in pitches] for note in tune], dtype=np.float64)
 
 # One table row for each relative position r = -(n-1) … 0: how often, of the notes of each pitch that have a note |r|
 # before them, that one has the same pitch. Nothing is learned: it is counted from the tune.
-table = np.zeros((n, len(pitches)))
+table = np.zeros((n, len(pitches)), dtype=np.float64)
 for row, r in enumerate(range(-(n - 1), 0)):
     later, earlier = q[-r:], q[:r]
     table[row] = (later * earlier).sum(axis=0) / np.maximum(later.sum(axis=0), 1)
@@ -31,7 +31,7 @@ before = q @ table.T
 after = relative_logits(q, table, n_keys=n, causal=True)
 
 # `skew` alone moves the numbers so; the columns of the future are zeros here, for nobody sees them.
-both_sides = np.concatenate([before, np.zeros((n, n - 1))], axis=1)
+both_sides = np.concatenate([before, np.zeros((n, n - 1), dtype=np.float64)], axis=1)
 np.testing.assert_allclose(np.tril(skew(both_sides)), after, atol=1e-15)
 
 
@@ -43,7 +43,7 @@ def shades(x: np.ndarray, seen: np.ndarray) -> list[str]:
     ]
 
 
-i, j = np.indices((n, n))
+i, j = np.indices((n, n), dtype=np.int64)
 print(f"{'before: columns r = -41 … 0':<{n}}    after: columns j = note 1 … 42")
 for left, right in zip(shades(before, j >= n - 1 - i), shades(after, j <= i), strict=True):
     print(f"{left}    {right}")

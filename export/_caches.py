@@ -246,8 +246,8 @@ class _Writer:
 
     def _grouped(self, node: onnx.NodeProto, keys: _Cache, values: _Cache, heads: int) -> Iterator[onnx.NodeProto]:
         """Yield GroupQueryAttention in place of Attention, with the heads side by side as it wants them."""
-        self._store("side_by_side", np.array([0, 0, -1]))
-        self._store("apart", np.array([0, 0, heads, -1]), f"{heads}")
+        self._store("side_by_side", np.array([0, 0, -1], dtype=np.int64))
+        self._store("apart", np.array([0, 0, heads, -1], dtype=np.int64), f"{heads}")
         operands = []
         for given, name in ((node.input[0], "q"), (keys.new, "k"), (values.new, "v")):
             turned, flat = f"{node.name}/{name}/turned", f"{node.name}/{name}/side_by_side"

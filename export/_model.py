@@ -194,7 +194,7 @@ def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, st
     given = _optional_inputs(g, plan)
     stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
-    scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5), g.dtype)
+    scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
     heads, present = _attend(g, plan, Projected(scaled, k, v), stored, (q, k), given)
     g.output(g.rename(heads, "out"), "heads for each query")

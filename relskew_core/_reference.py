@@ -85,14 +85,14 @@ def reference_attention(
         k, v = (np.concatenate([np.asarray(old, np.float64), new], 2) for old, new in zip(past, (k, v), strict=True))
     group = spec.num_heads // spec.num_kv_heads
     keys, values = (np.repeat(heads, group, axis=1) for heads in (k, v))
-    chosen = np.arange(q.shape[2]) if queries is None else queries
-    out = np.zeros((*q.shape[:2], len(chosen), q.shape[3]))
+    chosen = np.arange(q.shape[2], dtype=np.int64) if queries is None else queries
+    out = np.zeros((*q.shape[:2], len(chosen), q.shape[3]), dtype=np.float64)
     allowed = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
     # A sink is a logit without a value; e^-inf where there is none.
-    sinks = np.asarray(tables["sinks"], np.float64)[:, None] if spec.sinks else np.full((1, 1), -np.inf)
+    sinks = np.asarray(tables["sinks"] if spec.sinks else [-np.inf], np.float64)[:, None]
     largest = 0.0
     for place, i in enumerate(chosen):
-        seen = np.flatnonzero(_visible(spec, int(i) + offset, np.arange(k.shape[2])))
+        seen = np.flatnonzero(_visible(spec, int(i) + offset, np.arange(k.shape[2], dtype=np.int64)))
         rows, counts = _rows(spec, seen - (int(i) + offset))
         rel_k, rel_v, rel_bias = (_looked_up(tables, spec, name, rows, counts) for name in _TABLES)
         logits = np.einsum("bhd,bhkd->bhk", q[:, :, i], keys[:, :, seen] + rel_k) / np.sqrt(spec.head_dim) + rel_bias

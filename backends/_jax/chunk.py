@@ -86,7 +86,7 @@ class TracedChunk:
         x = self.queries(x)
         if not self.loop.overlap:
             return x
-        rows = self.place.start + jnp.arange(self.loop.n)
+        rows = self.place.start + jnp.arange(self.loop.n, dtype=int)
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def keys(self, x: Array) -> Array:
@@ -105,7 +105,7 @@ class TracedChunk:
         """Put zeros into (..., D, m) for keys outside the range that the chunk's queries may see."""
         if not self.loop.unseen:
             return x
-        keys = self.place.first + jnp.arange(self.loop.m)
+        keys = self.place.first + jnp.arange(self.loop.m, dtype=int)
         return jnp.where((keys >= self.place.seen_first) & (keys < self.place.seen_end), x, 0.0)
 
     def columns(self, table: Columns) -> Array:
@@ -143,8 +143,8 @@ class TracedChunk:
         """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
         pattern, labels = in_small_numbers(self.call.options.visibility), self._labels
         if labels.q_positions is None:
-            queries = (self.place.start + jnp.arange(self.loop.n) + pattern.offset)[:, None]
-            keys = (self.place.first + jnp.arange(self.loop.m))[None, :]
+            queries = (self.place.start + jnp.arange(self.loop.n, dtype=int) + pattern.offset)[:, None]
+            keys = (self.place.first + jnp.arange(self.loop.m, dtype=int))[None, :]
         else:
             queries, keys = of_queries(labels.q_positions, self.layout), of_keys(labels.k_positions, self.layout)
         visible = pattern.sees(queries, keys, xp=jnp)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from relskew_core._array.integers import integer
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.ragged import RaggedVisibility
@@ -45,8 +46,8 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
     pattern = options.visibility
     if not isinstance(pattern, RaggedVisibility):
         return operands, options
-    stands = jnp.arange(pattern.n_queries) + pattern.offset_by_item[..., None]
-    operands = operands._replace(q_positions=stands, k_positions=jnp.arange(pattern.n_keys))
+    stands = jnp.arange(pattern.n_queries, dtype=int) + pattern.offset_by_item[..., None]
+    operands = operands._replace(q_positions=stands, k_positions=jnp.arange(pattern.n_keys, dtype=int))
     return operands, replace(options, visibility=AnyOffset(pattern.n_queries, pattern.n_keys, 0, *pattern.sides))
 
 
@@ -57,7 +58,7 @@ def in_small_numbers(pattern: Visibility) -> Visibility:
         left = None if pattern.left is None else pattern.left - offset
         right = None if pattern.right is None else pattern.right + offset
         return Visibility(pattern.n_queries, pattern.n_keys, 0, left, right)
-    if not -(2**31) <= offset <= 2**31 - pattern.n_queries and jnp.asarray(0).dtype == jnp.int32:
+    if not -(2**31) <= offset <= 2**31 - pattern.n_queries and integer(jnp) == jnp.int32:
         raise ValueError(
             f"`offset` must leave positions in 32 bits where `block_size` is given, unless jax_enable_x64 is set, "
             f"got offset={offset}"

@@ -49,4 +49,4 @@ def crops(pieces: Sequence[Piece], batch: int, length: int, rng: np.random.Gener
             if start is None:
                 start = 1 + len(piece) * int(rng.integers((len(row) - 1) // len(piece)))
         rows.append(row[start : start + length])
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")

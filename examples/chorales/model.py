@@ -115,6 +115,7 @@ class Decoder(nn.Module):
 
 def sinusoids(length: int, width: int, *, start: int) -> Tensor:
     """Return the positions of "Attention Is All You Need", from ``start`` on."""
-    place = torch.arange(start, start + length)[:, None]
-    angle = place * torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    place = torch.arange(start, start + length, **float32)[:, None]
+    angle = place * torch.exp(torch.arange(0, width, 2, **float32) * (-math.log(10000.0) / width))
     return torch.cat([angle.sin(), angle.cos()], dim=-1)

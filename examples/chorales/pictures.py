@@ -40,7 +40,7 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
     axis.text(trained / 2, 1.01, "trained", color=FAINT, ha="center", va="bottom", transform=axis.get_xaxis_transform())
     for name, curve in curves.items():
         points = curve[: len(curve) // SMOOTH * SMOOTH].reshape(-1, SMOOTH).mean(axis=1)
-        places = (np.arange(len(points)) + 0.5) * SMOOTH
+        places = (np.arange(len(points), dtype=np.int64) + 0.5) * SMOOTH
         axis.plot(places, points, color=COLOURS[name], lw=2)
     ends = {name: float(curve[-4 * SMOOTH :].mean()) for name, curve in curves.items()}
     for name, place in apart(ends, 0.065 * top).items():
@@ -87,7 +87,7 @@ def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
 
         block.attend = attend  # type: ignore[method-assign]  # of this one module
     try:
-        model(torch.tensor([list(tokens)]))
+        model(torch.tensor([list(tokens)], dtype=torch.int64, device="cpu"))
     finally:
         for block in model.attentions:
             del block.attend
@@ -97,7 +97,7 @@ def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
 def furthest_look(weights: Sequence[Array], tokens: Sequence[int], *, first: int, near: int) -> Look:
     """Choose the note, from ``first`` on, that attends most to notes more than ``near`` before it, in one head."""
     struck = np.asarray(tokens) > HELD
-    distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))
+    distance = np.arange(len(tokens), dtype=np.int64)[:, None] - np.arange(len(tokens), dtype=np.int64)
     far = struck[:, None] & struck & (distance > near)
     far[:first] = False
     shares = np.stack([(one * far).sum(axis=-1) for one in weights])  # layers, heads, queries

@@ -30,7 +30,7 @@ def go_on(model: Decoder, prompt: Sequence[int], n: int, choose: Choice) -> list
     tokens = list(prompt)
     new: list[int] = []
     while len(new) < n:
-        logits, past = model(torch.tensor([tokens]), past)
+        logits, past = model(torch.tensor([tokens], dtype=torch.int64, device="cpu"), past)
         tokens = [choose(logits[0, -1].numpy())]
         new += tokens
     return new

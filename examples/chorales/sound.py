@@ -45,7 +45,7 @@ def save_wav(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: i
     """Write the sound of plucked strings: each note a few harmonics that fade, the higher the sooner."""
     seconds = step * 60 / tempo
     longest = max(sum(steps for _, steps in voice) for voice in voices)
-    sound = np.zeros(int((longest * seconds + 1) * RATE))
+    sound = np.zeros(int((longest * seconds + 1) * RATE), dtype=np.float64)
     for voice in voices:
         begins = 0
         for pitch, steps in voice:
@@ -64,7 +64,7 @@ def save_wav(path: Path, voices: Sequence[Voice], *, step: float = 0.5, tempo: i
 
 def tone(frequency: float, seconds: float) -> np.ndarray[Any, Any]:
     """Return one note: it fades, and stops softly where the next one begins."""
-    time = np.arange(int(seconds * RATE)) / RATE
+    time = np.arange(int(seconds * RATE), dtype=np.int64) / RATE
     waves = [
         loud * np.sin(2 * np.pi * n * frequency * time) * np.exp(-1.5 * n * time)
         for n, loud in enumerate(HARMONICS, 1)

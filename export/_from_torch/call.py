@@ -151,7 +151,7 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
         return (*shape[:axis], rows, *shape[axis + 1 :])
 
     def zeros(rows: int) -> Value:
-        return g.constant(np.zeros(with_rows(rows)), g.dtype)
+        return g.constant(np.zeros(with_rows(rows), dtype=np.float64), g.dtype)
 
     if (start, stop) != (0, rows):
         stored = cut(stored, start, stop, "kept")

@@ -283,7 +283,7 @@ def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> Stor
 def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:
     """Return ``scale · x``."""
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
-    return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale), g.dtype)], name, x.shape)
+    return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
 
 
 def keys_by_query_head(g: TracedEmitter, plan: GraphPlan, keys: Value, scale: float) -> Value:

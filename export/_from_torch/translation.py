@@ -103,7 +103,7 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
         options = replace(options, visibility=replace(pattern, by_value=True))
     plan = _plan(g, opset, call, operands, options)
-    nothing = g.tensor(g.constant(np.zeros(0), g.dtype))
+    nothing = g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
     if plan.local:
         return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
     related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)

@@ -32,7 +32,7 @@ def at_most(g: Emitter, length: Dim, limit: Dim, name: str, reach: str) -> Value
     after = g.plus(length, 1, f"guard/{name}_after")
     symbol = f"{name}_and_1"
     if isinstance(limit, int):
-        stored = g.constant(np.arange(limit + 1))
+        stored = g.constant(np.arange(limit + 1, dtype=np.int64))
     else:
         stored = _ramp(g, g.plus(limit, 1, f"guard/{name}_limit_after"), f"{name}_limit", f"{name}_limit_and_1")
     cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))

@@ -165,7 +165,7 @@ class TableWindow:
         if table is None:
             if self._tables.rel_k is not None:
                 return None
-            table = g.constant(np.zeros((1, self._plan.columns)), g.dtype)
+            table = g.constant(np.zeros((1, self._plan.columns), dtype=np.float64), g.dtype)
         cut = self._cut(table, 1, "rel_bias")
         shape = (cut.shape[0], 1, self._stored_symbol)
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
@@ -209,7 +209,7 @@ class TableWindow:
 
     def _hidden(self, logits: Value) -> Value:
         """Add what hides columns of relative positions that no query may see, if there are any."""
-        g, plan, added = self._g, self._plan, np.zeros(self._plan.columns)
+        g, plan, added = self._g, self._plan, np.zeros(self._plan.columns, dtype=np.float64)
         if plan.left.past_edge == "hidden":
             added[0] = plan.masked_value
         if plan.right.past_edge == "hidden" and not plan.one_sided:
@@ -228,5 +228,5 @@ def _range(g: Emitter, start: Dim, end: Dim, name: str, symbol: int | str) -> Va
 
 def _ramp(g: Emitter, first: int, size: int, count: Dim, name: str, symbol: int | str) -> Value:
     """Return ``first, first + 1, …``, ``count`` of them but never more than ``size``: a stored ramp cannot run on."""
-    ramp = g.constant(np.arange(first, first + size))
+    ramp = g.constant(np.arange(first, first + size, dtype=np.int64))
     return g.index("Slice", [ramp, g.constant([0]), g.dim(count)], name, (symbol,))

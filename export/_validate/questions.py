@@ -100,7 +100,7 @@ class Questions:
         if not (plan.profile.contrib and plan.in_place) or cache.ndim != 4:
             return cache
         ends = feeds["past_lengths"] + feeds["x" if plan.projections else "q"].shape[-2]
-        there = np.arange(cache.shape[2]) < ends[:, None]
+        there = np.arange(cache.shape[2], dtype=np.int64) < ends[:, None]
         return np.where(there[:, None, :, None], cache, np.zeros((), cache.dtype))
 
     def decoding(self, length: int) -> None:
@@ -124,7 +124,7 @@ class Questions:
                 if plan.segments:
                     piece["segments"] = feeds["segments"][:, : trial.cache or end]
                 if plan.in_place:
-                    piece["past_lengths"] = np.full(trial.batch, start)
+                    piece["past_lengths"] = np.full(trial.batch, start, dtype=np.int64)
                 piece |= {name: feeds[name][..., start:end, :] for name in ("x", "q", "k", "v") if name in feeds}
                 y, keys, values = self._runner.run({**piece, "past_key": keys, "past_value": values})
                 pieces.append(np.asarray(y))
@@ -205,7 +205,7 @@ def _expected_by_row(subject: Subject, feeds: Feeds, rows: np.ndarray | None) ->
 def _sample(queries: int, seed: int) -> np.ndarray:
     """Return the queries to compare: all, or of many the ends and some in between."""
     if queries <= _ROWS:
-        return np.arange(queries)
+        return np.arange(queries, dtype=np.int64)
     some = np.random.default_rng(seed).choice(queries, _ROWS, replace=False)
     return np.unique(np.concatenate([some, [0, 1, queries - 2, queries - 1]]))
 
@@ -214,7 +214,7 @@ def _whole_mask(plan: GraphPlan, queries: int, keys: int) -> dict[str, np.ndarra
     """Return a mask that hides every fifth key, whatever the piece."""
     if not plan.mask:
         return {}
-    return {"mask": np.broadcast_to(np.arange(keys) % 5 != 3, (1, 1, queries, keys)).copy()}
+    return {"mask": np.broadcast_to(np.arange(keys, dtype=np.int64) % 5 != 3, (1, 1, queries, keys)).copy()}
 
 
 def reason(error: Exception) -> str:

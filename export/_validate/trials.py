@@ -43,7 +43,7 @@ class Trial:
 
     def pasts(self) -> np.ndarray:
         """Return the past of every item of the batch, where the cache is written in place."""
-        return self.past - 2 * np.arange(self.batch) % (self.past + 1)
+        return self.past - 2 * np.arange(self.batch, dtype=np.int64) % (self.past + 1)
 
 
 def make_trials(

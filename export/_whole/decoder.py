@@ -251,7 +251,7 @@ def _shown(model: nn.Module, empty: Callable[[int], Any]) -> tuple[Tensor, Any]:
     batch, length = 2, 3
     past = empty(batch)
     given = _check_caches("what `past(batch)` returns", past, batch, 0)
-    result = model(torch.zeros((batch, length), dtype=torch.int64), past)
+    result = model(torch.zeros((batch, length), dtype=torch.int64, device="cpu"), past)
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise TypeError(f"`model` must return (logits, past), got {describe(result)}")
     logits, present = result
@@ -261,7 +261,7 @@ def _shown(model: nn.Module, empty: Callable[[int], Any]) -> tuple[Tensor, Any]:
         )
     if _check_caches("the past that `model` returns", present, batch, length) != given:
         raise ValueError("`model` must return as many caches as it is given, of the same heads and widths")
-    return torch.zeros((batch, 2), dtype=torch.int64), present
+    return torch.zeros((batch, 2), dtype=torch.int64, device="cpu"), present
 
 
 def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:

@@ -27,15 +27,17 @@ def check_decoder(
     """
     tokens, *shown = flat.inputs()
     vocabulary = results_of(flat, [tokens, *shown])[0].shape[2]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(batch: int, length: int) -> Tensor:
-        return torch.randint(vocabulary, (batch, length), generator=generator)
+        return torch.randint(vocabulary, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
 
     def caches(batch: int, length: int) -> list[Tensor]:
         shapes = [(batch, like.shape[1], length, like.shape[3]) for like in shown]
+        wide = {"dtype": torch.float32, "device": "cpu"}
         return [
-            torch.randn(shape, generator=generator).to(like.dtype) for shape, like in zip(shapes, shown, strict=True)
+            torch.randn(shape, generator=generator, **wide).to(like.dtype)
+            for shape, like in zip(shapes, shown, strict=True)
         ]
 
     def same(given: Sequence[Tensor], wanted: Sequence[Tensor], case: str) -> None:

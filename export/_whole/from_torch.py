@@ -199,7 +199,7 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
     import torch
 
     yield [value.clone() for value in leaves]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     sizes = [dict(zip(shape, value.shape, strict=True)) for shape, value in zip(shapes, leaves, strict=True)]
     shown = {symbol: size for given in sizes for symbol, size in given.items() if getattr(symbol, "is_Symbol", False)}
     symbols = sorted(shown, key=str)
@@ -210,6 +210,6 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
         drawn = []
         for shape, value in zip(shapes, leaves, strict=True):
             lengths = [size if isinstance(size, int) else int(size.subs(choice)) for size in shape]
-            places = torch.randint(value.numel(), lengths, generator=generator)
+            places = torch.randint(value.numel(), lengths, generator=generator, dtype=torch.int64, device="cpu")
             drawn.append(value.flatten()[places])
         yield drawn

@@ -65,7 +65,7 @@ def inputs(case: Case, dtype: str) -> Inputs:
     weights = {key: rounded(weight, dtype) for key, weight in drawn.items()}
     x = rounded(rng.standard_normal((BATCH, QUERIES, spec.embed_dim)), dtype)
     memory = rounded(rng.standard_normal((BATCH, MEMORY, spec.embed_dim)), dtype) if spec.cross else None
-    empty = np.zeros((BATCH, spec.num_kv_heads, 0, spec.head_dim))
+    empty = np.zeros((BATCH, spec.num_kv_heads, 0, spec.head_dim), dtype=np.float64)
     past = (empty, empty) if case.steps else None
 
     def reference(x: F64, memory: F64 | None, past: tuple[F64, F64] | None) -> Any:

@@ -138,7 +138,7 @@ def _segments(text: str, queries: int, past: int, keys: int) -> Any:
     lengths = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in lengths) or sum(map(int, lengths)) != keys or past + queries > keys:
         raise CliError(f"--segments must be the lengths of documents, which hold {keys} keys in all, got {text!r}")
-    of_keys = np.repeat(np.arange(len(lengths)), [int(part) for part in lengths])
+    of_keys = np.repeat(np.arange(len(lengths), dtype=np.int64), [int(part) for part in lengths])
     return of_keys[past : past + queries], of_keys
 
 

@@ -70,11 +70,11 @@ def features(tune: Melody) -> F64:
     The longest row has length 1.
     """
     pitches, durations = (sorted({note[k] for note in tune.notes}) for k in (0, 1))
-    own = np.zeros((len(tune.notes), len(pitches) + len(durations)))
+    own = np.zeros((len(tune.notes), len(pitches) + len(durations)), dtype=np.float64)
     for row, (pitch, duration) in zip(own, tune.notes, strict=True):
         row[pitches.index(pitch)] = 1
         row[len(pitches) + durations.index(duration)] = 0.5
-    shifted = [np.concatenate([np.zeros((back, own.shape[1])), own[: len(own) - back]]) for back in range(CONTEXT)]
+    shifted = [np.concatenate([np.zeros_like(own[:back]), own[: len(own) - back]]) for back in range(CONTEXT)]
     joined = np.concatenate(shifted, axis=1)
     return np.asarray(joined / np.linalg.norm(joined, axis=1).max())
 
@@ -88,7 +88,7 @@ def recurrence(embedded: F64) -> F64:
     """
     present = (embedded > 0).astype(np.float64)
     share = present.mean(axis=0)
-    table = np.zeros((len(present), present.shape[1]))
+    table = np.zeros((len(present), present.shape[1]), dtype=np.float64)
     for row, r in enumerate(range(1 - len(present), 0)):
         later, earlier = present[-r:], present[:r]
         table[row] = ((later * earlier).sum(axis=0) + share) / (later.sum(axis=0) + 1) - share
@@ -102,11 +102,11 @@ def melody_block(tune: Melody) -> tuple[F64, BlockSpec, dict[str, Any]]:
     """
     embedded = features(tune)
     n, width = embedded.shape
-    x = np.concatenate([embedded, np.eye(n)], axis=1)
+    x = np.concatenate([embedded, np.eye(n, dtype=np.float64)], axis=1)
     head_dim = max(n, width)
     spec = BlockSpec(width + n, 1, Span.causal(n), head_dim=head_dim, causal=True, bias=False)
-    weights = {key: np.zeros(shape) for key, shape in spec.weight_shapes().items()}
-    from_features, from_places = np.arange(width), np.arange(n)
+    weights = {key: np.zeros(shape, dtype=np.float64) for key, shape in spec.weight_shapes().items()}
+    from_features, from_places = np.arange(width, dtype=np.int64), np.arange(n, dtype=np.int64)
     weights["q_proj.weight"][from_features, from_features] = GAIN * head_dim**0.5  # undoes the scale of the logits
     weights["k_proj.weight"][from_features, from_features] = 1
     weights["v_proj.weight"][from_places, width + from_places] = 1

@@ -39,12 +39,12 @@ class Picture:
 
     def on_stripe(self, stripe: Stripe) -> float:
         """Return the mean attention of a stripe's notes to what they repeat."""
-        rows = np.arange(stripe.first, stripe.first + stripe.length)
+        rows = np.arange(stripe.first, stripe.first + stripe.length, dtype=np.int64)
         return float(self.attention[rows, rows - stripe.lag].mean())
 
     def by_chance(self, stripe: Stripe) -> float:
         """Return what the same notes would give if they looked at every note so far alike."""
-        return float(np.mean(1 / (1 + np.arange(stripe.first, stripe.first + stripe.length))))
+        return float(np.mean(1 / (1 + np.arange(stripe.first, stripe.first + stripe.length, dtype=np.int64))))
 
 
 def picture(tune: Melody) -> Picture:
@@ -57,7 +57,7 @@ def picture(tune: Melody) -> Picture:
     before = scale * (q @ weights["rel_k"][0].T)[0]
     after = scale * relative_logits(q, weights["rel_k"], spec.span, n_keys=n, causal=True)[0]
     attention = np.asarray(attention_block(x, weights, spec))[0, :, -n:]
-    i, c = np.indices((n, n))
+    i, c = np.indices((n, n), dtype=np.int64)
     hidden = c > i
     return Picture(
         tune,

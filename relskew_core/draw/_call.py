@@ -54,8 +54,8 @@ def draw_call(
     n = check_int("n_queries", n_queries, minimum=1)
     offset = arguments.get("offset", 0)
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
-    table = None if span is None else np.zeros((span.rows, 1))
-    seen = attention_weights(np.zeros((n, 1)), np.zeros((m, 1)), rel_k=table, span=span, **arguments) > 0
+    q, k, table = (np.zeros((rows, 1), dtype=np.float64) for rows in (n, m, 0 if span is None else span.rows))
+    seen = attention_weights(q, k, rel_k=None if span is None else table, span=span, **arguments) > 0
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))
     distances = np.asarray(keys)[None, :] - np.asarray(queries)[:, None]
     shown = distances[seen] if seen.any() else np.zeros(1, dtype=int)

@@ -177,7 +177,7 @@ class Ring:
         else:
             at, every = distances[-1], range(1, distances[-1] + 1)
             carry, _ = lax.scan(
-                lambda carry, distance: (turn(carry, distance, 1, every), None), carry, jnp.asarray(every)
+                lambda carry, distance: (turn(carry, distance, 1, every), None), carry, jnp.asarray(every, dtype=int)
             )
         return carry[1], carry[2], at
 
@@ -194,8 +194,8 @@ class Ring:
         """Take the branch of the kind that two runs are here and now; nothing is done where they see nothing."""
         kinds, rank = self.kinds[a][b], lax.axis_index(self.axis)
         possible = sorted({kinds.which[r][(r - d) % self.size] for r in range(self.size) for d in distances})
-        zero = jnp.asarray(kinds.zero)[rank, source]
-        start = jnp.asarray([row[b].start for row in self.keys])[source]
+        zero = jnp.asarray(kinds.zero, dtype=int)[rank, source]
+        start = jnp.asarray([row[b].start for row in self.keys], dtype=int)[source]
 
         def branch(kind: int) -> Callable[[Any], Any]:
             pairs = kinds.kinds[kind]
@@ -208,7 +208,8 @@ class Ring:
         if len(branches) == 1:
             return branches[0](sums)
         place = [possible.index(kind) if kind in possible else 0 for kind in range(len(kinds.kinds))]
-        return lax.switch(jnp.asarray(place)[jnp.asarray(kinds.which)[rank, source]], branches, sums)
+        which = jnp.asarray(kinds.which, dtype=int)[rank, source]
+        return lax.switch(jnp.asarray(place, dtype=int)[which], branches, sums)
 
 
 FEW = 2
@@ -292,7 +293,7 @@ class OnePart:
     def _places(self) -> tuple[Any, Any]:
         """Return the table's row of every relative position, and which of them it has."""
         pairs, span = self.pairs, self.ring.span
-        rows = self.zero + span.left + pairs.step * jnp.arange(pairs.low, pairs.high + 1)
+        rows = self.zero + span.left + pairs.step * jnp.arange(pairs.low, pairs.high + 1, dtype=int)
         return jnp.clip(rows, 0, span.rows - 1), (rows >= 0) & (rows < span.rows)
 
     def _rows(self, name: str, table: Any) -> Any:
@@ -304,7 +305,7 @@ class OnePart:
         return found
 
     def _columns(self) -> Any:
-        return self.start + self.pairs.step * jnp.arange(self.keys.count)
+        return self.start + self.pairs.step * jnp.arange(self.keys.count, dtype=int)
 
     def _of_mask(self, mask: Any) -> Any:
         if mask.ndim > 1 and mask.shape[-2] > 1:

@@ -111,7 +111,7 @@ class SlidingCache(NamedTuple):
         for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
             check_cached(name, old, keep, new)
         k, v = (jnp.concat(pair, axis=-2) for pair in ((self.keys, k), (self.values, v)))
-        unfilled = jnp.arange(keep + n) < keep - self.length
+        unfilled = jnp.arange(keep + n, dtype=int) < keep - self.length
         present = SlidingCache(k[..., n:, :], v[..., n:, :], jnp.minimum(self.length + n, keep))
         return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
 
