@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import platform
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +20,7 @@ import pytest
 import torch
 
 import dense
+import kernels_built
 from compiled_cases import CASES, LONG, close, narrow
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
@@ -30,9 +35,15 @@ pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not co
 LEVELS = kernels.LEVELS if kernels else []
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Work as on an older processor."""
+@pytest.fixture(params=[*LEVELS, "ARM"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Work as on an older processor, or another one."""
+    if request.param == "ARM":
+        if kernels_built.COMPILER is None:
+            pytest.skip("no compiler is here")
+        monkeypatch.setattr(_compiled, "kernels", kernels_built.built(*kernels_built.ARM))
+        yield request.param
+        return
     kernels.use(request.param)
     yield request.param
     kernels.use(LEVELS[-1])
@@ -347,6 +358,19 @@ def test_integers_that_are_far_apart_are_for_others(
     monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(attend=lambda *x: found.append(attend(*x))))
     close(np.asarray(relative_attention(q, k, v, table, **options)), np.asarray(expected))
     assert bool(found) == served
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize("source", ["module.cpp", "base.cpp", *kernels_built.LEVELS])
+def test_compilers_warn_of_nothing(compiler: str, source: str) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} is here")
+    if source in kernels_built.LEVELS and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("for another kind of processors")
+    include = f"-I{sysconfig.get_path('include')}"
+    flags = [*kernels_built.FLAGS, *kernels_built.LEVELS.get(source, []), "-Werror", "-fsyntax-only", include]
+    ended = subprocess.run([compiler, *flags, kernels_built.SOURCE / source], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_level_that_is_not_there_is_named() -> None:

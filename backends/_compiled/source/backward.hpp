@@ -189,11 +189,12 @@ struct Backward {
     // A query that is not finite may reach the gradients of what it sees, and of nothing else: 0 · NaN is not 0.
     void keep_apart(Index count) {
         for (Index m = 0; m < count; m++) {
-            float *own = queries.same.get() + m * width, *other = queries.others.get() + m * rel_width;
-            lost[m] = !finite(own, x.width) || (queries.apart && !finite(other, x.rel_width));
+            float *own = queries.same.get() + m * width;
+            float *other = queries.apart ? queries.others.get() + m * rel_width : nullptr;
+            lost[m] = !finite(own, x.width) || (other && !finite(other, x.rel_width));
             if (!lost[m]) continue;
             std::fill(own, own + width, 0.0f);
-            if (queries.apart) std::fill(other, other + rel_width, 0.0f);
+            if (other) std::fill(other, other + rel_width, 0.0f);
         }
     }
 
@@ -285,8 +286,8 @@ struct Backward {
         if (lost[m]) row.put_around(0), changed.put_around(0);
         if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);
         if (mixed_by_row && row.low < row.high) mixed_by_row.add(m, row, start);
-        row.clear_around(s + all.low - margin, s + all.high + margin);
-        changed.clear_around(d + all.low - margin, d + all.high + margin);
+        row.clear_around(s + (all.low - margin), s + (all.high + margin));
+        changed.clear_around(d + (all.low - margin), d + (all.high + margin));
     }
 
     // Keep by how much each logit follows its product through a softcap.

@@ -192,7 +192,8 @@ struct Few {
 
     void mix_table(const float *weights, Index head, Index r, Index n, float *out) const {
         const Reach at = Reach::of(x, r, n);
-        mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
+        if (at.inside)
+            mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
         if (!x.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;

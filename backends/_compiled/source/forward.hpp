@@ -100,8 +100,9 @@ struct Values {
 
 // All that one thread has while it works.
 struct Forward {
-    static constexpr Index KEYS = 512;                             // of a block
-    static constexpr Index AROUND = 2 * LANES, EDGE = 2 * AROUND;  // zeros beside a row of weights, and room
+    static constexpr Index KEYS = 512;                                             // of a block
+    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;  // zeros beside weights, and room
+    static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read so many entries beside the weights");
 
     const Problem &x;
     const Index value_row, logits_row;  // steps from row to row
@@ -239,7 +240,7 @@ struct Forward {
                 by_row.add(m, row, start);
             }
         }
-        row.clear_around(s + low - start - around, s + high - start + around);
+        row.clear_around(s + (low - start - around), s + (high - start + around));
         if (factor == 1.0f) return;
         float *out = outs.get() + m * value_row;
         for (Index d = 0; d < value_row; d += LANES) store(out + d, load(out + d) * factor);

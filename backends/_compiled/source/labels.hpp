@@ -79,7 +79,7 @@ struct Labels {
             const Bounds own = vectors[(first + j) / LANES];
             if (seen.low <= own.low && own.high <= seen.high) continue;
             const Ints labels = load_ints(keys + first + j);
-            store(row.at + j, (labels >= seen.low) & (labels <= seen.high) ? load(row.at + j) : splat(-INF));
+            store(row.at + j, ((labels >= seen.low) & (labels <= seen.high)) ? load(row.at + j) : splat(-INF));
         }
     }
 };

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr Index ANYWHERE = Index{1} << 40;  // further than two positions are apart
+constexpr Index FAR = Index{1} << 30;       // further than a table reaches that queries look up rows of
 
 // The relative positions that a block of queries may tell apart: what is lower or higher counts as these.
 struct Reach {
@@ -20,11 +21,16 @@ struct Reach {
 
     Index count() const { return high - low + 1; }
 
-    // Those between a query and LANES keys.
-    Ints between(std::int32_t query, const std::int32_t *keys) const {
-        const Ints r = load_ints(keys) - query, least = Ints{} + static_cast<std::int32_t>(low),
-                   most = Ints{} + static_cast<std::int32_t>(high), held = r < least ? least : r;
-        return held > most ? most : held;
+    // Which of them are between a query and LANES keys.
+    Ints columns(std::int32_t query, const std::int32_t *keys) const {
+        const auto held = [](Ints x, Index low, Index high) {
+            const Ints least = Ints{} + static_cast<std::int32_t>(low), most = Ints{} + static_cast<std::int32_t>(high);
+            x = x < least ? least : x;
+            return x > most ? most : x;
+        };
+        const Index least = std::max(Bounds::LEAST, query - FAR), most = std::min(Bounds::MOST, query + FAR);
+        const Ints near = held(load_ints(keys), least, most);  // whose difference from the query does not wrap
+        return held(near - query, low, high) - static_cast<std::int32_t>(low);
     }
 
     // Whether they all count as the lowest, or the highest.
@@ -55,16 +61,16 @@ struct Places : Labels {
     void look_up(const Relative &relative, Index m, Index rows, Index key, float *to, Index to_row) const {
         const Index origin = relative.origin(reach.low);
         for (Index i = m; i < m + rows; i++, to += to_row) {
-            const float *from = relative.products.get() + i * relative.row - origin;
+            const float *from = relative.products.get() + (i * relative.row + reach.low - origin);
             for (Index j = 0; j < PANEL && key + j < x.keys; j += LANES) {
                 const Bounds there = vectors[(key + j) / LANES];
                 if (reach.all_low(queries[i], there)) {
-                    store(to + j, splat(from[reach.low]));
+                    store(to + j, splat(from[0]));
                 } else if (reach.all_high(queries[i], there)) {
-                    store(to + j, splat(from[reach.high]));
+                    store(to + j, splat(from[reach.high - reach.low]));
                 } else {
-                    const Ints r = reach.between(queries[i], keys + key + j);
-                    for (int lane = 0; lane < LANES; lane++) to[j + lane] = from[r[lane]];
+                    const Ints c = reach.columns(queries[i], keys + key + j);
+                    for (int lane = 0; lane < LANES; lane++) to[j + lane] = from[c[lane]];
                 }
             }
         }
@@ -152,7 +158,7 @@ struct ByRow {
             } else if (reach.all_high(p, there)) {
                 high += own;
             } else {  // where many terms meet, at both ends, each would wait for the one before: these are added apart
-                const Ints c = reach.between(p, places.keys + first + j) - static_cast<std::int32_t>(reach.low);
+                const Ints c = reach.columns(p, places.keys + first + j);
                 const Ints lowest = c == 0, highest = (c == last) & ~lowest;
                 low += lowest ? own : Vec{};
                 high += highest ? own : Vec{};

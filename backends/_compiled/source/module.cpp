@@ -23,18 +23,25 @@ namespace {
 struct Level {
     const char *name;
     Kernel attend, pull_back;
-    bool here;
+    bool here = true;
 };
 
 Level levels[] = {
-    {"base", base::attend, base::pull_back, true},
+    {"base", base::attend, base::pull_back},
 #if defined(LEVELS_OF_X86_64)
-    {"x86-64-v3", v3::attend, v3::pull_back, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-    {"x86-64-v4", v4::attend, v4::pull_back,
-     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")},
+    {"x86-64-v3", v3::attend, v3::pull_back},
+    {"x86-64-v4", v4::attend, v4::pull_back},
 #endif
 };
+
+void look_at_processor() {
+#if defined(LEVELS_OF_X86_64)
+    __builtin_cpu_init();  // nothing says that the compiler's own start has come before
+    levels[1].here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#endif
+}
 
 const Level *chosen = nullptr;
 
@@ -250,6 +257,7 @@ bool add_address(PyObject *module, const char *name, XLA_FFI_Handler *handler) {
 
 // LEVELS: what this processor can do, the best last.
 int start(PyObject *module) {
+    look_at_processor();
     PyObject *names = PyList_New(0);
     if (!names) return -1;
     for (const Level &level : levels) {

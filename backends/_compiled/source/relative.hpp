@@ -23,11 +23,19 @@ using Floats = std::unique_ptr<float, Free>;
 
 inline Floats floats(Index count) {
     const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(float)), 64);
-    return Floats(static_cast<float *>(std::aligned_alloc(64, static_cast<std::size_t>(bytes))));
+    void *at = std::aligned_alloc(64, static_cast<std::size_t>(bytes));
+#if defined(POISON)  // with NaN, so that what is read before it is written shows
+    if (at) std::memset(at, 0xFF, static_cast<std::size_t>(bytes));
+#endif
+    return Floats(static_cast<float *>(at));
 }
 
 inline Floats zeros(Index count) {  // pages of many zeros cost nothing until they are touched
-    return Floats(static_cast<float *>(std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(float))));
+    void *at = std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(float));
+#if defined(POISON)  // what there is to spare
+    if (at) std::memset(static_cast<float *>(at) + count, 0xFF, HIGH * LANES * sizeof(float));
+#endif
+    return Floats(static_cast<float *>(at));
 }
 
 inline Index blocks(const Problem &x) { return (x.queries + rows_of_blocks(x) - 1) / rows_of_blocks(x); }
@@ -162,9 +170,12 @@ struct Relative {
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {
-            float *to = products.get() + i * row - shift - origin;
-            if (start < 0) std::fill(to + start, to + std::min<Index>(0, stop), span.clip ? edges[0][i] : 0.0f);
-            if (stop > have) std::fill(to + std::max(have, start), to + stop, span.clip ? edges[1][i] : 0.0f);
+            const Index zero = i * row - shift - origin;  // where what is packed would begin
+            const auto fill = [&](Index from, Index to, float x) {
+                std::fill(products.get() + (zero + from), products.get() + (zero + to), x);
+            };
+            if (start < 0) fill(start, std::min<Index>(0, stop), span.clip ? edges[0][i] : 0.0f);
+            if (stop > have) fill(std::max(have, start), stop, span.clip ? edges[1][i] : 0.0f);
         }
     }
 
@@ -200,7 +211,7 @@ struct Weights {
     void mix(const Span &x, const float *table, Index table_row, Index width, float *out, Index out_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
-            add_product(count, stop - c, {at + c - x.left + p - start, row + 1, 1}, table + c * table_row, table_row,
+            add_product(count, stop - c, {at + (c - x.left + p - start), row + 1, 1}, table + c * table_row, table_row,
                         width, out, out_row);
         for (int side = 0; side < 2 && x.clip; side++)
             for (Index i = 0; i < count; i++)
@@ -211,7 +222,7 @@ struct Weights {
     void spread(const Span &x, const float *from, Index from_row, Index width, float *table, Index table_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
-            add_product(stop - c, count, {at + c - x.left + p - start, 1, row + 1}, from, from_row, width,
+            add_product(stop - c, count, {at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
                         table + c * table_row, table_row);
         for (int side = 0; side < 2 && x.clip; side++)
             for (Index i = 0; i < count; i++)

@@ -60,32 +60,39 @@ inline Vec hyperbolic_tangent(Vec x) {
     return x < 0.0f ? -result : result;
 }
 
+// Lanes of two vectors, by their numbers: those of the second one go on from the first one's.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // before its version 12, GCC does not have the same
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
 // Lanes of two vectors in turn, from lane n on; the lanes of one from lane n on, and around.
 #if defined(__AVX512F__)
 #define IN_TURN(n) \
-    {n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23}
+    n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23
 #define FROM(n) \
-    {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15}
+    n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15
 #elif defined(__AVX2__)
-#define IN_TURN(n) {n, n + 8, n + 1, n + 9, n + 2, n + 10, n + 3, n + 11}
-#define FROM(n) {n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7}
+#define IN_TURN(n) n, n + 8, n + 1, n + 9, n + 2, n + 10, n + 3, n + 11
+#define FROM(n) n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7
 #else
-#define IN_TURN(n) {n, n + 4, n + 1, n + 5}
-#define FROM(n) {n, n + 1, n + 2, n + 3}
+#define IN_TURN(n) n, n + 4, n + 1, n + 5
+#define FROM(n) n, n + 1, n + 2, n + 3
 #endif
 
-inline Vec low_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(0)); }
-inline Vec high_in_turn(Vec a, Vec b) { return __builtin_shuffle(a, b, Ints IN_TURN(LANES / 2)); }
+inline Vec low_in_turn(Vec a, Vec b) { return SHUFFLE(a, b, IN_TURN(0)); }
+inline Vec high_in_turn(Vec a, Vec b) { return SHUFFLE(a, b, IN_TURN(LANES / 2)); }
 
 template <int N = LANES / 2>
 inline Vec sum_in_all(Vec x) {
-    if constexpr (N > 0) return sum_in_all<N / 2>(x + __builtin_shuffle(x, Ints FROM(N)));
+    if constexpr (N > 0) return sum_in_all<N / 2>(x + SHUFFLE(x, x, FROM(N)));
     return x;
 }
 
 template <int N = LANES / 2>
 inline Vec largest_in_all(Vec x) {
-    if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, __builtin_shuffle(x, Ints FROM(N))));
+    if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, SHUFFLE(x, x, FROM(N))));
     return x;
 }
 
@@ -95,21 +102,21 @@ inline float largest(Vec x) { return largest_in_all(x)[0]; }
 // What is made of the numbers of the lanes.
 #if defined(__AVX512F__)
 #define LANE_BY_LANE(f) \
-    {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+    f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #elif defined(__AVX2__)
-#define LANE_BY_LANE(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#define LANE_BY_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #else
-#define LANE_BY_LANE(f) {f(0), f(1), f(2), f(3)}
+#define LANE_BY_LANE(f) f(0), f(1), f(2), f(3)
 #endif
 #define SAME(n) n
 #define OWN(n) (n & STEP ? n + LANES : n)
 #define ACROSS(n) (n & STEP ? (n ^ STEP) + LANES : n ^ STEP)
-inline Ints numbers() { return Ints LANE_BY_LANE(SAME); }
+inline Ints numbers() { return Ints{LANE_BY_LANE(SAME)}; }
 
 // Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
 template <int STEP>
 inline Vec sum_of_halves(Vec a, Vec b) {
-    return __builtin_shuffle(a, b, Ints LANE_BY_LANE(OWN)) + __builtin_shuffle(a, b, Ints LANE_BY_LANE(ACROSS));
+    return SHUFFLE(a, b, LANE_BY_LANE(OWN)) + SHUFFLE(a, b, LANE_BY_LANE(ACROSS));
 }
 
 // Return the sum of each of LANES vectors, in their order.

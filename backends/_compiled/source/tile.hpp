@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "problem.hpp"
 #include "simd.hpp"
@@ -12,7 +13,9 @@ namespace {
 using Index = std::int64_t;
 
 constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(HIGH_ROWS) && !defined(__AVX2__)
+constexpr int HIGH = HIGH_ROWS;  // of another processor: 12 is what ARM has, tried on this one
+#elif defined(__AVX512F__) || defined(__aarch64__)
 constexpr int HIGH = 12;  // … and rows: as many as there are registers for
 #else
 constexpr int HIGH = 6;
@@ -50,20 +53,21 @@ void multiply(Index rows, Index depth, Matrix a, const float *b, Index b_row, co
               float *c, Index c_row) {
     const bool transposed = a.step != 1;
     while (rows > 0) {
-        const int n = rows > 8 ? HIGH : rows > 4 ? std::min(8, HIGH) : 4;
-        switch (2 * n + transposed) {
-            case 8: product<4, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-            case 9: product<4, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
-#if !defined(__AVX512F__) && !defined(__aarch64__)
-            case 12: product<6, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-            case 13: product<6, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
-#else
-            case 16: product<8, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-            case 17: product<8, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
-            case 24: product<12, V, false>(depth, a, b, b_row, start, start_row, c, c_row); break;
-            case 25: product<12, V, true>(depth, a, b, b_row, start, start_row, c, c_row); break;
-#endif
-        }
+        constexpr int MIDDLE = std::min(8, HIGH);
+        const int n = rows > 8 ? HIGH : rows > 4 ? MIDDLE : 4;
+        const auto with = [&](auto tall) {
+            constexpr int N = decltype(tall)::value;
+            if (transposed)
+                product<N, V, true>(depth, a, b, b_row, start, start_row, c, c_row);
+            else
+                product<N, V, false>(depth, a, b, b_row, start, start_row, c, c_row);
+        };
+        if (n == 4)
+            with(std::integral_constant<int, 4>());
+        else if (n == MIDDLE)
+            with(std::integral_constant<int, MIDDLE>());
+        else
+            with(std::integral_constant<int, HIGH>());
         rows -= n;
         a.at += n * a.row;
         if (start) start += n * start_row;
@@ -88,8 +92,8 @@ inline void pack(const float *x, Index row, Index rows, Index width, float *pane
     const Index whole = width / LANES * LANES;
     for (Index first = 0; first < rows; first += PANEL, panels += PANEL * width)
         for (int half = 0; half < PANEL; half += LANES) {
-            const float *from = x + (first + half) * row;
             const Index have = std::clamp<Index>(rows - first - half, 0, LANES);
+            const float *from = have ? x + (first + half) * row : x;
             for (Index d = 0; d < whole; d += LANES) {
                 Vec block[LANES];
                 for (Index j = 0; j < LANES; j++) block[j] = j < have ? load(from + j * row + d) : Vec{};

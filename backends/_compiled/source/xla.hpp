@@ -178,8 +178,8 @@ private:
         move(x.seen, first), move(x.query_hashes, first);
         for (Index i = 0; i < table_count; i++) {
             const Table &table = tables[i];
-            float *own = table.sums + (entry * (parts - 1) + part - 1) * table.size;
-            (x.*table.gradient).at = part ? own : table.results + entry * table.size;
+            (x.*table.gradient).at =
+                part ? table.sums + (entry * (parts - 1) + part - 1) * table.size : table.results + entry * table.size;
         }
         return kernel(x, part, parts);
     }
