@@ -14,7 +14,7 @@ import threading
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -223,6 +223,18 @@ def numpy_path() -> str:
         f"{told}: threadpoolctl is not installed, without which the threads of BLAS would stand in one another's way; "
         f"pip install 'relskew-core[numpy]' lets all {_processors()} processors work"
     )
+
+
+@contextmanager
+def numpy_on_one_thread() -> Iterator[None]:
+    """Keep NumPy's native path to one thread, and BLAS too where something can."""
+    before = _numpy_threads
+    set_numpy_threads(1)
+    try:
+        with _blas.on_one_thread() if _blas.can_limit() else nullcontext():
+            yield
+    finally:
+        set_numpy_threads(before)
 
 
 def _processors() -> int:

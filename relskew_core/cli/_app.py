@@ -14,7 +14,18 @@ import typer
 from relskew_core.cli import _draw
 from relskew_core.cli._console import count, output, progress
 from relskew_core.cli._errors import CliError, need, reason
-from relskew_core.cli._options import BlockOptions, Command, Names, Prefix, Program, Seed, Weights, takes
+from relskew_core.cli._options import (
+    LARGEST,
+    BlockOptions,
+    Command,
+    Names,
+    Prefix,
+    Program,
+    Seed,
+    Weights,
+    sized,
+    takes,
+)
 
 app = typer.Typer(
     name="relskew",
@@ -110,7 +121,7 @@ def export(
     profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Trim the table to inputs up to this length.")] = None,
+    max_length: Annotated[int | None, sized("Trim the table to inputs up to this length.")] = None,
     past: Annotated[bool, typer.Option("--past", help="With a cache of keys and values, for decoding.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="With --past: a cache of one length, opset 24.")] = False,
     mask: Annotated[bool, typer.Option("--mask", help="With a boolean mask as an input.")] = False,
@@ -118,7 +129,7 @@ def export(
         bool, typer.Option("--segments", help="With segments as an input: documents in one row do not see each other.")
     ] = False,
     no_projections: Annotated[bool, typer.Option("--no-projections", help="Attention of q, k and v alone.")] = False,
-    chunk_size: Annotated[int | None, typer.Option(help="Attend in a loop over so many queries at a time.")] = None,
+    chunk_size: Annotated[int | None, sized("Attend in a loop over so many queries at a time.")] = None,
     device: Annotated[
         str | None, typer.Option(help="Where it will run; cpu takes chunks of 128, fastest there.")
     ] = None,
@@ -165,8 +176,8 @@ def validate(
     provider: Annotated[Names, typer.Option(help="onnxruntime provider: cpu, cuda …; can be repeated.")] = None,
     device: Annotated[str | None, typer.Option(help="The same for one provider: cpu or cuda.")] = None,
     runtime: Annotated[Names, typer.Option(help="onnxruntime, reference or openvino; can be repeated.")] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Only this length; can be repeated.", min=1)] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Only this batch size; can be repeated.", min=1)] = None,
+    length: Annotated[list[int] | None, sized("Only this length; can be repeated.", least=1)] = None,
+    batch: Annotated[list[int] | None, sized("Only this batch size; can be repeated.", least=1)] = None,
     atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the tolerances.")] = None,
     tolerance: Annotated[float | None, typer.Option(help="Relative error to allow, of a quantised model.")] = None,
     as_json: Json = False,
@@ -175,6 +186,8 @@ def validate(
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights
 
+    if (positions := max(length or [1]) * max(batch or [1])) > LARGEST:
+        raise CliError(f"--length times --batch must be {LARGEST} at most, got {positions}")
     providers = _export.providers_of(provider, device)
     spec, projections, dtype = _export.spec_of_model(path)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=projections)
@@ -208,7 +221,7 @@ def validate(
 
 @app.command(cls=Command)
 def bench(
-    length: Annotated[list[int] | None, typer.Option(help="Length to try; can be repeated.", min=1)] = None,
+    length: Annotated[list[int] | None, sized("Length to try; can be repeated.", least=1, most=2048)] = None,
     library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot what was measured into this .svg or .png too.")] = None,
     as_json: Json = False,
@@ -221,14 +234,14 @@ def bench(
         _bench_plot.check_plot(plot)
     lengths = length or list(_bench.LENGTHS)
     found = chosen_libraries(tuple(library or ("numpy", "torch", "cupy")), named=library is not None)
-    entries, paths = [], {one.name: one.path for one in found if one.path}
+    entries, load = [], _bench.Load.now()
     with progress("bench", len(found) * len(lengths)) as tell:
         for one in found:
             entries += _bench.bench(one, lengths, tell)
     if as_json:
-        _print_json(_bench.to_dict(entries, paths))
+        _print_json(_bench.to_dict(entries, load))
     else:
-        _bench.show(entries, paths, output())
+        _bench.show(entries, load, output())
     if plot is not None:
         print(f"wrote {_bench_plot.save_plot(entries, plot)}", file=sys.stderr)
     return 0

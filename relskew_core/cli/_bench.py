@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,11 +14,10 @@ from rich.text import Text
 
 from relskew_core import Span, papers, relative_attention
 from relskew_core.cli._console import as_bytes, as_time
-from relskew_core.cli._libraries import Library, show_paths
-from relskew_core.cli._measure import Measured, measure
+from relskew_core.cli._libraries import Library
+from relskew_core.cli._measure import Measured, measure_in_turns
 
 HEADS, DIM, CLIP, DTYPE = 4, 64, 64, "float32"
-REPEATS = 3
 LENGTHS = (128, 256, 512)
 
 
@@ -33,6 +33,25 @@ class Entry:
     seconds: float
     peak_bytes: int | None
     difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many tasks of others the cores of this machine had in the last minute; ``None`` where no system tells."""
+
+    waiting: float | None
+    cores: int
+
+    @classmethod
+    def now(cls) -> Load:
+        """Look before anything is measured, which is a load itself."""
+        waiting = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        return cls(waiting, os.cpu_count() or 1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a core or more than half of them were taken."""
+        return self.waiting is not None and self.waiting > max(1.0, self.cores / 2)
 
 
 Method = Callable[[Any, Any, Any, Any], Any]
@@ -59,13 +78,13 @@ def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = la
     """Time every method at every length; ``difference`` is the relative L2 distance from ours."""
     entries = []
     rng = np.random.default_rng(0)
-    with library.setting():
+    with library.setting(), library.one_thread():
         for length in lengths:
             tell(f"{library.name} {library.device}, length {length}")
             q, k, v = (library.make(a, DTYPE) for a in rng.standard_normal((3, HEADS, length, DIM)))
             for kind, (rows, methods) in KINDS.items():
                 table = library.make(rng.standard_normal((rows(length), DIM)), DTYPE)
-                results = {name: _measured(library, method, (q, k, v, table)) for name, method in methods.items()}
+                results = _measured(library, methods, (q, k, v, table))
                 ours = library.to_numpy(results["relskew"].value)
                 for name, got in results.items():
                     difference = np.linalg.norm(library.to_numpy(got.value) - ours) / np.linalg.norm(ours)
@@ -74,20 +93,24 @@ def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = la
     return entries
 
 
-def _measured(library: Library, method: Method, arrays: tuple[Any, ...]) -> Measured:
-    function = library.compiled(method)
-    return measure(lambda: library.finish(function(*arrays)), repeats=REPEATS, peak_of=library.peak_of)
+def _measured(library: Library, methods: dict[str, Method], arrays: tuple[Any, ...]) -> dict[str, Measured]:
+    def finished(method: Method) -> Callable[[], Any]:
+        function = library.compiled(method)
+        return lambda: library.finish(function(*arrays))
+
+    calls = {name: finished(method) for name, method in methods.items()}
+    return measure_in_turns(calls, on_cpu=library.device == "cpu", peak_of=library.peak_of)
 
 
-def to_dict(entries: list[Entry], paths: dict[str, str]) -> dict[str, Any]:
-    """Return the measurements, and how our native paths ran, as JSON-compatible values."""
+def to_dict(entries: list[Entry], load: Load) -> dict[str, Any]:
+    """Return the measurements as JSON-compatible values."""
     sizes = {"heads": HEADS, "dim": DIM, "clip": CLIP, "dtype": DTYPE}
-    return {**sizes, "paths": paths, "entries": [asdict(entry) for entry in entries]}
+    return {**sizes, "load": asdict(load), "entries": [asdict(entry) for entry in entries]}
 
 
-def show(entries: list[Entry], paths: dict[str, str], console: Console) -> None:
-    """Print the measurements, each beside ours, and how our native paths ran."""
-    title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: best of up to {REPEATS + 1}"
+def show(entries: list[Entry], load: Load, console: Console) -> None:
+    """Print the measurements, each beside ours, and whether the machine was busy."""
+    title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: medians of calls in turns"
     table = Table(title=title, title_justify="left")
     for name in ("library", "length", "kind", "method"):
         table.add_column(name, justify="right" if name == "length" else "left", no_wrap=True)
@@ -114,7 +137,13 @@ def show(entries: list[Entry], paths: dict[str, str], console: Console) -> None:
         f"memory: peak beyond the inputs. All methods agree: largest relative L2 difference from ours {farthest:.0e}."
     )
     console.print(told, style="dim")
-    show_paths(paths, console)
+    if any(entry.device == "cpu" for entry in entries):
+        console.print("cpu: the processors' own time, on one thread where the library can be kept to it.", style="dim")
+    if load.is_busy:
+        told = (
+            f"Others use this machine (load {load.waiting:.1f} on {load.cores} cores): measure again when it is idle."
+        )
+        console.print(told, style="bold", soft_wrap=True)
 
 
 def _ratio(other: int | None, own: int | None) -> str:

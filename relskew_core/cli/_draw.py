@@ -20,6 +20,7 @@ from relskew_core.cli._options import (
     Seed,
     SpanOptions,
     Weights,
+    sized,
     takes,
 )
 
@@ -51,11 +52,11 @@ def span(given: SpanOptions, save: Save = None) -> int:
 @takes(CallOptions)
 def call(
     given: CallOptions,
-    queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 12,
+    queries: Annotated[int, sized("Number of queries.", least=1)] = 12,
     keys: Annotated[
-        int | None, typer.Option(help="Number of keys; those of the cache and the queries by default.", min=1)
+        int | None, sized("Number of keys; those of the cache and the queries by default.", least=1)
     ] = None,
-    past: Annotated[int, typer.Option(help="Keys in a cache: the queries come after so many.", min=0)] = 0,
+    past: Annotated[int, sized("Keys in a cache: the queries come after so many.", least=0)] = 0,
     segments: Annotated[
         str | None, typer.Option(help="Packed documents, one after the other: their lengths, as in 4,3,5.")
     ] = None,
@@ -76,8 +77,8 @@ def call(
 
 @app.command(cls=Command)
 def skew(
-    queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4,
-    keys: Annotated[int | None, typer.Option(help="Number of keys; as many as queries by default.", min=1)] = None,
+    queries: Annotated[int, sized("Number of queries.", least=1)] = 4,
+    keys: Annotated[int | None, sized("Number of keys; as many as queries by default.", least=1)] = None,
     moving: Annotated[bool, typer.Option("--moving", help="With --save and .svg: the rows move.")] = False,
     save: Save = None,
 ) -> int:
@@ -107,7 +108,7 @@ def weights(
         typer.Option("--input", help="What the block reads, (length, width), as .npy; random by default."),
     ] = None,
     memory: Annotated[Path | None, typer.Option(help="With --cross: what it attends to, likewise.")] = None,
-    queries: Annotated[int, typer.Option(help="Length of a random input.", min=1)] = QUERIES,
+    queries: Annotated[int, sized("Length of a random input.", least=1, most=1024)] = QUERIES,
     head: Annotated[list[int] | None, typer.Option(help="Only this head; can be repeated.", min=0)] = None,
     save: Save = None,
 ) -> int:
@@ -118,6 +119,7 @@ def weights(
     """
     from relskew_core.cli import _layer
     from relskew_core.draw import draw_weights
+    from relskew_core.draw._picture import check_cells
 
     spec, arrays, origin = _layer.block_of(given, model, weights, prefix, seed)
     x, read = _layer.read_input("input", source, spec, queries)
@@ -125,6 +127,8 @@ def weights(
     if memory is not None and not spec.cross:
         raise CliError("--memory is what a block with --cross attends to, and this one is not")
     try:
+        cells = spec.num_heads * len(x) * len(x if kept is None else kept)
+        check_cells(cells, "heads times queries times keys")
         drawn = draw_weights(_layer.weights_of(spec, arrays, x, kept), heads=head)
     except ValueError as error:
         raise CliError(reason(error)) from error

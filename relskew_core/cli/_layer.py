@@ -33,7 +33,8 @@ def block_of(
         spec = given.spec(load_weights(weights, prefix) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed)
     # As lists, arrays of every library and dtype are alike.
-    return spec, {key: np.asarray(array.tolist(), dtype=np.float64) for key, array in arrays.items()}, origin
+    lists = {key: x if isinstance(x, np.ndarray) else x.tolist() for key, x in arrays.items()}
+    return spec, {key: np.asarray(x, dtype=np.float64) for key, x in lists.items()}, origin
 
 
 def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tuple[Any, str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from relskew_core.backends._parallel import numpy_path
+from relskew_core.backends._parallel import numpy_on_one_thread, numpy_path
 from relskew_core.cli._errors import CliError, reason
 
 
@@ -21,7 +21,8 @@ class Library:
 
     ``make`` turns a NumPy float64 array into one of the library in a dtype given by name, ``finish`` waits until a list
     of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what people
-    do to a function before they run it, ``setting`` what must hold while the library computes;
+    do to a function before they run it, ``setting`` what must hold while the library computes,
+    ``one_thread`` keeps it to one thread, where it can be kept to it;
     ``path`` says in words how our native path runs, where that depends on what else is installed.
     """
 
@@ -35,6 +36,7 @@ class Library:
     peak_of: Callable[[Callable[[], Any]], int | None] | None = None
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    one_thread: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     path: str = ""
 
 
@@ -50,7 +52,10 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def _numpy() -> Iterator[Library]:
-    yield Library("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, path=numpy_path())
+    path = numpy_path()
+    yield Library(
+        "numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=numpy_on_one_thread, path=path
+    )
 
 
 def _strict() -> Iterator[Library]:
@@ -75,7 +80,16 @@ def _torch() -> Iterator[Library | Missing]:
 
         return Library("torch", device, torch.__version__, ALL, make, to_numpy, setting=torch.no_grad, **more)
 
-    yield on("cpu")
+    @contextmanager
+    def one_thread() -> Iterator[None]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    yield on("cpu", one_thread=one_thread)
     if not torch.cuda.is_available():
         yield Missing("torch cuda", "this torch sees no CUDA device")
     else:  # pragma: gpu only

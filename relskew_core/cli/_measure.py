@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 ENOUGH = 0.05
+TURNS = (5, 51)
+"""So many turns at least, however long they take, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,32 @@ def measure(
     while len(times) <= repeats and sum(times) < ENOUGH:
         timed()
     return Measured(value, min(times), peak)
+
+
+def measure_in_turns(
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    on_cpu: bool,
+    peak_of: Callable[[Callable[[], Any]], int | None] | None = None,
+) -> dict[str, Measured]:
+    """Measure calls that are compared: each in its turn, again and again, and of every one the median.
+
+    What else runs on the machine comes and goes: so it slows all calls alike, and single ones do not count. With
+    ``on_cpu`` the processors' own time counts, of all threads of this process and of nobody else.
+    """
+    clock = time.process_time if on_cpu else time.perf_counter
+    values = {name: call() for name, call in calls.items()}
+    peaks = {name: (resident_peak if peak_of is None else peak_of)(call) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    begun = time.perf_counter()
+    for turn in range(TURNS[1]):
+        if turn >= TURNS[0] and time.perf_counter() - begun > ENOUGH * len(calls):
+            break
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    return {name: Measured(values[name], median(times[name]), peaks[name]) for name in calls}
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:

@@ -21,6 +21,15 @@ Given = TypeVar("Given")
 
 Names = list[str] | None
 Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
+LARGEST = 2**20
+"""No length, width or distance in the command line is above it."""
+
+
+def sized(told: str, least: int | None = None, most: int = LARGEST) -> Any:
+    """Declare an option that is a size, which has a limit: without one, a slip of a digit takes all memory."""
+    return typer.Option(help=told, min=least, max=most)
+
+
 Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
 Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
 
@@ -53,8 +62,8 @@ class Command(TyperCommand):
 class SpanOptions:
     """Which relative positions the rows of a table stand for."""
 
-    length: Annotated[int | None, typer.Option(help="The table serves inputs up to this length.")] = None
-    clip: Annotated[int | None, typer.Option(help="The table reaches this far; its edges serve beyond it.")] = None
+    length: Annotated[int | None, sized("The table serves inputs up to this length.")] = None
+    clip: Annotated[int | None, sized("The table reaches this far; its edges serve beyond it.")] = None
     beyond: Annotated[
         str | None, typer.Option(help="With --length, what serves beyond it: error (the default), clip or zero.")
     ] = None
@@ -79,9 +88,9 @@ class CallOptions(SpanOptions):
     """Who sees whom, too."""
 
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None
-    block_size: Annotated[int | None, typer.Option(help="Local attention in blocks of this size.")] = None
+    block_size: Annotated[int | None, sized("Local attention in blocks of this size.")] = None
     blocks_before: Annotated[
-        int | None, typer.Option(help="With --block-size: a query sees its whole block and so many before it.")
+        int | None, sized("With --block-size: a query sees its whole block and so many before it.")
     ] = None
 
     def limits(self) -> tuple[int | None, int | None] | None:
@@ -93,6 +102,8 @@ class CallOptions(SpanOptions):
             raise CliError(
                 f"--window must be LEFT,RIGHT with whole numbers or nothing for unbounded, got {self.window!r}"
             )
+        if any(len(side) > 7 or int(side or 0) > LARGEST for side in sides):
+            raise CliError(f"--window must reach {LARGEST} at most, or be open with nothing, got {self.window!r}")
         left, right = (int(side) if side else None for side in sides)
         return left, right
 
@@ -106,10 +117,10 @@ class CallOptions(SpanOptions):
 class BlockOptions(CallOptions):
     """A block."""
 
-    embed_dim: Annotated[int, typer.Option(help="Width of the inputs and of the output.")]
-    num_heads: Annotated[int, typer.Option(help="Number of query heads.")]
-    num_kv_heads: Annotated[int | None, typer.Option(help="Number of key heads, for grouped queries.")] = None
-    head_dim: Annotated[int | None, typer.Option(help="Width of a head; embed-dim / num-heads by default.")] = None
+    embed_dim: Annotated[int, sized("Width of the inputs and of the output.")]
+    num_heads: Annotated[int, sized("Number of query heads.")]
+    num_kv_heads: Annotated[int | None, sized("Number of key heads, for grouped queries.")] = None
+    head_dim: Annotated[int | None, sized("Width of a head; embed-dim / num-heads by default.")] = None
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False

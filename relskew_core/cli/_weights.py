@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,9 @@ import numpy as np
 from relskew_core import BlockSpec, init_weights
 from relskew_core._block.spec import ATTENDED
 from relskew_core.cli._errors import CliError, need, reason
+
+MOST = 2**26
+"""So many weights are drawn from a seed, in seconds; a file may have more."""
 
 
 def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> dict[str, Any]:
@@ -62,8 +66,10 @@ def chosen_weights(
     if path is None:
         if prefix:
             raise CliError("--prefix says which part of a file to take: it needs --weights")
-        drawn = init_weights(spec, seed=seed or 0)
         wanted = spec.weight_shapes(projections=projections)
+        if (count := sum(map(math.prod, spec.weight_shapes().values()))) > MOST:
+            raise CliError(f"random weights must be {MOST} numbers at most, and this block has {count}: see --weights")
+        drawn = init_weights(spec, seed=seed or 0)
         return {key: drawn[key] for key in wanted}, f"random, seed {seed or 0}"
     if seed is not None:
         raise CliError("--weights and --seed exclude each other")

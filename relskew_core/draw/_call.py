@@ -9,7 +9,7 @@ import numpy as np
 from relskew_core._array.checks import check_int
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
-from relskew_core.draw._picture import Cell, Panel, Picture, signed
+from relskew_core.draw._picture import Cell, Panel, Picture, check_cells, signed
 from relskew_core.draw._span import row_cell, span_words
 
 ARRAYS = ("mask", "segments", "positions")
@@ -54,6 +54,7 @@ def draw_call(
     n = check_int("n_queries", n_queries, minimum=1)
     offset = arguments.get("offset", 0)
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
+    check_cells(n * m, "`n_queries` times `n_keys`")
     q, k, table = (np.zeros((rows, 1), dtype=np.float64) for rows in (n, m, 0 if span is None else span.rows))
     seen = attention_weights(q, k, rel_k=None if span is None else table, span=span, **arguments) > 0
     queries, keys = arguments.get("positions") or (range(offset, offset + n), range(m))

@@ -26,6 +26,9 @@ TITLE_CHARACTERS, NOTE_CHARACTERS = 45, 55
 LARGEST, WRITTEN, SMALLEST, LOWEST = 44.0, 34.0, 1.0, 11.0
 """Sides of a cell: the largest, the smallest with a number in it, the smallest of all; and the lowest letters."""
 
+MOST = 2**20
+"""More cells than a screen has room for are no picture."""
+
 MANY = 300
 """More cells without numbers are one image, and no shapes of their own."""
 
@@ -145,6 +148,12 @@ class Picture:
             shapes.append(Words(PAD, y, line, size=SMALL, anchor="start", ink="faint"))
             y += 1.3 * LETTERS
         return shapes, y - LETTERS / 2 + PAD
+
+
+def check_cells(cells: int, what: str, most: int = MOST) -> None:
+    """Refuse a picture that nobody could look at, before it takes all memory."""
+    if cells > most:
+        raise ValueError(f"{what} must make at most {most} cells, got {cells}")
 
 
 def check_ending(path: str | os.PathLike[str]) -> Path:

@@ -8,9 +8,12 @@ from pathlib import Path
 from relskew_core._array.checks import check_int
 from relskew_core.draw._colours import of_position
 from relskew_core.draw._files import whole
-from relskew_core.draw._picture import Cell, Panel, Picture, check_ending, signed
+from relskew_core.draw._picture import MOST, Cell, Panel, Picture, check_cells, check_ending, signed
 from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Words
 from relskew_core.draw._svg import document, element
+
+MOVING = 2**15
+"""A picture that moves has no more cells: each is a shape of its own."""
 
 NOTE = "A column becomes a diagonal. In memory nothing moves."
 
@@ -36,7 +39,7 @@ def draw_skew(n_queries: int = 4, n_keys: int | None = None) -> Picture:
     >>> [cell.text for cell in before.cells[0]], [cell.text for cell in after.cells[0]]
     (['·', '0', '1'], ['0', '1'])
     """
-    n, m = _sizes(n_queries, n_keys)
+    n, m = _sizes(n_queries, n_keys, MOST)
     distances = range(-(n - 1), m)
     before = [[_cell(r, n, m) if 0 <= i + r < m else Cell(text="·") for r in distances] for i in range(n)]
     after = [[_cell(j - i, n, m) for j in range(m)] for i in range(n)]
@@ -72,7 +75,7 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
     target = check_ending(path)
     if target.suffix.lower() != ".svg":
         raise ValueError(f"`path` must end in .svg where the picture moves, got {os.fspath(path)!r}")
-    moving = moving_skew(*_sizes(n_queries, n_keys))
+    moving = moving_skew(*_sizes(n_queries, n_keys, MOVING))
     with whole(target) as unfinished:
         unfinished.write_text(moving, encoding="utf-8")
     return target
@@ -141,9 +144,11 @@ MOTION = """.relskew .row{transform:translateX(var(--shift))}
 """At rest as after the skew. The names of the layouts change while the rows move."""
 
 
-def _sizes(n_queries: int, n_keys: int | None) -> tuple[int, int]:
+def _sizes(n_queries: int, n_keys: int | None, most: int) -> tuple[int, int]:
     n = check_int("n_queries", n_queries, minimum=1)
-    return n, n if n_keys is None else check_int("n_keys", n_keys, minimum=1)
+    m = n if n_keys is None else check_int("n_keys", n_keys, minimum=1)
+    check_cells(n * (n + 2 * m - 1), "`n_queries` and `n_keys`", most)
+    return n, m
 
 
 def _cell(r: int, n: int, m: int) -> Cell:

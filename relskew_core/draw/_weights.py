@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relskew_core._array.checks import check_int, describe
-from relskew_core.draw._picture import Cell, Panel, Picture
+from relskew_core.draw._picture import Cell, Panel, Picture, check_cells
 
 ACROSS = 2
 NOTE = "Colour: the root of the weight; full colour is {:.2g}."
@@ -50,6 +50,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     if not np.all(values >= 0):
         raise ValueError("`weights` must be 0 or more, all of them, got a number below or NaN")
     chosen = range(len(values)) if heads is None else [_head(head, len(values)) for head in heads]
+    check_cells(len(chosen) * values[0].size, "the heads of `weights` that are drawn")
     first = check_int("first_query", first_query)
     rows, columns = ([str(start + k) for k in range(n)] for start, n in zip((first, 0), values.shape[1:], strict=True))
     full = float(values[list(chosen)].max()) or 1.0

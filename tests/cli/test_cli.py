@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,7 +23,8 @@ from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
 from relskew_core.backends import _blas, _compiled, _parallel
-from relskew_core.cli import main
+from relskew_core.cli import _bench, _draw, _libraries, _measure, main
+from relskew_core.cli._app import app
 from relskew_core.cli._errors import reason
 
 onnx = pytest.importorskip("onnx")
@@ -268,23 +273,20 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["threads", "one thread"],
 )
-@pytest.mark.parametrize("command", [["info"], ["bench", "--library", "numpy", "--length", "8"]], ids=["info", "bench"])
 def test_numpys_native_path_says_how_it_runs_and_why(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
     can_limit: bool,
     told: str,
 ) -> None:
     monkeypatch.setattr(_blas, "can_limit", lambda: can_limit)
     monkeypatch.setattr(_parallel, "_processors", lambda: 3)
-    assert relskew(*command) == 0
+    assert relskew("info") == 0
     out = capsys.readouterr().out
     assert told in out
     assert ("pip install 'relskew-core[numpy]'" in out) is not can_limit
-    assert relskew(*command, "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
-    paths = facts.get("paths") or {one["name"]: one["path"] for one in facts["libraries"]}
+    assert relskew("info", "--json") == 0
+    paths = {one["name"]: one["path"] for one in json.loads(capsys.readouterr().out)["libraries"]}
     assert f"numpy: {paths['numpy']}".startswith(told.strip())
 
 
@@ -526,6 +528,70 @@ def test_validate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "cannot be read" in error_of(capsys, "validate", "broken.onnx")
 
 
+# Sizes
+
+HUGE = "99999999999999999999999999"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("draw call --queries 99999", "`n_queries` times `n_keys` must make at most 1048576 cells, got 9999800001"),
+        ("draw call --queries 3 --past 999999", "got 3000006"),
+        (f"draw call --queries {HUGE}", "--queries"),
+        (f"draw call --queries 3 --past {HUGE}", "--past"),
+        (f"draw call --queries 3 --length {HUGE}", "--length"),
+        (f"draw call --queries 3 --window {HUGE},1", "--window must reach 1048576 at most"),
+        ("draw call --queries 3 --window 1048577,1", "--window must reach 1048576 at most"),
+        (f"draw call --queries 3 --segments {HUGE}", "--segments"),
+        (f"draw call --queries 3 --block-size {HUGE}", "--block-size"),
+        (f"draw call --queries 3 --block-size 2 --blocks-before {HUGE}", "--blocks-before"),
+        (f"draw span --length {HUGE}", "--length"),
+        (f"draw span --clip {HUGE}", "--clip"),
+        ("draw skew --queries 99999", "`n_queries` and `n_keys` must make at most 1048576 cells"),
+        ("draw skew --queries 3 --keys 1000000", "`n_queries` and `n_keys` must make at most 1048576 cells"),
+        ("draw skew --queries 200 --moving --save x.svg", "must make at most 32768 cells, got 119800"),
+        ("draw weights BLOCK --clip 3 --queries 1025", "--queries"),
+        ("draw weights --embed-dim 8 --num-heads 8 --clip 3 --queries 512", "must make at most 1048576 cells"),
+        ("draw weights BLOCK --clip 1048576 --queries 4 --rel-values --head-dim 64", "random weights must be 67108864"),
+        ("draw weights --embed-dim 999999 --num-heads 1 --clip 3", "random weights must be 67108864 numbers at most"),
+        (f"export x.onnx --embed-dim {HUGE} --num-heads 1 --clip 3", "--embed-dim"),
+        (f"export x.onnx --embed-dim 8 --num-heads {HUGE} --clip 3", "--num-heads"),
+        (f"export x.onnx BLOCK --clip 3 --num-kv-heads {HUGE}", "--num-kv-heads"),
+        (f"export x.onnx BLOCK --clip 3 --head-dim {HUGE}", "--head-dim"),
+        ("export x.onnx BLOCK --head-dim 1048576 --clip 64", "random weights must be 67108864 numbers at most"),
+        ("export x.onnx BLOCK --length 1048577", "--length"),
+        (f"export x.onnx BLOCK --clip 3 --max-length {HUGE}", "--max-length"),
+        (f"export x.onnx BLOCK --clip 3 --chunk-size {HUGE}", "--chunk-size"),
+        (f"export x.onnx BLOCK --clip 3 --opset {HUGE}", "`opset` must be"),
+        (f"validate x.onnx --length {HUGE}", "--length"),
+        (f"validate x.onnx --batch {HUGE}", "--batch"),
+        ("validate x.onnx --length 2000 --batch 7 --batch 1000", "--length times --batch must be 1048576 at most"),
+        ("bench --length 2049", "--length"),
+    ],
+)
+def test_a_size_has_a_limit_which_the_error_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = error_of(capsys, *argv.replace("BLOCK", " ".join(BLOCK)).split())
+    assert named in told
+    assert re.search(r"\d", told.replace(HUGE, ""))
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_whole_number_of_the_command_line_has_a_limit() -> None:
+    """Of these three, any number is served, or refused by what takes it."""
+    commands = [*app.registered_commands, *_draw.app.registered_commands]
+    unbounded = set()
+    for command in commands:
+        for name, parameter in inspect.signature(command.callback or print, eval_str=True).parameters.items():
+            kind, *about = get_args(parameter.annotation) or (None,)
+            if kind in (int, int | None, list[int] | None) and about[0].max is None:
+                unbounded.add(name)
+    assert unbounded == {"seed", "opset", "head"}
+
+
 # bench
 
 
@@ -545,6 +611,62 @@ def test_bench_measures_methods_that_agree(capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     for method in ("gather (Shaw)", "pad-reshape-slice (Huang)", "relskew"):
         assert method in told
+
+
+def test_bench_is_not_fooled_by_one_slow_call() -> None:
+    """Of two calls that are alike, each is slow once."""
+    slow = iter([0.0, 0.0, 0.2])  # the first call, that for the memory, and the first turn
+
+    def call() -> float:
+        end = time.process_time() + next(slow, 0.001)
+        while time.process_time() < end:
+            pass
+        return end
+
+    found = _measure.measure_in_turns({"a": call, "b": lambda: None}, on_cpu=True)
+    assert 0.001 <= found["a"].seconds < 0.1
+    assert found["b"].value is None
+    sleeping = _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=True)
+    assert sleeping["c"].seconds < 0.009  # others may have the processor meanwhile
+    assert _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=False)["c"].seconds >= 0.01
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(5.25, True), (0.5, False), (None, False)])
+def test_bench_says_that_the_machine_is_busy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, waiting: float | None, told: bool
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    if waiting is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", lambda: (waiting, 0.0, 0.0), raising=False)
+    assert relskew("bench", "--library", "numpy", "--length", "8") == 0
+    assert ("(load 5.2 on 4 cores)" in capsys.readouterr().out) is told
+    assert relskew("bench", "--library", "numpy", "--length", "8", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["load"] == {"waiting": waiting, "cores": 4}
+
+
+def test_bench_keeps_libraries_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def look(*_: Any) -> Any:
+        seen.add((_parallel.numpy_threads(), torch.get_num_threads()))
+        return np.ones(1)
+
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(_parallel, "_processors", lambda: 3)
+    monkeypatch.setattr(_bench, "KINDS", {"one": (lambda length: 1, {"relskew": look})})
+    torch.set_num_threads(2)
+    try:
+        for library in _libraries.chosen_libraries(("numpy", "torch"), named=True):
+            if library.device == "cpu":
+                _bench.bench(replace(library, to_numpy=np.asarray), [4])
+        assert {numbers[0] for numbers in seen} == {1, _parallel.numpy_threads()}
+        assert {numbers[1] for numbers in seen} == {1, 2}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bench_of_a_missing_library(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
