@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -21,36 +21,47 @@ FLAGS = [
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0",
 ]  # fmt: skip
 LEVELS = {
-    "v3.cpp": ["-mavx2", "-mfma"],
-    "v4.cpp": [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mprefer-vector-width=512"],
+    "base": [],
+    "v3": ["-mavx2", "-mfma"],
+    "v4": [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mprefer-vector-width=512"],
 }
-"""What processors of x86-64 are compiled for beside the least of them, by source: what module.cpp asks them for, in
-flags that older compilers know too."""
+"""What processors the kernels are compiled for: the least of a platform, and on x86-64 those that module.cpp asks for.
+
+The flags are such as older compilers know too.
+"""
+
+REALS = ("float", "double")
 
 
 class Build(build_ext):
-    """Compile each source for its processors, all at the same time."""
+    """Compile the kernels for each kind of processors and each dtype, all at the same time."""
 
     def build_extension(self, extension: Extension) -> None:
         """Compile and link; where that fails, no older module stays behind."""
         target = Path(self.get_ext_fullpath(extension.name))
         try:
             with ThreadPoolExecutor() as threads:
-                compiled = threads.map(partial(self._compile, extension.define_macros), extension.sources)
-                objects = [path for paths in compiled for path in paths]
+                made = [threads.submit(self._compile, "module.cpp", extension.define_macros, [])]
+                for level, real in product(levels, REALS):
+                    macros = [("LEVEL", level), ("REAL", real)]
+                    made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
+                objects = [path for each in made for path in each.result()]
             self.compiler.link_shared_object(objects, str(target), libraries=["m"])
         except Exception:
             for old in (target, *SOURCE.parent.glob("*.so")):
                 old.unlink(missing_ok=True)
             if extension.optional:
-                self.warn("no kernels are compiled: everything works without them, float32 on CPUs at less speed")
+                self.warn("no kernels are compiled: everything works without them, calls on CPUs at less speed")
             raise
 
-    def _compile(self, macros: list[tuple[str, str]], source: str) -> list[str]:
-        flags = [*FLAGS, *LEVELS.get(Path(source).name, [])]
-        folder: str = self.build_temp
+    def _compile(self, source: str, macros: list[tuple[str, str]], flags: list[str]) -> list[str]:
+        folder = Path(self.build_temp, *(value for _, value in macros))
         objects: list[str] = self.compiler.compile(
-            [source], output_dir=folder, macros=macros, include_dirs=self.include_dirs, extra_postargs=flags
+            [str(SOURCE / source)],
+            output_dir=str(folder),
+            macros=macros,
+            include_dirs=self.include_dirs,
+            extra_postargs=[*FLAGS, *flags],
         )
         return objects
 
@@ -59,12 +70,11 @@ asked = os.environ.get("RELSKEW_PURE", "")
 if asked not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
 
-levels = LEVELS if sysconfig.get_platform().endswith(("x86_64", "amd64")) else {}
-names = ["module.cpp", "base.cpp", *levels]
+levels = list(LEVELS) if sysconfig.get_platform().endswith(("x86_64", "amd64")) else ["base"]
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
-    [str(SOURCE / name) for name in names],
-    define_macros=[("LEVELS_OF_X86_64", "1")] if levels else [],
+    [str(SOURCE / name) for name in ("module.cpp", "level.cpp")],
+    define_macros=[("LEVELS_OF_X86_64", "1")] if len(levels) > 1 else [],
     depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
     py_limited_api=True,
     optional=asked != "0",

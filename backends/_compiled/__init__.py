@@ -1,4 +1,4 @@
-"""Kernels compiled at installation, where there was a compiler: whole calls of float32 on CPUs, for NumPy and torch.
+"""Kernels compiled at installation, where there was a compiler: whole calls of float32 and float64 on CPUs.
 
 Products, skew, softmax and mixing of a block of queries and keys happen in one core's cache. What they do not serve
 stays with the library's own path, as does everything where nothing was compiled.
@@ -67,13 +67,13 @@ KNOWN = COMMON | {*LABELS, "by_value", "softcap", "blocks_before", "dropout", "s
 class Library(NamedTuple):
     """What differs from array library to array library.
 
-    An array is lent as an object with a buffer or as (address, sizes, steps, what keeps it). Where its rows are not in
-    one piece, a `BufferError` says so.
+    An array is lent as an object with a buffer or as (address, sizes, steps, format of a buffer, what keeps it). Where
+    its rows are not in one piece, a `BufferError` says so.
     """
 
     xp: Namespace
     lent: Callable[[Sequence[Any]], Iterable[Any]]  # of arrays and None
-    empty: Callable[..., Any]  # of float32 and a shape
+    empty: Callable[..., Any]  # of a shape, and a dtype by name
     zeros: Callable[..., Any]
     threads: Callable[[], int]
     team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
@@ -224,10 +224,11 @@ def pull_back(
     found = {}
     for name, array in zip(Operands._fields, x[:ARRAYS], strict=False):
         if array is not None and name not in TABLES and name != "mask":
-            found[name] = library.empty(array.shape)
+            found[name] = library.empty(array.shape, dtype=array.dtype)
         elif array is not None and name != "mask":  # sums by head
             axes = 2 if name == "rel_bias" else 3
-            found[name] = library.zeros((sums, *(array.shape if array.ndim == axes else (1, *array.shape))))
+            shape = array.shape if array.ndim == axes else (1, *array.shape)
+            found[name] = library.zeros((sums, *shape), dtype=array.dtype)
     labels = _labels(x, call.options, library) if call.labelled else NO_LABELS
     given = (
         *call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((d_out, out, lse, d_lse)),

@@ -1,4 +1,4 @@
-"""JAX on CPUs: calls of float32 by the kernels that were compiled at installation.
+"""JAX on CPUs: calls of float32 and float64 by the kernels that were compiled at installation.
 
 Two primitives, one for each pass. Lowered for a CPU that has the whole of its arrays, they are calls of the kernels;
 lowered for anything else, or to be exported, they are the loops. So nobody has to know where a traced call will run.

@@ -80,8 +80,8 @@ def _threads(work: int) -> tuple[int, int]:
 def _call(name: str, numbers: tuple[Any, ...], operands: list[Any], wanted: list[Any]) -> list[Array]:
     """Call a kernel, which is told what is there of all that there may be."""
     there = [int(each is not None) for each in (*operands, *wanted)]
-    whole, real = np.asarray([*numbers[:-REALS], *there], np.int64), np.asarray(numbers[-REALS:], np.float32)
-    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in wanted if shape is not None]
+    whole, real = np.asarray([*numbers[:-REALS], *there], np.int64), np.asarray(numbers[-REALS:], np.float64)
+    types = [jax.ShapeDtypeStruct(shape, operands[0].dtype) for shape in wanted if shape is not None]
     found = jax.ffi.ffi_call(name, types)(*(each for each in operands if each is not None), whole=whole, real=real)
     return list(found)
 

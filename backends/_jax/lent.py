@@ -35,11 +35,11 @@ def back(found: Sequence[Any], like: Sequence[Any]) -> list[Array]:
     return [jax.device_put(x, place) for x in found]
 
 
-def _empty(shape: Sequence[int]) -> Any:
+def _empty(shape: Sequence[int], dtype: Any) -> Any:
     """Return an array that JAX takes over without a copy."""
-    count = math.prod(shape)
-    room = np.empty(count + ALIGNMENT // 4, np.float32)
-    start = -room.ctypes.data % ALIGNMENT // 4
+    count, size = math.prod(shape), dtype.itemsize
+    room = np.empty(count + ALIGNMENT // size, dtype)
+    start = -room.ctypes.data % ALIGNMENT // size
     return room[start : start + count].reshape(shape)
 
 

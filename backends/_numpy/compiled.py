@@ -1,4 +1,4 @@
-"""NumPy: calls of float32 by the kernels that were compiled at installation."""
+"""NumPy: calls of float32 and float64 by the kernels that were compiled at installation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from relskew_core.backends._compiled import Call, Library
 from relskew_core.backends._in_place import by_batch, flattened
 from relskew_core.backends._numpy.call import Array
 
-FLOAT32 = np.dtype(np.float32)
+DTYPES = frozenset((np.dtype(np.float32),))
+"""Of calls that the kernels take."""
 
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
-    return x.q.dtype == np.float32 and _compiled.serves(x, options)
+    return x.q.dtype in DTYPES and _compiled.serves(x, options)
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
@@ -40,8 +41,8 @@ def attention(operands: Operands, options: Options, library: Library | None = No
 def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the same for a call of which all is known."""
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
-    out = library.empty((*x.q.shape[:-1], x.v.shape[-1]))
-    lse = library.empty(out.shape[:-1]) if call.options.return_lse else None
+    out = library.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
+    lse = library.empty(out.shape[:-1], dtype=x.q.dtype) if call.options.return_lse else None
     try:
         _compiled.attend(x, call, out, lse, library=library)
     except BufferError:
@@ -82,14 +83,4 @@ def _row_by_row(x: Array) -> Array:
     return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
 
 
-def _empty(shape: tuple[int, ...]) -> Array:
-    return np.empty(shape, FLOAT32)
-
-
-NUMPY = _compiled.Library(
-    xp,
-    iter,
-    _empty,
-    partial(np.zeros, dtype=np.float32),
-    partial(_parallel.numpy_threads, blas=False),
-)
+NUMPY = _compiled.Library(xp, iter, np.empty, np.zeros, partial(_parallel.numpy_threads, blas=False))

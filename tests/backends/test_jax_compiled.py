@@ -413,7 +413,7 @@ def test_half_precision_is_summed_in_single() -> None:
 
 
 def test_calls_that_cannot_be_read_are_refused() -> None:
-    x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float32)
+    x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float64)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     attention(x, x, x)  # from now on XLA knows them
     whole = np.asarray([4, 0, 1, 1, 1, 4, 8, 0, 8, 1, 0, 0, 9, 9, 0, 0, 0, 0, *[1] * 6, *[0] * 12, 1, 0], np.int64)
@@ -428,6 +428,8 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
         ((x, x), {"whole": whole, "real": real}),
         ((x, x, x[0]), {"whole": whole, "real": real}),
         ((x, x, x), {"real": real}),
+        ((x, x, x), {"whole": whole, "real": real.astype(np.float32)}),
+        ((x, x, x.astype(np.float16)), {"whole": whole, "real": real}),
         ((x, x, x), {"whole": whole.astype(np.int32), "real": real}),
     ]
     for given, numbers in others:

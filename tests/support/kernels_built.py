@@ -11,7 +11,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "backends" / "_compiled" / "source"
@@ -25,8 +25,28 @@ def asked_for(name: str) -> Any:
     raise AssertionError(name)
 
 
-FLAGS, LEVELS = asked_for("FLAGS"), asked_for("LEVELS")
-"""What the compiler is asked for: of every source, and more of some."""
+FLAGS, LEVELS, REALS = asked_for("FLAGS"), asked_for("LEVELS"), asked_for("REALS")
+
+
+class Unit(NamedTuple):
+    """What is compiled at once."""
+
+    source: Path
+    level: str | None
+    flags: list[str]
+
+    def __str__(self) -> str:
+        return " ".join([self.source.name, *(flag for flag in self.flags if flag.startswith("-D"))])
+
+
+UNITS = [
+    Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
+    *(
+        Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DREAL={real}"])
+        for level in LEVELS
+        for real in REALS
+    ),
+]
 
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
@@ -38,13 +58,14 @@ ARM = ("-DHIGH_ROWS=12", "-DPOISON")
 def built(*flags: str) -> ModuleType:
     """Compile the kernels for the least of this kind of processors, quickly."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "_kernels.so")
-        given = [*FLAGS, "-O1", "-fPIC", "-shared"]
-        if sysconfig.get_platform().startswith("macosx"):
-            given += ["-undefined", "dynamic_lookup"]
-        sources = [str(SOURCE / name) for name in ("module.cpp", "base.cpp")]
-        include = f"-I{sysconfig.get_path('include')}"
-        subprocess.run([str(COMPILER), *given, include, *flags, *sources, "-o", str(path)], check=True)
+        path, objects = Path(folder, "_kernels.so"), []
+        for unit in UNITS:
+            if unit.level in (None, "base"):
+                objects.append(str(Path(folder, f"{len(objects)}.o")))
+                given = [*unit.flags, "-O1", "-fPIC", *flags, "-c", str(unit.source), "-o", objects[-1]]
+                subprocess.run([str(COMPILER), *given], check=True)
+        linked = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
+        subprocess.run([str(COMPILER), "-shared", *flags, *linked, *objects, "-o", str(path)], check=True)
         found = importlib.util.spec_from_file_location("_kernels", path)
         assert found is not None
         assert found.loader is not None

@@ -11,7 +11,7 @@ namespace {
 
 // Sums of gradients of rows, with rows and columns to spare.
 struct Sums {
-    Floats at;
+    Reals at;
     Index row = 0, rows = 0;
 
     bool make(Index count, Index width) {
@@ -20,18 +20,18 @@ struct Sums {
         return static_cast<bool>(at);
     }
 
-    void clear() { std::memset(at.get(), 0, rows * row * sizeof(float)); }
+    void clear() { std::memset(at.get(), 0, rows * row * sizeof(Real)); }
 
-    void write(float *to, Index to_row, Index width, float scale) const {
+    void write(Real *to, Index to_row, Index width, Real scale) const {
         for (Index j = 0; j < rows; j++)
             for (Index d = 0; d < width; d++) to[j * to_row + d] = at.get()[j * row + d] * scale;
     }
 
     // Add the rows first … end - 1 to what is there, and begin anew.
-    void hand_over(Index first, Index end, float *to, Index to_row, Index width) {
+    void hand_over(Index first, Index end, Real *to, Index to_row, Index width) {
         for (Index j = first; j < end; j++)
             for (Index d = 0; d < width; d++) to[j * to_row + d] += at.get()[j * row + d];
-        std::memset(at.get() + first * row, 0, (end - first) * row * sizeof(float));
+        std::memset(at.get() + first * row, 0, (end - first) * row * sizeof(Real));
     }
 };
 
@@ -50,8 +50,8 @@ struct Backward {
     const Places &places;
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
     Rows keys, rel_k, rel_v, key_table;
-    Floats key_panels, value_panels, d_outs, weights, d_logits, slopes;
-    float delta[ROWS];
+    Reals key_panels, value_panels, d_outs, weights, d_logits, slopes;
+    Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
 
@@ -76,12 +76,12 @@ struct Backward {
           mixed_by_row(x, places) {}
 
     bool make() {
-        key_panels = floats(padded(x.keys, PANEL) * x.width);
-        value_panels = floats(padded(x.keys, PANEL) * x.value_width);
+        key_panels = reals(padded(x.keys, PANEL) * x.width);
+        value_panels = reals(padded(x.keys, PANEL) * x.value_width);
         d_outs = zeros(height * value_width);
-        weights = floats(height * logits_row);
-        d_logits = floats(height * logits_row);
-        slopes = floats(logits_row);
+        weights = reals(height * logits_row);
+        d_logits = reals(height * logits_row);
+        slopes = reals(logits_row);
         const Index columns = std::max(logits_row, columns_anywhere(x));
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
                relative.make(height, columns, lowest(x), highest(x)) &&
@@ -121,7 +121,7 @@ struct Backward {
         relative.take(head), relative_values.take(head), key_side.take(head);
         if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows, x.rel_width);
         if (x.key_table && (!key_table.at || x.key_table.head)) {
-            const Array<const float> from = turned(x.key_table, x.rows);
+            const Array<const Real> from = turned(x.key_table, x.rows);
             key_table.take(from.of(0, head), from.row, x.rows, x.width);
         }
         if (x.rel_v && (!rel_v.at || x.rel_v.head)) rel_v.take(x.rel_v.of(0, head), x.rel_v.row, x.rows, x.value_width);
@@ -149,10 +149,10 @@ struct Backward {
         if (!seen.none()) {
             queries.take(item, head, first, count);
             for (Index m = 0; m < count; m++) {
-                const float *d_out = x.d_out.of(item, head, first + m);
+                const Real *d_out = x.d_out.of(item, head, first + m);
                 for (Index d = 0; d < x.value_width; d++) d_outs.get()[m * value_width + d] = d_out[d] / x.kept;
                 delta[m] = dot(d_out, x.out.of(item, head, first + m), x.value_width) -
-                           (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0.0f);
+                           (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0);
             }
             keep_apart(count);
             relative.take_edges(queries.met(), queries.met_row(), count);
@@ -189,23 +189,23 @@ struct Backward {
     // A query that is not finite may reach the gradients of what it sees, and of nothing else: 0 · NaN is not 0.
     void keep_apart(Index count) {
         for (Index m = 0; m < count; m++) {
-            float *own = queries.same.get() + m * width;
-            float *other = queries.apart ? queries.others.get() + m * rel_width : nullptr;
+            Real *own = queries.same.get() + m * width;
+            Real *other = queries.apart ? queries.others.get() + m * rel_width : nullptr;
             lost[m] = !finite(own, x.width) || (other && !finite(other, x.rel_width));
             if (!lost[m]) continue;
-            std::fill(own, own + width, 0.0f);
-            if (other) std::fill(other, other + rel_width, 0.0f);
+            std::fill(own, own + width, 0);
+            if (other) std::fill(other, other + rel_width, 0);
         }
     }
 
     void write_queries(Index item, Index head, Index first, Index m) const {
-        float *to = x.d_q.of(item, head, first + m);
-        const float *own = d_q.at.get() + m * d_q.row;
+        Real *to = x.d_q.of(item, head, first + m);
+        const Real *own = d_q.at.get() + m * d_q.row;
         for (Index d = 0; d < x.width; d++) to[d] = own[d] * x.scale;
         if (!queries.apart) return;
-        const float *met = d_met.at.get() + m * d_met.row;
+        const Real *met = d_met.at.get() + m * d_met.row;
         if (x.rel_q) to = x.d_rel_q.of(item, head, first + m);
-        for (Index d = 0; d < x.rel_width; d++) to[d] = met[d] * x.rel_scale + (x.rel_q ? 0.0f : to[d]);
+        for (Index d = 0; d < x.rel_width; d++) to[d] = met[d] * x.rel_scale + (x.rel_q ? 0 : to[d]);
     }
 
     // A block of queries meets a block of keys, `start … start + n - 1`.
@@ -213,7 +213,7 @@ struct Backward {
         const Seen seen = sight.of(0, count, position, start, start + n);
         const Index low = seen.low - start, high = seen.high - start;
         if (low >= high) return;
-        float *p = weights.get() + margin, *ds = d_logits.get() + margin;
+        Real *p = weights.get() + margin, *ds = d_logits.get() + margin;
         if (x.key_table) key_side.write(item, head, count, position, start, n, p, logits_row);
         const Weights mixed{p, logits_row, count, position, start, low, high};
         const Weights changed{ds, logits_row, count, position, start, low, high};
@@ -226,7 +226,7 @@ struct Backward {
             if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
         }
         const Index keys_there = high - low;
-        float *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
+        Real *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
         add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values,
                     d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
@@ -244,12 +244,12 @@ struct Backward {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
         const Index origin = relative.origin(start - (position + height - 1));
         const Index of_values = relative_values.origin(start - (position + height - 1));
-        const float *g = d_outs.get() + m * value_width;
+        const Real *g = d_outs.get() + m * value_width;
         if (relative && !places) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
         if (relative_values && !places)
             relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
-            float *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
+            Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
             Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row);
             if (x.key_table) of_logits = {add_to_logits(rows, of_logits.at, of_logits.row, s, logits_row), logits_row};
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
@@ -265,22 +265,22 @@ struct Backward {
     // columns of products, and `all` those of the block.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Seen there, Seen all) {
         const Seen seen = Seen::of(x, position + m, position + m);
-        float *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
+        Real *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
-            const float sum = *x.lse.of(item, head, first + m);
+            const Real sum = *x.lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
-            const float origin = lost[m] ? NAN : sum == -INF ? INF : sum;
+            const Real origin = lost[m] ? NAN : sum == -INF ? INF : sum;
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) : splat(1);
                 Vec change = load(d + j) * here - delta[m];
                 if (x.softcap != 0) change = change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
-                store(d + j, weight == 0.0f ? Vec{} : weight * change);  // what is hidden may be anything
+                store(d + j, weight == Vec{} ? Vec{} : weight * change);  // what is hidden may be anything
             }
         }
         if (lost[m]) row.put_around(0), changed.put_around(0);
@@ -293,8 +293,8 @@ struct Backward {
     // Keep by how much each logit follows its product through a softcap.
     void take_slopes(const Row &row) {
         for (Index j = row.start(); j < row.end(); j += LANES) {
-            Vec t = hyperbolic_tangent(load(row.at + j) * (1.0f / x.softcap));
-            store(slopes.get() + margin + j, 1.0f - t * t);
+            Vec t = hyperbolic_tangent(load(row.at + j) * (1 / x.softcap));
+            store(slopes.get() + margin + j, splat(1) - t * t);
         }
     }
 
@@ -307,10 +307,10 @@ struct Backward {
     }
 
     void add_to_bias(const Weights &changed) {
-        float *to = d_bias.at.get();
+        Real *to = d_bias.at.get();
         for (Index i = 0; i < changed.count; i++) {
             const Index shift = changed.start - (changed.p + i) + x.left;  // from keys to rows
-            const float *row = changed.at + i * changed.row;
+            const Real *row = changed.at + i * changed.row;
             Index j = std::max(changed.low, -shift);
             const Index end = std::min(changed.high, x.rows - shift);
             for (; j < end; j++) to[j + shift] += row[j];

@@ -12,7 +12,7 @@ constexpr Index FEW = 4;     // queries up to which nothing is worth packing
 
 // Write the products of a query with consecutive rows of N vectors each; N = 0: as many as it takes.
 template <int N>
-inline void multiply_rows(const float *query, const float *x, Index row, Index rows, Index width, float *to) {
+inline void multiply_rows(const Real *query, const Real *x, Index row, Index rows, Index width, Real *to) {
     const Index length = N ? N * LANES : width;
     for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
         const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after it are the last one once more
@@ -22,7 +22,7 @@ inline void multiply_rows(const float *query, const float *x, Index row, Index r
         }
         Vec total[LANES];
         for (Index i = 0; i < LANES; i++) {  // row after row, as memory likes it
-            const float *at = x + std::min(i, last) * row;
+            const Real *at = x + std::min(i, last) * row;
             total[i] = load(query) * load(at);
             for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
         }
@@ -30,7 +30,7 @@ inline void multiply_rows(const float *query, const float *x, Index row, Index r
     }
 }
 
-inline void multiply_rows(const float *query, const float *x, Index row, Index rows, Index width, float *to) {
+inline void multiply_rows(const Real *query, const Real *x, Index row, Index rows, Index width, Real *to) {
     if (width % LANES)
         for (Index j = 0; j < rows; j++) to[j] = dot(query, x + j * row, width);
     else if (width == 4 * LANES)
@@ -42,7 +42,7 @@ inline void multiply_rows(const float *query, const float *x, Index row, Index r
 }
 
 // Add rows of values to an output, times their weights.
-inline void mix_rows(const float *weights, const float *v, Index row, Index rows, Index width, float *out) {
+inline void mix_rows(const Real *weights, const Real *v, Index row, Index rows, Index width, Real *out) {
     Index d = 0;
     const auto columns = [&](auto count) {
         constexpr int N = decltype(count)::value;
@@ -72,7 +72,7 @@ struct Few {
 
     const Problem &x;
     const Index query_row, keys_row;
-    Floats queries, relative, logits;
+    Reals queries, relative, logits;
     Softmax softmax[TOGETHER];
 
     explicit Few(const Problem &x)
@@ -81,9 +81,9 @@ struct Few {
           keys_row(padded(std::min(KEYS, x.keys)) + 2 * MARGIN) {}
 
     bool make() {
-        queries = floats(TOGETHER * query_row);
-        relative = floats(TOGETHER * keys_row);
-        logits = floats(keys_row);
+        queries = reals(TOGETHER * query_row);
+        relative = reals(TOGETHER * keys_row);
+        logits = reals(keys_row);
         return queries && relative && logits;
     }
 
@@ -96,9 +96,9 @@ struct Few {
     }
 
     bool apart() const { return x.rel_k && (x.rel_q || x.rel_scale != x.scale); }
-    float *same(Index n) const { return queries.get() + n * query_row; }
-    float *met(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
-    float *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
+    Real *same(Index n) const { return queries.get() + n * query_row; }
+    Real *met(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
+    Real *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
 
     void attend(Index item, Index head, Index count, Index i) {
         const Index p = x.offset + i;
@@ -110,36 +110,36 @@ struct Few {
             for (Index n = 0; n < count; n++) meet(item, head, n, i, key, keys);
         }
         for (Index n = 0; n < count; n++) {
-            const float total = softmax[n].total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
-            float *out = x.out.of(item, head + n, i);
+            const Real total = softmax[n].total * x.kept, part = total == 0 ? 0 : 1 / total;
+            Real *out = x.out.of(item, head + n, i);
             for (Index d = 0; d < x.value_width; d++) out[d] *= part;
             if (x.lse) *x.lse.of(item, head + n, i) = softmax[n].log_sum();
         }
     }
 
     void take(Index item, Index head, Index n, Index i) {
-        const float *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
-        float *own = same(n), *out = x.out.of(item, head + n, i);
+        const Real *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
+        Real *own = same(n), *out = x.out.of(item, head + n, i);
         for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
         if (apart())
             for (Index d = 0; d < x.rel_width; d++) met(n)[d] = other[d] * x.rel_scale;
-        std::fill(out, out + x.value_width, 0.0f);
+        std::fill(out, out + x.value_width, 0);
         softmax[n] = Softmax();
     }
 
     void meet(Index item, Index head, Index n, Index i, Index key, Index count) {
         const Index own = (head + n) / x.group(), r = key - (x.offset + i);
-        const float *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
-        float *s = logits.get() + MARGIN, *out = x.out.of(item, head + n, i);
+        const Real *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
+        Real *s = logits.get() + MARGIN, *out = x.out.of(item, head + n, i);
         multiply_rows(same(n), keys, x.k.row, count, x.width, s);
         if (x.rel_k || x.bias)
             for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
         if (x.key_table) add_key_side(keys, head + n, r, count, s);
         const Row row{s, 0, count};
         finish_logits(x, row, MaskRow::of(x, item, head + n, i), key);
-        const float factor = softmax[n].take(row);
+        const Real factor = softmax[n].take(row);
         Kept::of(x, item, head + n, i, key).drop(row);
-        if (factor != 1.0f)
+        if (factor != 1)
             for (Index d = 0; d < x.value_width; d++) out[d] *= factor;
         mix_rows(s, values, x.v.row, count, x.value_width, out);
         if (x.rel_v) mix_table(s, head + n, r, count, out);
@@ -159,7 +159,7 @@ struct Few {
     void write_relative(Index head, Index count, Index r, Index n) const {
         const Reach at = Reach::of(x, r, n);
         const Index rows = x.rel_k && x.rel_k.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
-        for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0.0f);
+        for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
         for (Index j = 0; x.rel_k && j < at.inside; j += rows)
             for (Index h = 0; h < count; h++)
                 multiply_rows(met(h), x.rel_k.of(0, head + h, at.row + j), x.rel_k.row, std::min(rows, at.inside - j),
@@ -175,14 +175,14 @@ struct Few {
     // Write what an edge row adds to the logits of the keys low … high - 1, which are beyond it.
     void write_edge(Index head, Index h, Index row, Index low, Index high) const {
         if (low >= high) return;
-        float edge = 0;
+        Real edge = 0;
         if (x.clip)
             edge = (x.rel_k ? dot(met(h), x.rel_k.of(0, head + h, row), x.rel_width) : 0) +
                    (x.bias ? x.bias.of(0, head + h)[row] : 0);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
-    void add_key_side(const float *keys, Index head, Index r, Index n, float *s) const {
+    void add_key_side(const Real *keys, Index head, Index r, Index n, Real *s) const {
         for (Index j = 0; j < n; j++) {
             const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
             if (c == row || x.clip)
@@ -190,7 +190,7 @@ struct Few {
         }
     }
 
-    void mix_table(const float *weights, Index head, Index r, Index n, float *out) const {
+    void mix_table(const Real *weights, Index head, Index r, Index n, Real *out) const {
         const Reach at = Reach::of(x, r, n);
         if (at.inside)
             mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
@@ -198,9 +198,9 @@ struct Few {
         for (int side = 0; side < 2; side++) {
             const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;
             if (low >= high) continue;
-            float weight = 0;
+            Real weight = 0;
             for (Index j = low; j < high; j++) weight += weights[j];
-            const float *row = x.rel_v.of(0, head, side ? x.rows - 1 : 0);
+            const Real *row = x.rel_v.of(0, head, side ? x.rows - 1 : 0);
             for (Index d = 0; d < x.value_width && weight != 0; d++) out[d] += weight * row[d];
         }
     }

@@ -10,7 +10,7 @@ struct Queries {
     const Problem &x;
     const bool apart;  // whether these are not the same
     const Index row, own_row;
-    Floats same, others;
+    Reals same, others;
 
     explicit Queries(const Problem &x)
         : x(x),
@@ -24,16 +24,16 @@ struct Queries {
         return same && (!apart || others);
     }
 
-    const float *met() const { return apart ? others.get() : same.get(); }
+    const Real *met() const { return apart ? others.get() : same.get(); }
     Index met_row() const { return apart ? own_row : row; }
 
     void take(Index item, Index head, Index first, Index count) {
-        const Array<const float> &from = x.rel_q ? x.rel_q : x.q;
+        const Array<const Real> &from = x.rel_q ? x.rel_q : x.q;
         for (Index m = 0; m < count; m++) {
-            const float *q = x.q.of(item, head, first + m);
+            const Real *q = x.q.of(item, head, first + m);
             for (Index d = 0; d < x.width; d++) same.get()[m * row + d] = q[d] * x.scale;
             if (!apart) continue;
-            const float *other = from.of(item, head, first + m);
+            const Real *other = from.of(item, head, first + m);
             for (Index d = 0; d < x.rel_width; d++) others.get()[m * own_row + d] = other[d] * x.rel_scale;
         }
     }
@@ -47,7 +47,7 @@ inline Index highest(const Problem &x) { return x.k_positions ? ANYWHERE : x.key
 inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
 
 // Add products of PANEL keys with the queries' table, if any, to what is of the keys' table; return where that is.
-inline const float *add_to_logits(Index rows, const float *from, Index from_row, float *s, Index s_row) {
+inline const Real *add_to_logits(Index rows, const Real *from, Index from_row, Real *s, Index s_row) {
     for (Index i = 0; from && i < rows; i++)
         for (Index j = 0; j < PANEL; j += LANES)
             store(s + i * s_row + j, load(s + i * s_row + j) + load(from + i * from_row + j));
@@ -58,9 +58,9 @@ inline const float *add_to_logits(Index rows, const float *from, Index from_row,
 // are added only to what queries make of them that see them: 0 · NaN is not 0.
 struct Values {
     Rows rows;
-    Floats finite_ones;
+    Reals finite_ones;
     std::unique_ptr<Index[], Free> lost;
-    const float *given = nullptr;
+    const Real *given = nullptr;
     Index most = 0, lost_count = 0, given_row = 0;
 
     bool make(const Problem &x, bool labelled) {
@@ -70,7 +70,7 @@ struct Values {
     }
 
     // Return false if there is no memory.
-    bool take(const float *from, Index from_row, Index count, Index width) {
+    bool take(const Real *from, Index from_row, Index count, Index width) {
         rows.take(from, from_row, count, width);
         given = from, given_row = from_row, lost_count = 0;
         for (Index j = 0; lost && j < count; j++)
@@ -80,19 +80,19 @@ struct Values {
         if (!finite_ones) finite_ones = zeros(most * row);
         if (!finite_ones) return false;
         for (Index j = 0; j < count; j++)
-            std::memcpy(finite_ones.get() + j * row, from + j * from_row, width * sizeof(float));
-        for (Index i = 0; i < lost_count; i++) std::fill_n(finite_ones.get() + lost[i] * row, width, 0.0f);
+            std::memcpy(finite_ones.get() + j * row, from + j * from_row, width * sizeof(Real));
+        for (Index i = 0; i < lost_count; i++) std::fill_n(finite_ones.get() + lost[i] * row, width, 0);
         rows.at = finite_ones.get(), rows.row = row;
         return true;
     }
 
     // Add those first … first + n - 1 that are not finite, times the weights of some queries.
-    void add_lost(const float *weights, Index weights_row, Index count, Index first, Index n, Index width, float *out,
+    void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Index width, Real *out,
                   Index out_row) const {
         for (Index i = 0; i < lost_count; i++) {
             const Index j = lost[i] - first;
             for (Index m = 0; m < count && 0 <= j && j < n; m++)
-                if (const float weight = weights[m * weights_row + j]; weight != 0)
+                if (const Real weight = weights[m * weights_row + j]; weight != 0)
                     for (Index d = 0; d < width; d++) out[m * out_row + d] += weight * given[lost[i] * given_row + d];
         }
     }
@@ -117,7 +117,7 @@ struct Forward {
     Values values;
     Rows rel_v;
     bool out_of_memory = false;
-    Floats keys, logits, outs;
+    Reals keys, logits, outs;
     Index key_item = -1, key_head = -1, rel_v_head = -1;
     Seen packed{0, 0};
     Softmax softmax[ROWS];
@@ -137,9 +137,9 @@ struct Forward {
           by_row(x, places) {}
 
     bool make() {
-        keys = floats(padded(x.keys, PANEL) * x.width);
-        logits = floats(height * logits_row);
-        outs = floats(height * value_row);
+        keys = reals(padded(x.keys, PANEL) * x.width);
+        logits = reals(height * logits_row);
+        outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x)), lowest(x), highest(x)) &&
                key_side.make() && sight.make() && (!x.rel_v || by_row.make(height)) &&
@@ -178,7 +178,7 @@ struct Forward {
         const Index count = std::min(most, x.queries - first), position = x.offset + first;
         sight.take_queries(item, first, count);
         const Seen seen = sight.of(0, count, position, 0, x.keys);
-        std::memset(outs.get(), 0, height * value_row * sizeof(float));
+        std::memset(outs.get(), 0, height * value_row * sizeof(Real));
         std::fill(softmax, softmax + count, Softmax());
         if (!seen.none()) {
             queries.take(item, head, first, count);
@@ -191,9 +191,9 @@ struct Forward {
             if (by_row) by_row.mix(count, rel_v.at, rel_v.row, value_row, outs.get(), value_row);
         }
         for (Index m = 0; m < count; m++) {
-            const float total = softmax[m].total * x.kept, part = total == 0 ? 0.0f : 1.0f / total;
-            float *to = x.out.of(item, head, first + m);
-            const float *from = outs.get() + m * value_row;
+            const Real total = softmax[m].total * x.kept, part = total == 0 ? 0 : 1 / total;
+            Real *to = x.out.of(item, head, first + m);
+            const Real *from = outs.get() + m * value_row;
             for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
             if (x.lse) *x.lse.of(item, head, first + m) = softmax[m].log_sum();
         }
@@ -202,7 +202,7 @@ struct Forward {
     // A block of queries meets a block of keys, `start … start + n - 1`.
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Index origin = relative.origin(start - (position + height - 1));
-        float *logits = this->logits.get() + EDGE;
+        Real *logits = this->logits.get() + EDGE;
         if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
@@ -210,7 +210,7 @@ struct Forward {
             if (low >= high) continue;
             if (relative && !places)
                 relative.multiply(queries.met(), queries.met_row(), m, rows, low - (p + rows - 1), high - p, origin);
-            float *s = logits + m * logits_row;
+            Real *s = logits + m * logits_row;
             for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
                 Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row);
                 if (x.key_table) from = {add_to_logits(rows, from.at, from.row, s + j, logits_row), logits_row};
@@ -226,31 +226,31 @@ struct Forward {
     // Turn a row of products into weights, zeros where it sees nothing.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
         const Seen seen = Seen::of(x, position + m, position + m);
-        float *s = logits.get() + EDGE + m * logits_row;
+        Real *s = logits.get() + EDGE + m * logits_row;
         const Row row{s, std::max(low, seen.low) - start, std::min(high, seen.high) - start};
         const Index around = x.rel_v ? AROUND : 0;
-        float factor = 1;
+        Real factor = 1;
         if (row.low < row.high) {
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
             factor = softmax[m].take(row);
             Kept::of(x, item, head, first + m, start).drop(row);
             if (by_row) {
-                if (factor != 1.0f) by_row.scale(m, factor);
+                if (factor != 1) by_row.scale(m, factor);
                 by_row.add(m, row, start);
             }
         }
         row.clear_around(s + (low - start - around), s + (high - start + around));
-        if (factor == 1.0f) return;
-        float *out = outs.get() + m * value_row;
+        if (factor == 1) return;
+        Real *out = outs.get() + m * value_row;
         for (Index d = 0; d < value_row; d += LANES) store(out + d, load(out + d) * factor);
     }
 
     // Add the values, times their weights.
     void mix(Index m, const Weights &weights) {
         const Index first = weights.start + weights.low - packed.low, n = weights.high - weights.low;
-        const float *at = weights.at + weights.low;
-        float *out = outs.get() + m * value_row;
+        const Real *at = weights.at + weights.low;
+        Real *out = outs.get() + m * value_row;
         add_product(weights.count, n, {at, logits_row, 1}, values.rows.at + first * values.rows.row, values.rows.row,
                     value_row, out, value_row);
         values.add_lost(at, logits_row, weights.count, first, n, x.value_width, out, value_row);

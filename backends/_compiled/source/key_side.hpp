@@ -6,7 +6,7 @@
 namespace {
 
 // The table of the keys from its last row to its first: row by row what queries further and further on meet.
-inline Array<const float> turned(Array<const float> table, Index rows) {
+inline Array<const Real> turned(Array<const Real> table, Index rows) {
     if (table) table.at += (rows - 1) * table.row, table.row = -table.row;
     return table;
 }
@@ -17,7 +17,7 @@ struct KeySide {
     const Problem &x;
     const Index width;
     Relative relative;
-    Floats keys, changed;
+    Reals keys, changed;
 
     explicit KeySide(const Problem &x)
         : x(x),
@@ -35,7 +35,7 @@ struct KeySide {
     void take(Index head) { relative.take(head); }
 
     // Write the products of the keys start … start + n - 1 with what queries from a position on meet of the table.
-    void write(Index item, Index head, Index count, Index position, Index start, Index n, float *to, Index to_row) {
+    void write(Index item, Index head, Index count, Index position, Index start, Index n, Real *to, Index to_row) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
             const Index origin = relative.origin(position - (key + ROWS - 1));
@@ -53,8 +53,8 @@ struct KeySide {
     }
 
     // Add what the gradients of logits make of keys and of their table to the gradients of both.
-    void pull_back(Index item, Index head, Index count, Index position, Index start, Index n, const float *d_logits,
-                   Index row, float *d_keys, Index d_keys_row, float *d_table, Index d_table_row, const Rows &table) {
+    void pull_back(Index item, Index head, Index count, Index position, Index start, Index n, const Real *d_logits,
+                   Index row, Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row, const Rows &table) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
             take_keys(item, head, key, rows);
@@ -63,7 +63,7 @@ struct KeySide {
                     turn(d_logits + i * row + first + j, row, changed.get() + MARGIN + j * ROW + i, ROW, LANES,
                          x.rel_scale);
             for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
-                std::fill(changed.get() + MARGIN + j * ROW + count, changed.get() + MARGIN + j * ROW + ROWS, 0.0f);
+                std::fill(changed.get() + MARGIN + j * ROW + count, changed.get() + MARGIN + j * ROW + ROWS, 0);
             const Weights weights{changed.get() + MARGIN, ROW, rows, key, position, 0, count};
             weights.spread(relative.span, keys.get(), width, width, d_table, d_table_row);
             weights.mix(relative.span, table.at, table.row, width, d_keys + first * d_keys_row, d_keys_row);
@@ -72,11 +72,11 @@ struct KeySide {
 
     void take_keys(Index item, Index head, Index first, Index count) {
         for (Index j = 0; j < count; j++)
-            std::memcpy(keys.get() + j * width, x.k.of(item, head / x.group(), first + j), x.width * sizeof(float));
+            std::memcpy(keys.get() + j * width, x.k.of(item, head / x.group(), first + j), x.width * sizeof(Real));
     }
 
     // Write LANES rows of as many entries as columns, of which some are wanted.
-    static void turn(const float *from, Index from_row, float *to, Index to_row, Index wanted, float scale) {
+    static void turn(const Real *from, Index from_row, Real *to, Index to_row, Index wanted, Real scale) {
         Vec block[LANES];
         for (Index t = 0; t < LANES; t++) block[t] = load(from + t * from_row) * scale;
         transpose(block);

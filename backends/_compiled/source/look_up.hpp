@@ -50,7 +50,7 @@ struct Places : Labels {
     }
 
     // Write the products of the block's queries with a table, from the lowest relative position to the highest.
-    void multiply(Relative &relative, const float *met, Index met_row, Index count) const {
+    void multiply(Relative &relative, const Real *met, Index met_row, Index count) const {
         if (!*this || !relative) return;
         for (Index m = 0; m < count; m += HIGH)
             relative.multiply(met, met_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
@@ -58,10 +58,10 @@ struct Places : Labels {
     }
 
     // Write them where the keys stand that meet these rows: PANEL of them, from `key` on.
-    void look_up(const Relative &relative, Index m, Index rows, Index key, float *to, Index to_row) const {
+    void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row) const {
         const Index origin = relative.origin(reach.low);
         for (Index i = m; i < m + rows; i++, to += to_row) {
-            const float *from = relative.products.get() + (i * relative.row + reach.low - origin);
+            const Real *from = relative.products.get() + (i * relative.row + reach.low - origin);
             for (Index j = 0; j < PANEL && key + j < x.keys; j += LANES) {
                 const Bounds there = vectors[(key + j) / LANES];
                 if (reach.all_low(queries[i], there)) {
@@ -106,12 +106,12 @@ struct Sight {
 
 // What products of a block begin with, and the step from row to row.
 struct Start {
-    const float *at;
+    const Real *at;
     Index row;
 
     // Those of some queries, the first at position p, with PANEL keys from `key` on; looked up, they stand in `to`.
     static Start of(const Relative &relative, const Places &places, Index m, Index rows, Index key, Index p,
-                    Index origin, float *to, Index to_row) {
+                    Index origin, Real *to, Index to_row) {
         if (!places || !relative) return {relative.at(m, key, p, origin), relative.row - 1};
         places.look_up(relative, m, rows, key, to, to_row);
         return {to, to_row};
@@ -122,7 +122,7 @@ struct Start {
 struct ByRow {
     const Problem &x;
     const Places &places;
-    Floats at;
+    Reals at;
     Index row = 0;
 
     ByRow(const Problem &x, const Places &places) : x(x), places(places) {}
@@ -132,15 +132,15 @@ struct ByRow {
     bool make(Index height) {
         if (!places) return true;
         row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector is for what nobody wants
-        at = floats((height + HIGH) * row);
+        at = reals((height + HIGH) * row);
         return static_cast<bool>(at);
     }
 
     void clear(Index count) {
-        for (Index m = 0; m < count + HIGH; m++) std::fill_n(of(m), places.reach.count() + HIGH, 0.0f);
+        for (Index m = 0; m < count + HIGH; m++) std::fill_n(of(m), places.reach.count() + HIGH, 0);
     }
 
-    void scale(Index m, float factor) {
+    void scale(Index m, Real factor) {
         for (Index c = 0; c < places.reach.count(); c += LANES) store(of(m) + c, load(of(m) + c) * factor);
     }
 
@@ -148,7 +148,7 @@ struct ByRow {
     void add(Index m, const Row &weights, Index first) {
         const Reach reach = places.reach;
         const std::int32_t p = places.queries[m], last = static_cast<std::int32_t>(reach.count() - 1);
-        float *to = of(m);
+        Real *to = of(m);
         Vec low{}, high{};
         for (Index j = weights.start(); j < weights.end(); j += LANES) {
             const Bounds there = places.vectors[(first + j) / LANES];
@@ -171,7 +171,7 @@ struct ByRow {
     }
 
     // Add what they make of the rows of a table.
-    void mix(Index count, const float *table, Index table_row, Index width, float *out, Index out_row) const {
+    void mix(Index count, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
         if (first_row() < end_row())
             add_product(count, end_row() - first_row(), {column(first_row()), row, 1}, table + first_row() * table_row,
                         table_row, width, out, out_row);
@@ -181,7 +181,7 @@ struct ByRow {
     }
 
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
-    void spread(Index count, const float *from, Index from_row, Index width, float *table, Index table_row) const {
+    void spread(Index count, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         if (first_row() < end_row())
             add_product(end_row() - first_row(), count, {column(first_row()), 1, row}, from, from_row, width,
                         table + first_row() * table_row, table_row);
@@ -190,7 +190,7 @@ struct ByRow {
                 Weights::add_row(beyond(m, side), from + m * from_row, width, table + edge(side) * table_row);
     }
 
-    void add_to(float *bias, Index count) const {
+    void add_to(Real *bias, Index count) const {
         for (Index m = 0; m < count; m++) {
             for (Index c = first_row(); c < end_row(); c++) bias[c] += column(c)[m * row];
             for (int side = 0; side < 2; side++)
@@ -199,8 +199,8 @@ struct ByRow {
     }
 
 private:
-    float *of(Index m) const { return at.get() + m * row; }
-    const float *column(Index c) const { return at.get() + (c - x.left - places.reach.low); }
+    Real *of(Index m) const { return at.get() + m * row; }
+    const Real *column(Index c) const { return at.get() + (c - x.left - places.reach.low); }
 
     // The rows of the table that are met, and what counts as its edges.
     Index first_row() const { return std::max<Index>(0, places.reach.low + x.left); }
@@ -209,7 +209,7 @@ private:
     bool is_beyond(int side) const {
         return x.clip && (side ? places.reach.high == x.rows - x.left : places.reach.low == -x.left - 1);
     }
-    float beyond(Index m, int side) const { return of(m)[side ? places.reach.count() - 1 : 0]; }
+    Real beyond(Index m, int side) const { return of(m)[side ? places.reach.count() - 1 : 0]; }
 };
 
 }  // namespace

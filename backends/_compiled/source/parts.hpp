@@ -9,9 +9,10 @@
 using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
 
 // The parts `first … stop - 1` of a call: whoever works on them takes the next one.
+template <class Real>
 class Parts {
 public:
-    Parts(Kernel kernel, const Problem &x, std::int64_t first, std::int64_t stop, std::int64_t all)
+    Parts(Kernel<Real> kernel, const ProblemOf<Real> &x, std::int64_t first, std::int64_t stop, std::int64_t all)
         : kernel_(kernel), x_(x), stop_(stop), all_(all), next_(first) {}
 
     // Return once all are done; false if there was no memory.
@@ -29,8 +30,8 @@ public:
     }
 
 private:
-    const Kernel kernel_;
-    const Problem &x_;
+    const Kernel<Real> kernel_;
+    const ProblemOf<Real> &x_;
     const std::int64_t stop_, all_;
     std::atomic<std::int64_t> next_;
     std::atomic<bool> failed_{false};

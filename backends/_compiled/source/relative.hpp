@@ -19,23 +19,23 @@ struct Free {
     void operator()(void *p) const { std::free(p); }
 };
 
-using Floats = std::unique_ptr<float, Free>;
+using Reals = std::unique_ptr<Real, Free>;
 
-inline Floats floats(Index count) {
-    const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(float)), 64);
+inline Reals reals(Index count) {
+    const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(Real)), 64);
     void *at = std::aligned_alloc(64, static_cast<std::size_t>(bytes));
 #if defined(POISON)  // with NaN, so that what is read before it is written shows
     if (at) std::memset(at, 0xFF, static_cast<std::size_t>(bytes));
 #endif
-    return Floats(static_cast<float *>(at));
+    return Reals(static_cast<Real *>(at));
 }
 
-inline Floats zeros(Index count) {  // pages of many zeros cost nothing until they are touched
-    void *at = std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(float));
+inline Reals zeros(Index count) {  // pages of many zeros cost nothing until they are touched
+    void *at = std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(Real));
 #if defined(POISON)  // what there is to spare
-    if (at) std::memset(static_cast<float *>(at) + count, 0xFF, HIGH * LANES * sizeof(float));
+    if (at) std::memset(static_cast<Real *>(at) + count, 0xFF, HIGH * LANES * sizeof(Real));
 #endif
-    return Floats(static_cast<float *>(at));
+    return Reals(static_cast<Real *>(at));
 }
 
 inline Index blocks(const Problem &x) { return (x.queries + rows_of_blocks(x) - 1) / rows_of_blocks(x); }
@@ -63,16 +63,16 @@ struct Seen {
     bool none() const { return low >= high; }
 };
 
-inline bool finite(const float *x, Index width) {
-    float nothing = 0;
-    for (Index d = 0; d < width; d++) nothing += x[d] * 0.0f;
+inline bool finite(const Real *x, Index width) {
+    Real nothing = 0;
+    for (Index d = 0; d < width; d++) nothing += x[d] * 0;
     return nothing == 0;
 }
 
 // Rows of an array, padded to whole vectors: a copy only where they are not.
 struct Rows {
-    Floats copy;
-    const float *at = nullptr;
+    Reals copy;
+    const Real *at = nullptr;
     Index row = 0;
 
     bool make(Index rows, Index width) {
@@ -80,11 +80,11 @@ struct Rows {
         return copy || padded(width) == width;
     }
 
-    void take(const float *from, Index from_row, Index rows, Index width) {
+    void take(const Real *from, Index from_row, Index rows, Index width) {
         at = from, row = from_row;
         if (!copy) return;
         for (Index j = 0; j < rows; j++)
-            std::memcpy(copy.get() + j * padded(width), from + j * from_row, width * sizeof(float));
+            std::memcpy(copy.get() + j * padded(width), from + j * from_row, width * sizeof(Real));
         at = copy.get(), row = padded(width);
     }
 };
@@ -102,16 +102,16 @@ struct Span {
 
 // Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
 struct Relative {
-    const Array<const float> table, bias;
+    const Array<const Real> table, bias;
     const Span span;
     const Index width;
-    const float scale;
+    const Real scale;
     Index first = 0, end = 0, row = 0;  // the rows of the table that may be met, and the step of `products`
-    Floats panels, biases, products;
+    Reals panels, biases, products;
     Index head = -1;
-    float edges[2][ROWS];
+    Real edges[2][ROWS];
 
-    Relative(Array<const float> table, Array<const float> bias, Span span, Index width, float scale = 1)
+    Relative(Array<const Real> table, Array<const Real> bias, Span span, Index width, Real scale = 1)
         : table(table), bias(bias), span(span), width(table ? width : 0), scale(scale) {}
 
     explicit operator bool() const { return table || bias; }
@@ -124,9 +124,9 @@ struct Relative {
         first = std::clamp<Index>(low, 0, span.rows - 1);  // edges included
         end = std::clamp<Index>(high, first + 1, span.rows);
         row = columns + ROWS + 4 * PANEL;
-        panels = floats(padded(end - first, PANEL) * width);
-        biases = floats(padded(end - first, PANEL) + PANEL);
-        products = floats(height * row);
+        panels = reals(padded(end - first, PANEL) * width);
+        biases = reals(padded(end - first, PANEL) + PANEL);
+        products = reals(height * row);
         return panels && biases && products;
     }
 
@@ -134,12 +134,12 @@ struct Relative {
         if (!*this || head == of || (head >= 0 && table.head == 0 && bias.head == 0)) return;
         head = of;
         if (table) pack(table.of(0, of, first), table.row, end - first, width, panels.get());
-        if (bias) std::memcpy(biases.get(), bias.of(0, of) + first, (end - first) * sizeof(float));
+        if (bias) std::memcpy(biases.get(), bias.of(0, of) + first, (end - first) * sizeof(Real));
         for (Index i = 0; scale != 1 && i < padded(end - first, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
     // Take what the queries of a block make of what stands beyond the table.
-    void take_edges(const float *met, Index met_row, Index count) {
+    void take_edges(const Real *met, Index met_row, Index count) {
         if (!*this || !span.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index c = side ? span.rows - 1 : 0;
@@ -154,15 +154,15 @@ struct Relative {
     Index origin(Index lowest) const { return floored(lowest + span.left - first, PANEL) + first - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
-    void multiply(const float *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
+    void multiply(const Real *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
         const Index shift = span.left - first, have = this->end - first;
         const Index start = low + shift, stop = high + shift;  // of what is packed: not all of them are there
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Matrix a{met + m * met_row, met_row, 1};
-            const float *b = panels.get() + floored(c, PANEL) * width + c % PANEL,
-                        *start = bias ? biases.get() + c : nullptr;
-            float *to = products.get() + m * row + (c - shift - origin);
+            const Real *b = panels.get() + floored(c, PANEL) * width + c % PANEL,
+                       *start = bias ? biases.get() + c : nullptr;
+            Real *to = products.get() + m * row + (c - shift - origin);
             if (whole)
                 ::multiply<2>(rows, width, a, b, PANEL, start, 0, to, row);
             else
@@ -171,16 +171,16 @@ struct Relative {
         }
         for (Index i = m; i < m + rows; i++) {
             const Index zero = i * row - shift - origin;  // where what is packed would begin
-            const auto fill = [&](Index from, Index to, float x) {
+            const auto fill = [&](Index from, Index to, Real x) {
                 std::fill(products.get() + (zero + from), products.get() + (zero + to), x);
             };
-            if (start < 0) fill(start, std::min<Index>(0, stop), span.clip ? edges[0][i] : 0.0f);
-            if (stop > have) fill(std::max(have, start), stop, span.clip ? edges[1][i] : 0.0f);
+            if (start < 0) fill(start, std::min<Index>(0, stop), span.clip ? edges[0][i] : 0);
+            if (stop > have) fill(std::max(have, start), stop, span.clip ? edges[1][i] : 0);
         }
     }
 
     // Where the product of query m, at position p, with a key stands: row by row a step less than `row` further.
-    const float *at(Index m, Index key, Index p, Index origin) const {
+    const Real *at(Index m, Index key, Index p, Index origin) const {
         return *this ? products.get() + m * row + (key - p - origin) : nullptr;
     }
 };
@@ -188,7 +188,7 @@ struct Relative {
 // Some queries, `count` of them from position p on, and the keys start + low … start + high - 1 of which some are seen;
 // `weights` are those of the queries and of the keys from `start` on, zeros around.
 struct Weights {
-    const float *at;
+    const Real *at;
     Index row, count, p, start, low, high;
 
     // The rows of a table that they may meet.
@@ -196,19 +196,19 @@ struct Weights {
     Index end_row(const Span &x) const { return std::min(start + high - 1 - p, x.after) + x.left + 1; }
 
     // Of query i, the weight of all keys that meet what stands before the table, or after it.
-    float beyond(const Span &x, Index i, int side) const {
+    Real beyond(const Span &x, Index i, int side) const {
         const Index left = p + i - x.left - start, right = left + x.rows;
         Index j = side ? std::max(low, right) : low;
         const Index end = side ? high : std::min(high, left);
         Vec totals{};
         for (; j + LANES <= end; j += LANES) totals += load(at + i * row + j);
-        float total = sum(totals);
+        Real total = sum(totals);
         for (; j < end; j++) total += at[i * row + j];
         return total;
     }
 
     // Add what they make of the rows of a table: a product with their skewed view.
-    void mix(const Span &x, const float *table, Index table_row, Index width, float *out, Index out_row) const {
+    void mix(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
             add_product(count, stop - c, {at + (c - x.left + p - start), row + 1, 1}, table + c * table_row, table_row,
@@ -219,7 +219,7 @@ struct Weights {
     }
 
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
-    void spread(const Span &x, const float *from, Index from_row, Index width, float *table, Index table_row) const {
+    void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
         if (c < stop)
             add_product(stop - c, count, {at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
@@ -229,7 +229,7 @@ struct Weights {
                 add_row(beyond(x, i, side), from + i * from_row, width, table + (side ? x.rows - 1 : 0) * table_row);
     }
 
-    static void add_row(float weight, const float *from, Index width, float *to) {
+    static void add_row(Real weight, const Real *from, Index width, Real *to) {
         if (weight == 0) return;
         for (Index d = 0; d < width; d += LANES) store(to + d, load(to + d) + load(from + d) * weight);
     }

@@ -7,31 +7,31 @@ namespace {
 
 // A row of logits, of which the keys low … high - 1 are seen; what stands around them is written over, LANES at most.
 struct Row {
-    float *at;
+    Real *at;
     Index low, high;
 
     Index start() const { return floored(low, LANES); }
     Index end() const { return padded(high); }
 
-    void put_around(float x) const {
+    void put_around(Real x) const {
         for (Index j = start(); j < low; j++) at[j] = x;
         for (Index j = high; j < end(); j++) at[j] = x;
     }
 
     // Put zeros between two places where they are not in the row.
-    void clear_around(float *from, float *to) const {
+    void clear_around(Real *from, Real *to) const {
         if (low >= high) {
-            std::fill(from, to, 0.0f);
+            std::fill(from, to, 0);
             return;
         }
-        if (from < at + start()) std::fill(from, at + start(), 0.0f);
-        if (at + end() < to) std::fill(at + end(), to, 0.0f);
+        if (from < at + start()) std::fill(from, at + start(), 0);
+        if (at + end() < to) std::fill(at + end(), to, 0);
     }
 };
 
 // The keys' entries of a mask for one query.
 struct MaskRow {
-    const float *added = nullptr;
+    const Real *added = nullptr;
     const unsigned char *seen = nullptr;
     Index step = 0;
 
@@ -48,7 +48,7 @@ struct MaskRow {
             for (Index j = row.low; j < row.high; j++) row.at[j] = seen[(first + j) * step] ? row.at[j] : -INF;
         if (added)
             for (Index j = row.low; j < row.high; j++) {
-                const float x = added[(first + j) * step];
+                const Real x = added[(first + j) * step];
                 row.at[j] = x == -INF ? -INF : row.at[j] + x;
             }
     }
@@ -56,8 +56,8 @@ struct MaskRow {
 
 // Turn products into logits; `first` is the key that column 0 stands for.
 inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first) {
-    if (x.softcap != 0.0f) {
-        const float cap = x.softcap, part = 1.0f / cap;
+    if (x.softcap != 0) {
+        const Real cap = x.softcap, part = 1 / cap;
         for (Index j = row.start(); j < row.end(); j += LANES)
             store(row.at + j, hyperbolic_tangent(load(row.at + j) * part) * cap);
     }
@@ -80,10 +80,10 @@ struct Kept {
 
     // Return 1 for each of LANES keys that is kept, else 0.
     Vec at(Index j) const {
-        Words x = *reinterpret_cast<const LooseWords *>(keys + j) ^ static_cast<std::uint32_t>(query);
+        Words x = load_words(keys + j) ^ static_cast<std::uint32_t>(query);
         x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
         x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-        return reinterpret_cast<Ints>(x) >= threshold ? splat(1) : Vec{};
+        return widened(x) >= threshold ? splat(1) : Vec{};
     }
 
     // Put zeros in the place of the weights of a row that are dropped.
@@ -95,27 +95,27 @@ struct Kept {
 
 // The softmax of a row as more and more of it is seen.
 struct Softmax {
-    float most = -INF, total = 0;
+    Real most = -INF, total = 0;
 
     // Replace logits by weights to be divided by the total; return what earlier weights are to be multiplied by.
-    float take(const Row &row) {
+    Real take(const Row &row) {
         Vec a = splat(-INF);
         for (Index j = row.start(); j < row.end(); j += LANES) a = larger(load(row.at + j), a);
-        const float before = most, now = std::max(most, largest(a));
-        const float origin = now == -INF ? 0.0f : now;
+        const Real before = most, now = std::max(most, largest(a));
+        const Real origin = now == -INF ? 0 : now;
         Vec added{};
         for (Index j = row.start(); j < row.end(); j += LANES) {
             Vec weights = exponential(load(row.at + j) - origin);
             added += weights;
             store(row.at + j, weights);
         }
-        const float factor = before == now ? 1.0f : before == -INF ? 0.0f : std::exp(before - now);
+        const Real factor = before == now ? 1 : before == -INF ? 0 : std::exp(before - now);
         most = now;
         total = total * factor + sum(added);
         return factor;
     }
 
-    float log_sum() const { return total == 0 ? -INF : most + std::log(total); }
+    Real log_sum() const { return total == 0 ? -INF : most + std::log(total); }
 };
 
 }  // namespace

@@ -1,122 +1,154 @@
-// Vectors of as many floats as a processor's registers hold, in the compilers' own extension of the language: the same
-// text for AVX-512, AVX2, SSE and NEON.
+// Vectors of as many numbers as a processor's registers hold, in the compilers' own extension of the language: the same
+// text for AVX-512, AVX2, SSE and NEON, and for float and double.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
+using Real = REAL;  // what level.cpp is compiled for
+constexpr bool DOUBLE = sizeof(Real) == 8;
 
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4)));  // anywhere in memory
-typedef std::int32_t Ints __attribute__((vector_size(LANES * 4)));
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+constexpr int LANES = REGISTER / sizeof(Real);
+
+typedef Real Vec __attribute__((vector_size(REGISTER)));
+typedef Real Loose __attribute__((vector_size(REGISTER), aligned(sizeof(Real))));  // anywhere in memory
+typedef std::conditional_t<DOUBLE, std::int64_t, std::int32_t> Ints __attribute__((vector_size(REGISTER)));
+typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as many of them
 typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
 
-constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float NEGLIGIBLE = -70.0f;  // relskew_core._array.softmax
+constexpr Real INF = std::numeric_limits<Real>::infinity();
+constexpr Real NEGLIGIBLE = -70;  // relskew_core._array.softmax
 
-inline Ints load_ints(const std::int32_t *p) {
-    return reinterpret_cast<Ints>(*reinterpret_cast<const LooseWords *>(p));
-}
-inline Vec load(const float *p) { return *reinterpret_cast<const Loose *>(p); }
-inline void store(float *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
-inline Vec splat(float x) { return x - Vec{}; }
+inline Words load_words(const std::int32_t *p) { return *reinterpret_cast<const LooseWords *>(p); }
+inline Ints widened(Words x) { return __builtin_convertvector(reinterpret_cast<Labels32>(x), Ints); }
+inline Ints load_ints(const std::int32_t *p) { return widened(load_words(p)); }
+inline Vec load(const Real *p) { return *reinterpret_cast<const Loose *>(p); }
+inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
+inline Vec splat(Real x) { return x - Vec{}; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// e^x of x <= 88: exactly 0 below e^-70, NaN of NaN. Cephes' polynomial, 2 ulp.
+// The polynomial with these coefficients, that of the highest power first.
+template <int N>
+inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
+    Vec p = x * coefficients[0] + coefficients[1];
+    for (int i = 2; i < N; i++) p = p * x + coefficients[i];
+    return p;
+}
+
+// What e^x is computed by: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most half of it.
+template <class Real>
+struct Exponential;
+
+template <>
+struct Exponential<float> {  // Cephes' polynomial, 2 ulp
+    static constexpr float NEAREST = 12582912.0f, HIGH = 0.693359375f, LOW = -2.12194440e-4f;
+    static constexpr std::int32_t OF_NEAREST = 0x4B400000, BIAS = 127, MANTISSA = 23;
+    static constexpr float COEFFICIENTS[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                             4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+};
+
+template <>
+struct Exponential<double> {  // the polynomial of least error, 1 ulp
+    static constexpr double NEAREST = 6755399441055744.0, HIGH = 0x1.62e42fefa38p-1, LOW = 5.4979230187083712e-14;
+    static constexpr std::int64_t OF_NEAREST = 0x4338000000000000, BIAS = 1023, MANTISSA = 52;
+    static constexpr double COEFFICIENTS[] = {2.5100385495510319e-8, 2.7620088445409748e-7, 2.7557268459997065e-6,
+                                              2.4801521295954375e-5, 1.9841269863053617e-4, 1.3888888917213717e-3,
+                                              8.3333333333300618e-3, 4.1666666666624128e-2, 1.6666666666666667e-1,
+                                              5.0000000000000010e-1};
+};
+
+// e^x of x <= 88: exactly 0 below e^-70, NaN of NaN.
 inline Vec exponential(Vec x) {
-    Vec held = x < -88.0f ? splat(-88.0f) : x;
-    Vec shifted = held * 1.44269504f + 12582912.0f;  // the nearest integer, in the last bits
-    Vec n = shifted - 12582912.0f;
-    Vec r = held - n * 0.693359375f + n * 2.12194440e-4f;
-    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Ints power = (reinterpret_cast<Ints>(shifted) - 0x4B400000 + 127) << 23;
+    using By = Exponential<Real>;
+    Vec held = x < -88 ? splat(-88) : x;
+    Vec shifted = held * Real(1.44269504088896341) + By::NEAREST;  // the nearest integer, in the last bits
+    Vec n = shifted - By::NEAREST;
+    Vec r = held - n * By::HIGH - n * By::LOW;
+    Vec p = polynomial(r, By::COEFFICIENTS) * (r * r) + r + 1;
+    Ints power = (reinterpret_cast<Ints>(shifted) - By::OF_NEAREST + By::BIAS) << By::MANTISSA;
     Vec result = p * reinterpret_cast<Vec>(power);
     return x < NEGLIGIBLE ? Vec{} : result;
 }
 
 inline Vec hyperbolic_tangent(Vec x) {
-    Vec size = x < 0.0f ? -x : x;
-    Vec held = size > 10.0f ? splat(10.0f) : size;
-    Vec far = 1.0f - 2.0f / (exponential(2.0f * held) + 1.0f);
-    Vec s = x * x;
-    Vec near = size * (1.0f + s * (-0.333333333f + s * (0.133333333f + s * (-0.0539682540f + s * 0.0218694885f))));
-    Vec result = size < 0.25f ? near : far;
-    return x < 0.0f ? -result : result;
+    constexpr Real most = DOUBLE ? 20 : 10;  // all beyond is 1
+    Vec size = x < 0 ? -x : x, s = x * x;
+    Vec held = size > most ? splat(most) : size;
+    Vec far = 1 - 2 / (exponential(2 * held) + 1), near;
+    if constexpr (DOUBLE)  // of the continued fraction
+        near = polynomial(s, {21, 1260, 10395}) / polynomial(s, {1, 210, 4725, 10395});
+    else
+        near = polynomial(s, {0.0218694885, -0.0539682540, 0.133333333, -0.333333333, 1});
+    Vec result = size < Real(0.25) ? size * near : far;
+    return x < 0 ? -result : result;
 }
 
-// Lanes of two vectors, by their numbers: those of the second one go on from the first one's.
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // before its version 12, GCC does not have the same
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
-#endif
-
-// Lanes of two vectors in turn, from lane n on; the lanes of one from lane n on, and around.
-#if defined(__AVX512F__)
-#define IN_TURN(n) \
-    n, n + 16, n + 1, n + 17, n + 2, n + 18, n + 3, n + 19, n + 4, n + 20, n + 5, n + 21, n + 6, n + 22, n + 7, n + 23
-#define FROM(n) \
-    n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8, n + 9, n + 10, n + 11, n + 12, n + 13, n + 14, n + 15
-#elif defined(__AVX2__)
-#define IN_TURN(n) n, n + 8, n + 1, n + 9, n + 2, n + 10, n + 3, n + 11
-#define FROM(n) n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7
+// The lanes of two vectors that a function names for each lane; those of b come after those of a.
+template <class Of, int... LANE>
+inline Vec picked(Vec a, Vec b, Of of, std::integer_sequence<int, LANE...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, of(LANE)...);
 #else
-#define IN_TURN(n) n, n + 4, n + 1, n + 5
-#define FROM(n) n, n + 1, n + 2, n + 3
+    return __builtin_shuffle(a, b, Ints{of(LANE)...});
 #endif
+}
 
-inline Vec low_in_turn(Vec a, Vec b) { return SHUFFLE(a, b, IN_TURN(0)); }
-inline Vec high_in_turn(Vec a, Vec b) { return SHUFFLE(a, b, IN_TURN(LANES / 2)); }
+template <class Of>
+inline Vec picked(Vec a, Vec b, Of of) {
+    return picked(a, b, of, std::make_integer_sequence<int, LANES>());
+}
+
+template <int... LANE>
+inline Ints numbers(std::integer_sequence<int, LANE...>) {
+    return Ints{LANE...};
+}
+inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
+
+// The lanes of two vectors in turn, from lane FIRST on.
+template <int FIRST>
+inline Vec in_turn(Vec a, Vec b) {
+    return picked(a, b, [](int n) { return FIRST + n / 2 + (n % 2 ? LANES : 0); });
+}
+
+// The lanes of a vector from lane FIRST on, and around.
+template <int FIRST>
+inline Vec rotated(Vec x) {
+    return picked(x, x, [](int n) { return FIRST + n; });
+}
 
 template <int N = LANES / 2>
 inline Vec sum_in_all(Vec x) {
-    if constexpr (N > 0) return sum_in_all<N / 2>(x + SHUFFLE(x, x, FROM(N)));
+    if constexpr (N > 0) return sum_in_all<N / 2>(x + rotated<N>(x));
     return x;
 }
 
 template <int N = LANES / 2>
 inline Vec largest_in_all(Vec x) {
-    if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, SHUFFLE(x, x, FROM(N))));
+    if constexpr (N > 0) return largest_in_all<N / 2>(larger(x, rotated<N>(x)));
     return x;
 }
 
-inline float sum(Vec x) { return sum_in_all(x)[0]; }
-inline float largest(Vec x) { return largest_in_all(x)[0]; }
-
-// What is made of the numbers of the lanes.
-#if defined(__AVX512F__)
-#define LANE_BY_LANE(f) \
-    f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
-#elif defined(__AVX2__)
-#define LANE_BY_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
-#else
-#define LANE_BY_LANE(f) f(0), f(1), f(2), f(3)
-#endif
-#define SAME(n) n
-#define OWN(n) (n & STEP ? n + LANES : n)
-#define ACROSS(n) (n & STEP ? (n ^ STEP) + LANES : n ^ STEP)
-inline Ints numbers() { return Ints{LANE_BY_LANE(SAME)}; }
+inline Real sum(Vec x) { return sum_in_all(x)[0]; }
+inline Real largest(Vec x) { return largest_in_all(x)[0]; }
 
 // Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
 template <int STEP>
 inline Vec sum_of_halves(Vec a, Vec b) {
-    return SHUFFLE(a, b, LANE_BY_LANE(OWN)) + SHUFFLE(a, b, LANE_BY_LANE(ACROSS));
+    return picked(a, b, [](int n) { return n & STEP ? n + LANES : n; }) +
+           picked(a, b, [](int n) { return n & STEP ? (n ^ STEP) + LANES : n ^ STEP; });
 }
 
 // Return the sum of each of LANES vectors, in their order.
@@ -134,8 +166,8 @@ inline void transpose(Vec *x) {
     for (int step = LANES; step > 1; step /= 2) {
         Vec y[LANES];
         for (int i = 0; i < LANES / 2; i++) {
-            y[2 * i] = low_in_turn(x[i], x[i + LANES / 2]);
-            y[2 * i + 1] = high_in_turn(x[i], x[i + LANES / 2]);
+            y[2 * i] = in_turn<0>(x[i], x[i + LANES / 2]);
+            y[2 * i + 1] = in_turn<LANES / 2>(x[i], x[i + LANES / 2]);
         }
         for (int i = 0; i < LANES; i++) x[i] = y[i];
     }

@@ -11,6 +11,7 @@
 namespace {
 
 using Index = std::int64_t;
+using Problem = ProblemOf<Real>;
 
 constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
 #if defined(HIGH_ROWS) && !defined(__AVX2__)
@@ -24,13 +25,13 @@ constexpr int HIGH = 6;
 // A matrix whose entry (row, column) is at[row * row_step + column * step], one of the steps being 1: a transposed one,
 // or a skewed one, whose rows are stepped through as if they were an entry shorter or longer.
 struct Matrix {
-    const float *at;
+    const Real *at;
     Index row, step;
 };
 
 // c = start + a · b for N rows and V vectors of columns; `start` may be nowhere, or c.
 template <int N, int V, bool TRANSPOSED>
-void product(Index depth, Matrix a, const float *b, Index b_row, const float *start, Index start_row, float *c,
+void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
     Vec total[N][V];
     for (int n = 0; n < N; n++)
@@ -38,7 +39,7 @@ void product(Index depth, Matrix a, const float *b, Index b_row, const float *st
     for (Index k = 0; k < depth; k++) {
         Vec row[V];
         for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
-        const float *x = TRANSPOSED ? a.at + k * a.step : a.at + k;
+        const Real *x = TRANSPOSED ? a.at + k * a.step : a.at + k;
 #pragma GCC unroll 12
         for (int n = 0; n < N; n++)
             for (int i = 0; i < V; i++) total[n][i] += splat(x[TRANSPOSED ? n : n * a.row]) * row[i];
@@ -49,8 +50,8 @@ void product(Index depth, Matrix a, const float *b, Index b_row, const float *st
 
 // The same for any number of rows, which is rounded up: a and c have rows to spare.
 template <int V>
-void multiply(Index rows, Index depth, Matrix a, const float *b, Index b_row, const float *start, Index start_row,
-              float *c, Index c_row) {
+void multiply(Index rows, Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row,
+              Real *c, Index c_row) {
     const bool transposed = a.step != 1;
     while (rows > 0) {
         constexpr int MIDDLE = std::min(8, HIGH);
@@ -76,7 +77,7 @@ void multiply(Index rows, Index depth, Matrix a, const float *b, Index b_row, co
 }
 
 // c += a · b for all columns of rows that are padded to whole vectors.
-inline void add_product(Index rows, Index depth, Matrix a, const float *b, Index b_row, Index columns, float *c,
+inline void add_product(Index rows, Index depth, Matrix a, const Real *b, Index b_row, Index columns, Real *c,
                         Index c_row) {
     Index i = 0;
     for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
@@ -88,12 +89,12 @@ inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; 
 inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to * to; }
 
 // Lay rows out by panels of PANEL of them, each a column after the other; rows that are not there are zeros.
-inline void pack(const float *x, Index row, Index rows, Index width, float *panels) {
+inline void pack(const Real *x, Index row, Index rows, Index width, Real *panels) {
     const Index whole = width / LANES * LANES;
     for (Index first = 0; first < rows; first += PANEL, panels += PANEL * width)
         for (int half = 0; half < PANEL; half += LANES) {
             const Index have = std::clamp<Index>(rows - first - half, 0, LANES);
-            const float *from = have ? x + (first + half) * row : x;
+            const Real *from = have ? x + (first + half) * row : x;
             for (Index d = 0; d < whole; d += LANES) {
                 Vec block[LANES];
                 for (Index j = 0; j < LANES; j++) block[j] = j < have ? load(from + j * row + d) : Vec{};
@@ -101,15 +102,15 @@ inline void pack(const float *x, Index row, Index rows, Index width, float *pane
                 for (int i = 0; i < LANES; i++) store(panels + (d + i) * PANEL + half, block[i]);
             }
             for (Index d = whole; d < width; d++)
-                for (Index j = 0; j < LANES; j++) panels[d * PANEL + half + j] = j < have ? from[j * row + d] : 0.0f;
+                for (Index j = 0; j < LANES; j++) panels[d * PANEL + half + j] = j < have ? from[j * row + d] : 0;
         }
 }
 
-inline float dot(const float *a, const float *b, Index width) {
+inline Real dot(const Real *a, const Real *b, Index width) {
     Vec total{};
     Index d = 0;
     for (; d + LANES <= width; d += LANES) total += load(a + d) * load(b + d);
-    float rest = 0;
+    Real rest = 0;
     for (; d < width; d++) rest += a[d] * b[d];
     return sum(total) + rest;
 }

@@ -1,4 +1,4 @@
-"""torch on CPU: calls of float32 by the kernels that were compiled at installation."""
+"""torch on CPU: calls of float32 and float64 by the kernels that were compiled at installation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
+
+FORMATS = {torch.float32: "f", torch.float64: "d", torch.int32: "i", torch.bool: "?"}
+"""Of buffers, by the dtypes that the kernels know."""
 
 SHARED = 2**20
 """Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
@@ -112,9 +115,7 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like
     elif gradient.shape == like.shape:
         found[name] = gradient
     else:
-        part.cut(name, found.setdefault(name, torch.zeros_like(like, memory_format=torch.contiguous_format))).copy_(
-            gradient
-        )
+        part.cut(name, found.setdefault(name, like.new_zeros(like.shape))).copy_(gradient)
 
 
 def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
@@ -127,17 +128,14 @@ def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
         if steps[-1] != 1 and x.shape[-1] != 1:
             x = x.contiguous()
             steps = x.stride()
-        yield x.data_ptr(), x.shape, steps, x
+        yield x.data_ptr(), x.shape, steps, FORMATS[x.dtype], x
 
-
-FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-"""What the kernels write, whatever torch's defaults are."""
 
 TORCH = _compiled.Library(
     xp,
     _lent,
-    partial(torch.empty, **FLOAT32),
-    partial(torch.zeros, **FLOAT32),
+    partial(torch.empty, device="cpu"),
+    partial(torch.zeros, device="cpu"),
     torch.get_num_threads,
     team=threads.team,
     shared=SHARED,

@@ -1,2 +1,0 @@
-#define LEVEL base
-#include "level.hpp"

@@ -1,2 +1,0 @@
-#define LEVEL v3
-#include "level.hpp"

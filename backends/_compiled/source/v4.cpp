@@ -1,2 +1,0 @@
-#define LEVEL v4
-#include "level.hpp"
