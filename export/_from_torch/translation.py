@@ -139,7 +139,14 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     """Decide on the form of a call."""
     q, pattern = operands.q, options.visibility
     by_position = not pattern.by_value
-    heads, width = int(q.shape[-3]), int(q.shape[-1])
+    for name in "qkv":
+        x = getattr(operands, name)
+        if not (isinstance(x.shape[-3], int) and isinstance(x.shape[-1], int)):
+            raise ValueError(
+                f"`{name}` must have a fixed number of heads and a fixed width to be exported to ONNX, got shape "
+                f"{tuple(map(str, x.shape))}: leave those axes out of what varies"
+            )
+    heads, width = q.shape[-3], q.shape[-1]
     tables = any(getattr(operands, name) is not None for name in TABLES)
     spec = BlockSpec(
         heads * width,

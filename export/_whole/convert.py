@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ from relskew_core.export._from_torch.translation import REACH, torch_translation
 from relskew_core.export._whole.names import name_lengths, name_nodes
 
 _PREFIX = "model."
+
+_SIZE = re.compile(r"\[(\d+)\]\.size\(\)\[(\d+)\]$")
+
+Axis = tuple[int, int]
+"""An input and one of its axes."""
 
 
 class Flat(nn.Module):
@@ -105,15 +111,54 @@ def convert(
     return Conversion(made, shapes, reach)
 
 
-def varying(flat: Flat) -> list[dict[int, Any]]:
-    """Return which axes of each input a model lets vary: torch's ONNX exporter leaves that to the runtime."""
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Which axes of each input a model lets vary, which ones no graph does, and what fixed others where torch tells."""
+
+    axes: list[dict[int, Any]]
+    never: frozenset[Axis]
+    frames: dict[Axis, Any]
+
+
+def varying(flat: Flat) -> Varying:
+    """Return what of a model's inputs varies: torch's ONNX exporter leaves that to the runtime."""
     every = [dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO) for value in flat.inputs()]
     with evaluating(flat), _quiet(), torch.no_grad():
         program = torch.export.export(flat, flat.inputs(), dynamic_shapes=(tuple(every),))
-    return [
-        {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(shape) if not isinstance(size, int)}
-        for shape in _shapes(program)
-    ]
+    shapes, whole = _shapes(program), _heads_and_widths(program)
+    symbolic = {
+        (index, axis): size.free_symbols
+        for index, shape in enumerate(shapes)
+        for axis, size in enumerate(shape)
+        if not isinstance(size, int)
+    }
+    never = frozenset(place for place, symbols in symbolic.items() if symbols & whole)
+    axes: list[dict[int, Any]] = [{} for _ in shapes]
+    for index, axis in symbolic.keys() - never:
+        axes[index][axis] = torch.export.Dim.DYNAMIC
+    return Varying(axes, never, _frames(program))
+
+
+def _heads_and_widths(program: torch.export.ExportedProgram) -> set[Any]:
+    """Return the symbols in the numbers of heads and the widths of attention, which are no lengths."""
+    calls = [node for node in program.graph.nodes if node.target in torch_translation_table()]
+    arrays = [x.meta["val"] for node in calls for x in node.args[:3]]
+    sizes = [size for x in arrays for size in (x.shape[-3], x.shape[-1]) if not isinstance(size, int)]
+    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+
+
+def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
+    """Return where axes of inputs were fixed, as far as this release of torch tells."""
+    found: dict[Axis, Any] = {}
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    env = values[-1].fake_mode.shape_env
+    symbols, lines = getattr(env, "source_to_var", {}), getattr(env, "replacements_slocs", {})
+    for source, symbol in symbols.items():
+        place = _SIZE.search(str(source))
+        frame = getattr(lines.get(symbol), "framework_loc", None)
+        if place and hasattr(frame, "lineno"):
+            found[int(place[1]), int(place[2])] = frame
+    return found
 
 
 def check_model(model: Any) -> None:

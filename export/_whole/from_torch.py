@@ -14,6 +14,7 @@ import onnx
 from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._publish import check_target
 from relskew_core.export._save import write
+from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,10 +51,13 @@ def torch_to_onnx(
     opset : int, default 23
         Version of the standard operators, 18 … 24.
     input_names, output_names : sequence of str, optional
-        Names for the tensors of the arguments and the results; by default those that the model has for them.
+        Names for the tensors of the arguments and the results; by default those that the model has for them. A result
+        named as an argument, such as a mask that is returned, is ``output_mask`` then.
     vary : mapping of str to iterables of int, optional
         The axes that must vary, by the names of inputs; all others are fixed then. By default every axis that is
-        longer than 1 in the example varies unless the model says otherwise. Show a batch of 2 and lengths above 1.
+        longer than 1 in the example varies unless the model fixes it, heads and widths of attention excepted. Show a
+        batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
+        warning, with the line that fixed it where torch tells.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True
@@ -90,7 +94,8 @@ def torch_to_onnx(
     """
     import torch
 
-    from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating, varying
+    from relskew_core.export._whole.convert import Flat, Varying, check_model, convert, evaluating, varying
+    from relskew_core.export._whole.fixed import explained, fixed_by_chance
 
     check_model(model)
     check_bool("check", check)
@@ -104,10 +109,11 @@ def torch_to_onnx(
     with evaluating(flat), torch.no_grad():
         flat(*leaves)  # tells the names of the results
     names = _names("input_names", input_names, flat.input_names)
-    results = _names("output_names", output_names, flat.output_names)
+    results = _names("output_names", output_names, flat.output_names, names)
+    varies = varying(flat) if vary is None else Varying(_axes(leaves, names, vary), frozenset(), {})
     converted = convert(
         flat,
-        varying(flat) if vary is None else _axes(leaves, names, vary),
+        varies.axes,
         opset=opset,
         input_names=names,
         output_names=results,
@@ -115,6 +121,9 @@ def torch_to_onnx(
         metadata={},
     )
 
+    if vary is None:
+        for text in explained(fixed_by_chance(flat, converted.shapes, varies.never), names, leaves, varies.frames):
+            warnings.warn(text, stacklevel=2)
     unchecked: list[str] = []
 
     def compare(file: Path) -> None:
@@ -159,12 +168,22 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"`inputs` must be a tensor, a tuple of arguments or a mapping by name, got {describe(inputs)}")
 
 
-def _names(argument: str, given: Any, usual: list[str]) -> list[str]:
+def _names(argument: str, given: Any, usual: list[str], inputs: Sequence[str] = ()) -> list[str]:
+    """Return the names that are given, or the usual ones, made different from each other and from those of inputs."""
     if given is None:
-        return usual
+        names: list[str] = []
+        for name in usual:
+            free = f"output_{name}" if name in inputs else name
+            names.append(first_free(free, {*inputs, *names}))
+        return names
     names = list(given)
     if isinstance(given, str) or len(names) != len(usual) or len(set(names)) != len(names):
         raise ValueError(f"`{argument}` must be {len(usual)} different names, for {usual}, got {given!r}")
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"`{argument}` must be names, strings that are not empty, got {given!r}")
+    taken = [name for name in names if name in inputs]
+    if taken:
+        raise ValueError(f"`{argument}` must differ from the names of the inputs, {list(inputs)}, got {taken}")
     return names
 
 
@@ -198,6 +217,8 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
     """Return the example, and inputs of other lengths with values drawn from it."""
     import torch
 
+    from relskew_core.export._whole.fixed import drawn
+
     yield [value.clone() for value in leaves]
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = [dict(zip(shape, value.shape, strict=True)) for shape, value in zip(shapes, leaves, strict=True)]
@@ -207,9 +228,8 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
     changes: tuple[Callable[[int], int], ...] = (lambda size: 1, lambda size: max(1, size - 1), lambda size: size + 1)
     for change in changes if symbols else ():
         choice = {symbol: change(shown[symbol]) for symbol in symbols}
-        drawn = []
+        case = []
         for shape, value in zip(shapes, leaves, strict=True):
             lengths = [size if isinstance(size, int) else int(size.subs(choice)) for size in shape]
-            places = torch.randint(value.numel(), lengths, generator=generator, dtype=torch.int64, device="cpu")
-            drawn.append(value.flatten()[places])
-        yield drawn
+            case.append(drawn(value, lengths, generator))
+        yield case

@@ -5,12 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 _OURS = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def first_free(name: str, taken: Collection[str]) -> str:
+    """Return a name, with a number behind it if it is taken."""
+    return next(found for found in chain([name], (f"{name}_{number}" for number in count(2))) if found not in taken)
 
 
 def name_nodes(model: Any, prefix: str) -> None:
@@ -21,20 +27,20 @@ def name_nodes(model: Any, prefix: str) -> None:
     import onnx_ir
 
     nodes = list(onnx_ir.traversal.RecursiveGraphIterator(model.graph))
-    made = [value for name, value in model.graph.initializers.items() if not name.startswith(prefix)]
-    for name, value in list(model.graph.initializers.items()):
-        value.name = name.removeprefix(prefix)
-    kept = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
-    taken = {value.name for value in kept}
-    fixed = {id(value) for value in kept}
+    ends = [*model.graph.inputs, *model.graph.outputs]
+    stored = list(model.graph.initializers.items())
+    made = [value for name, value in stored if not name.startswith(prefix)]
+    taken = {value.name for value in (*ends, *made)}
+    fixed = {id(value) for value in (*ends, *model.graph.initializers.values())}
 
     def free(name: str) -> str:
-        number, found = 1, name
-        while found in taken:
-            number, found = number + 1, f"{name}_{number + 1}"
+        found = first_free(name, taken)
         taken.add(found)
         return found
 
+    for name, value in stored:
+        if name.startswith(prefix):
+            value.name = free(name.removeprefix(prefix))
     homes = [_module_of(node, prefix) for node in nodes]
     calls = [_OURS.fullmatch(node.name or "") for node in nodes]
     in_module: dict[str, set[str]] = defaultdict(set)

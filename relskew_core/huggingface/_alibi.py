@@ -24,7 +24,7 @@ class _AlibiAttention(DropIn):
             mask = bias if mask is None else bias + mask
         else:  # no matrix of all heads, but one feature more
             q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
-            k = torch.cat([k, (bias.mT / scale).expand(len(k), -1, -1, -1)], -1)
+            k = torch.cat([k, (bias.mT / scale).expand(k.shape[0], -1, -1, -1)], -1)
         return self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=held))
 
 

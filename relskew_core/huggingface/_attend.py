@@ -72,7 +72,7 @@ class DropIn(nn.Module):
 
 def is_short(q: Tensor, k: Tensor, *, products: bool = False) -> bool:
     """Whether a call's matrices are held: one of all heads for a bias, or two of each item's heads for products."""
-    matrices = 2 * len(q) if products else 1
+    matrices = 2 * q.shape[0] if products else 1
     return bool(matrices * q.shape[-3] * q.shape[-2] * k.shape[-2] <= SHORT)
 
 
@@ -124,6 +124,12 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype == dtype:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
+
+
+def length(count: Any) -> int:
+    """Return how many positions a cache says it holds, in a tensor or not, as a symbol if torch traces one."""
+    number: int = count if isinstance(count, torch.SymInt) else int(count)
+    return number
 
 
 def split(x: Tensor, heads: int) -> Tensor:

@@ -25,7 +25,7 @@ class _ConformerAttention(DropIn):
         u, w = (getattr(self, name)[:, None, :] for name in self.biases)
         length = q.shape[-2]
         out = self.attend(
-            q + u, k, v, rel_k=rel_k[0] if len(rel_k) == 1 else rel_k, rel_q=q + w,
+            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w,
             span=Span(length - 1, length - 1), mask=mask,
         )  # fmt: skip
         return self.finish(out)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, length, refuse_weights, split
 
 
 class InklingRelativeAttention(DropIn):
@@ -37,13 +37,13 @@ class InklingRelativeAttention(DropIn):
         first = key = 0  # positions of the first query and of the first key
         if past_key_values is not None:  # before what is new is appended
             key = past_key_values.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
-            first = int(past_key_values.get_query_offset(self.layer_idx))
+            first = length(past_key_values.get_query_offset(self.layer_idx))
             k, v = past_key_values.update(k, v, self.layer_idx)
         if not self.is_sliding and self.config.log_scaling_n_floor is not None:
             q, rel_q = (self._sharpened(x, first) for x in (q, rel_q))
         out = self.attend(
             q, k, v, rel_k=self.rel_logits_proj.proj.mT.flip(0), rel_q=rel_q, span=Span(self.rel_extent - 1, 0, "zero"),
-            scale=self.scaling, rel_scale=1.0, causal=True, offset=first - int(key), mask=attention_mask,
+            scale=self.scaling, rel_scale=1.0, causal=True, offset=first - length(key), mask=attention_mask,
             window=(self.sliding_window - 1, None) if self.is_sliding else None,
         )  # fmt: skip
         return self.finish(out), None

@@ -13,7 +13,7 @@ from relskew_core._array.checks import check_choice, describe
 from relskew_core._functions.distance import alibi_slopes
 from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import attend, refuse_weights
+from relskew_core.huggingface._attend import attend, length, refuse_weights
 
 Bias = str | Tensor | Callable[[Any], Tensor]
 
@@ -107,7 +107,7 @@ class _Attention:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         # Without a mask a step of one query stands at the end, and more stand where the keys start.
         offset = m - n if attention_mask is not None or n == 1 else 0
-        offset = int(getattr(attention_mask, "relskew_offset", offset))
+        offset = length(getattr(attention_mask, "relskew_offset", offset))
         rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
         options: dict[str, Any] = {} if softcap is None else {"softcap": softcap, "held": False}
         out = attend(

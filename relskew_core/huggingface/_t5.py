@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, is_short, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, is_short, length, refuse_weights, split
 from relskew_core.huggingface._dense import dense_bias
 
 
@@ -52,13 +52,13 @@ class T5RelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself or to ``key_value_states``, through a cache if given."""
         refuse_weights(output_attentions)
         cross = key_value_states is not None
-        offset = 0 if past_key_values is None or cross else int(past_key_values.get_seq_length(self.layer_idx))
+        offset = 0 if past_key_values is None or cross else length(past_key_values.get_seq_length(self.layer_idx))
         q = split(self.q(hidden_states), self.n_heads)
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.relative_attention_bias(self.buckets).mT
-            if is_short(q, k) and not torch.compiler.is_exporting():
+            if not torch.compiler.is_exporting() and is_short(q, k):
                 position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
         options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}
         if position_bias is not None and position_bias.ndim == 2:

@@ -41,7 +41,7 @@ class WavLMRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
-        short = is_short(q, k, products=True) and not torch.compiler.is_exporting()
+        short = not torch.compiler.is_exporting() and is_short(q, k, products=True)
         if position_bias is None:
             position_bias = self.rel_attn_embed(self.buckets).mT
             if short:

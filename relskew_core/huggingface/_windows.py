@@ -27,7 +27,7 @@ class SwinRelativeAttention(DropIn):
         refuse_weights(kwargs.get("output_attentions"))
         positions = self.relative_position_bias
         bias = by_cell(positions.relative_position_bias_table, positions.window_size)
-        mask = _of_windows(bias, attention_mask, len(hidden_states))
+        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
         return self.finish(self.attend(*self.project(hidden_states), mask=mask, held=True)), None
 
 
@@ -48,7 +48,7 @@ class Swinv2RelativeAttention(DropIn):
         bias = by_cell(16 * torch.sigmoid(cells), self.window_size)
         if attention_mask is not None:
             attention_mask = 2 * attention_mask  # as the model does, which adds it twice
-        mask = _of_windows(bias, attention_mask, len(hidden_states))
+        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
         q = normalize(q, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
         out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0, held=True)
         return (join(out),)
@@ -67,4 +67,5 @@ def _of_windows(bias: Tensor, mask: Tensor | None, count: int) -> Tensor:
     if mask is None:
         return bias
     both = bias + mask[:, None]
-    return both if len(both) == count else both.repeat(count // len(mask), 1, 1, 1)
+    windows = mask.shape[0]
+    return both if windows == count else both.repeat(count // windows, 1, 1, 1)

@@ -40,7 +40,7 @@ class XLNetRelativeSkew(DropIn):
         if r.stride(1) == 0:  # the same rows for all items
             r = r[:, :1]
         rel_k = _heads(r.to(self.r.dtype), self.r)
-        rel_k = rel_k[0] if len(rel_k) == 1 else rel_k
+        rel_k = rel_k[0] if rel_k.shape[0] == 1 else rel_k
 
         def stream(x: Tensor, mask: Tensor | None, mapping: Tensor | None) -> Tensor:
             q = _heads(x, self.q)

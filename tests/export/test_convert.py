@@ -108,8 +108,10 @@ def test_what_varies_and_what_an_export_leaves_as_it_was() -> None:
     model, log = Fixed().train(), logging.getLogger("torch.onnx._internal.exporter._registration")
     log.setLevel(logging.INFO)
     before = list(warnings.filters)
-    axes = varying(Flat(model, (torch.ones(2, 3), torch.ones(2, 3)), {}))
-    assert axes == [{0: torch.export.Dim.DYNAMIC}] * 2
+    found = varying(Flat(model, (torch.ones(2, 3), torch.ones(2, 3)), {}))
+    assert found.axes == [{0: torch.export.Dim.DYNAMIC}] * 2
+    assert not found.never
+    assert all(hasattr(found.frames[index, 1], "lineno") for index in (0, 1))
     assert model.training
     assert log.level == logging.INFO
     assert warnings.filters == before
@@ -144,6 +146,14 @@ def test_names_that_are_given() -> None:
     for wrong in ("ab", ["a"], ["a", "a"], ["a", "b", "c"]):
         with pytest.raises(ValueError, match=r"`input_names` must be 2 different names, for \['x', 'y'\], got "):
             _names("input_names", wrong, ["x", "y"])
+    for empty in (["a", ""], ["a", 3]):
+        with pytest.raises(ValueError, match="`input_names` must be names, strings that are not empty, got "):
+            _names("input_names", empty, ["x", "y"])
+    assert _names("output_names", None, ["x", "y", "output_y"], ["x", "z"]) == ["output_x", "y", "output_y"]
+    assert _names("output_names", None, ["y", "output_y", "y"], ["y"]) == ["output_y", "output_y_2", "output_y_3"]
+    assert _names("output_names", ["y"], ["x"], ["x"]) == ["y"]
+    with pytest.raises(ValueError, match=r"`output_names` must differ from the names of the inputs, .*, got \['x'\]"):
+        _names("output_names", ["y", "x"], ["a", "b"], ["x", "z"])
     assert _lengths([torch.ones(2, 3), torch.ones(2)], ["x", "y"]) == {
         (0, 0): "batch", (0, 1): "x_axis_1", (1, 0): "y_axis_0"
     }  # fmt: skip

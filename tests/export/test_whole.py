@@ -425,6 +425,49 @@ def test_other_lengths_are_checked() -> None:
     assert shapes((*graph.input, *graph.output)) == {"x": ["batch", 3], "y": ["batch", 3], "sum": ["batch", 3]}
 
 
+class Returning(nn.Module):
+    """Returns what is called as an argument, and holds what is called so; it asks how large the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"y": len(x) * x * mask[..., None] * self.mask, "mask": mask[:, ::2]}
+
+
+def test_what_is_called_alike_and_what_is_fixed() -> None:
+    given = {"x": torch.randn(2, 6, 4), "mask": torch.ones(2, 6)}
+    told = (
+        r"for axis 0 of 'x' and axis 0 of 'mask' of length 2 alone, though `model` takes others: torch fixed it, "
+        r"by `return .*len\(x\).*` in .*test_whole\.py:\d+\. With its name"
+    )
+    with pytest.warns(UserWarning, match=told):
+        graph = torch_to_onnx(Returning(), given).graph
+    assert [value.name for value in (*graph.input, *graph.output)] == ["x", "mask", "y", "output_mask"]
+    assert [tensor.name for tensor in graph.initializer if tensor.dims == [4]] == ["mask_2"]
+    assert shapes(graph.input) == {"x": [2, "x_axis_1", 4], "mask": [2, "x_axis_1"]}
+    with pytest.raises(ValueError, match=r"`output_names` must differ from the names of the inputs, .* got \['x'\]"):
+        torch_to_onnx(Returning(), given, output_names=["x", "kept"])
+
+
+class Heads(nn.Module):
+    """Attention of arrays that come as heads, with a table for all of them or without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(39, 4))
+
+    def forward(self, q: Tensor, k: Tensor) -> Any:
+        return relative_attention(q, k, k, self.table, Span.full(20)), relative_attention(q[..., :2], k[..., :2], k)
+
+
+def test_heads_and_widths_do_not_vary() -> None:
+    given = (torch.randn(2, 4, 5, 4), torch.randn(2, 2, 6, 4))
+    graph = torch_to_onnx(Heads(), given).graph  # without a warning
+    assert shapes(graph.input) == {"q": ["batch", 4, "q_axis_2", 4], "k": ["batch", 2, "k_axis_2", 4]}
+
+
 class Choosy(nn.Module):
     """Takes up to three numbers, which no graph can know."""
 

@@ -1,0 +1,85 @@
+"""Drop-ins keep what varies in a program of torch.export: batch, length and the length of a past."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from huggingface.stand_ins import HEADS, LENGTH, D, E, bloom, conformer, mpt, parakeet, umt5, wavlm, x
+from torch import Tensor, nn
+
+from relskew_core.huggingface import replace_attention
+
+ROWS = 2 * LENGTH - 1
+
+
+class Cache:
+    """What a cache of transformers is to an attention."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def get_seq_length(self, layer: int) -> Any:
+        return self.keys.shape[-2]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
+
+
+class WithPast(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, states: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out: Tensor = self.attention(states, past_key_values=Cache(keys, values))[0]
+        return out
+
+
+class Encoding(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *states: Tensor) -> Tensor:
+        out: Tensor = self.attention(*states)[0]
+        return out
+
+
+def decoder() -> Any:
+    made = umt5()
+    made.is_decoder = made.is_causal = True
+    return made
+
+
+MODELS: dict[str, tuple[Any, type[nn.Module], tuple[Tensor, ...], list[tuple[int, ...]]]] = {
+    "wavlm": (wavlm, Encoding, (x(), torch.ones(2, LENGTH).long()), [(0, 1), (0, 1)]),
+    "parakeet": (parakeet, Encoding, (x(), x(2, ROWS, E)), [(0, 1), (0, 1)]),
+    "wav2vec2": (
+        lambda: conformer("Wav2Vec2ConformerSelfAttention"), Encoding,
+        (x(), x(2, 1, 1, LENGTH), x(1, ROWS, E)), [(0, 1), (0, 3), (1,)]
+    ),
+    "mpt": (mpt, Encoding, (x(), x(HEADS, 1, LENGTH)), [(0, 1), (2,)]),
+    "bloom": (
+        bloom, Encoding, (x(), x(), x(2 * HEADS, 1, LENGTH), x(2, 1, 1, LENGTH)), [(0, 1), (0, 1), (0, 2), (0, 3)]
+    ),
+    "umt5": (decoder, WithPast, (x(2, 3, E), x(2, HEADS, 5, D), x(2, HEADS, 5, D)), [(0, 1), (0, 2), (0, 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_varies(name: str) -> None:
+    make, kind, arguments, vary = MODELS[name]
+    model = kind(replace_attention(make())).eval()
+    auto = torch.export.Dim.AUTO
+    dims = tuple({axis: auto for axis, size in enumerate(argument.shape) if size > 1} for argument in arguments)
+    shapes: Any = dims if kind is WithPast else (dims,)
+    program = torch.export.export(model, arguments, dynamic_shapes=shapes)
+    given = set(program.graph_signature.user_inputs)
+    sizes = [node.meta["val"].shape for node in program.graph.nodes if node.name in given]
+    fixed = [[axis for axis in axes if isinstance(shape[axis], int)] for axes, shape in zip(vary, sizes, strict=True)]
+    assert not any(fixed)
+    with torch.no_grad():
+        want = model(*arguments)
+        torch.testing.assert_close(program.module()(*arguments), want)
