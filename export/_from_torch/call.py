@@ -130,8 +130,8 @@ class TracedCall:
 
 
 def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
-    """Return a table of a call, whose sizes are all known."""
-    return None if table is None else g.adopt(table, name, tuple(int(size) for size in table.shape))
+    """Return a table of a call."""
+    return None if table is None else g.adopt(table, name, _shape(table, name))
 
 
 def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:
@@ -140,7 +140,7 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
         return None
     shape = stored.shape
     axis = len(shape) - (1 if name == "rel_bias" else 2)
-    rows = int(shape[axis])
+    rows = plan.spec.span.rows
     start, stop = plan.kept_rows
 
     def cut(x: Value, first: int, last: int, part: str) -> Value:

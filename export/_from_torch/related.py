@@ -11,6 +11,7 @@ from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.span import Span
 from relskew_core.export._from_torch.call import TracedCall, adopted_table, stored_table
 from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._from_torch.fitted import FittedWindow, Reach
 from relskew_core.export._graph.emitter import BOOL, Shape, Value, element_type
 from relskew_core.export._graph.guard import guarded
 from relskew_core.export._graph.local import attend_blocks
@@ -27,7 +28,13 @@ class Skewed:
     """A call whose queries and keys stand one after the other."""
 
     def __init__(
-        self, g: TracedEmitter, plan: GraphPlan, call: TracedCall, operands: Operands, options: Options
+        self,
+        g: TracedEmitter,
+        plan: GraphPlan,
+        call: TracedCall,
+        operands: Operands,
+        options: Options,
+        reach: Reach | None = None,
     ) -> None:
         lengths = call.lengths
         # There may be fewer keys than the offset, and no window of the keys' table fails on its own.
@@ -35,8 +42,11 @@ class Skewed:
             plan = replace(plan, guarded=True)
             lengths = guarded(g, plan, lengths)
         self._g, self._plan, self._call, self._lengths = g, plan, call, lengths
-        self._operands, self._options = operands, options
-        self._window = TableWindow(g, plan, stored_tables(g, plan, operands), lengths)
+        self._operands, self._options, self._reach = operands, options, reach
+        if reach is None:
+            self._window = TableWindow(g, plan, stored_tables(g, plan, operands), lengths)
+        else:
+            self._window = FittedWindow(g, plan, adopted_tables(g, operands), lengths, reach)
 
     def logits(self) -> Value:
         """Return what the tables add to the logits, ``(batch, H, queries, keys)``."""
@@ -63,7 +73,7 @@ class Skewed:
 
     def _of_keys(self, shape: Shape) -> Value:
         """Return the products of keys and ``key_table``: seen from a key, past and future are changed over."""
-        g, plan, lengths, span = self._g, self._plan, self._lengths, self._options.span
+        g, plan, lengths, span, reach = self._g, self._plan, self._lengths, self._plan.spec.span, self._reach
         ahead, back = (side.rows if side.past_edge == "hidden" else None for side in (plan.right, plan.left))
         spec = replace(
             plan.spec, span=Span(span.right, span.left, span.beyond), causal=False, window=(ahead, back),
@@ -77,7 +87,11 @@ class Skewed:
         bounds = [g.constant([number]) for number in (-1, INT64_MIN, len(table.shape) - 2, -1)]
         flipped = g.compute("Slice", [table, *bounds], "key_table/flipped", table.shape)
         with g.within("keys"):
-            window = TableWindow(g, seen, StoredTables(stored_table(g, seen, flipped, "rel_k"), None, None), turned)
+            window = (
+                TableWindow(g, seen, StoredTables(stored_table(g, seen, flipped, "rel_k"), None, None), turned)
+                if reach is None
+                else FittedWindow(g, seen, StoredTables(flipped, None, None), turned, reach.turned())
+            )
             keys = keys_by_query_head(g, plan, self._call.k, self._options.rel_scale)
             logits = relative_logits(g, seen, keys, window, turned)
             return g.compute("Transpose", [logits], "turned", shape, perm=[0, 1, 3, 2])
@@ -270,6 +284,13 @@ def attend_in_blocks(
     queries = scaled(g, call.q, options.scale, "attention/scaled")
     projected = Projected(queries, call.k, call.v)
     return attend_blocks(g, plan, AttentionInputs(projected, stored_tables(g, plan, operands), call.lengths))
+
+
+def adopted_tables(g: TracedEmitter, operands: Operands) -> StoredTables:
+    """Return the tables of a call as they are."""
+    return StoredTables(
+        *(adopted_table(g, getattr(operands, field.name), field.name) for field in fields(StoredTables))
+    )
 
 
 def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> StoredTables:

@@ -16,8 +16,9 @@ from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._from_torch.fitted import Reach, ends_of
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
-from relskew_core.export._graph.emitter import Value
+from relskew_core.export._graph.emitter import Dim, Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
 from relskew_core.export._graph.parts import (
     content_logits,
@@ -82,18 +83,21 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
         graph = args[0].graph
         calls[graph] = calls.get(graph, 0) + 1
         g = TracedEmitter(op, np.dtype(args[0].dtype.numpy()), f"attention_{calls[graph]}")
-        operands, options = OPERATOR.parts(args)
+        ends, given = ends_of(g, args)
+        operands, options = OPERATOR.parts(given)
         if options.dropout:
             raise ValueError("`dropout` belongs to training: call `model.eval()` before the export")
         names = unknown(operands, options, KNOWS)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
-        return _attention(g, opset, operands, options)
+        return _attention(g, opset, operands, options, ends)
 
     return {operator.op._opoverload: attention for operator in (OPERATOR, RECOMPUTED)}
 
 
-def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Options) -> tuple[Any, Any]:
+def _attention(
+    g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: tuple[Dim, Dim] | None
+) -> tuple[Any, Any]:
     """Translate one call; ``chunk_size`` changes no result and is left out."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
@@ -102,11 +106,23 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     before_queries = operands.key_table is not None and pattern.offset != 0
     if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
         options = replace(options, visibility=replace(pattern, by_value=True))
-    plan = _plan(g, opset, call, operands, options)
+    reach = None
+    if ends is not None:
+        if options.visibility.by_value or pattern.block_size is not None:
+            raise ValueError(
+                "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` let "
+                "queries stand anywhere: give a table of a fixed number of rows and its Span, such as Span.full(1000)"
+            )
+        reach = Reach(*ends, options.span.beyond, (pattern.left, pattern.right))
+    plan = _plan(g, opset, call, operands, options, fitted=reach is not None)
     nothing = g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
     if plan.local:
         return call.result(attend_in_blocks(g, plan, call, operands, options), "out"), nothing
-    related = (LookedUp if options.visibility.by_value else Skewed)(g, plan, call, operands, options)
+    related: LookedUp | Skewed
+    if options.visibility.by_value:
+        related = LookedUp(g, plan, call, operands, options)
+    else:
+        related = Skewed(g, plan, call, operands, options, reach)
     logits, condition = related.logits(), related.condition()
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
@@ -135,8 +151,10 @@ def _attention(g: TracedEmitter, opset: int, operands: Operands, options: Option
     return call.result(out, "out"), call.result(lse, "lse")
 
 
-def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, options: Options) -> GraphPlan:
-    """Decide on the form of a call."""
+def _plan(
+    g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, options: Options, *, fitted: bool
+) -> GraphPlan:
+    """Decide on the form of a call; no table that is ``fitted`` to the lengths has an end that hides anything."""
     q, pattern = operands.q, options.visibility
     by_position = not pattern.by_value
     for name in "qkv":
@@ -151,10 +169,10 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     spec = BlockSpec(
         heads * width,
         heads,
-        options.span if tables else Span(0, 0, "zero"),  # where no table is, none ends
+        options.span if tables and not fitted else Span(0, 0, "zero"),  # where no table is, none ends
         num_kv_heads=int(operands.k.shape[-3]),
         causal=pattern.right == 0,
-        cross=not (by_position and call.aligned),
+        cross=fitted or not (by_position and call.aligned),
         window=(pattern.left, pattern.right),
         block_size=pattern.block_size if by_position else None,
         blocks_before=pattern.blocks_before if by_position else None,
@@ -169,7 +187,7 @@ def _plan(g: TracedEmitter, opset: int, call: TracedCall, operands: Operands, op
     masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
     # So may a query before all keys, where an offset is no length but made of some.
     masked = masked or not (isinstance(pattern.offset, int) or call.aligned)
-    plan = make_plan(spec, g.dtype, mask=masked)
+    plan = make_plan(spec, g.dtype, mask=masked or fitted)
     # Runtimes disagree on is_causal where there are more keys than queries.
     form = replace(form, causal_attribute=form.causal_attribute and call.square)
     plain = operands.key_table is None and operands.rel_q is None and options.scale == options.rel_scale

@@ -31,6 +31,16 @@ def exported(*sizes: Any) -> bool:
     return exporting() and any(type(size).__name__ == "SymInt" for size in sizes)
 
 
+def holds(comparison: Any) -> bool:
+    """Whether sizes compare so. Of sizes that only values tell, a program of torch asks it when it runs."""
+    torch = sys.modules.get("torch")
+    if torch is not None and exporting() and isinstance(comparison, torch.SymBool):
+        if torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(comparison):
+            torch._check(comparison)
+            return True
+    return bool(comparison)
+
+
 def known_values(x: Array) -> Any:
     """Return an array's numbers in lists as deep as its axes, ``None`` where reading them would cost something."""
     if is_torch(x):

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
+from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 
 Order = Literal["halves", "interleaved"]
@@ -80,6 +81,8 @@ def sinusoidal_table(
     xp = namespace_of(xp)
     sign = -1 if direction == "past" else 1
     rates = [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
+    if exported(span.left, span.right):
+        return _traced_sinusoids(span, rates, order, xp=xp, dtype=dtype)
 
     def row(r: int) -> list[float]:
         sines = [math.sin(r * rate) + 0.0 for rate in rates]
@@ -87,6 +90,15 @@ def sinusoidal_table(
         return sines + cosines if order == "halves" else [*chain(*zip(sines, cosines, strict=True))]
 
     return from_doubles(map(row, range(-span.left, span.right + 1)), xp=xp, dtype=dtype)
+
+
+def _traced_sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dtype: Any) -> Array:
+    """Return what :func:`sinusoidal_table` does, of as many rows as the program is run for."""
+    row = from_doubles([rates], xp=xp, dtype=xp.float64)
+    angles = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))[:, None] * row
+    parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)
+    table = xp.reshape(parts, (span.rows, 2 * len(rates)))
+    return cast(table, from_doubles([[0.0]], xp=xp, dtype=dtype).dtype, xp=xp)
 
 
 def resize_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relskew_core._array.checks import describe
+from relskew_core._array.known import holds
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import KINDS, Arguments, Kind
@@ -13,7 +14,7 @@ def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span")
     """Return the span of a table that comes without one: causal, or full for an odd number of rows."""
     if causal:
         return Span.causal(rows)
-    if rows % 2:
+    if holds(rows % 2 == 1):
         return Span.full((rows + 1) // 2)
     raise ValueError(
         f"`{span_name}` must be given for `{name}`: {rows} rows are no full span 2n - 1; Span.full, Span.clipped or "
@@ -37,11 +38,11 @@ def check_tables(tables: dict[str, Array | None], span: Span | None, q: Array, *
         if table.ndim == by_head and table.shape[0] != n_heads and not (of_numbers and table.shape[0] == 1):
             raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
         rows = table.shape[-1] if of_numbers else table.shape[-2]
-        if rows == 0:
+        if not holds(rows > 0):
             raise ValueError(f"`{name}` must have at least one row, got {describe(table)}")
         if span is None:
             span = default_span(name, rows, causal=causal)
-        if rows != span.rows:
+        if not holds(rows == span.rows):
             raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
     return Span(0, 0, "zero") if span is None else span
 

@@ -125,6 +125,19 @@ def test_positions_past_a_table_give_nan(opset: int) -> None:
         np.testing.assert_allclose(out, expected, rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize("opset", [18, 23])
+def test_tables_that_are_too_short_give_nan(opset: int) -> None:
+    """What torch knew of the lengths ONNX has forgotten."""
+    case = Case({**CASES["fitted"].call, "causal": True}, fitted=True)
+    short = Case({"rel_k": np.ones((4, 4, 6), np.float32), "span": Span(2, 1, "zero"), "causal": True}, fitted=True)
+    sizes = (2, 7, 9)
+    with exporting(opset) as translate:
+        out, _ = translate(case).session(everything=False)(short.feeds(sizes, SINGLE))
+        expected = short.promised(sizes, SINGLE)[0]
+        expected[:, :, 3:] = np.nan
+        np.testing.assert_allclose(out, expected, rtol=5e-6, atol=5e-6)
+
+
 def tensor(name: str, *shape: Any) -> Any:
     return ir.val(name, ir.DataType.FLOAT, shape)
 
@@ -223,6 +236,25 @@ def test_refusals(arrays: Sequence[str], changes: dict[str, Any], words: str) ->
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of its words are held to
         torch_translation_table()[ATTENTION](*operands, *flat(replace(options, **changes)))
     assert str(caught.value) == words
+    assert len(graph) == 0
+
+
+@pytest.mark.parametrize("more", [{"block_size": 2, "causal": True}, {"offset": -1}], ids=str)
+def test_tables_of_dynamic_lengths_that_are_refused(more: dict[str, Any]) -> None:
+    case = Case({**CASES["fitted: clip"].call, **more}, fitted=True)
+    with exporting(23) as translate, pytest.raises(ValueError, match="`span` must be of numbers to be exported"):
+        translate(case)
+
+
+@pytest.mark.parametrize(("axis", "name"), [(1, "q"), (3, "k")])
+def test_heads_and_widths_are_numbers(axis: int, name: str) -> None:
+    arrays: dict[str, list[Any]] = {key: [2, 4, 5, 6] for key in "qkv"}
+    arrays[name][axis] = "some"
+    _, options = CASES["nothing"].operands((2, 5, 5), SINGLE)
+    operands = Operands(**{key: tensor(key, *shape) for key, shape in arrays.items()})
+    graph = ir.Graph([x for x in operands if x is not None], [], nodes=[], opset_imports={"": 23})
+    with pytest.raises(ValueError, match=rf"`{name}` must have a fixed number of heads and a fixed width .*'some'"):
+        torch_translation_table()[ATTENTION](*operands, *flat(options))
     assert len(graph) == 0
 
 

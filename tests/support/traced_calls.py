@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import pytest
 
 from relskew_core import Span
 from relskew_core._kernel import forward, problem
-from relskew_core._kernel.call import Arguments, Operands, Options
+from relskew_core._kernel.call import TABLES, Arguments, Operands, Options
 from relskew_core.backends._torch.cpu.operator import OPERATOR
-from relskew_core.backends._torch.operator import flat
+from relskew_core.backends._torch.operator import NAMES, flat
 from relskew_core.export import torch_translation_table
 from relskew_core.export._from_torch import translation
 from relskew_core.export._from_torch.emitter import TracedEmitter
@@ -55,6 +56,8 @@ class Case:
     lead: int = 1  # axes before the heads
     offset: str = ""  # where it comes from, one of `OFFSETS`, if it is no number
     aligned: bool = False  # the keys are known to be so many of the past and one for each query
+    unknown: bool = False  # how many rows the tables have is left open
+    fitted: bool = False  # how far the span reaches is no number
 
     @property
     def sizes(self) -> tuple[Sizes, ...]:
@@ -86,17 +89,24 @@ class Case:
     def feeds(self, sizes: Sizes, dtype: Any) -> dict[str, Array]:
         """Return the inputs of the graph."""
         operands, options = self.operands(sizes, dtype)
-        past = np.zeros(options.visibility.offset, dtype) if self.has_past else None
-        return {name: x for name, x in {**operands._asdict(), "past": past}.items() if x is not None}
+        given: dict[str, Array | None] = operands._asdict()
+        if self.has_past:
+            given["past"] = np.zeros(options.visibility.offset, dtype)
+        if self.fitted:
+            given |= {side: np.asarray(getattr(options.span, side)) for side in ("left", "right")}
+        return {name: x for name, x in given.items() if x is not None}
 
     def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
         """Return the shapes of the inputs: a symbol where the first two examples differ."""
-        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys"}
+        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys", 6: "rows", 9: "rows", 11: "rows"}
         example, other = (self.feeds(sizes, dtype) for sizes in self.sizes[:2])
         found: dict[str, list[int | str]] = {
             name: [a if a == b else names[a] for a, b in zip(x.shape, other[name].shape, strict=True)]
             for name, x in example.items()
         }
+        if self.unknown:
+            for name in found.keys() & set(TABLES):
+                found[name] = ["rows" if size == CLIP.rows else size for size in found[name]]
         return found | ({"past": ["past"]} if self.has_past else {})
 
     def promised(self, sizes: Sizes, dtype: Any) -> list[Array]:
@@ -186,7 +196,43 @@ def _cases() -> Iterator[tuple[str, Case]]:
         yield f"placed: {name}, segments", Case({**call, **of_one, "segments": _OF})
 
 
+def _fitted(beyond: Any, *tables: str, heads: int = 4) -> dict[str, Any]:
+    """Return tables of as many rows as the sizes say, all that are needed or half of them, and their span."""
+
+    def span(batch: int, n: int, m: int) -> Span:
+        return Span(n - 1, m - 1) if beyond == "error" else Span(n // 2, m // 2, beyond)
+
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "rel_k": ((heads,), (6,)), "rel_v": ((), (5,)), "rel_bias": ((heads,), ()), "key_table": ((), (6,))
+    }  # fmt: skip
+    made = {
+        name: lambda *sizes, before, after: random(*before, span(*sizes).rows, *after, seed=len(after) + len(before))
+        for name in tables
+    }
+    ends = {name: dict(zip(("before", "after"), shapes[name], strict=True)) for name in tables}
+    return {"span": span} | {name: partial(make, **ends[name]) for name, make in made.items()}
+
+
 CASES = dict(_cases()) | {
+    "fitted": Case(_fitted("error", "rel_k"), fitted=True),
+    "fitted: all": Case(_fitted("error", "rel_k", "rel_v", "rel_bias", "key_table"), fitted=True),
+    "fitted: clip": Case(_fitted("clip", "rel_k", "rel_v", "rel_bias", "key_table"), fitted=True),
+    "fitted: zero": Case(
+        {**_fitted("zero", "rel_k", "rel_v", "rel_bias", "key_table"), "window": (3, 2)}, fitted=True
+    ),
+    "fitted: offset": Case({**_fitted("clip", "rel_k", "rel_v"), "offset": 1, "causal": True}, fitted=True),
+    "fitted: values": Case({**_fitted("error", "rel_v"), "mask": _mask, "return_lse": True}, fitted=True),
+    "fitted: keys": Case({**_fitted("error", "key_table"), "causal": True, "softcap": 2.0}, fitted=True),
+    "fitted: bias": Case({**_fitted("error", "rel_bias"), "window": (3, None)}, fitted=True),
+    "along: fitted": Case(
+        {"rel_k": lambda batch, n, m: random(2 * n - 1, 6, seed=8), "span": lambda batch, n, m: Span.full(n),
+         "causal": True}, along=True, fitted=True,
+    ),
+    "past, fitted": Case(
+        {"rel_k": lambda batch, n, m: random(4, m, 6, seed=8), "span": lambda batch, n, m: Span.causal(m),
+         "causal": True}, offset="length", aligned=True, fitted=True,
+    ),
+    "rows not known": Case({**_CLIPPED, "rel_v": VALUES, "key_table": TABLE}, unknown=True),
     "rel_q": Case({**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6)}),
     "placed: rel_q": Case(
         {**_CLIPPED, "rel_q": lambda batch, n, m: random(batch, 4, n, 6, seed=6), "positions": _AT, "causal": True}
@@ -248,6 +294,10 @@ CASES = dict(_cases()) | {
 }  # fmt: skip
 
 WRITTEN: dict[str, tuple[str, int, str]] = {
+    "fitted": ("fitted", 23, "float32"),
+    "fitted-all-half": ("fitted: all", 18, "float16"),
+    "fitted-zero": ("fitted: zero", 23, "float32"),
+    "fitted-values": ("fitted: values", 18, "float32"),
     "past-key-table": ("past, key table", 18, "float32"),
     "past-reach": ("past", 23, "float32"),
     "two-batches-placed": ("two batches, placed", 18, "float32"),
@@ -372,7 +422,10 @@ def exporting(opset: int) -> Iterator[Translate]:
             offset = OFFSETS[case.offset](Operators("", opset), **inputs)
             options = replace(options, visibility=replace(options.visibility, offset=offset))
         operands = Operands(**{name: inputs.get(name) for name in Operands._fields})
-        traced.results = table[OPERATOR.op._opoverload](*operands, *flat(options))
+        numbers = flat(options)
+        for side in ("left", "right") if case.fitted else ():
+            numbers[NAMES.index(f"span_{side}")] = inputs[side]
+        traced.results = table[OPERATOR.op._opoverload](*operands, *numbers)
         return traced
 
     with pytest.MonkeyPatch.context() as patch:
