@@ -54,9 +54,7 @@ class FittedWindow(TableWindow):
     A table may be too short, which torch knew and ONNX does not: the logits that miss a row are NaN.
     """
 
-    def __init__(
-        self, g: TracedEmitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, reach: Reach
-    ) -> None:
+    def __init__(self, g: TracedEmitter, plan: GraphPlan, tables: StoredTables, lengths: Lengths, reach: Reach) -> None:
         self._reach = reach
         super().__init__(g, plan, tables, lengths)
 
@@ -72,9 +70,10 @@ class FittedWindow(TableWindow):
         bounds = [g.constant(0), g.scalar(last, "window/last")]
         self._index = g.index("Clip", [row, *bounds], "window/index", (self.symbol,))
         self._misses: Value | None = None
-        if reach.beyond != "clip":
-            inside = g.index("Equal", [row, self._index], "window/inside", (self.symbol,), BOOL)
-            self._misses = g.index("Not", [inside], "window/outside", (self.symbol,), BOOL)
+        if reach.beyond == "clip":
+            return
+        inside = g.index("Equal", [row, self._index], "window/inside", (self.symbol,), BOOL)
+        misses = g.index("Not", [inside], "window/outside", (self.symbol,), BOOL)
         if reach.beyond == "error":
             # The first column is never read.
             conditions = [("Greater", first)]
@@ -85,7 +84,8 @@ class FittedWindow(TableWindow):
             ]
             for op, bound in conditions:
                 seen = g.index(op, [self._r, g.dim(bound)], f"window/seen_{op}", (self.symbol,), BOOL)
-                self._misses = g.index("And", [self._misses, seen], f"window/missed_{op}", (self.symbol,), BOOL)
+                misses = g.index("And", [misses, seen], f"window/missed_{op}", (self.symbol,), BOOL)
+        self._misses = misses
 
     def _bias(self) -> Value | None:
         if self._tables.rel_bias is not None or self._tables.rel_k is not None:

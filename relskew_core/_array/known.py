@@ -33,12 +33,13 @@ def exported(*sizes: Any) -> bool:
 
 def holds(comparison: Any) -> bool:
     """Whether sizes compare so. Of sizes that only values tell, a program of torch asks it when it runs."""
-    torch = sys.modules.get("torch")
-    if torch is not None and exporting() and isinstance(comparison, torch.SymBool):
-        if torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(comparison):
-            torch._check(comparison)
-            return True
-    return bool(comparison)
+    if not (exporting() and type(comparison).__name__ == "SymBool"):
+        return bool(comparison)
+    torch = sys.modules["torch"]
+    if not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(comparison):
+        return bool(comparison)
+    torch._check(comparison)
+    return True
 
 
 def known_values(x: Array) -> Any:

@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from relskew_core._array.integers import integers
+from relskew_core._array.known import holds
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 
@@ -143,7 +144,7 @@ class Visibility:
 
     def refuse_unreached(self, name: str, span: Span, low: int, high: int, *, span_name: str = "span") -> None:
         """Refuse a table too short for the relative positions ``low … high``."""
-        if low < -span.left or high > span.right:
+        if not (holds(low >= -span.left) and holds(high <= span.right)):
             ahead = high > span.right == 0 and span_name == "span"  # an axis of a grid is never causal
             raise ValueError(
                 f"`{name}` reaches the relative positions {-span.left} … {span.right}, but queries see "

@@ -126,10 +126,9 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
 
 
-def length(count: Any) -> int:
-    """Return how many positions a cache says it holds, in a tensor or not, as a symbol if torch traces one."""
-    number: int = count if isinstance(count, torch.SymInt) else int(count)
-    return number
+def length(count: Any) -> Any:
+    """Return how many positions a cache says it holds: an int, of a tensor too, or a symbol where torch traces one."""
+    return count if isinstance(count, torch.SymInt) else int(count)
 
 
 def split(x: Tensor, heads: int) -> Tensor:

@@ -13,22 +13,23 @@ from torch import Tensor, nn
 from relskew_core import Span, relative_attention, sinusoidal_table
 from relskew_core.export import torch_to_onnx
 
-AUTO, DYNAMIC = torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC
+DYNAMIC = torch.export.Dim.DYNAMIC
 
 
 class Sliced(nn.Module):
-    """As NeMo and ESPnet do it: the middle of a long table, in which torch knows no lengths; without a span too."""
+    """As NeMo and ESPnet do it: the middle of a long table; without a span too."""
 
-    def __init__(self, missing: int = 0) -> None:
+    encoding: Tensor
+
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("encoding", torch.randn(199, 4, generator=torch.Generator().manual_seed(0)))
-        self.missing = missing
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[-2]
-        table = self.encoding[100 - length + self.missing : 99 + length]
-        guessed: Tensor = relative_attention(x, x, x, table)
-        return guessed + relative_attention(x, x, x, table, Span.full(length))
+        table = self.encoding[100 - length : 99 + length]
+        results: list[Any] = [relative_attention(x, x, x, table, span) for span in (None, Span.full(length))]
+        return torch.stack(results)
 
 
 class Made(nn.Module):
@@ -86,8 +87,24 @@ def test_a_program_of_any_length() -> None:
             torch.testing.assert_close(got, want)
 
 
-def test_a_program_refuses_tables_of_other_lengths() -> None:
-    """Nobody sees it before the program runs."""
-    program = torch.export.export(Sliced(missing=2), (heads(2, 7),), dynamic_shapes=({2: AUTO},)).module()
+class Chosen(nn.Module):
+    """How many rows there are values alone tell: a program holds it against the lengths when it runs."""
+
+    def forward(self, x: Tensor, table: Tensor, chosen: Tensor) -> Tensor:
+        rows = table[chosen]
+        results: list[Any] = [relative_attention(x, x, x, rows, span) for span in (None, Span.full(x.shape[-2]))]
+        return torch.stack(results)
+
+
+@torch.no_grad()
+def test_a_program_asks_what_values_tell() -> None:
+    table = torch.randn(30, 4, generator=torch.Generator("cpu").manual_seed(0))
+    chosen = torch.arange(30) < 13
+    program = torch.export.export(
+        Chosen(), (heads(2, 7), table, chosen), dynamic_shapes=({0: DYNAMIC, 2: DYNAMIC}, None, None)
+    ).module()
+    torch.testing.assert_close(program(heads(3, 7), table, chosen), Chosen()(heads(3, 7), table, chosen))
+    longer = torch.arange(30) < 17
+    torch.testing.assert_close(program(heads(1, 9), table, longer), Chosen()(heads(1, 9), table, longer))
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
-        program(heads(2, 9))
+        program(heads(2, 9), table, chosen)

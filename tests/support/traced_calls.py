@@ -98,7 +98,8 @@ class Case:
 
     def shapes(self, dtype: Any) -> dict[str, list[int | str]]:
         """Return the shapes of the inputs: a symbol where the first two examples differ."""
-        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys", 6: "rows", 9: "rows", 11: "rows"}
+        names = {2: "batch", 5: "queries", 7: "past + queries" if self.aligned else "keys"}
+        names |= dict.fromkeys((6, 9, 11), "rows")
         example, other = (self.feeds(sizes, dtype) for sizes in self.sizes[:2])
         found: dict[str, list[int | str]] = {
             name: [a if a == b else names[a] for a, b in zip(x.shape, other[name].shape, strict=True)]
