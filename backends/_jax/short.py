@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from types import NoneType
 
@@ -41,11 +40,6 @@ def serves(x: Operands) -> bool:
 def compiled(x: Operands, options: Options) -> Call | None:
     """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
     return of_numpy.call_of(_lent(x), options) if kernels.serves(x, options) else None
-
-
-def is_short(shape: Sequence[int], keys: int) -> bool:
-    """Whether this is the faster way: always, for nothing is compiled, and the kernels keep memory small."""
-    return True
 
 
 def attention(x: Operands, call: Call) -> tuple[Array, Array | None]:

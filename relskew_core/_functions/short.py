@@ -204,8 +204,6 @@ class Checked:
             plan = _plan(call, kernels, tables=tables)
             if plan is None:
                 return None
-        elif not kernels.is_short(x.q.shape, call.options.visibility.n_keys):
-            return None
         as_given = all(getattr(given, name) is getattr(wide, name) for name in DIFFERENTIABLE)
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))

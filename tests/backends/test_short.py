@@ -21,8 +21,11 @@ import dense
 from relskew_core import Span, relative_attention
 from relskew_core._functions import short
 from relskew_core._kernel.call import Arguments
+from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import short as numpy_kernels
+from relskew_core.backends._torch.cpu import compiled as of_torch
 from relskew_core.backends._torch.cpu import short as torch_kernels
+from relskew_core.backends._torch.cpu.parts import parts
 from relskew_core.backends._torch.cpu.short import block as torch_block
 from relskew_core.backends._torch.cpu.short import differentiable
 from relskew_core.backends._torch.cpu.short import forward as torch_forward
@@ -500,12 +503,40 @@ def test_heads_and_results_tell_kinds_apart(
 
 
 @libraries
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_long_calls_take_the_usual_way(library: Callable[..., Any], dtype: Any, known: dict[Any, Any]) -> None:
-    long = [library(x.astype(dtype)) for x in drawn(8, 9000, rows=9000)]
-    out = attend(*long, span=Span.causal(9000))
-    np.testing.assert_allclose(out, attend(*long, span=Span.causal(9000), impl="portable"), rtol=0, atol=1e-5)
-    assert not known
+@pytest.mark.parametrize("served", [False, True], ids=["portable", "compiled"])
+def test_long_calls_are_remembered_where_compiled_kernels_serve_them(
+    library: Callable[..., Any], served: bool, known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not served:
+        monkeypatch.setattr(_compiled, "kernels", None)
+    elif _compiled.kernels is None:
+        pytest.skip("no kernels were compiled")
+    long = [library(x.astype(np.float32)) for x in drawn(8, 9000, rows=9000)]
+    for _ in range(2):
+        out = attend(*long, span=Span.causal(9000))
+        np.testing.assert_allclose(out, attend(*long, span=Span.causal(9000), impl="portable"), rtol=0, atol=1e-5)
+    assert len(known) == served
+
+
+def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their log-sum-exp has its gradient, too."""
+    if _compiled.kernels is None:
+        pytest.skip("no kernels were compiled")
+    monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
+    rng = np.random.default_rng(0)
+    shapes = ((3, 2, 40, 8), (3, 2, 40, 8), (3, 2, 40, 8), (79, 8))
+    x = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).requires_grad_() for shape in shapes]
+    mask = (torch.arange(40) < torch.tensor([[40], [0], [17]]))[:, None, None]
+    cuts = []
+    monkeypatch.setattr(of_torch, "parts", lambda *args: cuts.append(args) or parts(*args))
+    found = []
+    for impl in ("auto", "portable"):
+        out, lse = relative_attention(*x, mask=mask, return_lse=True, impl=impl)  # type: ignore[arg-type]
+        loss = out.sin().sum() + lse.nan_to_num(neginf=0.0).sin().sum()
+        found.append([out, lse, *torch.autograd.grad(loss, x)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert len(cuts) == 2
 
 
 @pytest.mark.parametrize("n", [1, 3])

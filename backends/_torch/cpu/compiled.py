@@ -23,6 +23,9 @@ FORMATS = {torch.float32: "f", torch.float64: "d", torch.int32: "i", torch.bool:
 SHARED = 2**20
 """Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
 
+WORTH_CUTTING = 2**24
+"""Multiplications above which it pays to look for keys that a mask hides from all queries of an item."""
+
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
@@ -41,10 +44,12 @@ def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None) -> No
 
 def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
-    shape = operands.q.shape[:-1]
+    shape, x = operands.q.shape[:-1], flattened(operands)
+    if x.mask is not None and call.work > WORTH_CUTTING:
+        out, lse = _results(x, call.own_options)
+        return out.view(*shape, -1), lse.view(shape) if return_lse or call.options.return_lse else None
     out = operands.q.new_empty((*shape, operands.v.shape[-1]))
     lse = operands.q.new_empty(shape) if return_lse or call.options.return_lse else None
-    x = flattened(operands)
     if x is operands:
         _compiled.attend(x, call, out, lse, library=TORCH)
     else:
@@ -53,11 +58,13 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
     return out, lse
 
 
-def pull_back(d_out: Tensor, operands: Operands, call: Call, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def pull_back(
+    d_out: Tensor, operands: Operands, call: Call, out: Tensor, lse: Tensor, d_lse: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return the gradients of every operand but the mask, by name, of a call that is known."""
     if flattened(operands) is operands:
-        return _compiled.pull_back(d_out, operands, call, out, lse, None, library=TORCH)
-    return attention_vjp(d_out, operands, call.own_options, out, lse, None)
+        return _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
+    return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse)
 
 
 def attention_vjp(

@@ -72,8 +72,11 @@ def attention(x: Operands, plan: Plan | Call) -> tuple[Tensor, Tensor | None] | 
     """Return the output and, if asked for, the log-sum-exp; ``None`` if gradients are asked for that it has not."""
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
         learned = x.mask is not None and x.mask.requires_grad
-        capped = plan.options.softcap is not None and not isinstance(plan, Call)
-        if learned or capped or plan.options.return_lse:
+        if learned:
+            return None
+        if isinstance(plan, Call):
+            return differentiable.by_kernels(x, plan)
+        if plan.options.softcap is not None or plan.options.return_lse:
             return None
         return differentiable.attention(x, plan), None
     if isinstance(plan, Call):

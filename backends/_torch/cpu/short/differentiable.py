@@ -38,11 +38,18 @@ def ordinary() -> bool:
     )
 
 
-def attention(x: Operands, plan: Plan | Call) -> Tensor:
+def attention(x: Operands, plan: Plan) -> Tensor:
     """Return the output, with gradients."""
-    apply: Any = (_Compiled if isinstance(plan, Call) else _Attention).apply
+    apply: Any = _Attention.apply
     out: Tensor = apply(plan, *x)
     return out
+
+
+def by_kernels(x: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the output and, if it is asked for, the log-sum-exp, with gradients, by compiled kernels."""
+    apply: Any = _Compiled.apply
+    results = apply(call, *x)
+    return results if call.options.return_lse else (results, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -71,24 +78,29 @@ class _Compiled(torch.autograd.Function):
     """The same by compiled kernels, which keep the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Any:
         """Attend."""
         out, lse = kernels.attention(Operands(*operands), call, return_lse=True)
         ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
-        return out
+        return (out, lse) if call.options.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients; where these are to be differentiated again, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x, call = Operands(*operands), ctx.call
-        compute = partial(kernels.pull_back, d_out, x, call, out, lse)
-        return _wanted(ctx, d_out, x, call.own_options, compute, out, lse)
+        compute = partial(kernels.pull_back, d_out, x, call, out, lse, d_lse)
+        return _wanted(ctx, d_out, x, call.own_options, compute, out, lse, d_lse)
 
 
 def _wanted(
-    ctx: Any, d_out: Tensor, x: Operands, options: Options, compute: Callable[[], dict[str, Any]], *results: Tensor
+    ctx: Any,
+    d_out: Tensor,
+    x: Operands,
+    options: Options,
+    compute: Callable[[], dict[str, Any]],
+    *results: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients that are asked for; where these are to be differentiated again, the operator's."""
     wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
@@ -106,6 +118,7 @@ def _by_operator(
     wanted: list[str],
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    d_lse: Tensor | None = None,
 ) -> dict[str, Any]:
-    found = OPERATOR.vjp(d_out, None, out, lse, " ".join(wanted), *x, *flat(options))
+    found = OPERATOR.vjp(d_out, d_lse, out, lse, " ".join(wanted), *x, *flat(options))
     return dict(zip(DIFFERENTIABLE, found, strict=True))
