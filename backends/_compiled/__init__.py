@@ -159,9 +159,12 @@ class Call(NamedTuple):
         return cls(keys, pattern.offset, numbers, options, work_per_key, before + after + 1, labelled)
 
     def at(self, keys: int, offset: int) -> Call | None:
-        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
+        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees.
+
+        Without keys, too: arrays of no entries have any steps.
+        """
         _, _, numbers, options, work_per_key, keys_seen, labelled = self
-        if not -FAR < offset < FAR:
+        if not keys or not -FAR < offset < FAR:
             return None
         if options.span.beyond == "error":
             rows, left, _, before, after = numbers[7:12]

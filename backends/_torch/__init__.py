@@ -13,6 +13,7 @@ from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
 from relskew_core.backends._torch.cpu import ragged
 from relskew_core.backends._torch.cpu import short as short
+from relskew_core.backends._torch.watched import differentiates_by_function, has_tangents, pulled_back
 
 KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know, though not all together."""
@@ -33,11 +34,13 @@ def known_on_cpus(options: Options) -> frozenset[str]:
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
     device = call.given.q.device.type
-    if differentiates_by_function():
-        return "torch.func.grad and jvp go through the portable code alone"
+    if differentiates_by_function() or has_tangents(call.given):
+        return "torch.func.grad and forward mode go through the portable code alone"
     if device == "cpu":
-        kernels = ragged if isinstance(call.options.visibility, RaggedVisibility) else cpu
-        return Path(kernels.attention, kernels.attention_vjp, knows=known_on_cpus(call.options))
+        knows = known_on_cpus(call.options)
+        if isinstance(call.options.visibility, RaggedVisibility):  # which no operator takes
+            return Path(ragged.attention, pulled_back(ragged.attention_vjp, None), knows=knows)
+        return Path(cpu.attention, pulled_back(cpu.attention_vjp, cpu.OPERATOR), knows=knows)
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 
@@ -56,8 +59,9 @@ def instead(call: Problem) -> Path:
     There an operator is what the ONNX translation knows, at any length, and what DTensors have rules for.
     """
     operands = call.given
-    # No operator takes offsets by item.
-    if differentiates_by_function() or isinstance(call.options.visibility, RaggedVisibility):
+    # No operator takes offsets by item, or part in these.
+    ragged_batch = isinstance(call.options.visibility, RaggedVisibility)
+    if ragged_batch or differentiates_by_function() or has_tangents(operands):
         return PORTABLE
     if torch.compiler.is_exporting() or hasattr(operands.q, "placements"):  # a DTensor's rules are for operators
         return Path(recomputed.attention, recomputed.attention_vjp)
@@ -74,13 +78,5 @@ def _asks_for_gradients(operands: Operands) -> bool:
 def _fused() -> Path:  # pragma: gpu only
     from relskew_core.backends._torch.triton import operator as fused
 
-    return Path(fused.attention, fused.attention_vjp, knows=COMMON | {"softcap"}, half=True)
-
-
-def differentiates_by_function() -> bool:
-    """Whether a call stands inside ``torch.func.grad`` or ``jvp``, which no operator's autograd takes part in."""
-    if torch.compiler.is_compiling():
-        return False
-    functorch = torch._C._functorch
-    differentiating = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
-    return any(level.key() in differentiating for level in functorch.get_interpreter_stack() or ())
+    pull_back = pulled_back(fused.attention_vjp, fused.OPERATOR)
+    return Path(fused.attention, pull_back, knows=COMMON | {"softcap"}, half=True)

@@ -154,6 +154,14 @@ class Operator:
         out, lse = self.op(*operands, *flat(options))
         return out, lse if options.return_lse else None
 
+    def gradients(self, d_out: Tensor, operands: Operands, options: Options, *, d_lse: Tensor | None) -> Gradients:
+        """Return the gradients of every operand, of results that are made anew where they are kept otherwise."""
+        args, arrays = [*operands, *flat(options)], operands._asdict()
+        out, lse = self.op(*args) if self._keeps else (None, None)
+        given = [name for name in DIFFERENTIABLE if arrays[name] is not None and arrays[name].is_floating_point()]
+        found = dict(zip(DIFFERENTIABLE, self.vjp(d_out, d_lse, out, lse, " ".join(given), *args), strict=True))
+        return Gradients(**{name: found[name] for name in given})
+
     @staticmethod
     def parts(args: Sequence[Any]) -> tuple[Operands, Options]:
         """Put together what an operator was given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def check_decoder(
 
     def caches(batch: int, length: int) -> list[Tensor]:
         shapes = [(batch, like.shape[1], length, like.shape[3]) for like in shown]
-        wide = {"dtype": torch.float32, "device": "cpu"}
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         return [
             torch.randn(shape, generator=generator, **wide).to(like.dtype)
             for shape, like in zip(shapes, shown, strict=True)

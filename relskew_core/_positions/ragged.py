@@ -149,7 +149,7 @@ def is_ragged(offset: Any) -> bool:
         return True
     try:
         operator.index(offset)
-    except TypeError:  # JAX traces it
+    except (TypeError, RuntimeError):  # JAX traces it; torch maps it, or it is a fake tensor
         return True
     return False
 

@@ -359,7 +359,7 @@ def test_torch_func_equals_autograd(name: str) -> None:
 
 def test_torch_func_refuses_the_native_path_by_name() -> None:
     case = BY_NAME["causal"]
-    with pytest.raises(ValueError, match=r"torch\.func\.grad and jvp go through the portable code alone"):
+    with pytest.raises(ValueError, match=r"torch\.func\.grad and forward mode go through the portable code alone"):
         torch.func.grad(lambda *given: attend(case)(*given).sum())(*tensors(case).values())
 
 

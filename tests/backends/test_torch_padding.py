@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def visible(holes: bool) -> Tensor:
+def visible(holes: bool, kept: Sequence[tuple[int, int]] = KEPT) -> Tensor:
     """Return which keys items keep, (7, 1, 1, 24)."""
     keys = torch.arange(LENGTH)
-    rows = torch.stack([(keys >= first) & (keys < end) for first, end in KEPT])
+    rows = torch.stack([(keys >= first) & (keys < end) for first, end in kept])
     return (rows & (keys % 5 != 1) if holes else rows)[:, None, None]
 
 
-def results(mask: Tensor, impl: str, **options: Any) -> list[Tensor]:
+def results(mask: Tensor, impl: str, dtype: torch.dtype = torch.float64, **options: Any) -> list[Tensor]:
     """Return the output, the log-sum-exp and all gradients."""
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).requires_grad_()
+        return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).to(dtype).requires_grad_()
 
     GENERATOR.manual_seed(0)
     given: dict[str, Any] = {name: draw(7, 4 if name == "q" else 2, LENGTH, 3) for name in "qkv"}
@@ -67,6 +68,49 @@ def test_padding_is_what_the_portable_code_makes_of_it(kind: str, holes: bool, o
     )
 
 
+@pytest.mark.parametrize("kept", [KEPT, [(0, 0)]], ids=["one item", "all items"])
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_an_item_may_keep_no_key(kind: str, kept: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    """By the compiled kernels, which take no call of no keys; from keys that are kept by column, too."""
+    mask = visible(holes=False, kept=kept)
+    if kind == "additive":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    expected = results(mask, "portable", torch.float32, **options)
+    for impl in ("auto", "native"):
+        found = results(mask, impl, torch.float32, **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    out, lse = (x.expand(7, *x.shape[1:])[4] for x in found[:2])
+    assert not out.any()
+    assert torch.all(lse == -torch.inf)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 200])
+@pytest.mark.parametrize("label", ["none", "segments", "positions"])
+def test_an_item_may_keep_no_key_of_those_that_are_kept_by_column(length: int, label: str) -> None:
+    attend: Callable[..., Tensor] = relative_attention
+    places = torch.arange(length)
+    options: dict[str, Any] = {} if label == "none" else {label: (places // 3, places // 3)}
+    q, v = torch.randn(2, 3, 2, length, 8, generator=GENERATOR)
+    k = torch.randn(3, 2, 8, length, generator=GENERATOR).mT
+    mask = (places < torch.tensor([[length], [0], [5]]))[:, None, None]
+
+    def both(impl: str) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*given, mask=mask, impl=impl, **options)
+        return [out, *torch.autograd.grad(out.sin().sum(), given), attend(q, k, v, mask=mask, impl=impl, **options)]
+
+    torch.testing.assert_close(both("auto"), both("portable"), rtol=0, atol=1e-5)
+
+
+def test_an_empty_cache_may_have_any_steps() -> None:
+    """Where a call alike, of one query, is known to be one for the compiled kernels."""
+    q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 4, 3).mT
+    for keys in (3, 0, 3):
+        out, lse = relative_attention(q, k[..., :keys, :], k[..., :keys, :], return_lse=True)
+        assert bool(out.any()) == bool(torch.all(lse > -torch.inf)) == (keys > 0)
+
+
 def cut(mask: Tensor, **options: Any) -> list[tuple[int, int, bool]]:
     """Return for each part how many items and keys it has, and whether it has a mask."""
     x = torch.zeros(7, 1, LENGTH, 4)
@@ -78,7 +122,8 @@ def cut(mask: Tensor, **options: Any) -> list[tuple[int, int, bool]]:
 
 
 def test_items_keep_the_keys_that_masks_leave_and_no_mask() -> None:
-    expected = [(1, 24, False), (1, 20, False), (1, 19, False), (1, 6, False), (1, 0, False), (2, 20, False)]
+    """One that keeps no key is no part of it."""
+    expected = [(1, 24, False), (1, 20, False), (1, 19, False), (1, 6, False), (2, 20, False)]
     assert cut(visible(holes=False)) == expected
     assert cut(visible(holes=False)[1:2]) == [(7, 20, False)]
     assert cut(visible(holes=True)[3:4]) == [(7, 6, True)]

@@ -81,6 +81,7 @@ def check(results: Results, setting: Callable[[], Any], name: str) -> None:
 def call(function: Callable[..., Any], case: Case, dtype: torch.dtype, **more: Any) -> Results:
     """Return a call, without gradients and with them."""
     data, options = case.data(), {**case.options, **more}
+    pull_back: Any = relskew.relative_attention_vjp
     floating = {name: x.dtype.kind == "f" for name, x in data.items()}
     arrays = {name: torch.tensor(x, dtype=dtype if floating[name] else None, device=CPU) for name, x in data.items()}
     if "padded" in options:
@@ -98,7 +99,7 @@ def call(function: Callable[..., Any], case: Case, dtype: torch.dtype, **more: A
         found = [out.detach(), function(**arrays, **options), *torch.autograd.grad((out * out).sum(), learned)]
         if function is relskew.relative_attention:
             out, lse = function(**arrays, **options, return_lse=True)
-            found += [out, lse, *relskew.relative_attention_vjp(out, **arrays, **options)]
+            found += [out, lse, *pull_back(out, **arrays, **options)]
         return [x for x in found if x is not None]
 
     return results

@@ -18,7 +18,7 @@ from relskew_core.backends._parallel import leave_if_dropped
 from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.call import Stack, StackedCall, is_short, of_mask, run, undisturbed
 from relskew_core.backends._torch.cpu.gradients import Own, Whole, WorkerSums, of_rows, of_table, total
-from relskew_core.backends._torch.cpu.parts import flattened, parts
+from relskew_core.backends._torch.cpu.parts import flattened, parts, with_zeros
 from relskew_core.backends._torch.cpu.product import Product
 from relskew_core.backends._torch.cpu.scratch import (
     Scratch,
@@ -55,7 +55,7 @@ def attention_vjp(
     for part in parts(flattened(operands), options):
         for name, gradient in _pull_back(StackedCall.of(part.operands, part.options), whole.part(part)).items():
             tables[name] = tables[name] + gradient if name in tables else gradient
-    return whole.gradients(operands, tables)
+    return whole.gradients(operands, with_zeros(tables, operands, TABLES))
 
 
 def own_attention_vjp(

@@ -15,7 +15,7 @@ from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
-from relskew_core.backends._torch.cpu.parts import Part, flattened, parts
+from relskew_core.backends._torch.cpu.parts import Part, flattened, parts, with_zeros
 
 FORMATS = {torch.float32: "f", torch.float64: "d", torch.int32: "i", torch.bool: "?"}
 """Of buffers, by the dtypes that the kernels know."""
@@ -89,6 +89,7 @@ def attention_vjp(
             own = part.cut("q", d_out), part.cut("q", out), part.cut("q", lse), part.cut("q", d_lse)
             for name, gradient in _pull_back(part.operands, part.options, *own).items():
                 _put(found, name, gradient, part, getattr(whole, name))
+        found = with_zeros(found, whole, _compiled.GRADIENTS)
     if operands.q.ndim == 4:
         return found
     return {name: gradient.view(getattr(operands, name).shape) for name, gradient in found.items()}

@@ -51,7 +51,7 @@ class Whole:
             return None if x is None else x.reshape(operands.q.shape[:-1])
 
         def zeros(x: Tensor | None) -> Tensor | None:
-            return None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
+            return None if x is None else x.new_zeros(x.shape)
 
         gradients: dict[str, Any] = {name: zeros(getattr(operands, name)) for name in names_of(Kind.SEQUENCE)}
         return cls(

@@ -5,7 +5,7 @@ Items that keep the same keys are a call of their own, without the others: paddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
@@ -46,6 +46,12 @@ def flattened(operands: Operands) -> Operands:
     return _in_place.flattened(operands, xp=xp)
 
 
+def with_zeros(found: dict[str, Tensor], operands: Operands, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return gradients by name, zeros of the operands that no part has one of."""
+    arrays = {name: x for name, x in operands._asdict().items() if x is not None and name in names}
+    return {name: found[name] if name in found else x.new_zeros(x.shape) for name, x in arrays.items()}
+
+
 def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
     """Return the gradient of a flattened mask as that of the call's."""
     mask = operands.mask
@@ -56,7 +62,7 @@ def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
 
 
 def parts(operands: Operands, options: Options) -> Iterator[Part]:
-    """Cut a call of flattened operands."""
+    """Cut a call of flattened operands, without the items that keep no key."""
     mask, pattern = operands.mask, options.visibility
     kept = None if mask is None or options.dropout else _kept(mask, pattern.n_keys, pattern.block_size or 1)
     if kept is None:  # dropout is drawn by the places of items and keys
@@ -65,6 +71,8 @@ def parts(operands: Operands, options: Options) -> Iterator[Part]:
     stop = 0
     for (first, end, full), run in groupby(kept):
         start, stop = stop, stop + sum(1 for _ in run)
+        if first == end:  # these items keep no key: their results are what nothing sums to
+            continue
         items = slice(start, stop) if len(kept) > 1 else slice(None)
         own = replace(pattern, n_keys=end - first, offset=pattern.offset - first)
         part = Part(operands, replace(options, visibility=own), items, first, end - first)

@@ -1,0 +1,82 @@
+"""torch: calls in which others have a part: transformations, modes, tracers, autograd, tensors of other kinds.
+
+Operators show themselves to all of these but forward mode. Kernels that are called by themselves are seen by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from relskew_core._kernel.backward import attention_vjp as portable
+from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core.backends._torch.operator import Operator
+
+TYPES = (Tensor, torch.nn.Parameter)
+"""Of arrays; subclasses have ways of their own."""
+
+Arrays = Iterable[Tensor | None]
+
+
+def is_transformed() -> bool:
+    """Whether a transformation, a mode or a tracer has to see every operation."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def differentiates_by_function() -> bool:
+    """Whether a call stands inside ``torch.func.grad`` or ``jvp``, which no operator's autograd takes part in."""
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    differentiating = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+    return any(level.key() in differentiating for level in functorch.get_interpreter_stack() or ())
+
+
+def has_tangents(arrays: Arrays) -> bool:
+    """Whether forward mode differentiates one of the arrays, which no operator takes part in either."""
+    return forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in arrays
+    )
+
+
+def by_itself(arrays: Arrays) -> bool:
+    """Whether nobody but the caller has a part in a call, whose results autograd need not know either."""
+    recorded = torch.is_grad_enabled()
+    plain = all(x is None or (type(x) in TYPES and not (recorded and x.requires_grad)) for x in arrays)
+    return plain and not is_transformed() and not has_tangents(arrays)
+
+
+def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:
+    """Return what calls a kernel for gradients where it may be called by itself, and else the operator for them.
+
+    The operator's are those of its own results; portable code takes any, and what no operator knows.
+    """
+
+    def attention_vjp(
+        d_out: Tensor,
+        operands: Operands,
+        options: Options,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        d_lse: Tensor | None = None,
+        **more: Any,
+    ) -> Gradients:
+        arrays = (d_out, out, lse, d_lse, *operands)
+        if by_itself(arrays):
+            return kernel(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, **more)
+        if operator is None or out is not None or lse is not None or has_tangents(arrays):
+            return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
+        return operator.gradients(d_out, operands, options, d_lse=d_lse)
+
+    return attention_vjp

@@ -1,0 +1,285 @@
+"""torch's transformations, modes, tracers and kinds of tensors: none is lost, and none meets a kernel it cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from layers.modules import SPECS, inputs, made
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import relskew_core
+from relskew_core import Span
+from relskew_core.layers.torch import MultiheadAttention
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+Function = Callable[..., Any]
+
+attend: Function = relskew_core.relative_attention
+pull_back: Function = relskew_core.relative_attention_vjp
+
+LENGTHS = (9, 200)
+"""One that is short, and one that is not."""
+
+every_length = pytest.mark.parametrize("n", LENGTHS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def drawn(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Draw q, k, v of two items and two heads, and a table."""
+    generator = torch.Generator().manual_seed(n)
+    shapes = [(2, 2, n, 4)] * 3 + [(2 * n - 1, 4)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def gradient(*given: Tensor, **options: Any) -> Tensor:
+    """Pull ``q`` back as if it were the output's gradient, and return all gradients as one."""
+    found = pull_back(given[0], *given, **options)
+    return torch.cat([x.flatten() for x in found if x is not None])
+
+
+FUNCTIONS = {"attention": attend, "gradient": gradient}
+every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+# Forward mode
+
+
+def tangent(function: Function, given: tuple[Tensor, ...], place: int, **options: Any) -> Tensor | None:
+    """Differentiate along one array, whose tangent is itself."""
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(x, x) if index == place else x for index, x in enumerate(given)]
+        found: Tensor | None = forward_ad.unpack_dual(function(*dual, **options)).tangent
+        return found
+
+
+@every_dtype
+@every_length
+@every_function
+def test_forward_mode_keeps_every_tangent(function: Function, n: int, dtype: torch.dtype) -> None:
+    given = drawn(n, dtype)
+    function(*given)  # which a call alike may remember
+    for place in range(len(given)):
+        along = given[place]
+
+        def of_one(x: Tensor, place: int = place) -> Tensor:
+            return function(*given[:place], x, *given[place + 1 :])
+
+        close(tangent(function, given, place), torch.func.jvp(of_one, (along,), (along,))[1])
+
+
+@every_length
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offset": [0, 2], "causal": True},
+        {"mask": torch.tensor([[True], [False]])[:, None, None]},
+        {"return_lse": True},
+    ],
+    ids=["offsets by item", "mask", "log-sum-exp"],
+)
+def test_forward_mode_keeps_them_with_options(options: dict[str, Any], n: int) -> None:
+    q, k, v, table = drawn(n)
+    options = {"span": Span(n - 1, n - 1, "clip"), **options}
+
+    def of_queries(q: Tensor, impl: str) -> Tensor:
+        found: Any = attend(q, k, v, table, impl=impl, **options)
+        return found[1] if "return_lse" in options else found
+
+    found, expected = (tangent(of_queries, (q,), 0, impl=impl) for impl in ("auto", "portable"))
+    assert expected is not None
+    close(found, expected)
+
+
+@every_length
+def test_forward_mode_goes_with_backward_mode(n: int) -> None:
+    """Where the keys have gradients and the queries a tangent; and where long calls go through an operator."""
+    q, k, v, table = drawn(n)
+
+    def of_both(q: Tensor, k: Tensor) -> Tensor:
+        return attend(q, k, v, table, dropout=0.5, seed=1)
+
+    found, expected = (tangent(of_both, (q, each), 0) for each in (k.clone().requires_grad_(), k))
+    assert found is not None
+    assert found.requires_grad
+    close(found.detach(), expected)
+
+
+def test_the_native_path_refuses_forward_mode_by_name() -> None:
+    given = drawn(9)
+    attend(*given, impl="native")
+    with forward_ad.dual_level():
+        attend(*given, impl="native")  # without a tangent it does no harm
+    with pytest.raises(ValueError, match="forward mode go through the portable code alone"):
+        tangent(attend, given, 0, impl="native")
+
+
+def test_modules_keep_tangents() -> None:
+    layer = MultiheadAttention(8, 2, Span.full(9), dtype=torch.float64, batch_first=True)
+
+    def of_layer(x: Tensor) -> Tensor:
+        found: Tensor = layer(x, x, x)[0]
+        return found
+
+    tried: list[tuple[Function, tuple[Tensor, ...]]] = [(made(spec), inputs(spec)) for spec in SPECS.values()]
+    for module, given in [*tried, (of_layer, inputs(SPECS["causal"]))]:
+        expected = torch.func.jvp(module, given, given)[1]
+        with forward_ad.dual_level():
+            y = module(*(forward_ad.make_dual(x, x) for x in given))
+            close(forward_ad.unpack_dual(y).tangent, expected)
+
+
+@every_function
+def test_jacobians_forward_and_backward(function: Function) -> None:
+    given = drawn(3, torch.float64)
+
+    def loss(q: Tensor) -> Tensor:
+        return function(q, *given[1:]).sin()
+
+    expected = torch.func.jacrev(loss)(given[0])
+    close(torch.func.jacfwd(loss)(given[0]), expected)
+    whole: Any = torch.autograd.functional.jacobian(loss, given[0], vectorize=True, strategy="forward-mode")
+    close(whole, expected)
+    of_sum = torch.func.hessian(lambda q: loss(q).sum())(given[0])
+    close(of_sum, torch.autograd.functional.hessian(lambda q: loss(q).sum(), given[0]))
+
+
+# Transformations
+
+
+@every_length
+@every_function
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_vmap_over_what_differs_by_sample(function: Function, n: int, impl: str) -> None:
+    """Labels, masks, seeds and offsets too, which are read where they are known."""
+    q, k, v, table = (torch.stack([x, x * 2, -x]) for x in drawn(n))
+    labels = torch.stack([torch.arange(n) // size for size in (2, 3, 5)])
+    hidden = torch.rand((3, 2, 1, 1, n), generator=torch.Generator().manual_seed(0)) > 0.3
+    clip: dict[str, Any] = {"span": Span(n - 1, n - 1, "clip")}
+
+    def check(one: Function, *given: Tensor) -> None:
+        found = torch.vmap(one)(*given)
+        close(found, torch.stack([one(*sample) for sample in zip(*given, strict=True)]))
+
+    check(lambda q, k, v: function(q, k, v, table[0], impl=impl), q, k, v)
+    check(lambda q, k, v, own: function(q, k, v, own, impl=impl), q, k, v, table)
+    check(lambda q, own: function(q, q, q, segments=own, impl=impl), q, labels)
+    check(lambda q: function(q, q, q, segments=labels[0], impl=impl), q)
+    check(lambda q, own: function(q, q, q, table[0], positions=(own, own), impl=impl, **clip), q, labels)
+    check(lambda q, own: function(q, q, q, mask=own, impl=impl), q, hidden)
+    check(lambda q, seed: function(q, q, q, dropout=0.5, seed=seed, impl=impl), q, torch.arange(3))
+    if function is attend:
+        check(lambda q, own: function(q, q, q, table[0], offset=own, impl=impl, **clip), q, torch.arange(3))
+
+
+class Kept(Tensor):
+    """A subclass without ways of its own."""
+
+
+def compiled(function: Function) -> Function:
+    torch.compiler.reset()
+    made: Function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    return made
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+WAYS: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    "functionalize": lambda f, q: torch.func.functionalize(f)(q),
+    "functionalize, mapped": lambda f, q: torch.vmap(torch.func.functionalize(f))(torch.stack([q, q]))[1],
+    "make_fx": lambda f, q: make_fx(f)(q + 1)(q),
+    "jit.trace": lambda f, q: torch.jit.trace(f, q + 1, check_trace=False)(q),
+    "compile": lambda f, q: compiled(f)(q),
+    "inference mode": torch.inference_mode()(lambda f, q: f(q).clone()),
+    "inference tensors": lambda f, q: f(torch.inference_mode()(q.clone)()),
+    "deterministic": lambda f, q: deterministic()(f)(q),
+    "a subclass": lambda f, q: f(q.as_subclass(Kept)),
+    "a parameter": lambda f, q: f(torch.nn.Parameter(q)).detach(),
+    "a forward level": lambda f, q: forward_ad.dual_level().__call__(f)(q),
+    "a view of a conjugate": lambda f, q: f(torch.complex(q, q).conj().real),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@every_length
+@every_function
+@pytest.mark.parametrize("labelled", [False, True], ids=["plain", "labelled"])
+def test_it_is_the_same_in_every_way(
+    way: Callable[[Function, Tensor], Tensor], function: Function, n: int, labelled: bool
+) -> None:
+    given = drawn(n)
+    options = {"segments": torch.arange(n) // 4} if labelled else {}
+
+    def of_queries(q: Tensor) -> Tensor:
+        return function(q, *given[1:], **options)
+
+    expected = of_queries(given[0])
+    found = way(of_queries, given[0])
+    close(found.as_subclass(Tensor), expected)
+    assert isinstance(found, Kept) == (way is WAYS["a subclass"])
+
+
+@every_length
+@every_function
+def test_fake_tensors_have_shapes_and_no_numbers(function: Function, n: int) -> None:
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(x) for x in drawn(n)]
+        mask, labels = torch.ones((2, 1, 1, n), dtype=torch.bool), torch.ones(n, dtype=torch.int64)
+        inside = [function(*given, **options) for options in ({}, {"mask": mask}, {"segments": labels})]
+    expected = function(*drawn(n))
+    for found in (*inside, function(*given)):
+        assert type(found) is type(given[0])
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+# Gradients of gradients
+
+
+@every_dtype
+@every_length
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
+def test_explicit_gradients_are_differentiable(kept: bool, n: int, dtype: torch.dtype) -> None:
+    """Of results that are kept as well, which are arguments of their own then."""
+    q, k, v, table = drawn(n, dtype)
+    out, lse = attend(q, k, v, table, return_lse=True)
+    results = {"out": out, "lse": lse} if kept else {}
+
+    def second(impl: str) -> tuple[Tensor, ...]:
+        given = [x.clone().requires_grad_() for x in (v, q, k, v, table)]
+        found = pull_back(*given, **results, impl=impl)
+        return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), given)
+
+    close(second("auto"), second("portable"))
+
+
+def test_explicit_gradients_of_ragged_batches_are_differentiable() -> None:
+    q, k, v, table = drawn(200)
+    options: dict[str, Any] = {"offset": [0, 2], "span": Span(199, 199, "clip")}
+
+    def second(impl: str) -> tuple[Tensor, ...]:
+        given = [x.clone().requires_grad_() for x in (v, q, k, v, table)]
+        found = pull_back(*given, **options, impl=impl)
+        return torch.autograd.grad(sum(x.sin().sum() for x in found if x is not None), given)
+
+    close(second("auto"), second("portable"))
