@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
@@ -35,7 +35,7 @@ def decoder_to_onnx(
     in_place: bool = False,
     length: int | None = None,
     contrib: bool = False,
-    genai: bool | Mapping[str, Any] = False,
+    genai: Literal[False] | Mapping[str, Any] = False,
     tolerance: float | None = None,
     check: bool = True,
     overwrite: bool = False,
@@ -74,9 +74,11 @@ def decoder_to_onnx(
         Attend by onnxruntime's own ``GroupQueryAttention``, with ``in_place``. It reads caches where they lie, and is
         the faster one in onnxruntime, so take it where no other runtime must run the file. It takes heads whose width 8
         divides, attention without relative values, and several tokens behind a past for a batch of one alone.
-    genai : bool or mapping, default False
-        Also write ``genai_config.json`` beside the file, with which onnxruntime-genai runs the folder. A mapping gives
-        entries of its ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. Not with ``in_place``.
+    genai : mapping or False, default False
+        Also write ``genai_config.json`` beside the file, with which onnxruntime-genai runs the folder: entries of its
+        ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. The token, or the list of tokens, that
+        ends a text must be among them: the runtime stops at token 0 where no other is named, and takes none outside the
+        vocabulary. Not with ``in_place``.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True
@@ -174,7 +176,7 @@ def decoder_to_onnx(
 
     config = None
     if genai is not False:
-        config = config_text(target.name, graph, {} if genai is True else genai, reach)
+        config = config_text(target.name, graph, genai, reach)
     saved = write(
         graph,
         target,

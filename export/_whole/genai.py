@@ -19,9 +19,16 @@ UNLIMITED = 2**20
 
 
 def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
-    """Refuse what is no part of a config, and a file that is there."""
+    """Refuse what is no part of a config, what never ends, and a file that is there."""
     if genai is not True and not isinstance(genai, Mapping):
-        raise TypeError(f"`genai` must be a bool or a mapping of entries for {NAME}, got {describe(genai)}")
+        raise TypeError(f"`genai` must be False or a mapping of entries for {NAME}, got {describe(genai)}")
+    ends = None if genai is True else genai.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if not ends or not all(type(token) is int and token >= 0 for token in ends):
+        raise ValueError(
+            "`genai` must have the token that ends a text, such as genai={'eos_token_id': 2}, or a list of them: "
+            f"onnxruntime-genai stops at token 0 where no other is named, got {describe(genai)}"
+        )
     if os.path.lexists(folder / NAME) and not overwrite:
         raise FileExistsError(f"`path` has a {NAME} beside it, pass overwrite=True to replace it: {str(folder)!r}")
 
@@ -49,13 +56,15 @@ def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any
             f"`genai` requires caches of one number of heads and one width in all layers, got {sorted(sizes)}"
         )
     heads, width = sizes.pop()
-    context = reach or UNLIMITED
+    context, vocabulary = reach or UNLIMITED, shapes["logits"][2].dim_value
+    ends = entries["eos_token_id"]
+    if not all(token < vocabulary for token in (ends if isinstance(ends, list) else [ends])):
+        raise ValueError(f"`genai` must have an `eos_token_id` below {vocabulary}, the model's vocabulary, got {ends}")
     own = {
         "type": "llama",
-        "vocab_size": shapes["logits"][2].dim_value,
+        "vocab_size": vocabulary,
         "context_length": context,
         "bos_token_id": 0,
-        "eos_token_id": [],
         "pad_token_id": 0,
         **entries,
         "decoder": {

@@ -279,10 +279,15 @@ def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(path.read_text()) == {"model": model, "search": search}
     assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in path.read_text()  # people edit it
     assert '"num_hidden_layers": 2,' in path.read_text()
-    endless = json.loads(genai.config_text("decoder.onnx", growing(), {}, None))
+    endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": [7, 0]}, None))
     assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20
-    assert endless["model"]["eos_token_id"] == []
-    assert genai.config_text("decoder.onnx", growing(), {"context_length": 9}, None).count(": 9,") == 2
+    assert endless["model"]["eos_token_id"] == [7, 0]
+    assert (
+        genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7, "context_length": 9}, None).count(": 9,") == 2
+    )
+    for beyond in (VOCABULARY, [1, VOCABULARY]):
+        with pytest.raises(ValueError, match=f"`genai` must have an `eos_token_id` below {VOCABULARY}, the model's"):
+            genai.config_text("decoder.onnx", growing(), {"eos_token_id": beyond}, None)
 
 
 def test_a_config_that_cannot_be_put_there_leaves_nothing(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"does not do what `model` does: output 'logits' for one token .* by 1\.0e-02"
     ):
-        decoder_to_onnx(Bare(wrong=True), tmp_path / "bare.onnx", genai=True)
+        decoder_to_onnx(Bare(wrong=True), tmp_path / "bare.onnx", genai={"eos_token_id": 29})
     assert not list(tmp_path.iterdir())
 
 
@@ -330,7 +330,7 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
         ),
         (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
-        (Bare(), {"genai": 1}, TypeError, "`genai` must be a bool or a mapping"),
+        (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
         (
             Bare(),
             {"in_place": True, "genai": True},
@@ -357,10 +357,20 @@ def test_what_decoders_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "given", [True, {}, {"eos_token_id": []}, {"eos_token_id": [2, -1]}, {"eos_token_id": "2"}], ids=str
+)
+def test_genai_is_told_where_a_text_ends(given: Any, tmp_path: Path) -> None:
+    """Its runtime ends at token 0 where nothing else is named."""
+    with pytest.raises(ValueError, match=r"`genai` must have the token that ends a text, .*stops at token 0"):
+        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai=given)
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_that_are_there_stay(tmp_path: Path) -> None:
     (tmp_path / "genai_config.json").write_text("mine")
     with pytest.raises(FileExistsError, match=r"`path` has a genai_config\.json beside it"):
-        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai=True)
+        decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai={"eos_token_id": 29})
     (tmp_path / "decoder.onnx").write_text("mine")
     with pytest.raises(FileExistsError, match="`path` exists"):
         decoder_to_onnx(Bare(), tmp_path / "decoder.onnx")
@@ -572,4 +582,4 @@ def test_genai_takes_caches_of_one_kind() -> None:
     made = [onnx.helper.make_tensor_value_info(f"past_key_values.{n}.key", 1, ["b", 1 + n, "p", 4]) for n in range(2)]
     model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", made, []))
     with pytest.raises(ValueError, match=r"`genai` requires caches of one number .* got \[\(1, 4\), \(2, 4\)\]"):
-        genai.config_text("decoder.onnx", model, {}, None)
+        genai.config_text("decoder.onnx", model, {"eos_token_id": 0}, None)
