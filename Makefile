@@ -120,26 +120,26 @@ check: .venv/dev.stamp
 	$(BIN)/pyright
 
 bench: .venv/bench.stamp
-	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.models
+	$(BIN)/python -m benchmarks calls
+	$(BIN)/python -m benchmarks models
 
 bench-families: .venv-peers/stamp
-	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks.families
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m benchmarks families
 
 bench-options: .venv/bench.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.options
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks options
 
 bench-compiled: .venv/bench.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks compiled
 
 bench-short: .venv/bench.stamp
-	$(BIN)/python -m benchmarks.short
+	$(BIN)/python -m benchmarks short
 
 example-devices: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python examples/devices.py
 
 runtimes: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.runtimes --docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks runtimes --docs
 
 release-check: .venv-release/stamp
 	.ci/release-check

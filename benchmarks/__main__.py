@@ -1,91 +1,128 @@
-"""The benchmarks' command line: ``python -m benchmarks``."""
+"""The one command line: ``python -m benchmarks NAME``."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-from rich.console import Console
+from benchmarks.page import put
+from benchmarks.record import Record, machine
+from benchmarks.runner import ROOT, Benchmark, Case, Row, child
 
-from benchmarks import machine, report
-from benchmarks.record import Record
-from benchmarks.sections import SECTIONS, Effort, Row
-
-ROOT = Path(__file__).parent.parent
-QUICK = Effort(lengths=(512, 2048), rounds=3, budget=0.3, long=8192, compile=False)
-
-
-def main(
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "",
-    rounds: Annotated[int, typer.Option(help="Turns of each contender; the fastest call counts.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(help=f"Sections to run: {', '.join(SECTIONS)}.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
-    quick: Annotated[bool, typer.Option(help="Few lengths and rounds: under a minute.")] = False,
-    docs: Annotated[bool, typer.Option(help="Rewrite docs/benchmarks.md and its plots, and store the record.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Measure nothing: show, or document, this record.")] = None,
-) -> None:
-    """Time and peak memory of relative attention, beside what people use today."""
-    console = Console()
-    chosen = list(only or SECTIONS)
-    for name in chosen:
-        if name not in SECTIONS:
-            raise typer.BadParameter(f"{name!r} is not a section: {', '.join(SECTIONS)}", param_hint="--only")
-    effort = QUICK if quick else Effort()
-    if lengths:
-        effort = replace(effort, lengths=_lengths(lengths))
-    if rounds:
-        effort = replace(effort, rounds=rounds)
-    result = _measure(chosen, effort, console) if record is None else Record.load(record)
-    if record is not None:
-        for section in report.tables(result).values():
-            for table in section:
-                report.show(table, console)
-    report.show(report.targets(result), console)
-    if json is not None:
-        result.save(json)
-    if docs:
-        from benchmarks import document  # needs matplotlib
-
-        if record is None:
-            result.save(ROOT / "benchmarks" / "records" / machine.name(result.machine))
-        document.write(result, ROOT / "docs")
-    wrong = report.wrong(result)
-    for line in wrong:
-        console.print(f"[bold red]{line}[/]")
-    raise typer.Exit(1 if wrong else 0)
+NAMES = {
+    "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
+    "compiled": "calls beside the same without the compiled kernels",
+    "short": "one token, small batches and short training beside the formula by hand",
+    "options": "options of a call beside the dense masks that people write",
+    "models": "whole torch models: training, decoding, graphs of the compiler",
+    "families": "models of transformers beside themselves replaced; needs transformers",
+    "export": "graphs beside what torch's exporter makes of textbook code; needs onnxruntime",
+    "quantise": "what quantisation costs in accuracy and saves in size",
+    "runtimes": "graphs in old and other runtimes, which it installs",
+    "devices": "what splitting a sequence over GPUs costs, by arithmetic",
+    "gpu": "calls on a GPU; needs torch alone",
+    "gpu_graphs": "graphs in onnxruntime on CUDA",
+    "gpu_registers": "registers, spills and shared memory of the fused kernels; needs no GPU",
+}
 
 
-def _measure(chosen: list[str], effort: Effort, console: Console) -> Record:
-    began = time.monotonic()
-    result = Record(machine.describe(), [])
-    console.print(report.heading(result))
-    for name in chosen:
-        rows: list[Row] = []
-        with console.status("") as status:
-            for row in SECTIONS[name].run(effort, lambda text, status=status: status.update(text)):  # type: ignore[misc]
-                rows.append(row)
-        result.rows.extend(rows)
-        for table in report.tables(Record(result.machine, rows)).get(name, []):
-            report.show(table, console)
-    result.machine["wall_seconds"] = round(time.monotonic() - began)
-    console.print(f"Measured in {result.machine['wall_seconds']} s.")
-    return result
+def load(name: str) -> Benchmark:
+    """Return a benchmark by its name."""
+    return import_module(f"benchmarks.{name}").BENCHMARK
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def chosen(cases: Iterable[Case], only: Iterable[str], instead: Iterable[str]) -> Iterator[Case]:
+    """Yield the cases whose entries are among those asked for, with other entries instead, each once."""
+    wanted: dict[str, set[str]] = {}
+    for key, _, text in (each.partition("=") for each in only):
+        wanted.setdefault(key, set()).add(text)
+    changes = {key: _value(text) for key, _, text in (each.partition("=") for each in instead)}
+    known, seen = set(), []
+    for case in cases:
+        known |= set(case)
+        if all(str(case.get(key)) in texts for key, texts in wanted.items()):
+            changed = case | {key: x for key, x in changes.items() if key in case}
+            if changed not in seen:
+                seen.append(changed)
+                yield changed
+    if unknown := (set(wanted) | set(changes)) - known:
+        raise SystemExit(f"no case has {', '.join(sorted(unknown))}: {', '.join(sorted(known))}")
+
+
+def _value(text: str) -> Any:
     try:
-        lengths = tuple(sorted({int(part) for part in text.split(",")}))
+        return json.loads(text)
     except ValueError:
-        lengths = ()
-    if not lengths or min(lengths) < 16:
-        raise typer.BadParameter(
-            f"expected whole numbers of at least 16, separated by commas, got {text!r}", param_hint="--lengths"
-        )
-    return lengths
+        return text
+
+
+def line(row: Row) -> str:
+    """Return a row for the terminal."""
+    numbers = [f"{name} {getattr(row, name):.3g}" for name in ("fastest", "cpu", "ratio", "bytes", "error")
+               if getattr(row, name) is not None]  # fmt: skip
+    facts = [f"{name} {x}" for name, x in row.facts.items()]
+    where = " ".join(f"{name}={x}" for name, x in row.case.items())
+    return f"{where}: {row.contender}: {row.skipped or ', '.join([*numbers, *facts])}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, document; 1 if a result is wrong."""
+    about = "\n".join(f"  {name:14} {text}" for name, text in NAMES.items())
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=f"Time and memory, side by side:\n\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("name", choices=NAMES, metavar="NAME")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="KEY=X", help="cases with such entries only; of one key any"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=X", help="another entry in every case")
+    parser.add_argument("--contenders", nargs="+", default=[], help="these only")
+    parser.add_argument("--seconds", type=float, help="time for each contender in each case")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--docs", action="store_true", help="rewrite the tables of the page, and keep the record")
+    parser.add_argument("--record", type=Path, help="measure nothing: show, or document, this record")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    benchmark = load(asked.name)
+    if asked.child:
+        print(json.dumps(child(benchmark, *json.loads(asked.child))))
+        return 0
+    record = measure(benchmark, asked) if asked.record is None else Record.load(asked.record)
+    for text in (texts := benchmark.texts(record)).values():
+        print(text, end="\n\n")
+    if asked.docs:
+        document(asked.name, record, texts)
+    wrong = [line(row) for row in record.rows if str(row.skipped).startswith("wrong")]
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def measure(benchmark: Benchmark, asked: argparse.Namespace) -> Record:
+    """Measure, and write the record down after each group: a run that is cut off keeps what it has."""
+    cases = list(chosen(benchmark.cases(), asked.only, asked.set))
+    seconds = benchmark.seconds if asked.seconds is None else asked.seconds
+    benchmark.begin()
+    record = Record(machine(str(cases[0].get("device", "cpu"))), [])
+    for rows in benchmark.run(asked.name, cases, seconds, asked.contenders):
+        record.rows.extend(rows)
+        print("\n".join(map(line, rows)), file=sys.stderr, flush=True)
+        if asked.json is not None or asked.docs or not benchmark.page:
+            record.save(asked.json or record.path(asked.name))
+    return record
+
+
+def document(name: str, record: Record, texts: Mapping[str, str]) -> None:
+    """Put the texts into the page."""
+    for part, text in texts.items():
+        put(ROOT / "docs" / load(name).page, name, part, text)
+    load(name).draw(record)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

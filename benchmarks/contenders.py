@@ -1,21 +1,28 @@
-"""The contenders: each one plain function of the same inputs, written as people write it."""
+"""Who takes part in calls, on CPUs and GPUs: each contender one plain function of the same inputs."""
 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
-from threadpoolctl import ThreadpoolController
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.inputs import Inputs, Shape, visible
-from relskew_core import relative_attention, relative_attention_vjp
+from benchmarks.problem import CLIP, Inputs, Shape, make_inputs, visible
+from benchmarks.textbook import attended, columns, future, gathered, picked, shifted, skewed
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
+
+MEMORY_LIMIT = 8 * 2**30
+"""What would need more than this many bytes on a CPU is skipped with that reason."""
 
 
 def plain(x: Inputs) -> Any:
@@ -23,49 +30,41 @@ def plain(x: Inputs) -> Any:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=x.shape.causal)
 
 
+def plain_by(*kernels: SDPBackend) -> Callable[[Inputs], Any]:
+    """The same by one of torch's kernels."""
+
+    def call(x: Inputs) -> Any:
+        with sdpa_kernel(list(kernels)):
+            return plain(x)
+
+    return call
+
+
 def huang(x: Inputs) -> Any:
-    """Pad, reshape, slice (Huang et al. 2018, section 3.4), as in the ports of Music Transformer."""
-    length = x.shape.length
-    relative = F.pad(x.q @ x.table.mT, (1, 0))
-    relative = relative.reshape(*relative.shape[:2], length + 1, length)[:, :, 1:]
-    logits = (x.q @ x.k.mT + relative) / x.shape.dim**0.5
-    logits = logits.masked_fill(_future(length), -torch.inf)
-    return logits.softmax(-1) @ x.v
+    """Everything of size L × L written out, by pad, reshape and slice, as in the ports of Music Transformer."""
+    return attended((x.q @ x.k.mT + _relative(x)) / x.shape.dim**0.5, x.v, _hidden(x))
 
 
 def shaw(x: Inputs) -> Any:
-    """Gather a table row for every pair of positions (Shaw et al. 2018, equation 5)."""
-    rows = x.table[_columns(x.shape)]
-    logits = (x.q @ x.k.mT + torch.einsum("bhid,ijd->bhij", x.q, rows)) / x.shape.dim**0.5
-    if x.shape.causal:
-        logits = logits.masked_fill(_future(x.shape.length), -torch.inf)
-    return logits.softmax(-1) @ x.v
+    """A table row gathered for every pair of positions."""
+    return attended((x.q @ x.k.mT + gathered(x.q, x.table, _columns(x.shape))) / x.shape.dim**0.5, x.v, _hidden(x))
 
 
 def sdpa_bias(x: Inputs) -> Any:
     """SDPA with the relative logits materialised as its bias, by pad, reshape and slice."""
-    length, causal = x.shape.length, x.shape.causal
-    if causal:
-        bias = F.pad(x.q @ x.table.mT, (1, 0))
-        bias = bias.reshape(*bias.shape[:2], length + 1, length)[:, :, 1:]
-    else:
-        bias = F.pad(x.q @ x.table.mT, (0, 1)).flatten(2)
-        bias = F.pad(bias, (0, length - 1)).reshape(*bias.shape[:2], length + 1, 2 * length - 1)
-        bias = bias[:, :, :length, length - 1 :]
-    bias = bias / x.shape.dim**0.5
-    if causal:
-        bias = bias.masked_fill(_future(length), -torch.inf)
-    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
+    return _biased(x, _relative(x) / x.shape.dim**0.5, _hidden(x))
 
 
-def flex(x: Inputs) -> Any:
-    """Compiled FlexAttention: a score modification that reads the captured product ``q·tableᵀ``."""
-    return _flex(x, _compiled_flex())
+def sdpa_local(x: Inputs) -> Any:
+    """SDPA over all keys with the relative logits and the mask of local attention materialised as its bias."""
+    i = torch.arange(x.shape.length)
+    hidden = ~visible(x.shape, i[:, None], i[None, :] - i[:, None])
+    return _biased(x, picked(x.q, x.table, _columns(x.shape)) / x.shape.dim**0.5, hidden)
 
 
-def flex_eager(x: Inputs) -> Any:
-    """The same uncompiled: slow, and the check that the score modification is right where nothing compiles."""
-    return _flex(x, flex_attention)
+def toeplitz_bias(x: Inputs) -> Any:
+    """SDPA with a number for every relative position gathered into an ``H × L × L`` bias, as T5 does."""
+    return _biased(x, x.table[:, _columns(x.shape)][None], _hidden(x))
 
 
 def huang_local(x: Inputs) -> Any:
@@ -75,27 +74,10 @@ def huang_local(x: Inputs) -> Any:
     k, v = (torch.cat([F.pad(y, (0, 0, 0, 0, 1, 0))[..., :-1, :, :], y], -2) for y in (k, v))
     product = F.pad(q @ x.table.mT, (0, 1)).flatten(-2)
     relative = product[..., n - 1 : n - 1 + n * 2 * n].reshape(*q.shape[:-1], 2 * n)  # each row one column further left
-    logits = (q @ k.mT + relative) / x.shape.dim**0.5
     i, j = torch.arange(n)[:, None], torch.arange(2 * n)
     hidden = (j > i + n).expand(q.shape[-3], n, 2 * n).clone()
     hidden[0] |= j < n
-    return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v).flatten(-3, -2)
-
-
-def sdpa_local(x: Inputs) -> Any:
-    """SDPA over all keys with the relative logits and the mask of local attention materialised as its bias."""
-    hidden = ~torch.from_numpy(_visible(x.shape))
-    columns = _columns(x.shape).expand(1, x.shape.heads, -1, -1)
-    bias = torch.gather(x.q @ x.table.mT, -1, columns) / x.shape.dim**0.5
-    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias.masked_fill(hidden, -torch.inf))
-
-
-def toeplitz_bias(x: Inputs) -> Any:
-    """SDPA with a number for every relative position gathered into an ``H × L × L`` bias, as T5 does."""
-    bias = x.table[:, _columns(x.shape)]
-    if x.shape.causal:
-        bias = bias.masked_fill(_future(x.shape.length), -torch.inf)
-    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias[None])
+    return attended((q @ k.mT + relative) / x.shape.dim**0.5, v, hidden).flatten(-3, -2)
 
 
 def x_transformers(x: Inputs) -> Any:
@@ -107,14 +89,40 @@ def x_transformers(x: Inputs) -> Any:
     return out
 
 
-def ours(x: Inputs) -> Any:
-    """``relative_attention``, by the path that it chooses itself."""
-    return _ours(x, "auto")
+def flex(x: Inputs) -> Any:
+    """Compiled FlexAttention: a score modification that reads the captured product of queries and table."""
+    return flex_by(x, _compiled_flex(x.shape))
 
 
-def ours_portable(x: Inputs) -> Any:
-    """``relative_attention``, by the one code for every library."""
-    return _ours(x, "portable")
+def flex_by(x: Inputs, attention: Any) -> Any:
+    """The same by a function: compiled, or eager where nothing compiles."""
+    product, left, last = x.q @ x.table.mT * x.shape.dim**-0.5, x.shape.span.left, x.shape.span.rows - 1
+
+    def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + product[b, h, i, (j - i + left).clamp(0, last)]
+
+    mask = _causal_blocks(x.shape.length, str(x.q.device)) if x.shape.causal else None
+    return attention(x.q, x.k, x.v, score_mod=add, block_mask=mask)
+
+
+def ours(x: Inputs, impl: str = "auto", **other: Any) -> Any:
+    """``relative_attention``, by the path that it chooses itself; on a GPU by the fused kernels or not at all."""
+    impl = "native" if x.shape.device == "cuda" and impl == "auto" else impl
+    given = other or {"rel_bias" if x.shape.bias else "rel_k": x.table, "span": x.shape.span}
+    return relative_attention(x.q, x.k, x.v, impl=impl, **x.shape.options(), **given)
+
+
+def ours_clipped(x: Inputs) -> Any:
+    """The same with a short clipped table."""
+    return ours(x, rel_k=x.clipped, span=Span.clipped(CLIP))
+
+
+def ours_plain(x: Inputs) -> Any:
+    """The same without relative terms: what the fused kernels are measured by."""
+    return ours(x, rel_k=None)
+
+
+portable = partial(ours, impl="portable")
 
 
 def products(x: Inputs) -> Any:
@@ -123,6 +131,8 @@ def products(x: Inputs) -> Any:
     In chunks of 128 queries that see their own past only, a head a thread, into scratch that is allocated once.
     The result means nothing.
     """
+    from threadpoolctl import threadpool_limits
+
     length, chunk = x.shape.length, 128
     out = np.empty_like(x.q)
 
@@ -137,7 +147,7 @@ def products(x: Inputs) -> Any:
             np.matmul(q[start:stop], x.table.T[:, length - stop :], out=relative[: n * stop].reshape(n, stop))
             np.matmul(weights, v[:stop], out=out[0, h, start:stop])
 
-    with _controller().limit(limits=1, user_api="blas"):
+    with threadpool_limits(limits=1, user_api="blas"):
         list(_pool().map(head, range(x.shape.heads)))
     return out
 
@@ -149,49 +159,70 @@ def dense_products(x: Inputs) -> Any:
     return relative[..., :1], weights @ x.v
 
 
-def _flex(x: Inputs, attention: Callable[..., Any]) -> Any:
-    length = x.shape.length
-    product = x.q @ x.table.mT / x.shape.dim**0.5
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A row of the tables."""
 
-    def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return score + product[b, h, i, torch.clamp(j - i, max=0) + length - 1]
+    label: str
+    function: Callable[[Inputs], Any]
+    kind: str = "full"  # which reference it is held to: "full", "clipped", "plain", or "" for none
+    library: str = "torch"
+    floats: Callable[[Shape], float] = lambda _: 0.0  # how many numbers it holds at once, about, where they are many
+    missing: Callable[[], str | None] = lambda: None  # why it cannot run here at all
 
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
-    return attention(x.q, x.k, x.v, score_mod=add, block_mask=mask)
+    @property
+    def products(self) -> tuple[float, float]:
+        """Products of every query with every key, forward and backward: the relative terms of a full table count."""
+        return (3, 8) if self.kind == "full" else (2, 5)
 
+    def needs(self, shape: Shape, *, backward: bool = False) -> float:
+        """Estimate the bytes that a call allocates."""
+        return 4 * self.floats(shape) * (1.6 if backward else 1)
 
-def torch_gradients(function: Callable[[Inputs], Any], x: Inputs) -> tuple[Any, ...]:
-    """Run a contender forward and backward: gradients of ``q, k, v`` and, where it is used, of the table."""
-    return torch.autograd.grad(function(x), [x.q, x.k, x.v, x.table], x.d_out, allow_unused=True)
-
-
-def numpy_gradients(function: Callable[[Inputs], Any], x: Inputs) -> tuple[Any, ...]:
-    """The same where the array library has no gradients: the output, then ``relative_attention_vjp``."""
-    impl = "portable" if function is ours_portable else "auto"
-    out = _ours(x, impl)
-    table = {"rel_bias" if x.shape.bias else "rel_k": x.table}
-    options = {**x.shape.options(), **table, "span": x.shape.span, "impl": impl}
-    gradients = relative_attention_vjp(x.d_out, x.q, x.k, x.v, out=out, **options)
-    return gradients.q, gradients.k, gradients.v, gradients.rel_bias if x.shape.bias else gradients.rel_k
-
-
-def _ours(x: Inputs, impl: str) -> Any:
-    table = {"rel_bias" if x.shape.bias else "rel_k": x.table}
-    return relative_attention(x.q, x.k, x.v, span=x.shape.span, impl=impl, **x.shape.options(), **table)
+    def skip(self, shape: Shape, *, backward: bool = False) -> str | None:
+        reason, needed = self.missing(), self.needs(shape, backward=backward)
+        if reason is None and shape.device == "cpu" and needed > MEMORY_LIMIT:
+            return f"needs about {needed / 2**30:.0f} GiB"
+        return reason
 
 
-def _future(length: int) -> torch.Tensor:
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
+def prepare(contender: Contender, shape: Shape, *, backward: bool = False) -> Callable[[], Any]:
+    """Return the call that is measured: the output, or with ``backward`` the gradients, forward pass included."""
+    function, x = contender.function, make_inputs(shape)
+    if contender.library == "numpy":
+        return partial(_numpy_gradients, function, x) if backward else partial(function, x)
+    x = x.to_torch(gradients=backward)
+    return (lambda: gradients(function(x), x)) if backward else torch.no_grad()(partial(function, x))
+
+
+def gradients(out: Any, x: Inputs, **options: Any) -> tuple[Any, ...]:
+    """Return the gradients of ``q, k, v`` and of the tables that are used."""
+    return torch.autograd.grad(out, x[1:6], x.d_out, allow_unused=True, **options)
+
+
+def _numpy_gradients(function: Callable[[Inputs], Any], x: Inputs) -> tuple[Any, ...]:
+    table = "rel_bias" if x.shape.bias else "rel_k"
+    impl = "portable" if function is portable else "auto"
+    options = {**x.shape.options(), table: x.table, "span": x.shape.span, "impl": impl}
+    found = relative_attention_vjp(x.d_out, x.q, x.k, x.v, out=function(x), **options)
+    return found.q, found.k, found.v, getattr(found, table)
+
+
+def _relative(x: Inputs) -> Any:
+    return (skewed if x.shape.causal else shifted)(x.q @ x.table.mT)
+
+
+def _hidden(x: Inputs) -> Any:
+    return future(x.shape.length, x.q.device) if x.shape.causal else None
+
+
+def _biased(x: Inputs, bias: Any, hidden: Any) -> Any:
+    bias = bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
+    return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias)
 
 
 def _columns(shape: Shape) -> torch.Tensor:
-    position = torch.arange(shape.length)
-    return (position[None, :] - position[:, None] + shape.span.left).clamp(0, shape.span.rows - 1)
-
-
-def _visible(shape: Shape) -> np.ndarray:
-    i = np.arange(shape.length)
-    return visible(shape, i, i[None, :] - i[:, None])
+    return columns(shape.length, shape.length, shape.span.left, shape.span.rows)
 
 
 @functools.cache
@@ -201,16 +232,62 @@ def _x_transformers(length: int, heads: int) -> tuple[Any, Any]:
     return bias, module.Attend(causal=True, flash=True, heads=heads)
 
 
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(shape: Shape) -> Any:
+    if shape.device == "cpu":
+        return _flex_on_cpus()
+    torch.compiler.reset()  # after some recompilations for other shapes it would stay eager
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
+def _flex_on_cpus() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _causal_blocks(length: int, device: str) -> Any:
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads())
+
+
+def _logits(buffers: float) -> Callable[[Shape], float]:
+    return lambda shape: buffers * shape.heads * shape.length**2
+
+
+def _native(library: str) -> Callable[[], str | None]:
+    return lambda: None if "native" in backends.available().get(library, []) else f"no native path for {library} here"
+
+
+def _installed(found: Callable[[], Any], otherwise: str) -> Callable[[], str | None]:
+    return lambda: None if found() else otherwise
+
+
+COMPILER = _installed(lambda: shutil.which("g++") or shutil.which("clang++"), "torch.compile needs a C++ compiler")
+X_TRANSFORMERS = _installed(lambda: importlib.util.find_spec("x_transformers"), "x-transformers is not installed")
+
+CONTENDERS = {
+    "plain": Contender("plain SDPA, no relative positions", plain, "plain"),
+    "sdpa-flash": Contender("SDPA, flash", plain_by(SDPBackend.FLASH_ATTENTION), "plain"),
+    "sdpa-cudnn": Contender("SDPA, cuDNN", plain_by(SDPBackend.CUDNN_ATTENTION), "plain"),
+    "huang": Contender("pad–reshape–slice (Huang)", huang, floats=_logits(4)),
+    "huang-local": Contender("local blocks (Huang)", huang_local),
+    "sdpa-bias": Contender("SDPA with a skewed bias", sdpa_bias, floats=_logits(3)),
+    "sdpa-local": Contender("SDPA with a local bias", sdpa_local, floats=_logits(3)),
+    "shaw": Contender("gather (Shaw)", shaw, floats=lambda shape: shape.length**2 * (shape.dim + 3 * shape.heads)),
+    "flex": Contender("compiled FlexAttention", flex, floats=_logits(2), missing=COMPILER),
+    "toeplitz-bias": Contender("SDPA with a gathered bias", toeplitz_bias, floats=_logits(2)),
+    "x-transformers": Contender("x-transformers", x_transformers, floats=_logits(3), missing=X_TRANSFORMERS),
+    "torch-portable": Contender("relskew on torch, portable", portable),
+    "torch": Contender("relskew on torch", ours, missing=_native("torch")),
+    "torch-clipped": Contender("relskew on torch, a clipped table", ours_clipped, "clipped"),
+    "torch-plain": Contender("relskew on torch, no relative positions", ours_plain, "plain"),
+    "numpy-portable": Contender("relskew on NumPy, portable", portable, library="numpy"),
+    "numpy": Contender("relskew on NumPy", ours, library="numpy", missing=_native("numpy")),
+    "products": Contender("NumPy's three products, causal", products, "", "numpy"),
+    "dense-products": Contender("NumPy's three products, dense", dense_products, "", "numpy", _logits(2)),
+}

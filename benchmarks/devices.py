@@ -1,4 +1,4 @@
-"""What splitting a sequence over GPUs costs, by arithmetic: ``python -m benchmarks.devices``; ``--docs`` for the page.
+"""What splitting a sequence over GPUs costs, by arithmetic.
 
 Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the rest follows from what
 ``relskew_core.distributed.torch`` computes and sends.
@@ -6,14 +6,13 @@ Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from benchmarks import report
-
-PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
+from benchmarks.page import markdown
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case
 
 HEADS, KEY_HEADS, WIDTH, BYTES = 32, 8, 128, 2  # bfloat16
 FORWARD, BACKWARD = 400e12, 300e12  # operations a second that kernels reach
@@ -79,36 +78,43 @@ class Split:
         return rows * WIDTH * BYTES * (HEADS // self.heads if self.table == "by head" else 1)
 
 
-def splits() -> Iterator[Split]:
-    """The choices of 8 and 64 GPUs."""
-    for length in (2**17, 2**20):
-        for ring, heads in ((8, 1), (1, 8), (64, 1), (8, 8)):
-            for table, reach in (("shared", None), ("by head", None), ("by head", 4096)):
-                if (heads, reach) in ((8, 4096),) and ring == 1:
-                    continue
-                yield Split(length, ring, heads, table, reach)
+class Devices(Benchmark):
+    """The choices of 8 and 64 GPUs, which nothing takes turns for."""
+
+    page = "devices.md"
+
+    def cases(self) -> Iterator[Case]:
+        for length in (2**17, 2**20):
+            for ring, heads in ((8, 1), (1, 8), (64, 1), (8, 8)):
+                for table, reach in (("shared", None), ("by head", None), ("by head", 4096)):
+                    if (ring, heads, reach) != (1, 8, 4096):
+                        yield asdict(Split(length, ring, heads, table, reach))
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return ["arithmetic"]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        return lambda: Split(**case)
+
+    def asks(self, case: Case) -> set[str]:
+        return set()
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        seconds = sum(result.seconds(backward=backward)[0] for backward in (False, True))
+        return {"seconds": seconds, "efficiency": result.efficiency, "table_bytes": result.table_bytes}
+
+    def texts(self, record: Record) -> dict[str, str]:
+        header = ("L", "ring × heads", "table", "computing, forward and backward", "efficiency", "table on a GPU")
+        lines = []
+        for row in record.rows:
+            case, facts = row.case, row.facts
+            reach = "" if case["reach"] is None else f", a window of {case['reach']}"
+            lines.append((
+                f"{case['length'] // 1024}k", f"{case['ring']} × {case['heads']}", f"{case['table']}{reach}",
+                f"{facts['seconds'] * 1e3:.2f} ms", f"{facts['efficiency']:.0%}",
+                f"{facts['table_bytes'] / 2**20:.0f} MiB",
+            ))  # fmt: skip
+        return {"": markdown(header, lines)}
 
 
-def table() -> str:
-    """Return the choices as a Markdown table."""
-    lines = [
-        "| L | ring × heads | table | computing, forward and backward | efficiency | table on a GPU |",
-        "| ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for split in splits():
-        spent = sum(split.seconds(backward=backward)[0] for backward in (False, True))
-        reach = "" if split.reach is None else f", a window of {split.reach}"
-        lines.append(
-            f"| {split.length // 1024}k | {split.ring} × {split.heads} | {split.table}{reach} | {spent * 1e3:.2f} ms | "
-            f"{split.efficiency:.0%} | {split.table_bytes / 2**20:.0f} MiB |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/devices.md")
-    if parser.parse_args().docs:
-        report.put(PAGE, "benchmarks.devices", table())
-    else:
-        print(table())
+BENCHMARK = Devices()

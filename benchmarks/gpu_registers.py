@@ -1,16 +1,16 @@
-"""Registers, spills and shared memory of the fused kernels: ``python -m benchmarks.gpu_registers``; needs no GPU.
+"""Registers, spills and shared memory of the fused kernels; needs no GPU.
 
 Every launch configuration is compiled for every kernel; the table is the one in ``docs/gpu.md``.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
+import itertools
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.page import pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, Row
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -139,37 +142,57 @@ def _type(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def rows(dtype: torch.dtype, width: int, chosen: list[str], capability: int) -> Iterator[str]:
-    """Compile a launch configuration, and return a row of the table for every kernel."""
-    uses: dict[str, dict[str, Usage]] = {}
-    for terms in chosen:
-        for name, kernel, given in launches(call_of(dtype, width, terms, capability)):
-            uses.setdefault(name, {})[terms] = compiled(name, kernel, given, capability)
-    for name, by_terms in uses.items():
-        tile = next(iter(by_terms.values())).tile
-        cells = [f"{capability / 10}", f"{TYPES[dtype]}, {width}", name, f"{tile.size}, {tile.warps}, {tile.stages}"]
-        cells += [by_terms[terms].cell if terms in by_terms else "" for terms in chosen]
-        yield f"| {' | '.join(cells)} |"
+class GPURegisters(Benchmark):
+    """Every launch configuration of every kernel."""
+
+    page = "gpu.md"
+
+    def cases(self) -> Iterator[Case]:
+        """Name capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` for more."""
+        terms = list(TERMS)[:-1]
+        for capability, (half, width), term in itertools.product((90, 80), TILES, terms):
+            dtype = "bfloat16" if half else "float32"
+            yield {"capability": capability, "dtype": dtype, "width": width, "terms": term, "tf32": False}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return ("forward", "keys", "queries", "tables")
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        return None if contender in _kernels(*case.values()) else "no table"
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        kernel, given = _kernels(*case.values())[contender]
+        return lambda: compiled(contender, kernel, given, case["capability"])
+
+    def asks(self, case: Case) -> set[str]:
+        return set()
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        tile = result.tile
+        return {"tile": f"{tile.size}, {tile.warps}, {tile.stages}", "uses": result.cell}
+
+    def texts(self, record: Record) -> dict[str, str]:
+
+        def cells() -> Iterator[tuple[str, str, str]]:
+            rows = list(record.measured())
+            of: dict[tuple[int, str, int, str], list[Row]] = {}
+            for row in rows:
+                key = (row.case["capability"], row.case["dtype"], row.case["width"], row.contender)
+                of.setdefault(key, []).append(row)
+            for (capability, dtype, width, kernel), found in of.items():
+                short = TYPES[getattr(torch, dtype)]
+                for row in found:
+                    line = f"{capability / 10} | {short}, {width} | {kernel} | {row.facts['tile']}"
+                    yield line, row.case["terms"], row.facts["uses"]
+
+        return {"": pivot(cells(), "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print a row for every kernel of every launch configuration."""
-    parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the fused kernels.")
-    parser.add_argument("--capabilities", type=int, nargs="+", choices=list(SHARED_BYTES), default=(90, 80))
-    parser.add_argument("--widths", type=int, nargs="+", default=(64, 128, 256))
-    parser.add_argument("--terms", nargs="+", choices=list(TERMS), default=list(TERMS)[:-1])
-    parser.add_argument("--tf32", action="store_true", help="multiply float32 as torch may be allowed to")
-    options = parser.parse_args(arguments)
-    torch.backends.cuda.matmul.allow_tf32 = options.tf32
-    heads = ("compute capability", "dtype, width", "kernel", "tile, warps, stages", *options.terms)
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for capability in options.capabilities:
-        for half, width in TILES:
-            if width in options.widths:
-                for row in rows(torch.bfloat16 if half else torch.float32, width, options.terms, capability):
-                    print(row, flush=True)
-    return 0
+@functools.lru_cache(maxsize=1)
+def _kernels(capability: int, dtype: str, width: int, terms: str, tf32: bool) -> dict[str, tuple[Any, dict[str, Any]]]:
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    call = call_of(getattr(torch, dtype), width, terms, capability)
+    return {name: (kernel, given) for name, kernel, given in launches(call)}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = GPURegisters()

@@ -1,41 +1,26 @@
-"""Whole torch models: a step of training, a token of decoding, graphs of the compiler: ``python -m benchmarks.models``.
+"""Whole torch models: a step of training, a token of decoding, graphs of the compiler.
 
-One thread, CPU time, in turns. Every model is two causal layers, 512 wide with 8 heads; only what attends differs.
+Every model is two causal layers, 512 wide with 8 heads; only what attends differs.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
-import typer
-from rich.console import Console
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from benchmarks import machine, report
-from benchmarks.timing import medians
+from benchmarks.page import as_time, markdown, pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case
+from benchmarks.textbook import attended, columns, future, gathered, skewed
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.layers.torch import MultiheadAttention, RelativeMultiheadAttention
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "torch.md"
 LAYERS, WIDTH, HEADS, VOCABULARY = 2, 512, 8, 256
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A way to attend, one task, and what it took."""
-
-    model: str
-    task: str
-    size: int
-    seconds: float
 
 
 class Attention(nn.Module):
@@ -75,14 +60,9 @@ class Textbook(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Attend with a table, as the ports of Music Transformer do."""
         n, m = q.shape[2], k.shape[2]
-        if n == 1:  # the table's last rows lie as the keys do
-            relative = q @ self.table[:, -m:].mT
-        else:
-            relative = F.pad(q @ self.table[:, -n:].mT, (1, 0)).reshape(*q.shape[:2], n + 1, n)[:, :, 1:]
-        logits = (q @ k.mT + relative) * q.shape[-1] ** -0.5
-        if n > 1:
-            logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1), -torch.inf)
-        return logits.softmax(-1) @ v
+        # The table's last rows lie as the keys do for one query.
+        relative = q @ self.table[:, -m:].mT if n == 1 else skewed(q @ self.table[:, -n:].mT)
+        return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
 
 
 class Gather(Attention):
@@ -90,13 +70,9 @@ class Gather(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Attend with a table, row by row."""
-        n, m = q.shape[2], k.shape[2]
-        column = self.table.shape[1] - 1 + torch.arange(m) - torch.arange(start, start + n)[:, None]
-        rows = self.table[:, column.clamp(max=self.table.shape[1] - 1)]
-        logits = (q @ k.mT + torch.einsum("bhid,hijd->bhij", q, rows)) * q.shape[-1] ** -0.5
-        if n > 1:
-            logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1), -torch.inf)
-        return logits.softmax(-1) @ v
+        n, m, rows = q.shape[2], k.shape[2], self.table.shape[1]
+        relative = gathered(q, self.table, columns(n, m, rows - 1, rows))
+        return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
 
 
 def ours(length: int) -> RelativeMultiheadAttention:
@@ -104,8 +80,9 @@ def ours(length: int) -> RelativeMultiheadAttention:
     return RelativeMultiheadAttention(BlockSpec(WIDTH, HEADS, Span.causal(length), causal=True))
 
 
+PLAIN, GRAPHS = "no positions", "graphs"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "no positions": Attention,
+    PLAIN: Attention,
     "RelativeMultiheadAttention": ours,
     "pad, reshape, slice": Textbook,
     "a row for each pair": Gather,
@@ -183,116 +160,96 @@ TASKS: dict[str, tuple[Callable[[str, int], Callable[[], None]], tuple[int, ...]
 }
 
 
-def measured(budget: float, tell: Callable[[str], None]) -> Iterator[Row]:
-    """Yield what every model takes for every task."""
-    for task, (make, sizes) in TASKS.items():
-        for size in sizes:
-            tell(f"{task}, {size}")
-            names = [name for name in MODELS if size <= LONGEST.get(name, size)]
-            times = medians([make(name, size) for name in names], budget * len(names))
-            yield from (Row(name, task, size, taken) for name, taken in zip(names, times, strict=True))
-
-
-def graphs() -> Iterator[tuple[str, int, int]]:
-    """Yield what is compiled with ``fullgraph=True``, how often it is called with other numbers, and its graphs."""
+def compiled_functions() -> dict[str, Call]:
+    """Return what compiles with ``fullgraph=True``, calls it with other numbers, and counts calls and graphs."""
     table, span = torch.randn(HEADS, 256, 64), Span.causal(256)
     x = torch.randn(1, HEADS, 40, 64, requires_grad=True)
     block = RelativeMultiheadAttention(BlockSpec(64, 4, Span.causal(256), causal=True))
     encoder: Any = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     encoder.self_attn = MultiheadAttention(64, 4, Span.clipped(16), batch_first=True)
-    functions: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-        "the function, lengths": (
-            lambda x: relative_attention(x, x, x, table, span, causal=True),
-            [x[:, :, :n] for n in range(2, 40)],
+
+    def counted(function: Callable[[Any], Any], values: Iterable[Any]) -> Call:
+        return lambda: _graphs(function, lambda compiled: [compiled(value) for value in values])
+
+    def decoded(**room: Any) -> Call:
+        def decode(compiled: Callable[..., Any]) -> list[Any]:
+            cache, made = block.empty_cache(1, **room), []
+            with torch.no_grad():
+                for n in (30, *[1] * 100):
+                    y, cache = compiled(torch.randn(1, n, 64), past=cache)
+                    made.append(y)
+            return made
+
+        return lambda: _graphs(block.eval(), decode)
+
+    return {
+        "the function, lengths": counted(
+            lambda x: relative_attention(x, x, x, table, span, causal=True), [x[:, :, :n] for n in range(2, 40)]
         ),
-        "the function, `offset`": (
-            lambda offset: relative_attention(x[:, :, :1], x, x, table, span, causal=True, offset=offset),
-            list(range(2, 40)),
+        "the function, `offset`": counted(
+            lambda offset: relative_attention(x[:, :, :1], x, x, table, span, causal=True, offset=offset), range(2, 40)
         ),
-        "the function, `scale`": (
+        "the function, `scale`": counted(
             lambda scale: relative_attention(x, x, x, table, span, causal=True, scale=scale),
             [n / 64 for n in range(2, 40)],
         ),
-        "the block, lengths and batches": (block, [torch.randn(2 + n % 3, n, 64) for n in range(4, 40)]),
-        "`nn.TransformerEncoderLayer`, lengths": (encoder, [torch.randn(2, n, 64) for n in range(4, 40)]),
+        "the block, lengths and batches": counted(block, [torch.randn(2 + n % 3, n, 64) for n in range(4, 40)]),
+        "`nn.TransformerEncoderLayer`, lengths": counted(encoder, [torch.randn(2, n, 64) for n in range(4, 40)]),
+        "decoding, growing cache": decoded(),
+        "decoding, `length=` cache": decoded(length=200),
+        "decoding, `keep=` cache": decoded(keep=100),
     }
-    for name, (function, values) in functions.items():
-        compiled, counter = _compiled(function)
-        for value in values:
-            compiled(value)
-        yield name, len(values), counter.frame_count
-    rooms: dict[str, dict[str, Any]] = {"growing": {}, "`length=`": {"length": 200}, "`keep=`": {"keep": 100}}
-    for kind, room in rooms.items():
-        compiled, counter = _compiled(block.eval())
-        with torch.no_grad():
-            cache = block.empty_cache(1, **room)
-            for n in (30, *[1] * 100):
-                _, cache = compiled(torch.randn(1, n, 64), past=cache)
-        yield f"decoding, {kind} cache", 101, counter.frame_count
 
 
-def _compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
+def _graphs(function: Callable[..., Any], use: Callable[[Callable[..., Any]], list[Any]]) -> tuple[int, int]:
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, backend=counter), counter
+    return len(use(torch.compile(function, fullgraph=True, backend=counter))), counter.frame_count
 
 
-def tables(result: dict[str, Any]) -> list[report.Table]:
-    """Return times as multiples of the model without positions, and the graphs."""
-    rows = [Row(**row) for row in result["rows"]]
-    at = {(row.model, row.task, row.size): row.seconds for row in rows}
-    columns = list(dict.fromkeys((row.task, row.size) for row in rows))
-    plain = next(iter(MODELS))
-    lines = []
-    for name in MODELS:
-        cells = [
-            "–" if found is None else f"{report.seconds(found)} ({found / at[plain, *column]:.2f}×)"
-            for column in columns
-            for found in [at.get((name, *column))]
-        ]
-        lines.append((f"`{name}`" if name.isidentifier() else name, *cells))
-    times = report.Table("Whole models", ("", *(f"{task}, {size}" for task, size in columns)), lines)
-    counts = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in result["graphs"]]
-    return [times, report.Table("Graphs", ("compiled", "calls", "graphs", "recompilations"), counts)]
+class Models(Benchmark):
+    """Tasks of some sizes, and the compiler's graphs."""
+
+    page = "torch.md"
+    seconds = 4.0
+
+    def cases(self) -> Iterator[Case]:
+        for task, (_, sizes) in TASKS.items():
+            yield from ({"task": task, "size": size} for size in sizes)
+        yield from ({"task": GRAPHS, "compiled": name} for name in compiled_functions())
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return ["torch.compile"] if case["task"] == GRAPHS else MODELS
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        return "left out to keep the run short" if case.get("size", 0) > LONGEST.get(contender, 10**9) else None
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        if case["task"] == GRAPHS:
+            return compiled_functions()[case["compiled"]]
+        return TASKS[case["task"]][0](contender, case["size"])
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return dict(zip(("calls", "graphs"), result, strict=True)) if case["task"] == GRAPHS else {}
+
+    def asks(self, case: Case) -> set[str]:
+        return set() if case["task"] == GRAPHS else {"time"}
+
+    def texts(self, record: Record) -> dict[str, str]:
+        rows = list(record.measured())
+        plain = {str(row.case): row.cpu for row in rows if row.contender == PLAIN}
+
+        def cells() -> Iterator[tuple[str, str, str]]:
+            for row in rows:
+                if row.cpu is not None:
+                    name = f"`{row.contender}`" if row.contender.isidentifier() else row.contender
+                    text = f"{as_time(row.cpu)} ({row.cpu / (plain[str(row.case)] or row.cpu):.2f}×)"
+                    yield name, f"{row.case['task']}, {row.case['size']}", text
+
+        counts = [(row.case["compiled"], row.facts["calls"], row.facts["graphs"]) for row in rows if row.facts]
+        lines = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in counts]
+        graphs = markdown(("compiled", "calls", "graphs", "recompilations"), lines)
+        return {"": "\n\n".join([record.where, pivot(cells()), graphs])}
 
 
-def text(result: dict[str, Any]) -> str:
-    """Return what the page shows."""
-    about = result["machine"]
-    where = f"{about['cpu']}, one thread, CPU time, torch {about['versions']['torch']}, {about['date'][:10]}."
-    return "\n\n".join([where, *(report.markdown(table) for table in tables(result))])
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    """Write a line for every row, so that records can be compared."""
-    parts = [f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in result[name]) + "\n]" for name in LISTS]
-    about = json.dumps(result["machine"], indent=1)
-    path.write_text(f'{{"machine": {about},\n' + ",\n".join(parts) + "}\n", encoding="utf-8")
-
-
-LISTS = ("rows", "graphs")
-
-
-def main(
-    budget: Annotated[float, typer.Option(help="Seconds for each number.")] = 4.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
-    docs: Annotated[bool, typer.Option(help="Rewrite the tables of docs/torch.md, and store the record.")] = False,
-) -> None:
-    """Steps of training, tokens of decoding, and graphs of ``torch.compile``, of whole torch models."""
-    console, about = Console(), machine.describe()
-    torch.set_num_threads(1)
-    with console.status("") as status:
-        rows = [asdict(row) for row in measured(budget, status.update)]
-        status.update("graphs")
-        result = {"machine": about, "rows": rows, "graphs": [list(row) for row in graphs()]}
-    for table in tables(result):
-        report.show(table, console)
-    if json_path is not None:
-        save(result, json_path)
-    if docs:
-        save(result, ROOT / "benchmarks" / "records" / f"models-{machine.name(about)}")
-        report.put(PAGE, "benchmarks.models", text(result))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = Models()

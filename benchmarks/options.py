@@ -1,34 +1,26 @@
-"""Options of a call beside the dense mask or bias that people write for them today: ``python -m benchmarks.options``.
+"""Options of a call beside the dense mask or bias that people write for them today.
 
-torch on one thread, causal unless an option says otherwise, with a table of relative positions. Times are taken in
-turns in one process; memory in a fresh process each, as in :mod:`benchmarks.memory`.
+Causal unless an option says otherwise, with a table of relative positions.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
-import typer
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks import machine, report
-from benchmarks.memory import M_MMAP_THRESHOLD, ROOT
-from benchmarks.targets import MIB
-from benchmarks.timing import interleave
+from benchmarks.page import as_time, pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, distance
+from benchmarks.textbook import attended, future, picked
 from relskew_core import Span, relative_attention
-from relskew_core.cli._measure import resident_peak
 
 HEADS, DIM, REACH, DROPOUT, SOFTCAP = 8, 64, 64, 0.1, 30.0
-PAGE = ROOT / "docs" / "options.md"
+LENGTHS = (1024, 4096)
 
 
 class Inputs(NamedTuple):
@@ -45,7 +37,6 @@ class Inputs(NamedTuple):
 
     @classmethod
     def draw(cls, length: int, *, gradients: bool) -> Inputs:
-        """Draw them: 64 documents, time stamps with gaps and repeats."""
         generator = torch.Generator().manual_seed(0)
 
         def floats(*shape: int) -> Tensor:
@@ -67,13 +58,12 @@ def _rows(x: Inputs, stamps: Tensor | None = None) -> Tensor:
     return (steps[None, :] - steps[:, None]).clamp(-REACH, REACH) + REACH
 
 
-def _bias(x: Inputs, visible: Tensor, rows: Tensor, scale: Any = DIM**-0.5) -> Tensor:
-    product = (x.q * scale) @ x.table.mT
-    return product.gather(-1, rows.expand(*product.shape[:-1], -1)).masked_fill(~visible, -torch.inf)
+def _bias(x: Inputs, hidden: Tensor, rows: Tensor, scale: Any = DIM**-0.5) -> Tensor:
+    return picked(x.q * scale, x.table, rows).masked_fill(hidden, -torch.inf)
 
 
-def _causal(x: Inputs) -> Tensor:
-    return torch.ones(x.q.shape[-2], x.q.shape[-2], dtype=torch.bool).tril()
+def _future(x: Inputs) -> Tensor:
+    return future(x.q.shape[-2])
 
 
 def _sdpa(x: Inputs, bias: Tensor, **options: Any) -> Tensor:
@@ -85,19 +75,18 @@ def _ours(x: Inputs, **options: Any) -> Any:
 
 
 def _dense_sinks(x: Inputs) -> Tensor:
-    logits = x.q @ x.k.mT * DIM**-0.5 + _bias(x, _causal(x), _rows(x))
+    logits = x.q @ x.k.mT * DIM**-0.5 + _bias(x, _future(x), _rows(x))
     sinks = x.sinks[:, None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
 def _dense_softcap(x: Inputs) -> Tensor:
-    sums = x.q @ x.k.mT * DIM**-0.5 + (x.q * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).expand(1, HEADS, -1, -1))
-    return ((sums / SOFTCAP).tanh() * SOFTCAP).masked_fill(~_causal(x), -torch.inf).softmax(-1) @ x.v
+    sums = x.q @ x.k.mT * DIM**-0.5 + picked(x.q * DIM**-0.5, x.table, _rows(x))
+    return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, _future(x))
 
 
 def _dense_key_table(x: Inputs) -> Tensor:
-    of_keys = (x.k * DIM**-0.5 @ x.table.mT).gather(-1, _rows(x).mT.expand(1, HEADS, -1, -1)).mT
-    return _sdpa(x, _bias(x, torch.ones_like(_causal(x)), _rows(x)) + of_keys)
+    return _sdpa(x, picked(x.q * DIM**-0.5, x.table, _rows(x)) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT)
 
 
 def _offsets(x: Inputs, offset: Any) -> Any:
@@ -110,7 +99,7 @@ def _offsets(x: Inputs, offset: Any) -> Any:
 def _dense_offsets(x: Inputs) -> Tensor:
     steps = torch.arange(x.q.shape[-2])
     r = steps[None, :] - (steps + torch.arange(HEADS)[:, None])[..., None]
-    return _sdpa(x, _bias(x, r <= 0, r.clamp(-REACH, REACH) + REACH))
+    return _sdpa(x, _bias(x, r > 0, r.clamp(-REACH, REACH) + REACH))
 
 
 def _padding(x: Inputs) -> Tensor:
@@ -120,19 +109,18 @@ def _padding(x: Inputs) -> Tensor:
 def _dense_blocks(x: Inputs) -> Tensor:
     block = torch.arange(x.q.shape[-2]) // 128
     behind = block[:, None] - block[None, :]
-    return _sdpa(x, _bias(x, (behind >= 0) & (behind <= 2), _rows(x)))
+    return _sdpa(x, _bias(x, (behind < 0) | (behind > 2), _rows(x)))
 
 
 def _dense_positions(x: Inputs) -> Tensor:
-    visible = x.stamps[None, :] <= x.stamps[:, None]
-    return _sdpa(x, _bias(x, visible, _rows(x, x.stamps)))
+    return _sdpa(x, _bias(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps)))
 
 
 def _dense_scales(x: Inputs) -> Tensor:
     scale = x.scale[:, None, None]
     scaled = x._replace(q=x.q * scale)
     return F.scaled_dot_product_attention(
-        scaled.q, x.k, x.v, attn_mask=_bias(scaled, _causal(x), _rows(x), 1.0), scale=1.0
+        scaled.q, x.k, x.v, attn_mask=_bias(scaled, _future(x), _rows(x), 1.0), scale=1.0
     )
 
 
@@ -147,20 +135,20 @@ class Option:
 
 
 OPTIONS = {
-    "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _causal(x), _rows(x)))),
+    "none": Option("causal alone", lambda x: _ours(x, causal=True), lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)))),
     "sinks": Option("sinks=(H,)", lambda x: _ours(x, causal=True, sinks=x.sinks), _dense_sinks),
     "softcap": Option("softcap=30", lambda x: _ours(x, causal=True, softcap=SOFTCAP), _dense_softcap),
     "padding": Option(
         "mask=(B, 1, 1, L), not causal",
         lambda x: _ours(x, mask=_padding(x)),
-        lambda x: _sdpa(x, _bias(x, _padding(x), _rows(x))),
+        lambda x: _sdpa(x, _bias(x, ~_padding(x), _rows(x))),
     ),
     "key_table": Option("key_table=(R, D), not causal", lambda x: _ours(x, key_table=x.table), _dense_key_table),
     "offsets": Option("offset, by item", lambda x: _offsets(x, [*range(HEADS)]), _dense_offsets),
     "segments": Option(
         "segments, 64 documents",
         lambda x: _ours(x, causal=True, segments=x.documents),
-        lambda x: _sdpa(x, _bias(x, _causal(x) & (x.documents[:, None] == x.documents), _rows(x))),
+        lambda x: _sdpa(x, _bias(x, _future(x) | (x.documents[:, None] != x.documents), _rows(x))),
     ),
     "blocks": Option(
         "block_size=128, blocks_before=2", lambda x: _ours(x, block_size=128, blocks_before=2), _dense_blocks
@@ -172,131 +160,65 @@ OPTIONS = {
     "dropout": Option(
         "dropout=0.1",
         lambda x: _ours(x, causal=True, dropout=DROPOUT, seed=1),
-        lambda x: _sdpa(x, _bias(x, _causal(x), _rows(x)), dropout_p=DROPOUT),
+        lambda x: _sdpa(x, _bias(x, _future(x), _rows(x)), dropout_p=DROPOUT),
         exact=False,
     ),
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One option at one length, ours and dense."""
+class OptionsOfCalls(Benchmark):
+    """Every option at two lengths; memory at the longer one."""
 
-    option: str
-    length: int
-    backward: bool
-    seconds: tuple[float, float]
-    peak: tuple[int, int] | None = None  # bytes above the inputs
+    page = "options.md"
+    seconds = 2.0
+    small: Case = {"length": 512}  # noqa: RUF012 -- as long calls go, kernels and all
 
+    def cases(self) -> Iterator[Case]:
+        for option in OPTIONS:
+            for length in LENGTHS:
+                yield from ({"option": option, "length": length, "backward": backward} for backward in (False, True))
 
-def work(option: str, which: str, length: int, *, backward: bool) -> Callable[[], Any]:
-    """Return the call that is measured."""
-    x = Inputs.draw(length, gradients=backward)
-    function = getattr(OPTIONS[option], which)
-    if not backward:
-        return lambda: function(x)
-    d_out = torch.ones_like(x.v)
-    wanted = [y for y in x if y.is_floating_point()]
-    return lambda: torch.autograd.grad(function(x), wanted, d_out, allow_unused=True)
+    def contenders(self, case: Case) -> Iterable[str]:
+        return "ours", "dense"
 
+    def prepare(self, case: Case, contender: str) -> Call:
+        x = Inputs.draw(case["length"], gradients=case["backward"])
+        function = getattr(OPTIONS[case["option"]], contender)
+        if not case["backward"]:
+            return lambda: function(x)
+        d_out, wanted = torch.ones_like(x.v), [y for y in x if y.is_floating_point()]
+        return lambda: torch.autograd.grad(function(x), wanted, d_out, allow_unused=True)
 
-def peak(option: str, which: str, length: int, *, backward: bool) -> int:
-    """Measure the peak memory of one call in a fresh process."""
-    question = json.dumps({"option": option, "which": which, "length": length, "backward": backward})
-    command = [sys.executable, "-m", "benchmarks.options", "--child", question]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
-    return int(answer.stdout.splitlines()[-1])
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        if first is None or not OPTIONS[case["option"]].exact:
+            return None
+        return distance(*([y for y in x if y is not None] if isinstance(x, tuple) else x for x in (result, first)))
 
+    def gate(self, case: Case) -> float:
+        return 1e-5
 
-def child(question: str) -> int:
-    """Answer a question of :func:`peak`; only sound in a fresh process."""
-    import ctypes
+    def asks(self, case: Case) -> set[str]:
+        return {"time", "memory"} if case["length"] == LENGTHS[-1] else {"time"}
 
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-    torch.set_num_threads(1)
-    asked = json.loads(question)
-    work(asked["option"], asked["which"], 512, backward=asked["backward"])()  # as long calls go, kernels and all
-    call = work(asked["option"], asked["which"], asked["length"], backward=asked["backward"])
-    kept: list[Any] = []
-    gc.collect()
-    found = resident_peak(lambda: kept.append(call()))
-    if found is None:
-        raise RuntimeError("peak memory needs Linux's resettable high-water mark and glibc's malloc")
-    return found
+    def texts(self, record: Record) -> dict[str, str]:
+        of = {
+            (row.case["option"], row.case["length"], row.case["backward"], row.contender): row
+            for row in record.measured()
+        }
 
+        def cells() -> Iterator[tuple[str, str, str]]:
+            for (option, length, backward, name), ours in of.items():
+                if name == "ours":
+                    dense, call = of[option, length, backward, "dense"], OPTIONS[option].call
+                    line, more = call if option == "none" else f"`{call}`", ", with backward" if backward else ""
+                    one, other = ours.fastest or 0.0, dense.fastest or 1.0
+                    yield line, f"L = {length}{more}", f"{as_time(one)} ({one / other:.2f}×)"
+                    if ours.bytes is not None and dense.bytes is not None:
+                        text = f"{ours.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
+                        yield line, f"memory at {length}{more}", text
 
-def check(option: str, length: int) -> None:
-    """Refuse to measure what is not the same."""
-    x, this = Inputs.draw(length, gradients=False), OPTIONS[option]
-    if this.exact:
-        torch.testing.assert_close(this.ours(x), this.dense(x), rtol=0, atol=2e-5)
-
-
-def measure(lengths: list[int], tell: Callable[[str], None]) -> list[Row]:
-    """Measure every option at every length; memory at the last."""
-    rows = []
-    for option in OPTIONS:
-        check(option, 512)
-        for length in lengths:
-            for backward in (False, True):
-                tell(f"{option}: L = {length}{' with backward' if backward else ''}")
-                calls = {which: work(option, which, length, backward=backward) for which in ("ours", "dense")}
-                for call in calls.values():
-                    call()
-                timed = interleave(calls, rounds=5, budget=2.0)
-                peaks = None
-                if length == lengths[-1]:
-                    ours, dense = (peak(option, which, length, backward=backward) for which in ("ours", "dense"))
-                    peaks = ours, dense
-                rows.append(Row(option, length, backward, (timed["ours"].seconds, timed["dense"].seconds), peaks))
-    return rows
+        ordered, corner = sorted(cells(), key=lambda cell: "memory" in cell[1]), "ours, and of the dense one's"
+        return {"": f"{record.where}\n\n{pivot(ordered, corner)}"}
 
 
-def table(rows: list[Row]) -> report.Table:
-    """Return times and memory beside each other."""
-    lengths = sorted({row.length for row in rows})
-    of = {(row.option, row.length, row.backward): row for row in rows}
-    header = ["ours, and of the dense one's"]
-    for length in lengths:
-        header += [f"L = {length}", "with backward"]
-    header += [f"memory at {lengths[-1]}", "with backward"]
-    lines = []
-    for option, what in OPTIONS.items():
-        cells = [f"`{what.call}`" if option != "none" else what.call]
-        for length in lengths:
-            for backward in (False, True):
-                ours, dense = of[option, length, backward].seconds
-                cells.append(f"{report.seconds(ours)} ({ours / dense:.2f}×)")
-        for backward in (False, True):
-            peaks = of[option, lengths[-1], backward].peak
-            cells.append("–" if peaks is None else f"{peaks[0] / MIB:.0f} of {peaks[1] / MIB:.0f} MiB")
-        lines.append(tuple(cells))
-    return report.Table("Options beside dense masks, torch, one thread", tuple(header), lines)
-
-
-def main(
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "1024,4096",
-    docs: Annotated[bool, typer.Option(help="Rewrite the table of docs/options.md, and store the record.")] = False,
-    question: Annotated[str, typer.Option("--child", hidden=True)] = "",
-) -> None:
-    """Time and memory of each option of a call, beside the dense mask that people write today."""
-    if question:
-        print(child(question))
-        return
-    console, about = Console(), machine.describe()
-    torch.set_num_threads(1)
-    with console.status("") as status:
-        rows = measure([int(part) for part in lengths.split(",")], status.update)
-    found = table(rows)
-    report.show(found, console)
-    if docs:
-        path = ROOT / "benchmarks" / "records" / f"options-{machine.name(about)}"
-        lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
-        path.write_text(f'{{"machine": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-        versions, day = f"torch {about['versions']['torch']}", about["date"][:10]
-        where = f"{about['cpu']}, {versions}, one thread, commit {about['commit']}, {day}."
-        report.put(PAGE, "benchmarks.options", f"{where}\n\n{report.markdown(found)}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = OptionsOfCalls()

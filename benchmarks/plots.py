@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
+from benchmarks.contenders import CONTENDERS
 from benchmarks.record import Record
-from benchmarks.registry import CONTENDERS
-from benchmarks.sections import Row
-from benchmarks.targets import MIB
+from benchmarks.runner import Row
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = {
@@ -49,69 +48,54 @@ class Line:
         return self.contender in ("torch", "numpy", "plain")
 
 
-def draw(record: Record, folder: Path) -> dict[str, Path]:
-    """Write a PNG for every question that the record answers, and return them by name."""
+def draw(record: Record, folder: Path) -> list[Path]:
+    """Write a PNG for every question that the record answers."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "forward": _ratios(record, "forward", "Forward, causal: time, in units of plain attention"),
-        "training": _ratios(record, "training", "Forward and backward, causal: time, in units of plain attention"),
-        "memory": _memory(record),
-        "local": _local(record),
-    }
-    paths = {}
-    for name, figure in figures.items():
-        if figure is not None:
-            paths[name] = folder / f"{name}.png"
-            figure.savefig(paths[name])
+    plain = "time, in units of plain attention"
+    ratios, memory, local = (
+        (1, 1.5, 2, 3, 5, 10, 20, 30, 50),
+        [4.0**n for n in range(-2, 8)],
+        [10.0**n for n in range(-4, 2)],
+    )
+    panels = {
+        "forward": (f"Forward, causal: {plain}", ["forward"], ratios, "{:g}×".format),
+        "training": (f"Forward and backward, causal: {plain}", ["training"], ratios, "{:g}×".format),
+        "memory": ("Forward, causal: peak memory beyond the inputs", ["memory"], memory, _mib),
+        "local": ("Local attention, causal: time", ["blocks", "window"], local, _seconds),
+    }  # fmt: skip
+    paths = []
+    for name, (title, sections, ticks, text) in panels.items():
+        found = [_lines(record, section) for section in sections]
+        if not any(found):
+            continue
+        figure, axes = _figure(title, record, columns=len(sections))
+        for each, section, lines in zip(axes, sections, found, strict=True):
+            if lines:
+                _plot(each, lines)
+                _axis(each, "y", _ticks(lines, ticks), text)
+            if lines and name == "local":
+                case = next(record.measured(section=section)).case
+                what = f"blocks of {case['block_size']}" if section == "blocks" else f"a window of {case['window']}"
+                each.set_title(what, loc="left", fontsize=10.5, color=INK)
+                _guide(each, lines)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
     return paths
 
 
-def _ratios(record: Record, section: str, title: str) -> Figure | None:
-    rows = [row for row in record.rows if row.section == section and row.seconds is not None]
-    plain = {row.shape.length: row.seconds for row in rows if row.contender == "plain"}
-    lines = _lines(rows, lambda row: (row.seconds or 0) / (plain[row.shape.length] or 1))
-    lines = [line for line in lines if line.contender != "dense-products"]
-    if not lines:
-        return None
-    figure, (axes,) = _figure(title, record)
-    _plot(axes, lines)
-    _axis(axes, "y", _ticks(lines, (1, 1.5, 2, 3, 5, 10, 20, 30, 50)), lambda value: f"{value:g}×")
-    return figure
+def _lines(record: Record, section: str) -> list[Line]:
+    rows = [row for row in record.measured(section=section) if row.contender != "dense-products"]
+    rows = [row for row in rows if section != "memory" or not row.case["backward"]]
+    plain = {row.case["length"]: row.fastest for row in rows if row.contender == "plain"}
 
+    def value(row: Row) -> float:
+        if section == "memory":
+            return (row.bytes or 0) / 2**20
+        return (row.fastest or 0) / (plain.get(row.case["length"]) or 1)
 
-def _memory(record: Record) -> Figure | None:
-    rows = [row for row in record.rows if row.section == "memory" and row.extra_bytes and not row.backward]
-    lines = _lines(rows, lambda row: (row.extra_bytes or 0) / MIB)
-    if not lines:
-        return None
-    figure, (axes,) = _figure("Forward, causal: peak memory beyond the inputs", record)
-    _plot(axes, lines)
-    _axis(axes, "y", _ticks(lines, tuple(4.0**power for power in range(-2, 8))), _mib)
-    return figure
-
-
-def _local(record: Record) -> Figure | None:
-    figure, pair = _figure("Local attention, causal: time", record, columns=2)
-    drawn = False
-    for axes, section, what in zip(pair, ("blocks", "window"), ("blocks of", "a window of"), strict=True):
-        rows = [row for row in record.rows if row.section == section and row.seconds is not None]
-        lines = _lines(rows, lambda row: row.seconds or 0)
-        if not lines:
-            continue
-        drawn = True
-        size = rows[0].shape.block_size or rows[0].shape.window
-        axes.set_title(f"{what} {size}", loc="left", fontsize=10.5, color=INK)
-        _plot(axes, lines)
-        _axis(axes, "y", _ticks(lines, tuple(10.0**power for power in range(-4, 2))), _seconds)
-        _guide(axes, lines)
-    return figure if drawn else None
-
-
-def _lines(rows: Sequence[Row], value: Callable[[Row], float]) -> list[Line]:
-    names = dict.fromkeys(row.contender for row in rows)
     return [
-        Line(name, sorted((float(row.shape.length), value(row)) for row in rows if row.contender == name))
-        for name in names
+        Line(name, sorted((float(row.case["length"]), value(row)) for row in rows if row.contender == name))
+        for name in dict.fromkeys(row.contender for row in rows)
     ]
 
 

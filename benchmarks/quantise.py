@@ -1,62 +1,88 @@
-"""What quantisation costs in accuracy and saves in size: ``python -m benchmarks.quantise``."""
+"""What quantisation costs in accuracy and saves in size."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import onnxruntime
-import typer
-from rich.console import Console
 
-from benchmarks import report
-from benchmarks.report import Table
+from benchmarks.page import pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
 from relskew_core.export import quantize, save, to_onnx
 
-ROOT = Path(__file__).parents[1]
 LARGE = 6.0
 """What inputs are multiplied by for logits in the tens."""
 PROFILES = ("ort", "portable")
 KINDS = ("float32", "float16", "weights-8", "weights-4", "dynamic", "static")
 
 
-def main(
-    width: Annotated[int, typer.Option(help="Width of the block, of heads of 64.")] = 512,
-    rows: Annotated[int, typer.Option(help="Rows of the causal table, and the longest input.")] = 2048,
-    docs: Annotated[bool, typer.Option(help="Rewrite the table of docs/quantisation.md.")] = False,
-) -> None:
-    """Quantise a causal block in every way, and compare it with float64."""
-    console = Console()
-    with console.status("quantising"):
-        table = measure(width, rows)
-    report.show(table, console)
-    if docs:
-        report.put(ROOT / "docs" / "quantisation.md", "benchmarks.quantise", report.markdown(table))
+class Quantise(Benchmark):
+    """A causal block in every kind, beside float64, with inputs as they come and large ones."""
+
+    page = "quantisation.md"
+
+    def cases(self) -> Iterator[Case]:
+        for kind, large in itertools.product(KINDS, (False, True)):
+            yield {"kind": kind, "large": large, "width": 512, "rows": 2048}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return PROFILES
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        kind, width, rows = case["kind"], case["width"], case["rows"]
+        spec, weights, x, _ = block(width, rows, case["large"])
+
+        def call() -> tuple[int, np.ndarray]:
+            with TemporaryDirectory() as folder:
+                path = _file(spec, weights, contender, kind, [{"x": x}], Path(folder) / "block.onnx")
+                y, half, changed = _run(path, x), x.shape[1] // 2, x.copy()
+                changed[:, half:] = changed[:, half:][:, ::-1]
+                leak = float(np.max(np.abs(y - _run(path, changed))[:, :half]))
+                if leak > 0 and kind != "dynamic":  # whose scale follows from all of an input
+                    raise ValueError(f"{kind} in {contender}: keys that are hidden change the output by {leak:.1e}")
+                return path.stat().st_size, y
+
+        return call
+
+    def asks(self, case: Case) -> set[str]:
+        return set()
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        return distance(result[1], block(case["width"], case["rows"], case["large"])[3])
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return {"file_bytes": result[0]}
+
+    def texts(self, record: Record) -> dict[str, str]:
+
+        def cells() -> Iterator[tuple[str, str, str]]:
+            rows = sorted(record.measured(), key=lambda row: PROFILES.index(row.contender))
+            for row in rows:
+                line, large = f"`{row.case['kind']}`", ", large logits" if row.case["large"] else ""
+                if (row.contender, large) == (PROFILES[0], ""):
+                    yield line, "size", f"{row.facts['file_bytes'] / 2**20:.2f} MiB"
+                yield line, f"`{row.contender}`{large}", f"{row.error:.0e}"
+
+        return {"": pivot(cells())}
 
 
-def measure(width: int, rows: int) -> Table:
-    """Return sizes and errors, of inputs as they come and of large ones, and what hidden keys change."""
+@functools.lru_cache(maxsize=2)
+def block(width: int, rows: int, large: bool) -> tuple[BlockSpec, dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Return a block, its weights, an input, and what comes out in float64."""
     spec = BlockSpec(width, width // 64, Span.causal(rows), causal=True)
     weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=0).items()}
     x = np.random.default_rng(0).standard_normal((2, min(rows, 256), width)).astype(np.float32)
-    lines = []
-    with TemporaryDirectory() as folder:
-        for kind in KINDS:
-            cells = [f"`{kind}`"]
-            for profile in PROFILES:
-                for given in (x, LARGE * x):
-                    path = _file(spec, weights, profile, kind, [{"x": given}], Path(folder) / "block.onnx")
-                    cells += [f"{path.stat().st_size / 2**20:.2f} MiB"] if len(cells) == 1 else []
-                    cells.append(f"{_error(path, spec, weights, given):.0e}")
-                    leak = _leak(path, given)
-                    if leak > 0 and kind != "dynamic":  # whose scale follows from all of an input
-                        raise ValueError(f"{kind} in {profile}: keys that are hidden change the output by {leak:.1e}")
-            lines.append(tuple(cells))
-    header = ("", "size", *(f"`{profile}`{more}" for profile in PROFILES for more in ("", ", large logits")))
-    return Table("Quantised", header, lines)
+    x = np.float32(LARGE) * x if large else x
+    right: Any = attention_block(x.astype(np.float64), {key: w.astype(np.float64) for key, w in weights.items()}, spec)
+    return spec, weights, x, right
 
 
 def _file(
@@ -77,17 +103,4 @@ def _run(path: Path, x: np.ndarray) -> np.ndarray:
     return result.astype(np.float64)
 
 
-def _error(path: Path, spec: BlockSpec, weights: dict[str, np.ndarray], x: np.ndarray) -> float:
-    right: Any = attention_block(x.astype(np.float64), {key: w.astype(np.float64) for key, w in weights.items()}, spec)
-    return float(np.linalg.norm(_run(path, x) - right) / np.linalg.norm(right))
-
-
-def _leak(path: Path, x: np.ndarray) -> float:
-    """Return how much an input's second half changes the output of its first."""
-    half, changed = x.shape[1] // 2, x.copy()
-    changed[:, half:] = changed[:, half:][:, ::-1]
-    return float(np.max(np.abs(_run(path, x) - _run(path, changed))[:, :half]))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = Quantise()

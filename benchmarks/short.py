@@ -1,56 +1,29 @@
-"""Short calls beside the six lines that people write for them: ``python -m benchmarks.short``.
+"""Short calls beside the six lines that people write for them.
 
 Decoding, a few more tokens, small batches and short training sequences, where what stands around the arithmetic
-counts. In each cell the contenders take turns call by call in one process, so that all see the same machine; a cell's
-number is ours over the fastest of the others.
+counts. A cell's number is ours over the fastest of the others.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
-import typer
-from rich.console import Console
 
-from benchmarks import machine, report
-from benchmarks.memory import ROOT
+from benchmarks.page import pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, Row, distance
 from relskew_core import Span, relative_attention
 
-PAGE = ROOT / "docs" / "short.md"
 REACH = 4096
 """Rows of the table that decoding has."""
-
 BOUND = 1.05
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One shape in one way of use: causal, float32, a table for all heads."""
-
-    library: str  # "torch", "numpy" or "jax", which is compiled
-    way: str  # "forward" and "training", of whole sequences; "decoding" of one and "continuing" of a few last queries
-    batch: int
-    heads: int
-    queries: int
-    length: int  # of the keys
-    dim: int
-    threads: int = 1
-    seconds: tuple[float, ...] = ()  # ours, and the others'
-
-    @property
-    def ratio(self) -> float:
-        """Ours over the fastest of the others."""
-        return self.seconds[0] / min(self.seconds[1:])
-
 
 SQUARES = (
     (1, 8, 16, 64), (8, 8, 16, 32), (4, 8, 32, 64), (64, 8, 32, 64), (2, 16, 48, 128), (1, 8, 64, 64), (16, 4, 64, 16),
@@ -78,21 +51,7 @@ WHERE = (
     *(("continuing", *shape) for shape in DRAFTS),
 )
 """Ways and shapes."""
-
-
-def cells() -> Iterator[Cell]:
-    """List all that is measured. NumPy's gradients are nobody's textbook."""
-    for library, threads in (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1)):
-        yield from (Cell(library, *where, threads) for where in WHERE if (library, where[0]) != ("numpy", "training"))
-
-
-def draw(cell: Cell) -> list[np.ndarray]:
-    """Draw queries, keys, values, a table and the gradient of the output."""
-    rng = np.random.default_rng(0)
-    rows = cell.length if cell.queries == cell.length else REACH
-    lead, keys = (cell.batch, cell.heads), (cell.batch, cell.heads, cell.length, cell.dim)
-    shapes = [(*lead, cell.queries, cell.dim), keys, keys, (rows, cell.dim)]
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in (*shapes, shapes[0])]
+NAMES = ("library", "way", "batch", "heads", "queries", "length", "dim", "threads")
 
 
 def ours(q: Any, k: Any, v: Any, table: Any) -> Any:
@@ -132,6 +91,10 @@ def dense(q: Any, k: Any, v: Any, table: Any) -> Any:
     return softmax(logits) @ v
 
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {"ours": ours, "by hand": by_hand, "textbook": textbook, "dense": dense}
+OTHERS = {"decoding": ("by hand",), "continuing": ("dense",)}
+
+
 def softmax(x: Any) -> Any:
     """Return the softmax as it is written in each library."""
     if isinstance(x, torch.Tensor):
@@ -160,125 +123,82 @@ def _pad(x: Any) -> Callable[[Any], Any]:
     return partial(_module(x).pad, pad_width=((0, 0), (0, 0), (0, 0), (1, 0)))
 
 
-HANDS = {"decoding": (by_hand,), "continuing": (dense,)}
+@functools.lru_cache(maxsize=1)
+def draw(batch: int, heads: int, queries: int, length: int, dim: int) -> list[np.ndarray]:
+    """Draw queries, keys, values, a table and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    rows = length if length == queries else REACH
+    content, keys = (batch, heads, queries, dim), (batch, heads, length, dim)
+    return [rng.standard_normal(shape, dtype=np.float32) for shape in (content, keys, keys, (rows, dim), content)]
 
 
-def contenders(cell: Cell) -> list[Callable[[], Any]]:
-    """Return the calls of a cell, ours first."""
-    functions = [ours, *HANDS.get(cell.way, (textbook, dense))]
-    arrays = draw(cell)
-    if cell.library == "jax":
-        return _compiled(cell, functions, arrays)
-    if cell.library == "numpy":
-        return [partial(function, *arrays[:4]) for function in functions]
-    *given, d_out = map(torch.from_numpy, arrays)
-    if cell.way != "training":
-        return [torch.no_grad()(partial(function, *given)) for function in functions]
-    given = [x.requires_grad_() for x in given]
-    return [partial(_gradients, function, given, d_out) for function in functions]
+class Short(Benchmark):
+    """Shapes in ways of use: causal, float32, a table for all heads. JAX is compiled."""
+
+    page = "short.md"
+    seconds = 1.0
+    threads = None
+
+    def cases(self) -> Iterator[Case]:
+        """Name library, way, shape and threads. NumPy's gradients are nobody's textbook."""
+        for library, threads in (("torch", 1), ("torch", 2), ("numpy", 1), ("jax", 1)):
+            if find_spec(library) is not None:
+                for where in WHERE:
+                    if (library, where[0]) != ("numpy", "training"):
+                        yield dict(zip(NAMES, (library, *where, threads), strict=True))
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return "ours", *OTHERS.get(case["way"], ("textbook", "dense"))
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        torch.set_num_threads(case["threads"])
+        function, training = FUNCTIONS[contender], case["way"] == "training"
+        arrays = draw(*(case[name] for name in ("batch", "heads", "queries", "length", "dim")))
+        if case["library"] == "numpy":
+            return partial(function, *arrays[:4])
+        if case["library"] == "jax":
+            import jax
+
+            *given, d_out = map(jax.numpy.asarray, arrays)
+            step = jax.jit((lambda *x: jax.vjp(function, *x)[1](d_out)) if training else function)
+            return lambda: jax.block_until_ready(step(*given))
+        *given, d_out = map(torch.from_numpy, arrays)
+        if not training:
+            return torch.no_grad()(partial(function, *given))
+        given = [x.requires_grad_() for x in given]
+        return lambda: torch.autograd.grad(function(*given), given, d_out)
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        return None if first is None else distance(result, first)
+
+    def gate(self, case: Case) -> float:
+        """Allow what rounding is, in JAX's products too."""
+        return 1e-4
+
+    def doubts(self, rows: list[Row]) -> bool:
+        """Look for longer where ours seems slow: it may be the machine's noise."""
+        mine, *others = (row.fastest or 0.0 for row in rows)
+        return bool(others) and mine > BOUND * min(others)
+
+    def texts(self, record: Record) -> dict[str, str]:
+        seconds: dict[tuple[Any, ...], list[float]] = {}
+        for row in record.measured():
+            seconds.setdefault(tuple(row.case[name] for name in NAMES), []).append(row.fastest or 0.0)
+        ratios = {case: mine / min(others) for case, (mine, *others) in seconds.items() if others}
+
+        def cells() -> Iterator[tuple[str, str, str]]:
+            for case, ratio in ratios.items():
+                library, way, batch, heads, queries, length, dim, threads = case
+                lengths = f"L{length}" if queries in (1, length) else f"Lq{queries} Lk{length}"
+                column = {"numpy": "NumPy", "jax": "JAX, jit"}.get(
+                    library, f"torch, {threads} thread{'s' * (threads > 1)}"
+                )
+                line = f"{way}, B{batch} H{heads} {lengths} D{dim}"
+                yield line, column, f"{seconds[case][0] * 1e6:.0f} µs ({ratio:.2f}×)"
+
+        above = sum(ratio > BOUND for ratio in ratios.values())
+        summary = f"{len(ratios)} cells, {above} of them above {BOUND}×."
+        return {"": f"{record.where} {summary}\n\n{pivot(cells())}"}
 
 
-def _gradients(function: Callable[..., Any], given: list[torch.Tensor], d_out: torch.Tensor) -> Any:
-    return torch.autograd.grad(function(*given), given, d_out)
-
-
-def _compiled(cell: Cell, functions: list[Callable[..., Any]], arrays: list[np.ndarray]) -> list[Callable[[], Any]]:
-    import jax
-
-    *given, d_out = map(jax.numpy.asarray, arrays)
-
-    def call(function: Callable[..., Any]) -> Callable[[], Any]:
-        training = cell.way == "training"
-        step = jax.jit((lambda *x: jax.vjp(function, *x)[1](d_out)) if training else function)
-        return lambda: jax.block_until_ready(step(*given))
-
-    return [call(function) for function in functions]
-
-
-def measure(cell: Cell, *, seconds: float) -> Cell:
-    """Check that all compute the same, then let them take turns; the fastest call of each counts."""
-    torch.set_num_threads(cell.threads)
-    calls = contenders(cell)
-    results = [call() for call in calls]
-    for result in results[1:]:
-        torch.testing.assert_close(_numbers(result), _numbers(results[0]), rtol=1e-3, atol=1e-4)
-    times: list[list[float]] = [[] for _ in calls]
-    until = time.perf_counter() + seconds
-    while len(times[0]) < 8 or time.perf_counter() < until:
-        for call, own in zip(calls, times, strict=True):
-            call()  # what others left in the caches is not the question
-            start = time.perf_counter()
-            result = call()
-            own.append(time.perf_counter() - start)
-            del result
-    return replace(cell, seconds=tuple(map(min, times)))
-
-
-def _numbers(result: Any) -> list[torch.Tensor]:
-    parts = result if isinstance(result, (tuple, list)) else [result]
-    return [x.detach() if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x)) for x in parts]
-
-
-def table(found: list[Cell]) -> report.Table:
-    """Return ratios by shape and way of use."""
-    names = {"torch": "torch", "numpy": "NumPy", "jax": "JAX, jit"}
-    columns = list(dict.fromkeys((cell.library, cell.threads) for cell in found))
-    of = {(cell.way, _shape(cell), cell.library, cell.threads): cell for cell in found}
-    lines = []
-    for way, shape in dict.fromkeys((cell.way, _shape(cell)) for cell in found):
-        own = [of.get((way, shape, *column)) for column in columns]
-        lines.append((f"{way}, {shape}", *("–" if cell is None else _text(cell) for cell in own)))
-    header = ("", *(names[library] if library != "torch" else f"torch, {threads} thread{'s' * (threads > 1)}"
-                    for library, threads in columns))  # fmt: skip
-    return report.Table("Short calls: ours, and of the fastest of the others", header, lines)
-
-
-def _shape(cell: Cell) -> str:
-    length = f"L{cell.length}" if cell.queries in (1, cell.length) else f"Lq{cell.queries} Lk{cell.length}"
-    return f"B{cell.batch} H{cell.heads} {length} D{cell.dim}"
-
-
-def _text(cell: Cell) -> str:
-    return f"{cell.seconds[0] * 1e6:.0f} µs ({cell.ratio:.2f}×)"
-
-
-def summary(found: list[Cell]) -> str:
-    """Say how many cells there are, and how many are slower than what is written by hand."""
-    above = [cell for cell in found if cell.ratio > BOUND]
-    return f"{len(found)} cells, {len(above)} of them above {BOUND}×."
-
-
-def main(
-    seconds: Annotated[float, typer.Option(help="How long each cell is measured.")] = 1.0,
-    only: Annotated[str, typer.Option(help="A library: torch, numpy or jax.")] = "",
-    docs: Annotated[bool, typer.Option(help="Rewrite the table of docs/short.md, and store the record.")] = False,
-) -> None:
-    """Time short calls beside the formula by hand."""
-    console, about = Console(), machine.describe()
-    found = []
-    with console.status("") as status:
-        for cell in cells():
-            if only in ("", cell.library) and find_spec(cell.library) is not None:
-                status.update(f"{cell.library}, {cell.way}, {_shape(cell)}")
-                one = measure(cell, seconds=seconds)
-                found.append(one if one.ratio <= BOUND else measure(cell, seconds=8 * seconds))  # the machine's noise?
-    report.show(table(found), console)
-    console.print(summary(found))
-    if docs:
-        path = ROOT / "benchmarks" / "records" / f"short-{machine.name(about)}"
-        lines = ",\n".join("  " + json.dumps(asdict(cell)) for cell in found)
-        path.write_text(f'{{"machine": {json.dumps(about, indent=1)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-        write(found, about)
-
-
-def write(found: list[Cell], about: dict[str, Any]) -> None:
-    """Put the table between the page's marks."""
-    versions = ", ".join(
-        f"{name} {about['versions'][name]}" for name in ("torch", "numpy", "jax") if name in about["versions"]
-    )
-    where = f"{about['cpu']}, {versions}, load {about['load_average']}, commit {about['commit']}, {about['date'][:10]}."
-    report.put(PAGE, "benchmarks.short", f"{where} {summary(found)}\n\n{report.markdown(table(found))}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = Short()

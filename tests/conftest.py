@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import timing
+from benchmarks import runner
 from libraries import LIBRARIES, Library
 from relskew_core.backends._torch.cpu import call as cpu_call
 
@@ -44,7 +44,7 @@ def torch_works_in_stacks() -> Iterator[None]:
 def benchmarks_do_not_pause() -> Iterator[None]:
     """No time is measured in a test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "PAUSE_SECONDS", 0.0)
+        patch.setattr(runner, "PAUSE_SECONDS", 0.0)
         yield
 
 

@@ -12,7 +12,6 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import quantise as benchmark
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import quantize, save, to_onnx, validate
 
@@ -214,10 +213,3 @@ def test_logging_stays_as_it_was(tmp_path: Path) -> None:
     before = logging.root.level, list(logging.root.handlers), logging.root.manager.disable
     quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "block.onnx")
     assert before == (logging.root.level, list(logging.root.handlers), logging.root.manager.disable)
-
-
-def test_the_table_of_the_page() -> None:
-    table = benchmark.measure(64, 64)
-    assert [row[0] for row in table.rows] == [f"`{kind}`" for kind in benchmark.KINDS]
-    errors = {row[0]: float(row[2]) for row in table.rows}
-    assert errors["`float32`"] < 1e-5 < errors["`float16`"] < errors["`weights-8`"] < errors["`weights-4`"] < 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
-from benchmarks.runtimes.__main__ import RECORD, RELEASES, ROOT
-from benchmarks.runtimes.cases import FORMS, Case, cases
-from benchmarks.runtimes.table import opset_table, reasons, release_table, write
-from benchmarks.runtimes.trial import RUNTIMES, attempt
+from benchmarks.record import Record
+from benchmarks.runtimes import RELEASES, Graph, graphs
+from benchmarks.trial import RUNTIMES, attempt
 
 BUILT_BY_QNN = set(
     re.findall(
@@ -29,18 +27,18 @@ NEEDS_CONSTANT_AXES = {"Slice": 3, "Squeeze": 1, "Unsqueeze": 1}
 
 
 @pytest.fixture(scope="module")
-def portable() -> dict[str, Case]:
-    return {case.name: case for case in cases("portable")}
+def portable() -> dict[str, Graph]:
+    return {case.name: case for case in graphs("portable")}
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino", "onnxscript"])
-def test_graphs_are_tried_as_the_table_says(runtime: str, portable: dict[str, Case], tmp_path: Path) -> None:
+def test_graphs_are_tried_as_the_table_says(runtime: str, portable: dict[str, Graph], tmp_path: Path) -> None:
     for name in ("cache", "blocks"):
         portable[name].save(tmp_path)
         assert attempt(RUNTIMES[runtime], tmp_path / f"{name}.onnx") == ""
 
 
-def test_what_goes_wrong_is_told(portable: dict[str, Case], tmp_path: Path) -> None:
+def test_what_goes_wrong_is_told(portable: dict[str, Graph], tmp_path: Path) -> None:
     portable["full"].save(tmp_path)
     graph, calls = tmp_path / "full.onnx", tmp_path / "full.npz"
     stored = dict(np.load(calls))
@@ -52,7 +50,7 @@ def test_what_goes_wrong_is_told(portable: dict[str, Case], tmp_path: Path) -> N
     assert "InvalidProtobuf" in attempt(RUNTIMES["onnxruntime"], graph)
 
 
-def test_qnn_has_the_operators_of_portable_graphs(portable: dict[str, Case]) -> None:
+def test_qnn_has_the_operators_of_portable_graphs(portable: dict[str, Graph]) -> None:
     """Shapes are fixed there, so that what works on lengths is folded; loops are not for it."""
     for name, case in portable.items():
         if name != "chunks":
@@ -61,7 +59,7 @@ def test_qnn_has_the_operators_of_portable_graphs(portable: dict[str, Case]) -> 
 
 
 def test_tensorrt_has_the_operators_of_its_graphs() -> None:
-    for case in cases("trt"):
+    for case in graphs("trt"):
         constants = {tensor.name for tensor in case.model.graph.initializer}
         for node in case.model.graph.node:
             axes = node.input[NEEDS_CONSTANT_AXES.get(node.op_type, len(node.input)) :][:1]
@@ -72,22 +70,16 @@ def test_tensorrt_has_the_operators_of_its_graphs() -> None:
             assert node.domain == ""
 
 
-def test_the_page_is_what_the_record_says(tmp_path: Path) -> None:
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    assert record["forms"] == list(FORMS)
+def test_the_record_has_every_release() -> None:
+    rows = Record.newest("runtimes").rows
     here = ("onnxruntime", "openvino", "onnxscript")
-    apart = {f"{each.runtime} {each.version}" for each in RELEASES if each.packages}
-    assert {name for name in record["releases"] if name.split()[0] not in here} <= apart
-    assert len(release_table(record).rows) == len(RELEASES)
-    assert len(opset_table(record).rows) == 11
-    assert reasons(record)
-    page = ROOT / "docs" / "runtimes.md"
-    again = tmp_path / "runtimes.md"
-    again.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    write(record, again)
-    assert again.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    apart = {release.name for release in RELEASES if release.packages}
+    released = {row.contender for row in rows if row.case["opset"] is None}
+    assert {name for name in released if name.split()[0] not in here} <= apart
+    assert len(released) == len(RELEASES)
+    assert len({str(row.case) for row in rows if row.case["opset"] is not None}) == 11
 
 
-def test_old_releases_may_read_portable_graphs(portable: dict[str, Case]) -> None:
+def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> None:
     assert {case.model.ir_version for case in portable.values()} == {8}
     assert onnx.helper.find_min_ir_version_for(portable["full"].model.opset_import) == 8

@@ -1,190 +1,393 @@
-"""The benchmarks at tiny sizes: every contender runs, agrees with float64 and with the others, and is reported."""
+"""The benchmarks at tiny sizes: all compute the same, a record is written, read back, and shown on its page."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import typer
-from rich.console import Console
+import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import contenders, memory, report
-from benchmarks.inputs import Shape, error, make_inputs
-from benchmarks.record import Record
-from benchmarks.registry import CONTENDERS, MEMORY_LIMIT, Contender, prepare
-from benchmarks.sections import SECTIONS, Effort, Row
-from benchmarks.targets import outcomes
-from benchmarks.timing import interleave, medians
+from benchmarks import calls, contenders, families, gpu_graphs, graphs, models, runtimes
+from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
+from benchmarks.page import END, mark, pivot, put
+from benchmarks.problem import Shape, make_inputs, reference
+from benchmarks.record import Record, machine
+from benchmarks.runner import Benchmark, Case, Row, child, distance, reason, turns
+from relskew_core import attention_block, init_weights
+from relskew_core.cli._measure import resident_peak
 
-TINY = {
+ROOT = Path(__file__).parents[2]
+PAGES = [name for name in cli.NAMES if (name != "gpu_registers" or find_spec("triton")) and cli.load(name).page]
+NO_MEMORY = pytest.mark.skipif(resident_peak(lambda: None) is None, reason="the system does not count peak memory")
+
+SHAPES = {
     "causal": Shape(96, heads=2, dim=16),
     "peaky": Shape(96, heads=2, dim=16, std=30.0),
     "bidirectional": Shape(48, heads=2, dim=16, causal=False),
     "blocks": Shape(64, heads=2, dim=16, block_size=16),
     "window": Shape(64, heads=2, dim=16, window=16),
     "bias": Shape(64, heads=2, dim=16, bias=True),
+    "by head": Shape(64, batch=2, heads=2, dim=16, by_head=True),
 }
-OURS = ("torch-portable", "torch", "numpy-portable", "numpy")
-MEETING = {
-    "causal": ("huang", "sdpa-bias", "shaw", *OURS),
-    "peaky": ("huang", "sdpa-bias", *OURS),
-    "bidirectional": ("sdpa-bias", "shaw", *OURS),
-    "blocks": ("huang-local", "sdpa-local", *OURS),
-    "window": ("sdpa-local", *OURS),
-    "bias": ("toeplitz-bias", *OURS),
+TAKING_PART = {
+    "causal": ("huang", "sdpa-bias", "shaw", "plain", *calls.OURS),
+    "peaky": ("huang", "sdpa-bias", *calls.OURS),
+    "bidirectional": ("sdpa-bias", "shaw", *calls.OURS),
+    "blocks": ("huang-local", "sdpa-local", *calls.OURS),
+    "window": ("sdpa-local", *calls.OURS),
+    "bias": ("toeplitz-bias", "x-transformers", *calls.OURS),
+    "by head": ("huang", "sdpa-bias", "torch", "torch-clipped", "torch-plain", "torch-portable"),
 }
-CASES = [pytest.param(case, name, id=f"{case}-{name}") for case, names in MEETING.items() for name in names]
 
 
-def able(name: str, shape: Shape) -> Contender:
-    contender = CONTENDERS[name]
-    excuse = contender.excuse(shape)
-    if excuse is not None:
-        pytest.skip(excuse)
-    return contender
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [pytest.param(case, name, id=f"{case}-{name}") for case, names in TAKING_PART.items() for name in names],
+)
+def test_contender_is_the_plain_formula(case: str, name: str, backward: bool) -> None:
+    shape, contender = SHAPES[case], CONTENDERS[name]
+    if (excuse := contender.skip(shape)) is not None or (backward and name == "x-transformers"):
+        pytest.skip(excuse or "this one is written for inference")
+    result = prepare(contender, shape, backward=backward)()
+    found = reference(shape, contender.kind, shape.length).error(result[0] if backward else result, gradient=backward)
+    assert found < calls.GATE * max(1.0, shape.std) * (5 if backward else 1)
 
 
-@pytest.mark.parametrize(("case", "name"), CASES)
-def test_result_is_that_of_the_plain_formula(case: str, name: str) -> None:
-    shape = TINY[case]
-    inputs = make_inputs(shape)
-    out = prepare(able(name, shape), inputs)()
-    assert tuple(out.shape) == inputs.v.shape
-    assert error(inputs, out, rows=shape.length) < report.GATE * max(1.0, shape.std)
+@pytest.mark.parametrize(("case", "names"), TAKING_PART.items(), ids=TAKING_PART)
+def test_gradients_agree_with_those_through_the_textbook(case: str, names: tuple[str, ...]) -> None:
+    shape = SHAPES[case]
+    expected = prepare(CONTENDERS[names[0]], shape, backward=True)()[:4]
+    for name in names[1:]:
+        if CONTENDERS[name].kind == "full" and CONTENDERS[name].skip(shape) is None and name != "x-transformers":
+            found = prepare(CONTENDERS[name], shape, backward=True)()[:4]
+            assert distance(found, expected) < 1e-5 * max(1.0, shape.std)
 
 
-@pytest.mark.parametrize(("case", "name"), CASES)
-def test_gradients_agree_with_those_through_the_textbook(case: str, name: str) -> None:
-    inputs = make_inputs(TINY[case])
-    expected = prepare(CONTENDERS[MEETING[case][0]], inputs, backward=True)()
-    found = prepare(able(name, TINY[case]), inputs, backward=True)()
-    for one, other in zip(expected, found, strict=True):
-        one, other = np.asarray(one), np.asarray(other)
-        assert np.linalg.norm(one - other) < 1e-5 * max(1.0, TINY[case].std) * np.linalg.norm(one)
-
-
-def test_x_transformers_adds_the_same_bias() -> None:
-    inputs = make_inputs(TINY["bias"])
-    assert error(inputs, prepare(able("x-transformers", TINY["bias"]), inputs)(), rows=64) < report.GATE
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # it is slow, here it may be
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_score_of_flex_attention_is_right(causal: bool) -> None:
+    shape = Shape(90, heads=2, dim=16, causal=causal, by_head=True)
+    out = contenders.flex_by(make_inputs(shape).to_torch(), flex_attention)
+    assert reference(shape, "full").error(out, gradient=False) < calls.GATE
 
 
 def test_error_notices_a_wrong_result() -> None:
-    inputs = make_inputs(TINY["causal"])
-    out = prepare(CONTENDERS["huang"], inputs)()
+    shape = SHAPES["causal"]
+    out = prepare(CONTENDERS["huang"], shape)()
     out[0, 1, 0] += 1e-3
-    assert error(inputs, out, rows=TINY["causal"].length) > report.GATE
-    assert error(inputs, prepare(CONTENDERS["plain"], inputs)()) > 0.1
-
-
-def test_plain_attention_is_attention_without_a_table() -> None:
-    inputs = make_inputs(TINY["causal"])
-    without = inputs._replace(table=np.zeros_like(inputs.table))
-    assert error(without, prepare(CONTENDERS["plain"], inputs)()) < report.GATE
+    assert reference(shape, "full", shape.length).error(out, gradient=False) > calls.GATE
+    assert reference(shape, "full").error(prepare(CONTENDERS["plain"], shape)(), gradient=False) > 0.1
 
 
 def test_floor_multiplies_what_causal_attention_multiplies() -> None:
     inputs = make_inputs(Shape(300, heads=2, dim=16))
     out = contenders.products(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
-    for start, stop in ((0, 128), (128, 256), (256, 300)):
+    for start, stop in pairwise((0, 128, 256, 300)):
         expected = q[..., start:stop, :] @ k[..., :stop, :].swapaxes(-1, -2) @ v[..., :stop, :]
         np.testing.assert_allclose(out[..., start:stop, :], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_inputs_have_the_spread_that_was_asked_for() -> None:
     for std in (1.0, 30.0):
-        inputs = make_inputs(Shape(256, heads=2, std=std))
-        x = inputs.to_torch()
-        logits = (x.q @ x.k.mT + x.q @ x.table.mT) / 8  # a row meets every table row once: the same spread
+        x = make_inputs(Shape(256, heads=2, std=std)).to_torch()
+        logits = (x.q @ x.k.mT + x.q @ x.table.mT) / 8  # a query is multiplied with every row once: the same spread
         assert float(logits.std()) == pytest.approx(std, rel=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_agrees() -> None:
-    shape = Shape(128, heads=2, dim=16)
-    contender = able("flex", shape)
-    inputs = make_inputs(shape)
-    uncompiled = replace(contender, function=contenders.flex_eager)
-    assert error(inputs, prepare(uncompiled, inputs)(), rows=128) < report.GATE
-
-
-def test_timing_takes_turns_and_keeps_the_fastest() -> None:
-    order: list[str] = []
-    calls = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    timings = interleave(calls, rounds=3, budget=10.0)
-    turns = [name for number, name in enumerate(order) if number == 0 or order[number - 1] != name]
-    assert turns == ["a", "b", "a", "b"]  # rounds a b, b a, a b: equal neighbours run together
-    assert all(0 < timing.seconds < timing.spent and timing.rounds == 3 for timing in timings.values())
-
-
-def test_timing_stops_what_has_spent_its_budget() -> None:
-    timings = interleave({"a": lambda: None}, rounds=5, budget=0.0)
-    assert timings["a"].rounds == 2
-
-
-def test_medians_are_of_calls_that_take_turns() -> None:
-    turns: list[int] = []
-    found = medians([lambda: turns.append(0), lambda: turns.append(1)], 0.01)
-    assert turns[:4] == [0, 1, 0, 1]
-    assert len(turns) % 2 == 0
-    assert all(0 < median < 0.01 for median in found)
-
-
-@pytest.mark.skipif(memory.unavailable() is not None, reason=str(memory.unavailable()))
-def test_memory_sees_what_a_call_allocates() -> None:
-    shape = Shape(1024, heads=2, dim=16)
-    plain, textbook = (memory.measure(CONTENDERS[name], shape) for name in ("plain", "huang"))
-    square = 4 * shape.heads * shape.length**2
-    assert 2.9 * square < textbook.extra_bytes < 3.5 * square
-    assert 0 < plain.extra_bytes < square
-    assert textbook.error is not None
-    assert textbook.error < report.GATE
-
-
-@pytest.mark.skipif(memory.unavailable() is not None, reason=str(memory.unavailable()))
-def test_memory_reports_what_a_child_says_when_it_fails() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)huang-local failed at Shape.*RuntimeError: shape"):
-        memory.measure(CONTENDERS["huang-local"], Shape(64, heads=1))
-
-
 def test_what_does_not_fit_is_skipped_with_the_reason() -> None:
-    excuse = CONTENDERS["huang"].excuse(Shape(32768))
-    assert excuse is not None
-    assert excuse.startswith("needs about 1")
-    assert CONTENDERS["torch-portable"].excuse(Shape(32768)) is None
+    assert str(CONTENDERS["huang"].skip(Shape(32768))).startswith("needs about 1")
+    assert CONTENDERS["torch-portable"].skip(Shape(32768)) is None
     assert CONTENDERS["huang"].needs(Shape(4096)) < MEMORY_LIMIT
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_section_rows_are_measured_or_say_why_not(name: str) -> None:
-    effort = Effort(lengths=(64, 128), rounds=2, budget=0.0, long=64, compile=False)
-    section = SECTIONS[name]
-    if section.peak:
-        section = replace(section, contenders=("plain", "numpy-portable"))
-    rows = list(section.run(effort, lambda _: None))
-    assert {row.contender for row in rows} == set(section.contenders)
-    for row in rows:
-        assert (row.skipped is None) == (row.seconds is not None)
-        assert not report.wrong(Record({}, [row]))
-    printed = Console(record=True, width=200)
-    for table in report.tables(Record({}, rows))[name]:
-        report.show(table, printed)
-        assert report.markdown(table).count("\n|") == len(table.rows) + 1
-    assert "relskew on NumPy, portable" in printed.export_text()
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    found = turns({name: call(name) for name in "ab"}, 0.0, lambda _: "a")
+    assert order == ["a", "b", "b", "a"]  # each round begins with another one
+    assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
+    assert found["a"]["ratio"] == 1
+    assert 0 < found["b"]["fastest"] <= found["b"]["median"]
+
+
+def test_what_has_spent_its_time_sits_out() -> None:
+    order: list[str] = []
+
+    def call(name: str, work: int) -> Callable[[], None]:
+        return lambda: order.extend([name] * bool(sum(range(work))))
+
+    turns({"slow": call("slow", 10**6), "fast": call("fast", 3)}, 0.02, lambda _: "slow")
+    assert order[-1] == "fast"
+    assert order.count("fast") > order.count("slow") >= 2
+
+
+def tiny(name: str) -> list[str]:
+    """Return the options that make a benchmark cheap: small cases, and of each kind some."""
+    sections = [f"section={each}" for each in calls.SECTIONS if each not in ("memory", "long")]
+    some = [f"call={each}" for each in ("causal", "mask of keys", "8 documents", "dropout")]
+    slow = ("flex", "x-transformers")
+    changes, only, who = {
+        "calls": ("length=64 block_size=16 window=16", sections, " ".join(set(CONTENDERS) - set(slow))),
+        "compiled": ("length=40", some, ""),
+        "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
+        "options": ("length=96", [], ""),
+        "models": ("size=6", [f"task={each}" for each in models.TASKS], ""),
+        "families": ("", [], ""),
+        "export": ("width=16 reach=16 length=7", [f"form={each}" for each in ("causal", "blocks", "decoding")], ""),
+        "quantise": ("width=64 rows=64", [], ""),
+        "runtimes": ("", [], ""),
+        "devices": ("", [], ""),
+        "gpu": ("device=cpu dtype=float32 batch=1 heads=2 dim=16 length=40", ["causal=True"],
+                "torch torch-clipped torch-plain torch-portable sdpa-flash sdpa-cudnn sdpa-bias huang"),
+        "gpu_graphs": ("provider=CPUExecutionProvider length=16 rounds=1 dtype=float32",
+                       ["form=full", "kernels=usual"], ""),
+        "gpu_registers": ("", ["capability=90", "width=64", "dtype=bfloat16", "terms=plain"], ""),
+    }[name]  # fmt: skip
+    options = [part for each in changes.split() for part in ("--set", each)]
+    options += [part for each in only for part in ("--only", each)]
+    return [*options, *(["--contenders", *who.split()] if who else [])]
+
+
+class Twice(torch.nn.Module):
+    """A model that holds so much more than it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(x.shape[0], 2**18) * 2
+
+    def generate(self, **options: Any) -> int:
+        return int(options["max_new_tokens"])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Make small what no option makes small, and what is not installed here."""
+    monkeypatch.setattr(models, "WIDTH", 32)
+    model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
+    monkeypatch.setattr(families, "MODELS", {"twice": model, "twice, pixels": replace(model, generating=None)})
+    monkeypatch.setattr(families, "replace_attention", lambda model: model)
+    monkeypatch.setattr(families.Families, "memory", lambda *_: {"bytes": 2**20})  # a fresh process has other models
+    monkeypatch.setattr(runtimes, "FORMS", {name: runtimes.FORMS[name] for name in ("full", "cache")})
+    monkeypatch.setattr(runtimes, "RELEASES", [each for each in runtimes.RELEASES if not each.packages][:1])
+    monkeypatch.setattr(runtimes, "PROFILES", {"portable": (18, 23)})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    threads = torch.get_num_threads()
+    yield
+    families.pair.cache_clear()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # which of two defaults holds changes with 3.10
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", cli.NAMES)
+def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "gpu_registers":
+        pytest.importorskip("triton")
+    path, options = tmp_path / "record.json", tiny(name)
+    if name == "export":  # each takes torch's exporter seconds
+        options += [
+            "--contenders",
+            graphs.BARE,
+            graphs.CHUNKED,
+            graphs.IN_PLACE,
+            "relskew `ort`",
+            "relskew `ort`, in place",
+        ]
+    assert cli.main([name, *options, "--seconds", "0", "--json", str(path)]) == 0
+    record = Record.load(path)
+    record.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+    assert record.machine["cores"] >= 1
+    measured = list(record.measured())
+    assert measured
+    assert {row.contender for row in record.rows if row.skipped is not None} <= {"sdpa-cudnn", "tables"}
+    benchmark = cli.load(name)
+    for row in measured:
+        assert row.error is None or row.error <= benchmark.gate(row.case)
+        assert (row.cpu is not None) == ("time" in benchmark.asks(row.case))
+    page, texts = tmp_path / "page.md", benchmark.texts(record)
+    page.write_text("before\n" + "".join(f"{mark(name, part)}\nold\n{END}\n" for part in texts) + "after\n")
+    printed = capsys.readouterr().out
+    for part, text in texts.items():
+        assert text in printed
+        assert text.count("|") > 4 or part == "where"
+        put(page, name, part, text)
+        assert text in page.read_text()
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+    assert "old" not in page.read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_shows_the_newest_record(name: str, tmp_path: Path) -> None:
+    benchmark = cli.load(name)
+    if name == "devices":
+        rows = [row for rows in benchmark.run(name, benchmark.cases(), 0.0) for row in rows]
+        record = Record({}, rows)
+    else:
+        record = Record.newest(name)
+    page = Path(shutil.copy(ROOT / "docs" / benchmark.page, tmp_path))
+    for part, text in benchmark.texts(record).items():
+        put(page, name, part, text)
+    assert page.read_text() == (ROOT / "docs" / benchmark.page).read_text()
+
+
+def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="must have the lines <!-- measured: python -m benchmarks short --docs -->"):
+        put(page, "short", "", "text")
+
+
+def test_cells_become_a_table() -> None:
+    cells = [("a", "x", "1"), ("b", "y", "2"), ("a", "y", "3")]
+    assert pivot(cells, "name") == "| name | x | y |\n| --- | ---: | ---: |\n| a | 1 | 3 |\n| b | – | 2 |"
+    assert pivot([]) == "Nothing was measured."
+
+
+def test_a_record_says_where_it_is_from() -> None:
+    about = machine()
+    about |= {"cpu": "a processor", "device": "a processor", "load_average": 0.7, "commit": "abc", "torch_threads": 1}
+    record = Record(about, [])
+    assert record.where.startswith("a processor, ")
+    assert "1 thread of " in record.where
+    assert "load 0.7 at the start" in record.where
+    assert record.path("short").name.startswith(f"short-a-processor-{about['cores']}-cores_20")
+
+
+class Counting(Benchmark):
+    """One contender adds up, one is wrong, one is broken."""
+
+    page, fallible = "none.md", True
+
+    def cases(self) -> Iterator[Case]:
+        yield from ({"size": size} for size in (3, 4, 4))
+
+    def contenders(self, case: Case) -> tuple[str, ...]:
+        return "right", "wrong", "broken", "missing"
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        return "is not here" if contender == "missing" else None
+
+    def prepare(self, case: Case, contender: str) -> Callable[[], Any]:
+        if contender == "broken":
+            raise RuntimeError("no\nkernel") from ValueError("the cause")
+        return lambda: np.full(case["size"], 1.0 if contender == "right" else 2.0)
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        return None if first is None else distance(result, first)
+
+    def gate(self, case: Case) -> float:
+        return 0.5
+
+    def texts(self, record: Record) -> dict[str, str]:
+        return {"": pivot((row.contender, str(row.case["size"]), str(row.skipped)) for row in record.rows)}
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["together", "in pairs"])
+def test_what_goes_wrong_is_told(
+    pairs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = Counting()
+    benchmark.pairs = pairs
+    monkeypatch.setattr(cli, "load", lambda name: benchmark)
+    path = tmp_path / "record.json"
+    assert cli.main(["short", "--only", "size=4", "--seconds", "0", "--json", str(path)]) == 1
+    rows = Record.load(path).rows
+    assert [row.contender for row in rows] == ["right", "wrong", "broken", "missing"]
+    assert [row.skipped for row in rows] == [None, "wrong by 1.0e+00", "ValueError: the cause", "is not here"]
+    assert [row.cpu is None for row in rows] == [False, True, True, True]
+    assert "size=4: wrong: wrong by 1.0e+00" in capsys.readouterr().err
+    benchmark.fallible = False
+    with pytest.raises(RuntimeError, match="no\nkernel"):
+        cli.main(["short", "--seconds", "0"])
+
+
+def test_what_is_doubted_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark, asked = Counting(), list[float]()
+    monkeypatch.setattr(benchmark, "doubts", lambda rows: rows[0].case["size"] == 3)
+
+    def measured(name: str, cases: list[Case], seconds: float, only: set[str]) -> list[Row]:
+        asked.append(seconds)
+        return [Row(cases[0], "right")]
+
+    monkeypatch.setattr(benchmark, "_measure", measured)
+    list(benchmark.run("short", [{"size": 3}, {"size": 4}], 1.0))
+    assert asked == [1.0, 8.0, 1.0]
+    slow, fast = (Row({}, name, fastest=x) for name, x in (("ours", 2.0), ("dense", 1.0)))
+    short = cli.load("short")
+    assert short.doubts([slow, fast])
+    assert not short.doubts([fast, slow])
+
+
+def test_command_line_refuses_what_no_case_has() -> None:
+    with pytest.raises(SystemExit, match="no case has width: "):
+        cli.main(["short", "--only", "width=3"])
+    assert list(cli.chosen([{"n": 1, "m": 2}, {"n": 3, "m": 2}], ["n=1", "n=3"], ["n=5"])) == [{"n": 5, "m": 2}]
+
+
+def test_the_first_error_is_the_reason() -> None:
+    error = RuntimeError("late")
+    error.__cause__ = ValueError("no\nkernel")
+    assert reason(error) == "ValueError: no kernel"
+
+
+@NO_MEMORY
+def test_memory_sees_what_a_call_allocates() -> None:
+    case = {"section": "memory", "length": 1024, "heads": 2, "dim": 16, "backward": False}
+    plain, textbook = (calls.BENCHMARK.memory("calls", case, name) for name in ("plain", "huang"))
+    square = 4 * 2 * 1024**2
+    assert 2.9 * square < textbook["bytes"] < 3.5 * square
+    assert 0 < plain["bytes"] < square
+    assert textbook["error"] < calls.GATE
+
+
+@NO_MEMORY
+def test_memory_reports_what_a_child_says_when_it_fails() -> None:
+    case = {"section": "memory", "length": 64, "heads": 1, "backward": False}
+    with pytest.raises(RuntimeError, match=r"(?s)huang-local failed at \{.*Error"):
+        calls.BENCHMARK.memory("calls", case, "huang-local")
+
+
+@NO_MEMORY
+def test_a_child_warms_up_on_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    benchmark = Counting()
+    benchmark.small = {"size": 2}
+
+    def prepared(case: Case, name: str) -> Callable[[], None]:
+        made.append(case["size"])
+        return lambda: None
+
+    monkeypatch.setattr(benchmark, "prepare", prepared)
+    monkeypatch.setattr(benchmark, "check", lambda *_: None)
+    found = child(benchmark, {"size": 4}, "right")
+    assert made == [2, 4]
+    assert found["bytes"] >= 0
+    assert found["fastest"] > 0
 
 
 def test_targets_compare_with_the_promise() -> None:
-    def row(name: str, seconds: float) -> Row:
-        return Row("forward", name, Shape(2048), seconds=seconds, rounds=1)
-
-    def verdicts(torch_seconds: float) -> dict[str, bool | None]:
-        rows = [row("plain", 0.01), row("torch", torch_seconds), row("numpy", 0.04), row("products", 0.01)]
-        return {line.name: line.met for line in outcomes(rows)}
+    def verdicts(seconds: float) -> dict[str, bool | None]:
+        times = {"plain": 0.01, "torch": seconds, "numpy": 0.04, "products": 0.01}
+        case = {"section": "forward", "length": 2048, "backward": False}
+        record = Record({}, [Row(case, name, fastest=x) for name, x in times.items()])
+        return {name: met for name, _, _, met in calls.outcomes(record)}
 
     name = "forward, torch, L = 2048, of plain SDPA"
     assert verdicts(0.0179)[name] is True
@@ -193,60 +396,130 @@ def test_targets_compare_with_the_promise() -> None:
     assert verdicts(0.01)["one head, L = 65536, torch, extra memory"] is None
 
 
-def test_wrong_results_are_reported() -> None:
-    rows = [Row("forward", "torch", Shape(512), seconds=1.0, error=error) for error in (1e-7, 1e-3, float("nan"))]
-    assert len(report.wrong(Record({}, rows))) == 2
-
-
-def test_command_line_writes_a_record_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "record.json"
-    with pytest.raises(typer.Exit) as stop:
-        cli.main(lengths="64", rounds=1, only=["peaky", "bias"], json=path)
-    assert stop.value.exit_code == 0
-    stored = json.loads(path.read_text())
-    assert stored["machine"]["cores"] >= 1
-    again = Record.load(path)
-    assert {row.section for row in again.rows} == {"peaky", "bias"}
-    again.save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == path.read_text()
-
-
-@pytest.mark.parametrize("text", ["x", "512;1024", "8"])
-def test_command_line_refuses_lengths_that_are_none(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="separated by commas"):
-        cli.main(lengths=text)
-
-
-def test_command_line_refuses_unknown_sections() -> None:
-    with pytest.raises(typer.BadParameter, match="'nothing' is not a section"):
-        cli.main(only=["nothing"])
-
-
-def test_documentation_shows_every_section_and_target(tmp_path: Path) -> None:
+def test_the_pictures_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks import document
+    from benchmarks.plots import draw
 
-    effort = Effort(lengths=(64, 128), rounds=1, budget=0.0, long=64, compile=False)
-    rows: list[Row] = []
-    for name in ("forward", "training", "blocks", "window"):
-        section = SECTIONS[name]
-        rows += section.run(effort, lambda _: None)
-    rows += [
-        replace(row, section="memory", extra_bytes=2**20) for row in rows if row.section == "forward" and row.seconds
-    ]
-    machine = {
-        "cpu": "a machine",
-        "cores": 2,
-        "versions": {},
-        "commit": "c",
-        "date": "2026-01-01T",
-        "load_average": 0.0,
-    }
-    document.write(Record(machine, rows), tmp_path)
-    page = (tmp_path / "benchmarks.md").read_text()
-    for picture in (tmp_path / "benchmarks").glob("*.png"):
-        assert f"benchmarks/{picture.name}" in page
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    assert len(list((tmp_path / "benchmarks").glob("*.png"))) == 4
-    assert all(line.name in page for line in outcomes(rows))
+    paths = draw(Record.newest("calls"), tmp_path)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(paths) == 4
+    for path in paths:
+        assert f"benchmarks/{path.name}" in page
+        assert path.read_bytes().startswith(b"\x89PNG")
     assert "matplotlib.pyplot" not in sys.modules or "agg" in sys.modules["matplotlib"].get_backend().lower()
+
+
+def test_there_are_enough_short_cells() -> None:
+    cases = [json.dumps(case) for case in cli.load("short").cases()]
+    assert len(set(cases)) == len(cases) >= 120
+
+
+def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights, at once and token by token; the model without positions differs."""
+    monkeypatch.setattr(models, "WIDTH", 32)
+    relative = [name for name in models.MODELS if name != models.PLAIN]
+    first, *others = (models.Model(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
+    weights = first.state_dict()
+    tokens = torch.randint(models.VOCABULARY, (2, 9))
+    with torch.inference_mode():
+        expected = first(tokens)
+        for number, model in enumerate(others):
+            theirs = model.state_dict()
+            model.load_state_dict({name: weights[name.replace(".table", ".rel_k")] for name in theirs})
+            assert torch.allclose(model(tokens), expected, atol=1e-5) == (number < len(others) - 1)
+        for model in (first, *others[:-1]):
+            logits, past = model(tokens[:1, :5], model.empty_cache(12))
+            parts = [logits]
+            for token in tokens[:1, 5:].split(1, dim=1):
+                logits, past = model(token, past)
+                parts.append(logits)
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected[:1], rtol=0, atol=1e-5)
+
+
+FORMS = graphs.forms(16, width=16, heads=2)
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "clip"])
+@pytest.mark.parametrize("length", [1, 2, 7, 16])
+def test_the_textbook_computes_the_block(name: str, length: int) -> None:
+    form = FORMS[name]
+    weights = init_weights(form.spec, seed=0, xp=torch)
+    x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(0))
+    expected: Any = attention_block(x, weights, form.spec)
+    for relative in form.textbooks.values():
+        textbook = graphs.Textbook(relative, form.spec, weights, 16)
+        torch.testing.assert_close(textbook(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_exports_the_textbook(tmp_path: Path) -> None:
+    """Both exporters' graphs are right at another length than the one that they were shown."""
+    path = tmp_path / "record.json"
+    names = [f"{kind}: Music Transformer, pad–reshape–slice" for kind in ("torch", "torch, dynamo=False")]
+    options = ["--set", "width=16", "--set", "reach=16", "--set", "length=7", "--only", "form=causal", "--seconds", "0"]
+    assert cli.main(["export", *options, "--json", str(path), "--contenders", graphs.BARE, *names]) == 0
+    rows = Record.load(path).rows
+    assert [row.contender for row in rows] == [graphs.BARE, *names]
+    assert [row.skipped for row in rows] == [None] * 3
+    assert all(row.ratio for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"), [("causal", "ort"), ("full", "ort"), ("clip", "ort"), ("causal", "ort-contrib")]
+)
+def test_the_bare_block_is_the_block_with_empty_tables(name: str, profile: str) -> None:
+    from benchmarks.export import open_session
+
+    spec = FORMS[name].spec
+    weights = init_weights(spec, seed=0)
+    weights["rel_k"] = weights["rel_k"] * 0
+    model = graphs.without_positions(spec, init_weights(spec, seed=0), profile=profile)
+    assert "rel_k" not in {tensor.name for tensor in model.graph.initializer}
+    assert len(model.graph.node) == (9 if profile == "ort" else 18)
+    x = np.random.default_rng(0).standard_normal((1, 7, 16)).astype(np.float32)
+    (y,) = open_session(model.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(y, np.asarray(attention_block(x, weights, spec)), atol=1e-5)
+
+
+def test_targets_and_tables_of_graphs() -> None:
+    from benchmarks.export import table, targets
+
+    def made(label: str, ratio: float | None, length: int = 1024, skipped: str | None = None) -> Row:
+        case = {"form": "causal", "length": length, "width": 512, "reach": 2048}
+        facts = {"nodes": 1, "file_bytes": 2**20, "export_seconds": 0.1}
+        return Row(case, label, cpu=ratio, ratio=ratio, skipped=skipped, facts=facts)
+
+    bare, textbook, ours = made(graphs.BARE, 1.0), made("torch: x", 1.25), made(graphs.CHUNKED, 1.05)
+    assert list(targets("causal", [bare, textbook, ours])) == [
+        ("causal, L = 1024", "≤ 1.1×", "1.05×", "met"),
+        ("causal, the textbook is faster", "nowhere", "nowhere", "met"),
+    ]
+    assert list(targets("causal", [bare, textbook, made(graphs.CHUNKED, 1.5)])) == [
+        ("causal, L = 1024", "≤ 1.1×", "1.50×", "**missed**"),
+        ("causal, the textbook is faster", "nowhere", "at L = 1024 (1.20×)", "**missed**"),
+    ]
+    decoder = replace(made(graphs.IN_PLACE, 1.7), case={"form": "decoding", "length": 128, "reach": 4096})
+    assert list(targets("decoding", [decoder])) == [("decoding in place, every past", "≤ 1.6×", "1.70×", "**missed**")]
+    rows = [bare, ours, textbook, made(graphs.CHUNKED, None, 2049, "Fail: no"), made("torch: x", None, 2049)]
+    rows += [
+        made(graphs.BARE, None, 2049),
+        made(graphs.BARE, 1.0, 512),
+        made("torch: x", None, 512, "wrong by 3.0e-01"),
+    ]
+    text = table(rows)
+    assert f"| {graphs.CHUNKED} | 1 | 1.0 MiB | 100 ms | – | 1.05 s (1.05×) | fails |" in text
+    assert "| torch: x | 1 | 1.0 MiB | 100 ms | wrong | 1.25 s (1.25×) | gives numbers |" in text
+    assert text.endswith("torch: x, L = 512: wrong by 3.0e-01")
+
+
+def test_a_provider_that_is_not_there_is_said(tmp_path: Path) -> None:
+    """Nothing falls back unseen: a row without its numbers says why."""
+    case = {
+        "form": "full",
+        "dtype": "float32",
+        "length": 16,
+        "kernels": "usual",
+        "provider": "NoSuchProvider",
+        "rounds": 1,
+    }
+    with pytest.raises(RuntimeError, match="NoSuchProvider"):
+        gpu_graphs.BENCHMARK.prepare(case, "relskew `ort`")()

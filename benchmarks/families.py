@@ -1,13 +1,24 @@
-"""Two layers of every family, as wide as a published base model's, with random weights."""
+"""Models of transformers beside themselves replaced: two layers of every family, as wide as a published base model's.
+
+Random weights, a batch of one, no padding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+
+from benchmarks.page import as_time, pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case
+from relskew_core.huggingface import replace_attention
 
 WIDTH, HEADS = 512, 8
 SIZES: dict[str, Any] = {
@@ -20,7 +31,10 @@ TEXT: dict[str, Any] = {
     "d_model": WIDTH, "d_kv": WIDTH // HEADS, "num_heads": HEADS, "num_layers": 2, "num_decoder_layers": 2,
     "d_ff": 1024, "vocab_size": 100, "decoder_start_token_id": 0,
 }  # fmt: skip
-LONGEST = 4096
+TOKENS = (64, 256, 1024, 4096)
+LONGEST = TOKENS[-1]
+GENERATED = 40
+GENERATE = f"generate {GENERATED}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Model:
     make: Callable[[], Any]
     given: Callable[[int], dict[str, Any]]
     generating: Callable[[], Any] | None = None
-    lengths: tuple[int, ...] = (64, 256, 1024, LONGEST)
+    lengths: tuple[int, ...] = TOKENS
 
 
 def find(path: str) -> Any:
@@ -174,3 +188,69 @@ MODELS: dict[str, Model] = {
         pictures, lengths=(64, 224, 512, 1024),
     ),
 }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def pair(name: str, generating: bool) -> tuple[Any, Any]:
+    """Return a model and itself replaced."""
+    model = MODELS[name]
+    theirs = (model.generating if generating and model.generating is not None else model.make)()
+    return theirs, replace_attention(copy.deepcopy(theirs))
+
+
+class Families(Benchmark):
+    """Every family at four lengths, memory at the longest, and generating."""
+
+    page = "huggingface.md"
+    seconds = 3.0
+    small: Case = {"length": 64}  # noqa: RUF012
+
+    def cases(self) -> Iterator[Case]:
+        for name, model in MODELS.items():
+            yield from ({"model": name, "length": length} for length in model.lengths)
+            if model.generating is not None:
+                yield {"model": name, "length": GENERATE}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return "theirs", "replaced"
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        """Return a model's call; some models write into what they are given."""
+        length, generates = case["length"], case["length"] == GENERATE
+        model = pair(case["model"], generates)[contender == "replaced"]
+        if generates:
+            options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False}
+            return torch.inference_mode()(partial(model.generate, **tokens(20), **options))
+        given = MODELS[case["model"]].given(length)
+
+        @torch.inference_mode()
+        def call() -> Any:
+            return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+
+        return call
+
+    def asks(self, case: Case) -> set[str]:
+        return {"time", "memory"} if case["length"] == MODELS[case["model"]].lengths[-1] else {"time"}
+
+    def texts(self, record: Record) -> dict[str, str]:
+        of = {(row.case["model"], row.case["length"], row.contender): row for row in record.measured()}
+
+        def cells() -> Iterator[tuple[str, str, str]]:
+            for (name, length, who), theirs in of.items():
+                if who == "theirs":
+                    lengths, both = MODELS[name].lengths, (theirs, of[name, length, "replaced"])
+                    line = f"{name}: {', '.join(map(str, lengths))}" if "pixels" in name else name
+                    column = length if length == GENERATE else str(TOKENS[lengths.index(length)])
+                    seconds = [row.cpu or 0.0 for row in both]
+                    yield line, column, f"{seconds[1] / seconds[0]:.2f}"
+                    if length == lengths[-1]:
+                        yield line, "time, longest", " → ".join(map(as_time, seconds))
+                        peaks = [row.bytes for row in both if row.bytes is not None]
+                        yield line, "memory, longest", " → ".join(f"{peak / 2**20:.0f} MiB" for peak in peaks)
+
+        columns = (*map(str, TOKENS), GENERATE, "time, longest", "memory, longest")
+        ordered = sorted(cells(), key=lambda cell: columns.index(cell[1]))
+        return {"": f"{record.where}\n\n{pivot(ordered, none='')}"}
+
+
+BENCHMARK = Families()

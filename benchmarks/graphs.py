@@ -9,8 +9,9 @@ from typing import Any
 
 import onnx
 import torch
+from torch import Tensor, nn
 
-from benchmarks.export.textbook import Gathered, MusicTransformer, Shaw, Shift, Textbook
+from benchmarks.textbook import attended, columns, gathered, picked, shifted, skewed
 from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 
@@ -29,13 +30,72 @@ BIASES = {"Attention": 3, "GroupQueryAttention": 10}
 """Which input of an operator adds to its logits."""
 
 
+Relative = Callable[[Tensor, Tensor, Span], Tensor]
+"""The relative logits of queries, with a table and its span: what the textbooks differ in."""
+
+
+def music_transformer(q: Tensor, table: Tensor, span: Span) -> Tensor:
+    """A slice of ``E_r``, pad, reshape, slice (Huang et al. 2018, section 3.4.1)."""
+    return skewed(q @ table[:, table.shape[1] - q.shape[2] :].transpose(-2, -1))
+
+
+def shift(q: Tensor, table: Tensor, span: Span) -> Tensor:
+    """Transformer-XL's shift over a table of both directions."""
+    length, middle = q.shape[2], table.shape[1] // 2
+    return shifted(q @ table[:, middle - length + 1 : middle + length].transpose(-2, -1))
+
+
+def shaw(q: Tensor, table: Tensor, span: Span) -> Tensor:
+    """The rows of all pairs gathered, ``(length, length, D)`` (Shaw et al. 2018, section 3.3)."""
+    return gathered(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
+
+
+def deberta(q: Tensor, table: Tensor, span: Span) -> Tensor:
+    """Products with all rows, of which each pair picks one: ``disentangled_attention_bias`` of DeBERTa."""
+    return picked(q, table, columns(q.shape[2], q.shape[2], span.left, span.rows))
+
+
+class Textbook(nn.Module):
+    """Projections, heads and attention. Its state dict is a block's mapping of weights."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+    mask: Tensor
+
+    def __init__(self, relative: Relative, spec: BlockSpec, weights: dict[str, Any], longest: int) -> None:
+        super().__init__()
+        self.spec, self.relative = spec, relative
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            width, source = weights[f"{name}.weight"].shape
+            self.add_module(name, nn.Linear(source, width, bias=spec.bias))
+        self.rel_k = nn.Parameter(torch.empty(spec.table_shape))
+        self.register_buffer("mask", torch.tril(torch.ones(longest, longest)), persistent=False)
+        self.load_state_dict({key: torch.as_tensor(weight) for key, weight in weights.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads, width = self.spec.num_heads, self.spec.head_dim
+
+        def split(projection: nn.Module) -> Tensor:
+            projected: Tensor = projection(x)
+            return projected.reshape(batch, length, heads, width).transpose(1, 2)
+
+        q, k, v = split(self.q_proj), split(self.k_proj), split(self.v_proj)
+        logits = (torch.matmul(q, k.transpose(-2, -1)) + self.relative(q, self.rel_k, self.spec.span)) / width**0.5
+        out = attended(logits, v, self.mask[:length, :length] == 0 if self.spec.causal else None)
+        y: Tensor = self.out_proj(out.transpose(1, 2).reshape(batch, length, heads * width))
+        return y
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """A block, and by label how textbooks write it, if any do."""
 
     title: str
     spec: BlockSpec
-    textbooks: Mapping[str, Callable[..., Textbook]]
+    textbooks: Mapping[str, Relative]
 
 
 def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
@@ -45,9 +105,9 @@ def forms(longest: int, width: int = 512, heads: int = 8) -> dict[str, Form]:
     clip = BlockSpec(width, heads, Span.clipped(16), shared_table=True)
     blocks = BlockSpec(width, heads, Span.causal(2 * BLOCK), causal=True, block_size=BLOCK)
     return {
-        "causal": Form("Causal", causal, {"Music Transformer, pad–reshape–slice": MusicTransformer, GATHER: Gathered}),
-        "full": Form("Full", full, {"pad–reshape–slice, both directions": Shift, GATHER: Gathered}),
-        "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": Shaw}),
+        "causal": Form("Causal", causal, {"Music Transformer, pad–reshape–slice": music_transformer, GATHER: deberta}),
+        "full": Form("Full", full, {"pad–reshape–slice, both directions": shift, GATHER: deberta}),
+        "clip": Form("Clipped at 16", clip, {"Shaw, gather of all pairs": shaw}),
         "blocks": Form(f"Blocks of {BLOCK}, each with the one before", blocks, {}),
     }
 
@@ -58,20 +118,20 @@ def contenders(form: Form, weights: Mapping[str, Any], longest: int) -> dict[str
     def ours(**options: Any) -> Callable[[], bytes]:
         return lambda: to_onnx(form.spec, weights, **options).SerializeToString()
 
-    def textbook(make: Callable[..., Textbook], dynamo: bool) -> Callable[[], bytes]:
+    def textbook(relative: Relative, dynamo: bool) -> Callable[[], bytes]:
         example = min(EXAMPLE, longest // 2)
-        return lambda: from_torch(make(form.spec, dict(weights), longest), example, dynamo=dynamo)
+        return lambda: from_torch(Textbook(relative, form.spec, dict(weights), longest), example, dynamo=dynamo)
 
-    made = {BARE: bare_bytes(_dense(form.spec), weights), "relskew `ort`": ours()}
+    made = {BARE: bare_bytes(replace(form.spec, block_size=None), weights), "relskew `ort`": ours()}
     if form.spec.block_size is None:
         made[CHUNKED] = ours(chunk_size=CHUNK)
         if form.spec.causal:
             made[BARE_CONTRIB] = bare_bytes(form.spec, weights, profile="ort-contrib")
             made[CONTRIB] = ours(profile="ort-contrib")
     made["relskew `portable`"] = ours(profile="portable")
-    for label, make in form.textbooks.items():
-        made[f"torch: {label}"] = textbook(make, dynamo=True)
-        made[f"torch, dynamo=False: {label}"] = textbook(make, dynamo=False)
+    for label, relative in form.textbooks.items():
+        made[f"torch: {label}"] = textbook(relative, dynamo=True)
+        made[f"torch, dynamo=False: {label}"] = textbook(relative, dynamo=False)
     return made
 
 
@@ -89,10 +149,6 @@ def decoders(spec: BlockSpec, weights: Mapping[str, Any]) -> dict[str, Callable[
         "relskew `ort`, in place": ours(in_place=True),
         IN_PLACE: ours(in_place=True, profile="ort-contrib"),
     }
-
-
-def _dense(spec: BlockSpec) -> BlockSpec:
-    return replace(spec, block_size=None)
 
 
 def bare_bytes(spec: BlockSpec, weights: Mapping[str, Any], **options: Any) -> Callable[[], bytes]:

@@ -1,0 +1,220 @@
+"""Calls of ``relative_attention`` beside what people use today, and what the project promises of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from benchmarks.contenders import CONTENDERS, prepare
+from benchmarks.page import as_memory, as_time, markdown, pivot
+from benchmarks.problem import Shape, reference
+from benchmarks.record import Record
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Row
+
+OURS = ("torch-portable", "torch", "numpy-portable", "numpy")
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+SECTIONS = {
+    "forward": ("plain", "huang", "sdpa-bias", "shaw", "flex", *OURS, "products", "dense-products"),
+    "training": ("plain", "huang", "sdpa-bias", "shaw", *OURS),
+    "peaky": ("plain", "huang", "sdpa-bias", *OURS),
+    "memory": ("plain", "huang", "sdpa-bias", "shaw", *OURS),
+    "long": ("plain", *OURS),
+    "blocks": ("huang-local", "sdpa-local", *OURS),
+    "window": ("sdpa-local", *OURS),
+    "bidirectional": ("plain", "sdpa-bias", "shaw", *OURS),
+    "bias": ("plain", "toeplitz-bias", "x-transformers", *OURS),
+}
+LIMITS = {
+    "forward": {"shaw": 2048, "flex": 2048, "huang": 4096, "dense-products": 4096},
+    "training": {"shaw": 1024, "huang": 2048, "sdpa-bias": 2048},
+    "memory": {"shaw": 2048, "sdpa-bias": 4096},
+    "blocks": {"sdpa-local": 2048},
+    "window": {"sdpa-local": 2048},
+    "bidirectional": {"shaw": 1024},
+}
+"""Lengths that a contender does not go beyond, to keep the run short."""
+GATE = 2e-6
+"""Relative L2 error that a float32 result may have, by standard deviation of the logits; a gradient five times that."""
+
+
+def shape_of(case: Case) -> Shape:
+    """Return the problem of a case."""
+    names = {field.name for field in fields(Shape)}
+    return Shape(**{name: x for name, x in case.items() if name in names})
+
+
+class Calls(Benchmark):
+    """Sections of cases, each a question and a table."""
+
+    page = "benchmarks.md"
+    threads = None
+    pauses = True
+    small: Case = {"length": 512}  # noqa: RUF012
+
+    def cases(self) -> Iterator[Case]:
+        for section, lengths in {"forward": LENGTHS, "training": LENGTHS[:-1]}.items():
+            yield from ({"section": section, "length": n, "backward": section == "training"} for n in lengths)
+        yield from ({"section": "peaky", "length": 2048, "backward": False, "std": std} for std in (1.0, 30.0))
+        for n in LENGTHS:
+            yield from (
+                {"section": "memory", "length": n, "backward": backward}
+                for backward in (False, n >= 4096)[: 1 + (n >= 4096)]
+            )
+        yield {"section": "long", "length": 65536, "backward": False, "heads": 1}
+        for section, key in {"blocks": "block_size", "window": "window"}.items():
+            yield from ({"section": section, "length": 2**n, "backward": False, key: 512} for n in range(10, 15))
+        yield from ({"section": "bidirectional", "length": n, "backward": False, "causal": False} for n in (2048, 4096))
+        yield {"section": "bias", "length": 2048, "backward": False, "bias": True}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return SECTIONS[case["section"]]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        return prepare(CONTENDERS[contender], shape_of(case), backward=case["backward"])
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        reason = CONTENDERS[contender].skip(shape_of(case), backward=case["backward"])
+        limit = LIMITS.get(case["section"], {}).get(contender, case["length"])
+        return "left out to keep the run short" if reason is None and case["length"] > limit else reason
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        kind, backward = CONTENDERS[contender].kind, case["backward"]
+        found = result[0] if backward else result
+        return reference(shape_of(case), kind).error(found, gradient=backward) if kind else None
+
+    def gate(self, case: Case) -> float:
+        return GATE * max(1.0, case.get("std", 1.0)) * (5 if case["backward"] else 1)
+
+    def asks(self, case: Case) -> set[str]:
+        """Measure memory, and what is very long, by one call in a fresh process."""
+        return {"memory" if case["section"] in ("memory", "long") else "time"}
+
+    def group(self, case: Case) -> object:
+        """Let lengths be divided by each other where growth is the question."""
+        return case["section"] if case["section"] in ("peaky", "blocks", "window") else super().group(case)
+
+    def texts(self, record: Record) -> dict[str, str]:
+        parts = {"where": record.where, "targets": targets(record)}
+        for section in SECTIONS:
+            rows = [row for row in record.rows if row.case["section"] == section]
+            if section == "memory":
+                halves = {"memory": False, "memory with backward": True}
+                halved = {name: [row for row in rows if row.case["backward"] == b] for name, b in halves.items()}
+                parts |= {name: _table(section, half) for name, half in halved.items() if half}
+            elif rows:
+                parts[section] = _table(section, rows)
+        return parts
+
+    def draw(self, record: Record) -> None:
+        from benchmarks.plots import draw  # needs matplotlib
+
+        draw(record, ROOT / "docs" / "benchmarks")
+
+
+def _table(section: str, rows: Sequence[Row]) -> str:
+    found = sorted((row for row in rows if row.skipped is None), key=lambda row: row.case["length"])
+    order = list(SECTIONS[section])
+    found.sort(key=lambda row: (row.case["length"], order.index(row.contender)))
+    plain = {str(row.case): row.fastest for row in found if row.contender == "plain"}
+
+    def cells() -> Iterator[tuple[str, str, str]]:
+        for row in sorted(found, key=lambda row: order.index(row.contender)):
+            label, length = CONTENDERS[row.contender].label, f"L = {row.case['length']}"
+            base, seconds = plain.get(str(row.case)), row.fastest or 0.0
+            if section == "peaky":
+                yield label, f"std {row.case['std']:g}", as_time(seconds)
+            elif section == "memory":
+                yield label, length, as_memory(row.bytes or 0)
+            elif section == "long":
+                yield from ((label, "time", as_time(seconds)), (label, "extra memory", as_memory(row.bytes or 0)))
+            else:
+                yield label, length, as_time(seconds) + (f" ({seconds / base:.1f}×)" if base else "")
+        if section == "peaky":
+            of = {(row.contender, row.case["std"]): row.fastest or 0.0 for row in found}
+            for name in dict.fromkeys(row.contender for row in found):
+                ratio = of[name, max(of)[1]] / of[name, min(of)[1]]
+                yield CONTENDERS[name].label, "ratio", f"{ratio:.2f}×"
+
+    return "\n\n".join([pivot(cells()), *_notes(rows)])
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.skipped is not None:
+            reasons.setdefault((row.contender, row.skipped), {})[str(row.case["length"])] = None
+    for (name, reason), lengths in reasons.items():
+        yield f"Not run: {CONTENDERS[name].label}, L = {', '.join(lengths)}: {reason}."
+
+
+Find = tuple[str, str, int, dict[str, Any]]
+
+
+def promises(
+    torch: str, numpy: str
+) -> Iterator[tuple[str, Find, Find | None, str, str, float, Callable[[float], str]]]:
+    """Yield every promise: of what, divided by what, which number, its bound."""
+    times, share, mib = "{:.2f}×".format, "{:.0%}".format, lambda count: f"{count / 2**20:.0f} MiB"
+
+    def speed(
+        text: str, section: str, one: str, other: str, length: int, bound: str, limit: float, form: Any = times
+    ) -> Any:
+        return text, (section, one, length, {}), (section, other, length, {}), "fastest", bound, limit, form
+
+    for n in (2048, 4096):
+        yield speed(f"forward, torch, L = {n}, of plain SDPA", "forward", torch, "plain", n, "≤", 1.8)
+    yield speed("forward + backward, torch, L = 2048, of plain SDPA", "training", torch, "plain", 2048, "≤", 2.2)
+    yield speed("forward, NumPy, L = 2048, of torch's plain SDPA", "forward", numpy, "plain", 2048, "≤", 3.0)
+    yield speed(
+        "forward, NumPy, L = 2048, speed of its bare products", "forward", "products", numpy, 2048, "≥", 0.65, share
+    )
+    for library, name in (("torch", torch), ("NumPy", numpy)):
+        for what, n, backward, limit in (
+            ("forward", 4096, False, 24),
+            ("with backward", 4096, True, 80),
+            ("forward", 8192, False, 64),
+        ):
+            find = ("memory", name, n, {"backward": backward})
+            yield f"extra memory, {what}, {library}, L = {n}", find, None, "bytes", "≤", limit * 2**20, mib
+        peaky, usual = (("peaky", name, 2048, {"std": std}) for std in (30.0, 1.0))
+        yield f"peaky logits (std 30), {library}, of std 1", peaky, usual, "fastest", "≤", 1.5, times
+        yield f"one head, L = 65536, {library}, extra memory", ("long", name, 65536, {}), None, "bytes", "≤", 2**30, mib
+        for section, text in (("blocks", "local blocks"), ("window", "window")):
+            text = f"{text}, {library}, L = 16384, of L = 4096 (linear: 4×)"
+            yield text, (section, name, 16384, {}), (section, name, 4096, {}), "fastest", "≤", 5, times
+    text = "portable on torch, L = 2048, speed of pad–reshape–slice"
+    yield speed(text, "forward", "huang", "torch-portable", 2048, "≥", 3)
+    portable, huang = (("memory", name, 2048, {"backward": False}) for name in ("torch-portable", "huang"))
+    text = "portable on torch, L = 2048, memory of pad–reshape–slice"
+    yield text, portable, huang, "bytes", "≤", 0.1, "{:.1%}".format
+
+
+def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
+    """Hold a record against every promise: what, the target, what was measured, and whether that is enough."""
+    rows = list(record.measured())
+    names = {row.contender for row in rows}
+    defaults = [name if name in names else f"{name}-portable" for name in ("torch", "numpy")]
+
+    def number(find: Find, field: str) -> float | None:
+        section, contender, length, more = find
+        case = {"section": section, "length": length, **more}
+        found = [row for row in rows if row.contender == contender and case.items() <= row.case.items()]
+        return getattr(found[0], field) if found else None
+
+    for text, one, other, field, bound, limit, form in promises(*defaults):
+        value, base = number(one, field), 1.0 if other is None else number(other, field)
+        if value is None or not base:
+            yield text, f"{bound} {form(limit)}", "not measured", None
+            continue
+        value /= base
+        yield text, f"{bound} {form(limit)}", form(value), value <= limit if bound == "≤" else value >= limit
+
+
+def targets(record: Record) -> str:
+    """Return every promise beside what was measured."""
+    verdicts = {True: "met", False: "**missed**", None: "–"}
+    return markdown(("", "target", "measured", ""), ((*texts, verdicts[met]) for *texts, met in outcomes(record)))
+
+
+BENCHMARK = Calls()

@@ -1,0 +1,213 @@
+"""Our exported graphs beside what ``torch.onnx.export`` makes of textbook code, in onnxruntime."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+
+from benchmarks.graphs import BARE, CHUNKED, IN_PLACE, Form, contenders, decoders, forms
+from benchmarks.page import as_time, markdown, pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, Row, distance
+from relskew_core import BlockSpec, Span, attention_block, init_weights
+
+DECODING = "decoding"
+FORMS = ("causal", "full", "clip", "blocks", DECODING)
+LENGTHS = (1, 7, 64, 512, 1024, 2048)
+CACHE = 4096
+"""Places of the caches in place, and reach of the table; the last past fills it."""
+PASTS = (128, 1024, 2048, CACHE - 1)
+TARGETS = {"causal": 1.1, "full": 1.5, "clip": 1.55}
+"""Time of a call at L = 1024, as a multiple of the same block's without positions, at most."""
+DECODING_TARGET = 1.6
+"""Time of a token in place, as a multiple of the same block's without positions and with a cache that grows."""
+
+
+@functools.lru_cache(maxsize=1)
+def form_of(name: str, width: int, reach: int) -> tuple[Form, dict[str, Any], dict[str, Callable[[], bytes]]]:
+    """Return a block, its weights, and what makes each graph; ``reach`` is that of tables that end."""
+    heads = max(2, width // 64)
+    if name == DECODING:
+        form = Form("One token, with a cache", BlockSpec(width, heads, Span.causal(reach), causal=True), {})
+    else:
+        form = forms(reach, width, heads)[name]
+    weights = init_weights(form.spec, seed=0)
+    return form, weights, decoders(form.spec, weights) if name == DECODING else contenders(form, weights, reach)
+
+
+@functools.lru_cache(maxsize=16)
+def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case]:
+    """Make a graph, and say what it is like."""
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporters warn of what the rows show
+        content = form_of(name, width, reach)[2][label]()
+    seconds = time.perf_counter() - began
+    nodes = count_nodes(onnx.load_from_string(content).graph)
+    return content, {"nodes": nodes, "file_bytes": len(content), "export_seconds": seconds}
+
+
+class Export(Benchmark):
+    """Forms of a block at some lengths, and one token behind pasts of some lengths."""
+
+    page = "export.md"
+    seconds = 2.0
+    pairs = True
+    fallible = True
+
+    def cases(self) -> Iterator[Case]:
+        for form in FORMS:
+            reach, lengths = (CACHE, PASTS) if form == DECODING else (LENGTHS[-1], LENGTHS)
+            ends = (reach + 1,) if form in ("causal", "full") else ()
+            yield from ({"form": form, "length": n, "width": 512, "reach": reach} for n in (*lengths, *ends))
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return form_of(case["form"], case["width"], case["reach"])[2]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        content, _ = exported(case["form"], case["width"], case["reach"], contender)
+        session, (x, caches, _) = open_session(content), drawn(*case.values())
+        if case["form"] == DECODING:
+            return step(session, x, caches, case["length"])
+        name = session.get_inputs()[0].name
+        return lambda: session.run(None, {name: x})[0]
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return exported(case["form"], case["width"], case["reach"], contender)[1]
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        """Hold what has positions to the block itself, where the table reaches."""
+        expected = drawn(*case.values())[2]
+        return None if contender.startswith(BARE) or expected is None else distance(result, expected)
+
+    def gate(self, case: Case) -> float:
+        return 1e-4
+
+    def asks(self, case: Case) -> set[str]:
+        """Only try an input that is longer than the table: nothing but an error is right."""
+        return set() if _ends(case) else {"time"}
+
+    def texts(self, record: Record) -> dict[str, str]:
+        by_form = {form: [row for row in record.rows if row.case["form"] == form] for form in FORMS}
+        tables = [f"### {form_of(form, 64, 64)[0].title}\n\n{table(rows)}" for form, rows in by_form.items() if rows]
+        lines = markdown(
+            ("", "target", "measured", ""), [line for form, rows in by_form.items() for line in targets(form, rows)]
+        )
+        return {"": "\n\n".join([record.where, lines, *tables])}
+
+
+@functools.lru_cache(maxsize=1)
+def drawn(form: str, length: int, width: int, reach: int) -> tuple[Any, Any, Any]:
+    """Draw the input, caches for a past, and what comes out; nothing is right where the table ends."""
+    spec, weights = form_of(form, width, reach)[0].spec, form_of(form, width, reach)[1]
+    draw = np.random.default_rng(length)
+    if form != DECODING:
+        x = draw.standard_normal((1, length, width)).astype(np.float32)
+        longer = _ends({"form": form, "length": length, "reach": reach})
+        return x, None, None if longer else np.asarray(attention_block(x, weights, spec))
+    x = draw.standard_normal((1, 1, width)).astype(np.float32)
+    caches = [draw.standard_normal((1, spec.num_kv_heads, reach, spec.head_dim)).astype(np.float32) for _ in range(2)]
+    y, _ = attention_block(x, weights, spec, past=(caches[0][:, :, :length], caches[1][:, :, :length]))
+    return x, caches, np.asarray(y)
+
+
+def _ends(case: Case) -> bool:
+    return case["form"] in ("causal", "full") and case["length"] > case["reach"]
+
+
+def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], past: int) -> Call:
+    """Return what runs one token with all of its tensors bound; in place, past and present are one buffer."""
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    binding, y = session.io_binding(), value(np.empty_like(x))
+    binding.bind_ortvalue_input("x", value(x))
+    binding.bind_ortvalue_output("y", y)
+    in_place = any(one.name == "past_lengths" for one in session.get_inputs())
+    if in_place:
+        binding.bind_ortvalue_input("past_lengths", value(np.array([past])))
+    for cache, name in zip(caches, ("key", "value"), strict=True):
+        given = value(cache.copy() if in_place else np.ascontiguousarray(cache[:, :, :past]))
+        binding.bind_ortvalue_input(f"past_{name}", given)
+        grown = given if in_place else value(np.empty_like(cache[:, :, : past + x.shape[1]]))
+        binding.bind_ortvalue_output(f"present_{name}", grown)
+
+    def call() -> Any:
+        session.run_with_iobinding(binding)
+        return y.numpy()
+
+    return call
+
+
+def count_nodes(graph: onnx.GraphProto) -> int:
+    """Return the nodes of a graph and of the loops in it."""
+    inner = (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
+    return len(graph.node) + sum(count_nodes(one) for one in inner)
+
+
+def open_session(content: bytes) -> onnxruntime.InferenceSession:
+    """Load a graph for one thread."""
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    settings.log_severity_level = 4
+    return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+
+
+def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+    """Hold the graph for CPUs to what is promised at L = 1024 and beside the textbook, and decoding in place."""
+    of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
+
+    def verdict(met: bool) -> str:
+        return "met" if met else "**missed**"
+
+    if in_place := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
+        most = max(in_place)
+        text = f"≤ {DECODING_TARGET}×", f"{most:.2f}×", verdict(most <= DECODING_TARGET)
+        yield "decoding in place, every past", *text
+    ours = {length: ratio for (label, length), ratio in of.items() if label == CHUNKED}
+    if form in TARGETS and 1024 in ours:
+        yield f"{form}, L = 1024", f"≤ {TARGETS[form]}×", f"{ours[1024]:.2f}×", verdict(ours[1024] <= TARGETS[form])
+    if ours:
+        slower = [
+            f"{length} ({ours[length] / ratio:.2f}×)"
+            for (label, length), ratio in of.items()
+            if label.startswith("torch") and ours.get(length, 0.0) > ratio
+        ]
+        found = "at L = " + ", ".join(slower) if slower else "nowhere"
+        yield f"{form}, the textbook is faster", "nowhere", found, verdict(not slower)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return sizes, times and multiples of a form's graphs, and why one fails."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    order = list(dict.fromkeys(row.contender for row in rows))
+
+    def cells() -> Iterator[tuple[str, str, str]]:
+        for row in sorted(rows, key=lambda row: (order.index(row.contender), row.case["length"])):
+            label, length, facts, ends = row.contender, row.case["length"], row.facts, _ends(row.case)
+            if facts:
+                yield label, "nodes", str(facts["nodes"])
+                yield label, "file", f"{facts['file_bytes'] / 2**20:.1f} MiB"
+                yield label, "export", as_time(facts["export_seconds"])
+            column = f"past = {length}" if row.case["form"] == DECODING else f"L = {length}{', past the table' * ends}"
+            if row.skipped is not None:
+                yield label, column, "wrong" if row.skipped.startswith("wrong") else "fails"
+                if not ends:
+                    reasons.setdefault((label, row.skipped[:160]), {})[str(length)] = None
+            elif ends:
+                yield label, column, "–" if label.startswith(BARE) else "gives numbers"
+            else:
+                ratio = f" ({row.ratio:.2f}×)" if label != BARE and row.ratio is not None else ""
+                yield label, column, f"{as_time(row.cpu or 0.0)}{ratio}"
+
+    body = pivot(cells())
+    notes = [f"{label}, L = {', '.join(lengths)}: {reason}" for (label, reason), lengths in reasons.items()]
+    return "\n\n".join([body, *notes])
+
+
+BENCHMARK = Export()

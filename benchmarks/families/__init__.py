@@ -1,1 +1,0 @@
-"""Models of transformers beside themselves with their attention replaced."""

@@ -1,0 +1,280 @@
+"""What every benchmark is: cases, contenders that take turns on them in one run, and rows of what was measured."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from relskew_core.cli._measure import resident_peak
+
+if TYPE_CHECKING:
+    from benchmarks.record import Record
+
+Call = Callable[[], Any]
+Case = dict[str, Any]
+"""What is asked of every contender, in names and numbers: a record says it, and a fresh process can be asked for it."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+ROOT = Path(__file__).parent.parent
+PAUSE_SECONDS = 0.15
+"""Wait before a turn: another library's threads go on spinning for a tenth of a second after their last call."""
+TURN_SECONDS = 0.1
+"""A turn repeats a short call for so long."""
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender in one case: what was measured, or why not."""
+
+    case: Case
+    contender: str
+    fastest: float | None = None  # seconds of the fastest call
+    median: float | None = None  # seconds
+    cpu: float | None = None  # median of the seconds of CPU time
+    ratio: float | None = None  # median, over turns, of the CPU time as a multiple of the first contender's
+    bytes: int | None = None  # peak memory of a call above its inputs, results included
+    error: float | None = None  # relative L2, of the result
+    skipped: str | None = None
+    facts: Case = field(default_factory=dict)  # what else is known
+
+
+class Benchmark:
+    """Cases and contenders. A module of this folder has one of these, under the name ``BENCHMARK``."""
+
+    page = ""
+    """File in ``docs/`` that the tables go to."""
+    seconds = 1.5
+    """Time for each contender in each case."""
+    threads: int | None = 1
+    """Threads of torch; all with ``None``."""
+    pauses = False
+    """Whether turns wait for other libraries' threads."""
+    pairs = False
+    """Whether each contender takes turns with the first one alone, since all at once would need too much memory."""
+    fallible = False
+    """Whether it is a result, too, that a contender fails."""
+    small: Case = {}  # noqa: RUF012 -- nobody writes into it
+    """What makes a case cheap: to warm up a fresh process."""
+
+    def begin(self) -> None:
+        """Take as many threads as are asked for."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    def cases(self) -> Iterable[Case]:
+        """Name what is measured."""
+        raise NotImplementedError
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        """Name who takes part; multiples are of the first one's time."""
+        raise NotImplementedError
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        """Return the call that is measured."""
+        raise NotImplementedError
+
+    def skip(self, case: Case, contender: str) -> str | None:
+        """Say why a contender does not take part."""
+        return None
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        """Return the relative error of a result, beside the first contender's in the same process, if there is one."""
+        return None
+
+    def gate(self, case: Case) -> float:
+        """Return the largest error that counts as right."""
+        return float("inf")
+
+    def asks(self, case: Case) -> set[str]:
+        """Say what is measured: ``"time"``, ``"memory"``, both, or only what is known of the result."""
+        return {"time"}
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        """Return what else is known of a result."""
+        return {}
+
+    def group(self, case: Case) -> Hashable:
+        """Neighbours of one group take turns with each other, so that their times can be divided."""
+        return tuple(case.items())
+
+    def doubts(self, rows: list[Row]) -> bool:
+        """Say whether rows are to be measured again, for eight times as long."""
+        return False
+
+    def texts(self, record: Record) -> Mapping[str, str]:
+        """Return what stands between the page's marks, by what they are called; most pages have one, ``""``."""
+        raise NotImplementedError
+
+    def draw(self, record: Record) -> None:
+        """Draw the page's pictures, where it has any."""
+
+    def time(self, calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
+        """Measure by the clock."""
+        return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
+
+    def memory(self, name: str, case: Case, contender: str) -> Case:
+        """Measure the peak of one call in a fresh process, with its time and error."""
+        question = json.dumps([case, contender])
+        command = [sys.executable, "-m", "benchmarks", name, "--child", question]
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+        if answer.returncode:
+            raise RuntimeError(f"{contender} failed at {case} with {answer.returncode}:\n{answer.stderr[-2000:]}")
+        return json.loads(answer.stdout.splitlines()[-1])
+
+    def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
+        """Measure the cases, group by group."""
+        for _, group in itertools.groupby(cases, self.group):
+            asked, wanted = list(group), set(only)
+            if self.pairs:
+                yield list(self._pairs(name, asked[0], seconds, wanted))
+                continue
+            rows = self._measure(name, asked, seconds, wanted)
+            yield self._measure(name, asked, 8 * seconds, wanted) if self.doubts(rows) else rows
+
+    def _pairs(self, name: str, case: Case, seconds: float, only: set[str]) -> Iterator[Row]:
+        first, *others = (each for each in self.contenders(case) if not only or each in only)
+        yield from self._measure(name, [case], seconds, {first})
+        for other in others:
+            yield self._measure(name, [case], seconds, {first, other})[-1]
+
+    def _measure(self, name: str, cases: list[Case], seconds: float, only: set[str]) -> list[Row]:
+        rows: dict[tuple[int, str], Row] = {}
+        calls: dict[tuple[int, str], Call] = {}
+        firsts: dict[int, tuple[int, str]] = {}
+        for number, case in enumerate(cases):
+            first, asked = None, self.asks(case)
+            for contender in self.contenders(case):
+                key, row = (number, contender), Row(case, contender, skipped=self.skip(case, contender))
+                if only and contender not in only:
+                    continue
+                firsts.setdefault(number, key)
+                try:
+                    if row.skipped is None and "memory" in asked:
+                        row = replace(row, **self.memory(name, case, contender))
+                    if row.skipped is None and asked != {"memory"}:
+                        call = self.prepare(case, contender)
+                        result = call()  # also warms up
+                        error = self.check(case, contender, result, first)
+                        row = replace(row, error=error, facts=self.facts(case, contender, result))
+                        first = result if first is None else first
+                        del result
+                        if "time" in asked:
+                            calls[key] = call
+                except Exception as error:
+                    if not self.fallible:
+                        raise
+                    row = replace(row, skipped=reason(error))
+                if row.error is not None and not row.error <= self.gate(case):
+                    row = replace(row, skipped=f"wrong by {row.error:.1e}")
+                    calls.pop(key, None)
+                rows[key] = row
+        times = self.time(calls, seconds, lambda key: firsts[key[0]])
+        return [replace(row, **times.get(key, {})) for key, row in rows.items()]
+
+
+def turns(
+    calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key], pause: float = 0.0
+) -> dict[Key, Case]:
+    """Time calls that were made once before, in turns, starting each round with another one.
+
+    Each has two turns at least, and turns until it has spent its ``seconds``; a turn repeats a short call. So a load of
+    the machine slows all of them, and multiples are medians over rounds. Freeing a result is not timed.
+    """
+    taken: dict[Key, list[list[tuple[float, float]]]] = {key: [] for key in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    for number in itertools.count():
+        waiting = [key for key in calls if len(taken[key]) < 2 or spent[key] < seconds]
+        if not waiting:
+            break
+        shift = number % len(waiting)
+        for key in waiting[shift:] + waiting[:shift]:
+            began = time.perf_counter()
+            time.sleep(pause)
+            taken[key].append(list(_turn(calls[key], min(TURN_SECONDS, seconds / 8))))
+            spent[key] += time.perf_counter() - began
+    return {key: _summary(own, taken.get(first(key))) for key, own in taken.items()}
+
+
+def _turn(call: Call, seconds: float) -> Iterator[tuple[float, float]]:
+    began = time.perf_counter()
+    while True:
+        cpu, start = time.process_time(), time.perf_counter()
+        result = call()
+        stop, ended = time.perf_counter(), time.process_time()
+        del result
+        yield stop - start, ended - cpu
+        if stop - began >= seconds:
+            return
+
+
+def _summary(own: list[list[tuple[float, float]]], base: list[list[tuple[float, float]]] | None) -> Case:
+    wall, cpu = zip(*itertools.chain(*own), strict=True)
+    found = {"fastest": min(wall), "median": statistics.median(wall), "cpu": statistics.median(cpu)}
+    if base is not None:
+        one, other = ([statistics.fmean(cpu for _, cpu in turn) for turn in turns] for turns in (own, base))
+        shares = [x / y for x, y in zip(one, other, strict=False) if y]
+        found["ratio"] = statistics.median(shares) if shares else None
+    return found
+
+
+def child(benchmark: Benchmark, case: Case, contender: str) -> Case:
+    """Answer a question of ``Benchmark.memory``; only sound in a fresh process.
+
+    It warms up (libraries load their kernels, thread pools start), makes the inputs, gives freed memory back to the
+    system, resets the high-water mark of its resident memory, calls once, and reads the mark. Buffers of 128 KiB and
+    more go back to the system as soon as they are freed, so that the mark is of what lives at once.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    benchmark.begin()
+    benchmark.prepare(case | {key: min(x, case[key]) for key, x in benchmark.small.items()}, contender)()
+    call = benchmark.prepare(case, contender)
+    result, seconds = None, 0.0
+
+    def timed() -> None:
+        nonlocal result, seconds
+        start = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+
+    gc.collect()
+    peak = resident_peak(timed)
+    if peak is None:
+        raise RuntimeError("peak memory needs Linux's resettable high-water mark and glibc's malloc")
+    return {"bytes": peak, "fastest": seconds, "error": benchmark.check(case, contender, result, None)}
+
+
+def distance(result: Any, expected: Any) -> float:
+    """Return the relative L2 error of an array, or the largest of several."""
+    if isinstance(expected, (tuple, list)):
+        return max(itertools.starmap(distance, zip(result, expected, strict=True)))
+    one, other = (
+        np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, np.float64)
+        for x in (result, expected)
+    )
+    if one.shape != other.shape:
+        raise ValueError(f"gives {one.shape} instead of {other.shape}")
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+def reason(error: BaseException) -> str:
+    """Return what first went wrong, short and in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

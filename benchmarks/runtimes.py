@@ -1,0 +1,250 @@
+"""Graphs of every form in old and other runtimes: small blocks, each tried in processes of a release."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+
+from benchmarks.page import pivot
+from benchmarks.record import Record
+from benchmarks.runner import ROOT, Benchmark, Call, Case, Row
+from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core.export import to_onnx
+
+PLACES = ROOT / ".venv-runtimes"
+TRIAL = Path(__file__).with_name("trial.py")
+FULL, CAUSAL = Span.full(9), Span.causal(9)
+
+FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
+    "full": (BlockSpec(8, 2, FULL), {}),
+    "causal": (BlockSpec(8, 2, CAUSAL, causal=True), {}),
+    "cache": (BlockSpec(8, 2, CAUSAL, causal=True), {"past": True}),
+    "clip": (BlockSpec(8, 2, Span.clipped(3)), {}),
+    "values": (BlockSpec(8, 2, FULL, rel_values=True), {}),
+    "bias": (BlockSpec(8, 2, FULL, rel_keys=False, rel_bias=True), {}),
+    "cross": (BlockSpec(8, 2, FULL, cross=True), {}),
+    "grouped": (BlockSpec(8, 4, CAUSAL, causal=True, num_kv_heads=2), {}),
+    "mask": (BlockSpec(8, 2, FULL), {"mask": True}),
+    "blocks": (BlockSpec(8, 2, Span.causal(6), causal=True, block_size=3), {}),
+    "sinks": (BlockSpec(8, 2, CAUSAL, causal=True, sinks=True), {}),
+    "chunks": (BlockSpec(8, 2, CAUSAL, causal=True), {"chunk_size": 2}),
+}
+LENGTHS = (1, 5, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A form in a profile: its graph, and inputs with their outputs at some lengths."""
+
+    name: str
+    model: onnx.ModelProto
+    calls: list[tuple[dict[str, np.ndarray], list[np.ndarray]]]
+
+    def save(self, folder: Path) -> None:
+        """Write the graph and the calls for a process that has neither onnx nor this library."""
+        (folder / f"{self.name}.onnx").write_bytes(self.model.SerializeToString())
+        arrays: dict[str, Any] = {}
+        for index, (inputs, outputs) in enumerate(self.calls):
+            arrays |= {f"{index}/in/{name}": x for name, x in inputs.items()}
+            arrays |= {f"{index}/out/{place}": x for place, x in enumerate(outputs)}
+        np.savez(folder / f"{self.name}.npz", **arrays)
+
+
+def graphs(profile: str, opset: int | None = None) -> Iterator[Graph]:
+    """Make every form in a profile."""
+    for name, (spec, options) in FORMS.items():
+        weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=1).items()}
+        model = to_onnx(spec, weights, profile=profile, opset=opset, **options)
+        yield Graph(name, model, [_call(spec, weights, options, length) for length in LENGTHS])
+
+
+def _call(
+    spec: BlockSpec, weights: dict[str, np.ndarray], options: dict[str, Any], length: int
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    generator = np.random.default_rng(length)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    feeds: dict[str, np.ndarray] = {"x": normal(2, length, 8)}
+    more: dict[str, Any] = {}
+    if spec.cross:
+        feeds["memory"] = more["memory"] = normal(2, 10 - length, 8)
+    if "mask" in options:
+        feeds["mask"] = more["mask"] = np.tri(length, k=-1, dtype=bool)[None, None]  # the first query sees nothing
+    if "past" in options:
+        past = tuple(normal(2, spec.num_kv_heads, 9 - length, spec.head_dim) for _ in "kv")
+        more["past"] = past
+        feeds |= dict(zip(("past_key", "past_value"), past, strict=True))
+    result: Any = attention_block(feeds["x"], weights, spec, **more)
+    return feeds, [result[0], *result[1]] if "past" in options else [result]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release of a runtime, and what pip installs for it into a folder of its own; nothing for one that is here."""
+
+    runtime: str
+    version: str
+    packages: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return how tables call it."""
+        return f"{self.runtime} {self.version}"
+
+    @property
+    def place(self) -> Path:
+        """Return the folder."""
+        return PLACES / f"{self.runtime}-{self.version}"
+
+    def install(self) -> None:
+        """Install the release, unless it is there."""
+        if self.place.exists() or not self.packages:
+            return
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(self.place), *self.packages], check=True)
+
+
+def _here(package: str) -> Release:
+    return Release(package, version(package), ())
+
+
+def _apart(package: str, release: str, *more: str) -> Release:
+    return Release(package, release, (f"{package}=={release}", *more))
+
+
+RELEASES = (
+    _apart("onnxruntime", "1.17.3", "numpy==1.26.4"),
+    *(_apart("onnxruntime", release) for release in ("1.20.1", "1.23.2", "1.25.0", "1.27.0")),
+    *map(_here, ("onnxruntime", "openvino")),
+    _apart("tract", "0.23.9"),
+    _apart("onnx2torch", "1.5.15"),
+    _here("onnxscript"),
+    _apart("onnxsim", "0.8.1"),
+    _apart("onnxslim", "0.1.98"),
+)
+HERE = ("onnxruntime", "openvino")
+"""Those that are tried with every opset."""
+PROFILES = {"ort": (23, 24), "portable": range(18, 25), "trt": (23, 24)}
+"""Every profile, and the opsets that it may have."""
+
+
+class Runtimes(Benchmark):
+    """Every profile in every release, and with every opset in those that are here."""
+
+    page = "runtimes.md"
+
+    def cases(self) -> Iterator[Case]:
+        yield from ({"profile": profile, "opset": None} for profile in PROFILES)
+        yield from ({"profile": profile, "opset": opset} for profile, opsets in PROFILES.items() for opset in opsets)
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return [release.name for release in _releases(case)]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        (release,) = (release for release in _releases(case) if release.name == contender)
+
+        def call() -> dict[str, str]:
+            release.install()
+            with TemporaryDirectory() as temporary:
+                for graph in graphs(case["profile"], case["opset"]):
+                    graph.save(Path(temporary))
+                return dict(results(release, Path(temporary)))
+
+        return call
+
+    def asks(self, case: Case) -> set[str]:
+        return set()
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return {"failed": {form: reason for form, reason in result.items() if reason}}
+
+    def texts(self, record: Record) -> dict[str, str]:
+        own = [row for row in record.rows if row.case["opset"] is None]
+        released = [(row.contender, f"`{row.case['profile']}`", _cell(row)) for row in own]
+        names = list(dict.fromkeys(row.contender for row in own))
+        released.sort(key=lambda cell: names.index(cell[0]))
+        opsets = [
+            (f"`{row.case['profile']}`, opset {row.case['opset']}", row.contender, _cell(row))
+            for row in record.rows
+            if row.case["opset"] is not None
+        ]
+        about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
+        said = "What a runtime says to a form that fails:"
+        return {"": "\n\n".join([about, pivot(released), said, "\n".join(reasons(own, names)), pivot(opsets)])}
+
+
+def _releases(case: Case) -> Sequence[Release]:
+    if case["opset"] is None:
+        return RELEASES
+    return [release for release in RELEASES if release.runtime in HERE and not release.packages]
+
+
+def reasons(rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for everything that runs in part: what a runtime says to a form that fails, wrong numbers first."""
+    for name in names:
+        told: dict[str, list[str]] = {}
+        for row in rows:
+            failed = sorted(row.facts["failed"].items(), key=lambda each: not each[1].startswith("wrong"))
+            if row.contender == name and failed:
+                told.setdefault(": ".join(failed[0]), []).append(f"`{row.case['profile']}`")
+        yield from (f"- {name}, {' and '.join(where)}, {what}" for what, where in told.items())
+
+
+def _cell(row: Row) -> str:
+    failed = list(row.facts["failed"])
+    ran = [form for form in sorted(FORMS) if form not in failed]
+    if not failed or not ran:
+        return "none" if failed else "all"
+    return f"all but {', '.join(failed)}" if len(failed) <= len(ran) else ", ".join(ran)
+
+
+def results(release: Release, folder: Path) -> Iterator[tuple[str, str]]:
+    """Run the graphs of a folder in one process, each in its own if that one dies."""
+    found = _run(release, folder)
+    if isinstance(found, dict):
+        yield from ((form, clean(reason)) for form, reason in found.items())
+        return
+    for path in sorted(folder.glob("*.onnx")):
+        with TemporaryDirectory() as alone:
+            for each in (path, path.with_suffix(".npz")):
+                os.link(each, Path(alone) / each.name)
+            own = _run(release, Path(alone))
+            yield path.stem, clean(own[path.stem] if isinstance(own, dict) else own)
+
+
+def _run(release: Release, folder: Path) -> dict[str, str] | str:
+    """Return what came of a folder's graphs, or how the process ended."""
+    command = [sys.executable, str(TRIAL), release.runtime, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(release.place), "RUST_BACKTRACE": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        found: dict[str, str] = json.loads(ended.stdout.strip().splitlines()[-1])
+        return found
+    told = [line for line in ended.stderr.splitlines() if "panicked" not in line and line.strip()]
+    return f"the process ends with {ended.returncode}: {' '.join(told[:1])}"
+
+
+def clean(reason: str) -> str:
+    """Return what a reason says, without the paths and the places of one build."""
+    without = re.sub(
+        r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ :|\S*/\S+|\S*::\S*\([^)]*\)|Load model from|failed:", " ", reason
+    )
+    without = without.replace("|", "/").replace("<", "‹").replace(">", "›")
+    return " ".join(without.split())[:200]
+
+
+BENCHMARK = Runtimes()
