@@ -9,6 +9,7 @@ import numpy as np
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._block.spec import BlockSpec
+from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
 MOST_BLOCKS = 8
@@ -77,7 +78,7 @@ class GraphPlan:
     @property
     def blocks_before(self) -> int:
         """How many blocks before its own a query sees, if there are blocks."""
-        return 1 if self.spec.blocks_before is None else self.spec.blocks_before
+        return 1 if self.spec.blocks_before is None else min(self.spec.blocks_before, FURTHEST)
 
     @property
     def kept_rows(self) -> tuple[int, int]:

@@ -29,7 +29,10 @@ TOLD = 3
 """The fields of a `Call` that the kernels get, the first ones."""
 
 FAR = 2**40
-"""Further than anything is that is seen; offsets beyond it are for others."""
+"""Further than anything is that is seen …"""
+
+OFFSETS = FAR // 2
+"""… as long as no offset is this large: such calls are for others."""
 
 BLOCK = 48
 """Queries of a head that are worked on at once, or twice as many."""
@@ -91,9 +94,11 @@ def serves(x: Operands, options: Options) -> bool:
 
 def serves_kind(x: Operands, options: Options) -> bool:
     """Whether a call is one for these kernels whatever its integers are: in 32 bits, and if tables reach them."""
-    if kernels is None or unknown(x, options, KNOWN) or abs(options.visibility.offset) >= FAR:
+    if kernels is None or unknown(x, options, KNOWN) or abs(options.visibility.offset) >= OFFSETS:
         return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
+        return False
+    if x.k_positions is not None and (options.visibility.block_size or 0) >= APART:  # positions are of blocks' first
         return False
     if x.k_positions is None or not has_tables(x):
         return True
@@ -145,7 +150,8 @@ class Call(NamedTuple):
         block, behind = pattern.block_size or 0, pattern.whole_blocks_before
         if block:
             block = min(block, FAR)
-            before, after = min(before, (min(behind, FAR // block) + 1) * block - 1), min(after, block - 1)
+            behind = min(behind, FAR // block)
+            before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
         items, heads, queries, width = x.q.shape
         _, key_heads, keys, value_width = x.v.shape
         numbers = (
@@ -164,7 +170,7 @@ class Call(NamedTuple):
         Without keys, too: arrays of no entries have any steps.
         """
         _, _, numbers, options, work_per_key, keys_seen, labelled = self
-        if not keys or not -FAR < offset < FAR:
+        if not keys or not -OFFSETS < offset < OFFSETS:
             return None
         if options.span.beyond == "error":
             rows, left, _, before, after = numbers[7:12]

@@ -13,7 +13,7 @@ from relskew_core._array.typing import Array
 from relskew_core._kernel import dropout
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
 from relskew_core._kernel.call import Operands, Options
-from relskew_core._kernel.chunk import Chunk
+from relskew_core._kernel.chunk import Chunk, is_empty
 from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
 from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.columns import Columns
@@ -38,7 +38,8 @@ class ScannedCall:
     def of(cls, operands: Operands, options: Options, ranges: Ranges | None) -> ScannedCall:
         """Plan a call whose chunk size is known."""
         assert options.chunk_size is not None
-        plan = LoopPlan.of(options, options.chunk_size, ranges)
+        empty = is_empty(*operands.q.shape[:-2]) or options.visibility.positions() is None
+        plan = LoopPlan.empty(options) if empty else LoopPlan.of(options, options.chunk_size, ranges)
         bias = None if operands.rel_bias is None else operands.rel_bias[..., None]
         rel_k, rel_v, rel_bias = (
             Columns.of(rows, options, plan.low, plan.high) for rows in (operands.rel_k, operands.rel_v, bias)

@@ -29,6 +29,7 @@ from relskew_core.backends._jax import at_once, backward, forward, lent
 from relskew_core.backends._jax.explicit import explicitly_split, split_by_compiler
 from relskew_core.backends._jax.foreign import SHARED, by_kernels, known, pulled
 from relskew_core.backends._jax.loops import Ranges
+from relskew_core.backends._jax.offsets import nearer, step_of
 from relskew_core.backends._numpy import compiled as of_numpy
 
 Arrays = tuple[Array, ...]
@@ -45,7 +46,10 @@ def serves(x: Operands, options: Options) -> bool:
         return False
     if any(labels is not None and labels.dtype != jnp.int32 for labels in (x.k_segments, x.k_positions)):
         return False  # they may be traced, and not fit
-    return x.k_positions is None or options.span.beyond != "error" or not _compiled.has_tables(x)
+    if x.k_positions is None:
+        return True
+    fit = 2 * step_of(options) * (x.q.shape[-2] + x.k.shape[-2]) < _compiled.APART
+    return fit and (options.span.beyond != "error" or not _compiled.has_tables(x))
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
@@ -141,6 +145,7 @@ def _jitted(primitive: Primitive, *arrays: Array, **parameters: Any) -> list[Arr
 
 def _lent(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Array]:
     x, cotangents = _given(names, tuple(map(np.asarray, arrays)))
+    x = x if x.k_positions is None else nearer(x, options, xp=np)
     if cotangents is None:
         found = [each for each in of_numpy.attention(x, options, library=lent.LIBRARY) if each is not None]
     else:
@@ -151,7 +156,9 @@ def _lent(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Arra
 
 
 def _by_kernels(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:
-    return by_kernels(*_given(names, arrays), options, maps)
+    x, cotangents = _given(names, arrays)
+    x = x if x.k_positions is None else nearer(x, options, maps=maps, xp=jnp)
+    return by_kernels(x, cotangents, options, maps)
 
 
 def _by_loops(*arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:

@@ -27,11 +27,11 @@ def width(loop: Loop, options: Options) -> int:
 
 def reach(plan: LoopPlan, options: Options) -> tuple[int, int]:
     """Return the lowest and the highest query position − key position that the chunks' windows touch."""
-    if options.visibility.by_value:
+    if options.visibility.by_value or not plan.loops:
         return -plan.high, -plan.low
     lows = [-loop.low[1] - loop.spare - _blocks(loop.n, loop.m) * loop.n for loop in plan.loops]
     highs = [-loop.low[0] - loop.spare + loop.n - 1 for loop in plan.loops]
-    return min(lows, default=0), max(highs, default=0)
+    return min(lows), max(highs)
 
 
 def start(loop: Loop, place: ChunkPlace, options: Options, table: Columns) -> Array | int:

@@ -100,8 +100,14 @@ class LoopPlan:
             loops = [_loop(options, part, n) for part in _parts(chunks)]
         else:
             loops = [_loop_of_ranges(options, starts, freshs, n, ranges)]
-        lows, highs = [loop.low[0] for loop in loops], [loop.low[1] + loop.width - 1 for loop in loops]
-        return cls(loops, min(lows, default=0), max(highs, default=0))
+        if not loops:
+            return cls.empty(options)
+        return cls(loops, min(loop.low[0] for loop in loops), max(loop.low[1] + loop.width - 1 for loop in loops))
+
+    @classmethod
+    def empty(cls, options: Options) -> LoopPlan:
+        """Return the plan of a call in which no query sees a key."""
+        return cls([], *reach(options))
 
 
 def reach(options: Options) -> tuple[int, int]:

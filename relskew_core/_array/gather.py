@@ -21,7 +21,7 @@ def gather(x: Array, index: Array, *, xp: Namespace) -> Array:
     if hasattr(xp, "gather"):  # torch, which copies short rows slowly
         own = index[..., 0, :, :]
         return xp.stack([xp.gather(x[..., head, :, :], -1, own) for head in range(heads)], axis=-3)
-    rows = xp.reshape(_heads_last(x, xp=xp), (-1, heads))
+    rows = xp.reshape(_heads_last(x, xp=xp), (math.prod(lead) * n * width, heads))
     found = xp.take(rows, _places(index, width, xp=xp), axis=0)
     return _heads_first(xp.reshape(found, (*lead, n, m, heads)), xp=xp)
 
@@ -32,7 +32,7 @@ def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
     index = xp.broadcast_to(index, (*lead, 1, *index.shape[-2:]))
     size, places = math.prod(lead) * n * width, _places(index, width, xp=xp)
     if hasattr(xp, "index_add"):  # torch
-        rows = xp.reshape(_heads_last(s, xp=xp), (-1, heads))
+        rows = xp.reshape(_heads_last(s, xp=xp), (math.prod(lead) * n * s.shape[-1], heads))
         return _heads_first(
             s.new_zeros((size, heads)).index_add(0, places, rows).reshape(*lead, n, width, heads), xp=xp
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from relskew_core._array.namespace import device, is_torch
 from relskew_core._array.typing import Array, Namespace
 
 
@@ -15,3 +16,37 @@ def integer(xp: Namespace) -> Any:
 def integers(start: int, stop: int, *, device: object, xp: Namespace) -> Array:
     """Return ``start … stop - 1``."""
     return xp.arange(start, stop, dtype=integer(xp), device=device)
+
+
+def bits_of(dtype: Any, *, xp: Namespace) -> int:
+    """Return how many bits that dtype has."""
+    return 32 if dtype == xp.int32 else 64
+
+
+def widest(x: Array, *, xp: Namespace) -> Array:
+    """Return integers in that dtype; unsigned ones that are greater than all of its integers become the greatest."""
+    dtype = integer(xp)
+    if x.dtype == dtype:
+        return x
+    bits = bits_of(dtype, xp=xp)
+    if str(x.dtype).endswith(f"uint{bits}") and not is_torch(x):  # torch does not compare these
+        greatest = 2 ** (bits - 1) - 1
+        x = xp.where(x > greatest, xp.asarray(greatest, dtype=x.dtype, device=device(x)), x)
+    return xp.astype(x, dtype)
+
+
+def shifted(x: Array, by: int, *, xp: Namespace) -> Array:
+    """Return ``x + by`` for an int of any size, the least or the greatest integer where the sum would wrap."""
+    if by == 0:
+        return x
+    end = 2 ** (bits_of(x.dtype, xp=xp) - 1)
+    by = max(2 - 2 * end, min(by, 2 * end - 2))
+    last = (end - 1 if by > 0 else -end) - by
+    x = xp.where(x > last if by > 0 else x < last, last, x)
+    half = by // 2 if abs(by) >= end else 0  # what is added has to be an integer of that dtype as well
+    return (x + half if half else x) + (by - half)
+
+
+def blocks(x: Array, size: int, *, xp: Namespace) -> Array:
+    """Return ``x // size`` for blocks of any size."""
+    return x // size if size < 2 ** (bits_of(x.dtype, xp=xp) - 1) else xp.where(x < 0, -1, 0)

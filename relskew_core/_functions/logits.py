@@ -16,7 +16,7 @@ from relskew_core._kernel.by_value import looked_up
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.pattern import Pattern
 from relskew_core._kernel.shapes import check_tables
-from relskew_core._positions.labels import check_label, check_reach_of
+from relskew_core._positions.labels import check_place, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew, unskew_from
 from relskew_core._positions.span import Span
@@ -139,7 +139,7 @@ def _logits_by_value(
         )
     lengths = (q.shape[-2], None) if side == "query" else (None, q.shape[-2])
     named = zip(("positions[0]", "positions[1]"), positions, lengths, strict=True)
-    queries, keys = pair = [check_label(*each, q, xp=xp) for each in named]
+    queries, keys = pair = [check_place(*each, q, xp=xp) for each in named]
     n, m = queries.shape[-1], keys.shape[-1]
     visibility = Pattern(right=0 if causal else None).of(q, m, 0, by_value=True, xp=xp)
     check_reach_of("table", span, visibility, (pair[0], pair[1]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from relskew_core._array.gather import gather, scatter_add, within
+from relskew_core._array.gather import gather, scatter_add
+from relskew_core._array.integers import shifted
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
@@ -71,9 +72,11 @@ def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace)
 def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Namespace) -> LookUpChunk:
     """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
-    r = keys - queries
-    index = within(r - chunk.low, chunk.width, xp=xp)
+    first, last = (shifted(queries, end, xp=xp) for end in (chunk.low, chunk.high))
+    nearest = xp.minimum(xp.maximum(keys, first), last)  # keys first: differences of any two integers may wrap
+    index = nearest - queries - chunk.low
     if span.beyond == "clip":
         return LookUpChunk(*numbers, index, None, None)
-    there = xp.logical_and(r >= -span.left, r <= span.right)
+    first, last = (shifted(queries, end, xp=xp) for end in (-span.left, span.right))
+    there = xp.logical_and(keys >= first, keys <= last)
     return LookUpChunk(*numbers, index, there, xp.logical_not(there) if span.beyond == "error" else None)

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from relskew_core._array.checks import is_symbol
+from relskew_core._array.known import exported
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
@@ -85,12 +87,20 @@ class Chunk:
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
     n_queries, documents = options.visibility.n_queries, documents_of(operands)
+    if is_empty(*operands.q.shape[:-2]):  # what there is none of sees nothing, and not every library reduces nothing
+        yield Chunk(0, n_queries, 0, 0, 0, 0, 0)
+        return
     size = options.chunk_size
     if size is None:
         size = SMALLEST if n_queries <= SMALLEST else chunk_size(operands, options, documents)
     edges = [*range(0, n_queries, size), n_queries]
     for start, stop in pairwise(edges):
         yield Chunk.of(options, start, stop, documents)
+
+
+def is_empty(*sizes: Any) -> bool:
+    """Whether nothing is in an array of such sizes, as far as they are known while a program is made for others too."""
+    return not exported(*sizes) and 0 in sizes  # symbols of JAX are not 0
 
 
 def documents_of(operands: Operands) -> Documents | None:

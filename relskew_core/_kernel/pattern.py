@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_int, check_offset, check_window
-from relskew_core._array.integers import integer
+from relskew_core._array.checks import check_bool, check_int, check_offset, check_window, describe
+from relskew_core._array.integers import bits_of, integer
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
@@ -26,21 +26,28 @@ class Pattern:
         self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, name: str = "q", xp: Namespace
     ) -> Visibility:
         """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
-        sides = (self.left, self.right, self.block_size, self.blocks_before)
-        # Further than any offset is from any key, and than integers can be counted from.
-        narrow = (by_value or is_ragged(offset)) and integer(xp) == xp.int32
-        furthest = 2**30 if narrow else FURTHEST
-        left, right, block_size, before = (None if x is not None and x > furthest else x for x in sides)
-        if block_size is None or before is None:
-            before = None
-        elif (before + 1) * block_size > furthest:
-            before = furthest // block_size
+        narrow = bits_of(integer(xp), xp=xp) == 32
         if not is_ragged(offset):
-            offset = check_offset("offset", offset)
-            return Visibility(q.shape[-2], n_keys, offset, left, right, block_size, before, by_value)
+            sides = self._sides(2**32 - 2 if narrow and by_value else FURTHEST)
+            return Visibility(q.shape[-2], n_keys, check_offset("offset", offset), *sides, by_value)
+        sides = self._sides(2**30 if narrow else FURTHEST)
         offsets, known = ragged_offsets(offset, q, name=name, xp=xp)
-        bounds: dict[str, Any] = {"left": left, "right": right, "block_size": block_size, "blocks_before": before}
+        if narrow and known and max(map(abs, known)) > 2**29 and sides != self._sides(FURTHEST):
+            raise ValueError(
+                "`offset` must be less than 2**29 either way, with a window or blocks of more than 2**30 positions, "
+                f"unless jax_enable_x64 is set, got {describe(offset)}"
+            )
+        bounds = dict(zip(("left", "right", "block_size", "blocks_before"), sides, strict=True))
         return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
+
+    def _sides(self, furthest: int) -> tuple[int | None, int | None, int | None, int | None]:
+        """Return the sides and the blocks with no number that is larger than positions can be apart."""
+        left, right = (None if side is None or side > furthest else side for side in (self.left, self.right))
+        if self.block_size is None:
+            return left, right, None, None
+        size = min(self.block_size, furthest)
+        # None would be one block.
+        return left, right, size, None if self.blocks_before is None else min(self.blocks_before, furthest // size)
 
 
 def check_pattern(given: Arguments) -> Pattern:

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from relskew_core._array.checks import describe
-from relskew_core._array.integers import integer
+from relskew_core._array.integers import bits_of, integer, widest
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import cast
@@ -22,7 +22,7 @@ Pair = tuple[Array, Array]
 def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp: Namespace) -> Pair:
     """Return integers of the queries and of the keys, in a dtype in which differences do not wrap.
 
-    Unless they have to come as a pair, one array may serve both.
+    Unless they have to come as a pair, as positions do, one array may serve both.
     """
     expected = f"a pair of integer arrays, of the {q.shape[-2]} queries and the {k.shape[-2]} keys"
     if isinstance(given, (tuple, list)):
@@ -36,7 +36,8 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
     else:
         given, names = (given, given), (name, name)
     lengths = (q.shape[-2], k.shape[-2])
-    of_queries, of_keys = (check_label(*each, q, xp=xp) for each in zip(names, given, lengths, strict=True))
+    check = check_place if paired else check_label
+    of_queries, of_keys = (check(*each, q, xp=xp) for each in zip(names, given, lengths, strict=True))
     return of_queries, of_keys
 
 
@@ -50,6 +51,16 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
     if tuple(x.shape) not in ((length,), (*lead, length)):
         raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
     return cast(x, integer(xp), xp=xp)
+
+
+def check_place(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
+    """Return the positions of so many queries or keys; what nobody can look at stops at its dtype's ends."""
+    label, bits = check_label(name, x, length, q, xp=xp), bits_of(integer(xp), xp=xp)
+    furthest = 2**61 if bits == 64 else 2**31 - 1  # all that there are
+    far = [value for row in known_items(x) or () for value in row if not -furthest - 1 <= value <= furthest]
+    if far:
+        raise ValueError(f"`{name}` must be of integers of at most {furthest} either way, got {far[0]}")
+    return label if x.dtype == label.dtype else widest(x, xp=xp)
 
 
 def known_items(x: Array) -> list[list[int]] | None:
@@ -68,9 +79,13 @@ def consecutive_offsets(positions: Pair) -> list[int] | None:
     queries, keys = (known_items(x) for x in positions)
     if queries is None or keys is None or not all(map(_consecutive, chain(queries, keys))):
         return None
-    count = max(len(queries), len(keys))
-    firsts = ([row[0] if row else 0 for row in rows] * (count if len(rows) == 1 else 1) for rows in (queries, keys))
-    return [query - key for query, key in zip(*firsts, strict=True)]
+    return [(query[0] if query else 0) - (key[0] if key else 0) for query, key in _by_item(queries, keys)]
+
+
+def _by_item(queries: list[list[int]], keys: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Return the integers of each item's queries and keys; those that all items share come with every item, if any."""
+    count = len(keys) if len(queries) == 1 else len(queries)
+    return list(zip(*(rows * count if len(rows) == 1 else rows for rows in (queries, keys)), strict=True))
 
 
 def _consecutive(row: list[int]) -> bool:
@@ -82,8 +97,7 @@ def check_reach_of(name: str, span: Span, visibility: Visibility, positions: Pai
     queries, keys = (known_items(x) for x in positions)
     if span.beyond != "error" or queries is None or keys is None:
         return
-    count = max(len(queries), len(keys))
-    pairs = zip(*(rows * (count if len(rows) == 1 else 1) for rows in (queries, keys)), strict=True)
+    pairs = _by_item(queries, keys)
     seen = [bounds for pair in pairs if (bounds := _seen_positions(visibility, *pair)) is not None]
     if seen:
         low, high = min(low for low, _ in seen), max(high for _, high in seen)
@@ -114,13 +128,11 @@ class Documents:
     def of(cls, segments: Pair) -> Documents | None:
         """Read the ranges off the segments of queries and of keys, ``None`` where they are not known."""
         queries, keys = (known_items(x) for x in segments)
-        if queries is None or keys is None or not queries or not queries[0]:
+        if queries is None or keys is None:
             return None
-        count = max(len(queries), len(keys))
-        rows = [
-            _ranges(*pair)
-            for pair in zip(*(rows * (count if len(rows) == 1 else 1) for rows in (queries, keys)), strict=True)
-        ]
+        rows = [_ranges(*pair) for pair in _by_item(queries, keys)]
+        if not rows or not rows[0][0]:  # no items, or no queries
+            return None
         firsts, ends = ([*map(least, *(row[side] for row in rows))] if len(rows) > 1 else rows[0][side]
                         for side, least in enumerate((min, max)))  # fmt: skip
         for index in range(len(firsts) - 2, -1, -1):  # later queries may reach further back: starts never decrease

@@ -15,14 +15,16 @@ from typing import Any
 
 from relskew_core._array.checks import check_offset, describe, is_array
 from relskew_core._array.gather import within
-from relskew_core._array.integers import integer, integers
+from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion, device, is_torch
-from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
 from relskew_core._positions.table import Extension
 from relskew_core._positions.visibility import Visibility
+
+FURTHEST = {64: 2**61, 32: 2**30 + 2**29}
+"""Of offsets, by the bits of integers: beyond any window, and near enough for positions to be counted from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,7 @@ class RaggedVisibility(Visibility):
             size = self.block_size
             back = xp.where(high // size > low // size, size - 1, high % size)
             ahead = xp.where(high // size > (low - 1) // size, size - 1, size - 1 - low % size)
-            seen = xp.logical_and(seen, -positions <= back + self.whole_blocks_before * size)
+            seen = xp.logical_and(seen, -positions <= shifted(back, self.whole_blocks_before * size, xp=xp))
             seen = xp.logical_and(seen, positions <= ahead)
         return seen
 
@@ -114,8 +116,8 @@ class RaggedTables:
         indices = within(positions + span.left, span.rows, xp=xp)
         rows = xp.take(table, xp.reshape(indices, (-1,)), axis=1)
         heads, _, size = rows.shape
-        rows = xp.reshape(xp.permute_dims(xp.reshape(rows, (heads, -1, width, size)), (1, 0, 2, 3)),
-                          (*lead, heads, width, size))  # fmt: skip
+        rows = xp.reshape(rows, (heads, math.prod(lead), width, size))
+        rows = xp.reshape(xp.permute_dims(rows, (1, 0, 2, 3)), (*lead, heads, width, size))
         if span.beyond != "clip":
             there = xp.logical_and(positions >= -span.left, positions <= span.right)[..., None, :, None]
             rows = xp.where(there, rows, 0.0 if span.beyond == "zero" else math.nan)
@@ -131,7 +133,7 @@ class RaggedTables:
             )
         seen = visibility.occurs(self._positions(), xp=xp)[..., None, :, None]
         columns = xp.matrix_transpose(xp.where(seen, windows, 0.0))
-        columns = xp.reshape(columns, (-1, *columns.shape[-3:]))
+        columns = xp.reshape(columns, (math.prod(columns.shape[:-3]), *columns.shape[-3:]))
         span, reach = self.span, self.window_span
         beyond: Beyond = "clip" if span.beyond == "clip" else "zero"
         total = xp.zeros((*columns.shape[1:-1], span.rows), dtype=columns.dtype, device=device(columns))
@@ -159,17 +161,24 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
     lead = tuple(q.shape[:-3])
     expected = f"`offset` must be an int, or one for each item of the leading axes of `{name}`, {lead}"
     wide = integer(xp)
+    furthest = FURTHEST[bits_of(wide, xp=xp)]
     if isinstance(offset, (list, tuple)):
         known = tuple(check_offset(f"offset[{index}]", value) for index, value in enumerate(offset))
         if (len(known),) != lead:
             raise ValueError(f"{expected}, got {len(known)}")
-        return xp.asarray(known, dtype=wide, device=device(q)), known
+        near = [max(-furthest, min(value, furthest)) for value in known]
+        return xp.asarray(near, dtype=wide, device=device(q)), known
     check_companion("offset", offset, name, q, xp=xp)
     if not xp.isdtype(offset.dtype, "integral"):
         raise TypeError(f"`offset` must be of integers, got {describe(offset)}")
     if tuple(offset.shape) not in ((), lead):
         raise ValueError(f"{expected}, got {describe(offset)}")
-    return cast(offset, wide, xp=xp), _values(offset, xp=xp)
+    values = _values(offset, xp=xp)
+    for value in values or ():
+        check_offset("offset", value)
+    offset = widest(offset, xp=xp)
+    offset = xp.where(offset > furthest, furthest, xp.where(offset < -furthest, -furthest, offset))
+    return offset, values
 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:

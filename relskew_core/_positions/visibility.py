@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
-from relskew_core._array.integers import integers
+from relskew_core._array.integers import blocks, integers, shifted
 from relskew_core._array.known import holds
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
@@ -60,13 +59,13 @@ class Visibility:
         """How many blocks before its own a query sees."""
         return 1 if self.blocks_before is None else self.blocks_before
 
-    def first_of_blocks(self, position: Any) -> Any:
-        """Return the first position of the furthest block that a query at ``position`` sees, a number or an array."""
+    def first_of_blocks(self, position: int) -> int:
+        """Return the first position of the furthest block that a query at ``position`` sees."""
         assert self.block_size is not None
         return (position // self.block_size - self.whole_blocks_before) * self.block_size
 
-    def last_of_block(self, position: Any) -> Any:
-        """Return the last position of the block of ``position``, a number or an array."""
+    def last_of_block(self, position: int) -> int:
+        """Return the last position of the block of ``position``."""
         assert self.block_size is not None
         return (position // self.block_size + 1) * self.block_size - 1
 
@@ -74,13 +73,14 @@ class Visibility:
         """Compare positions that broadcast: which keys the queries may see, ``None`` if all of them."""
         conditions = []
         if self.right is not None:
-            conditions.append(keys <= queries + self.right)
+            conditions.append(keys <= shifted(queries, self.right, xp=xp))
         if self.left is not None:
-            conditions.append(keys >= queries - self.left)
+            conditions.append(keys >= shifted(queries, -self.left, xp=xp))
         if self.block_size is not None:
-            conditions.append(keys >= self.first_of_blocks(queries))
+            own, others = (blocks(x, self.block_size, xp=xp) for x in (queries, keys))
+            conditions.append(others >= shifted(own, -self.whole_blocks_before, xp=xp))
             if self.right != 0:
-                conditions.append(keys <= self.last_of_block(queries))
+                conditions.append(others <= own)
         return reduce(xp.logical_and, conditions) if conditions else None
 
     def within(self, start: int, stop: int, first: int, end: int) -> Visibility:
@@ -93,8 +93,8 @@ class Visibility:
         of_blocks = self.block_size is not None and not (
             first >= self.first_of_blocks(high) and (self.right == 0 or end - 1 <= self.last_of_block(low))
         )
-        blocks = (self.block_size, self.blocks_before) if of_blocks else (None, None)
-        return Visibility(self.n_queries, self.n_keys, self.offset, left, right, *blocks)
+        local = (self.block_size, self.blocks_before) if of_blocks else (None, None)
+        return Visibility(self.n_queries, self.n_keys, self.offset, left, right, *local)
 
     def bounded(self) -> Visibility:
         """Return the pattern without what hides nothing: no number is larger than the positions are."""
@@ -118,8 +118,8 @@ class Visibility:
             high = min(high, self.n_keys - 1 + self.left)
         if self.block_size is not None:
             low = max(low, 0)
-            blocks = (self.n_keys - 1) // self.block_size + 1 + self.whole_blocks_before
-            high = min(high, blocks * self.block_size - 1)
+            behind = (self.n_keys - 1) // self.block_size + 1 + self.whole_blocks_before
+            high = min(high, behind * self.block_size - 1)
         if low > high or self.n_keys == 0 or self.first_key(low) > self.last_key(low):
             return None
         back, ahead = [high], [low]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import dense
 import oracles
 import strategies
+from libraries import of_name
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, Options
 from relskew_core._kernel.chunk import documents_of
@@ -691,3 +692,15 @@ def test_blocks_that_32_bits_do_not_count_are_refused() -> None:
     with jax.enable_x64(False), pytest.raises(ValueError, match=r"`offset` must leave positions in 32 bits"):
         relative_attention(**on_jax(case.arrays("float32")), **case.call(), offset=2**31, impl="native")
     relative_attention(**on_jax(case.arrays()), **case.call(), offset=2**31, impl="native")
+
+
+@pytest.mark.parametrize("row", ["JAX", "jax.jit"])
+def test_far_documents_of_which_nobody_sees_a_key_are_zeros(row: str) -> None:
+    library = of_name(row)
+    q, table = library.asarray(np.ones((1, 2, 40, 4)), "float32"), library.asarray(np.ones((5, 4)), "float32")
+    packed = library.asarray(np.repeat(np.arange(4), 10))
+    options: Any = {"segments": packed, "span": Span(2, 2, "clip"), "window": (30, None), "return_lse": True}
+    with jax.enable_x64(False):
+        out, lse = library.call(relative_attention, {"q": q, "k": q, "v": q, "rel_k": table}, offset=2**40, **options)
+    assert not np.any(out)
+    assert np.all(np.asarray(lse) == -np.inf)

@@ -156,7 +156,8 @@ def test_what_a_pattern_leaves_of_all_positions(options: dict[str, Any]) -> None
 def test_sides_that_no_integer_reaches_say_nothing() -> None:
     edge = Pattern(FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
     assert edge.of(ONE, 1, 0, xp=XP).sides == (FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
-    assert Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=XP).sides == (None,) * 4
+    beyond = Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=XP)
+    assert beyond.sides == (None, None, FURTHEST, 1)  # two blocks, of what is before 0 and of what is not
     assert Pattern(None, 0, 4, FURTHEST // 4 - 1).of(ONE, 1, 0, xp=XP).sides == (None, 0, 4, FURTHEST // 4 - 1)
     for before in (FURTHEST // 3 + 1, FURTHEST):
         assert Pattern(None, 0, 3, before).of(ONE, 1, 0, xp=XP).sides == (None, 0, 3, FURTHEST // 3)

@@ -58,9 +58,7 @@ def attention_vjp(
     sizes, like = _sizes(options), flattened(operands)
     named = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
     axes = operands.q.ndim - 3
-    given = {
-        name: _apart(name, None if x is None else x.reshape(-1, *x.shape[axes:]), sizes) for name, x in named.items()
-    }
+    given = {name: _apart(name, None if x is None else x.flatten(0, axes - 1), sizes) for name, x in named.items()}
     total = {
         name: torch.zeros_like(x)
         for name in DIFFERENTIABLE

@@ -1,0 +1,124 @@
+"""Calls with nothing in them: no items, heads, queries, keys or numbers of a value, with every option and library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import oracles
+from libraries import LIBRARIES, Library
+from relskew_core import Span, relative_attention, relative_attention_vjp
+
+SIZES = {"items": 2, "heads": 2, "queries": 3, "keys": 4, "width of values": 2}
+"""Of an ordinary call."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tables": {"tables": ["rel_k", "rel_v", "rel_bias", "key_table"], "causal": True},
+    "segments of all": {"segments": False, "tables": ["rel_k"]},
+    "segments by item": {"segments": True, "tables": ["rel_v"]},
+    "positions of all": {"positions": False, "tables": ["rel_k", "rel_bias"]},
+    "positions by item": {"positions": True, "tables": ["rel_k", "key_table"]},
+    "offsets by item": {"offset": True, "tables": ["rel_k", "rel_v", "rel_bias"], "window": (3, 3)},
+    "by head": {"by_head": ["sinks", "scale", "rel_scale"], "tables": ["rel_k"]},
+    "a boolean mask": {"mask": "bool", "softcap": 2.0},
+    "an additive mask": {"mask": "float", "tables": ["rel_bias"]},
+    "blocks": {"block_size": 2, "blocks_before": 1, "chunk_size": 2, "tables": ["rel_v"]},
+    "dropout": {"dropout": 0.5, "seed": 3},
+}
+"""What each call has besides."""
+
+ROWS = [row for row in LIBRARIES if not row.traced]
+
+
+def call_of(kind: dict[str, Any], empty: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays and the options of a call."""
+    rng = np.random.default_rng(5)
+    items, heads, n, m, dv = ({**SIZES, empty: 0}).values()
+    options = dict(kind)
+    arrays: dict[str, Any] = {
+        "q": rng.standard_normal((items, heads, n, 3)),
+        "k": rng.standard_normal((items, heads or 1, m, 3)),
+        "v": rng.standard_normal((items, heads or 1, m, dv)),
+    }
+    widths = {"rel_k": (3,), "rel_v": (dv,), "rel_bias": (), "key_table": (3,)}
+    tables = options.pop("tables", [])
+    arrays |= {name: rng.standard_normal((5, *widths[name])) for name in tables}
+    arrays |= {name: rng.uniform(0.2, 0.8, heads) for name in options.pop("by_head", [])}
+    for name in {"segments", "positions"} & options.keys():
+        lead = (items,) if options.pop(name) else ()
+        arrays[name] = tuple(rng.integers(0, 3, (*lead, length)) for length in (n, m))
+    if "mask" in options:
+        arrays["mask"] = rng.standard_normal((n, m)).astype(options.pop("mask"))
+    if "offset" in options:
+        options["offset"] = [0, 1][:items]
+    else:
+        options["offset"] = 0
+    return arrays, {**options, "span": Span.clipped(2) if tables else None}
+
+
+def expected(arrays: dict[str, Any], options: dict[str, Any]) -> oracles.Attention:
+    """Return what the loops give, item by item."""
+    n_items, offsets = arrays["q"].shape[0], options["offset"]
+    plain = {name: option for name, option in options.items() if name not in ("chunk_size", "offset")}
+    by_item = ("q", "k", "v")
+
+    def own(name: str, x: Any, item: int) -> Any:
+        if isinstance(x, tuple):
+            return tuple(each[item] if each.ndim == 2 else each for each in x)
+        return x[item] if name in by_item else x
+
+    found = [
+        oracles.relative_attention(
+            **{name: own(name, x, item) for name, x in arrays.items()},
+            **plain,
+            offset=offsets if isinstance(offsets, int) else offsets[item],
+        )
+        for item in range(n_items)
+    ]
+    shape = (*arrays["q"].shape[:-1], arrays["v"].shape[-1])
+    results = ([each[which] for each in found] for which in (0, 1))
+    out, lse = (np.reshape(np.asarray(each), size) for each, size in zip(results, (shape, shape[:-1]), strict=True))
+    return oracles.Attention(out, lse)
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+@pytest.mark.parametrize("empty", SIZES)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_of_nothing_comes_nothing(row: Library, empty: str, impl: str) -> None:
+    if (reason := row.missing()) is not None:
+        pytest.skip(reason)
+    for name, kind in KINDS.items():
+        numbers, options = call_of(kind, empty)
+        arrays = {name: given(row, x) for name, x in numbers.items()}
+        if impl == "auto" or "offset" not in kind:
+            hold(row, name, numbers, arrays, {**options, "impl": impl})
+
+
+def given(row: Library, x: Any) -> Any:
+    """Return numbers, or a pair of them, as arrays of a library."""
+    if isinstance(x, tuple):
+        return tuple(given(row, each) for each in x)
+    return row.asarray(x, row.dtypes[0] if x.dtype.kind == "f" else None)
+
+
+def hold(row: Library, name: str, numbers: dict[str, Any], arrays: dict[str, Any], options: dict[str, Any]) -> None:
+    """Hold the results against those of the loops; a gradient is zero where there is nothing to have one."""
+    wanted = expected(numbers, {name: x for name, x in options.items() if name != "impl"})
+    d_out = given(row, np.ones(wanted.out.shape))
+    with row.setting():
+        results = relative_attention(**arrays, **options, return_lse=True)
+        gradients = relative_attention_vjp(d_out, **arrays, **options)._asdict()
+        for x, like in zip(results, wanted, strict=True):
+            same(name, row.to_numpy(x), like)
+        for which, x in gradients.items():
+            if x is not None:
+                same(f"{name}, {which}", row.to_numpy(x), np.zeros(numbers[which].shape))
+
+
+def same(name: str, x: NDArray[Any], like: NDArray[Any]) -> None:
+    assert x.shape == like.shape, name
+    np.testing.assert_allclose(x, like, rtol=0, atol=1e-5, err_msg=name)
