@@ -60,7 +60,7 @@ def _step(
     d_out, out, lse, d_lse = cotangents
     operands, options, chunk = call.operands, call.options, TracedChunk(call, loop, place)
     d_rows = chunk.fresh(d_out)
-    (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.values()
+    (q, rel_q), k, v = chunk.scaled_queries(), chunk.keys(operands.k), chunk.keys(operands.v)
     capped = chunk.logits(q, rel_q, k)
     weights, own_lse = chunk.weights(capped, lse=lse is not None)
     if lse is not None:
@@ -116,7 +116,7 @@ def _add_relative(
     if call.rel_k is None:
         return None
     new["rel_k"] = _add_columns(chunk, call.rel_k, sums.rel_k, rel_q, relative)
-    return jnp.matmul(relative, jnp.matrix_transpose(chunk.columns(call.rel_k))) * call.options.rel_scale
+    return chunk.mixed(relative, call.rel_k) * call.options.rel_scale
 
 
 def _add_key_side(

@@ -15,6 +15,7 @@ from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, plac
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, is_empty
 from relskew_core._kernel.forward import capped, grouped_matmul, has_dead_rows
+from relskew_core._positions.table import weighed
 from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.columns import Columns
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan, Ranges
@@ -91,16 +92,12 @@ class TracedChunk:
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def keys(self, x: Array) -> Array:
-        """Cut (..., keys, D) to the chunk's, zeros for keys outside the range that its queries may see."""
+        """Cut (..., keys, D) to the chunk's, zeros for those that none of its queries may see."""
         rows = lax.dynamic_slice_in_dim(x, self.place.first, self.loop.m, axis=x.ndim - 2)
-        return jnp.matrix_transpose(self.seen(jnp.matrix_transpose(rows)))
-
-    def values(self) -> Array:
-        """Return the values of the chunk's keys, zeros for those that none of its queries may see."""
-        v = self.keys(self.call.operands.v)
+        rows = jnp.matrix_transpose(self.seen(jnp.matrix_transpose(rows)))
         if self.visible is None or self.visible.ndim == 2:  # one pattern for all: every key of the range is seen
-            return v
-        return jnp.where(jnp.any(self.visible, axis=-2)[..., None], v, 0.0)
+            return rows
+        return jnp.where(jnp.any(self.visible, axis=-2)[..., None], rows, 0.0)
 
     def seen(self, x: Array) -> Array:
         """Put zeros into (..., D, m) for keys outside the range that the chunk's queries may see."""
@@ -113,6 +110,12 @@ class TracedChunk:
         """Cut a table to the chunk's columns, (..., D, width)."""
         columns = table.columns
         return lax.dynamic_slice_in_dim(columns, self.column(table), self.loop.width, axis=columns.ndim - 1)
+
+    def mixed(self, weights: Array, table: Columns) -> Array:
+        """Return sums of a table's rows by weights in relative layout; what is looked up has rows that nobody sees."""
+        columns = self.columns(table)
+        columns = weighed(columns, weights, xp=jnp) if isinstance(self.layout, LookUpChunk) else columns
+        return jnp.matmul(weights, jnp.matrix_transpose(columns))
 
     def column(self, table: Columns) -> Array | int:
         """Return the chunk's first column of a table."""

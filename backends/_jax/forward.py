@@ -49,9 +49,9 @@ def _step(
     logits = chunk.logits(*chunk.scaled_queries(), chunk.keys(call.operands.k))
     weights, sums = chunk.weights(logits, lse=results[1] is not None)
     weights = chunk.kept(weights)
-    rows = grouped_matmul(weights, chunk.values(), xp=jnp)
+    rows = grouped_matmul(weights, chunk.keys(call.operands.v), xp=jnp)
     if call.rel_v is not None:
-        rows = rows + jnp.matmul(chunk.relative(weights), jnp.matrix_transpose(chunk.columns(call.rel_v)))
+        rows = rows + chunk.mixed(chunk.relative(weights), call.rel_v)
     out, lse = results
     out = lax.dynamic_update_slice_in_dim(out, rows, place.start, axis=out.ndim - 2)
     if lse is not None and sums is not None:

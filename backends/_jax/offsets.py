@@ -81,7 +81,7 @@ def nearer(x: Operands, options: Options, *, maps: int = 0, xp: Any) -> Operands
     Of the positions of an item, one after the other, what two are further apart than a step is left out.
     """
     lead, step, size = x.q.shape[:-3], step_of(options), options.visibility.block_size or 1
-    labels = (x.q_positions, x.k_positions)
+    labels: tuple[Array, Array] = (x.q_positions, x.k_positions)
     given = [xp.reshape(p, (*p.shape[:maps], *(1,) * (x.q.ndim - 2 - p.ndim), *p.shape[maps:])) for p in labels]
     all_of_item = xp.concat([xp.broadcast_to(p, (*lead, p.shape[-1])) for p in given], axis=-1)
     order = xp.argsort(all_of_item, axis=-1)
@@ -91,5 +91,5 @@ def nearer(x: Operands, options: Options, *, maps: int = 0, xp: Any) -> Operands
     distances = xp.where(distances > step, step + (distances - step) % size, distances).astype(xp.int32)
     places = xp.concat([ordered[..., :1] % size, distances], axis=-1).cumsum(axis=-1, dtype=xp.int32)
     places = xp.take_along_axis(places, xp.argsort(order, axis=-1), axis=-1)
-    n = x.q_positions.shape[-1]
+    n = labels[0].shape[-1]
     return x._replace(q_positions=places[..., :n], k_positions=places[..., n:])

@@ -158,7 +158,9 @@ def _pull_back(
 
     q = call.q[batch, head, queries]
     whole.k[batch, group, keys] += d_logits.T @ (q * options.scale)
-    whole.q[batch, head, queries] += (d_logits @ call.k[batch, group, keys]) * options.scale
+    k = call.k[batch, group, keys]
+    k = k if hidden.unseen is None else np.where(hidden.unseen[:, None], 0, k)
+    whole.q[batch, head, queries] += (d_logits @ k) * options.scale
     if call.tables.rel_k is not None or call.tables.rel_bias is not None:
         _add_relative(call, views, batch, head, d_logits, whole, sums)
 

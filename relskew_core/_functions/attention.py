@@ -84,8 +84,9 @@ def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tupl
         Where queries and keys stand, in any order and instead of ``offset``: time stamps, pitches, left padding, the
         branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by
         positions. Tables are looked up pair by pair unless positions are known to follow one another.
-    scale, rel_scale : float or array of shape (H,), optional
-        Factors of the two products; ``D ** -0.5`` and ``scale``. By head, as in Swin v2's cosine attention.
+    scale, rel_scale : float or array of shape (H,) or (), optional
+        Factors of the two products; ``D ** -0.5`` and ``scale``. What is learned comes as an array: one number for each
+        head, as in Swin v2's cosine attention, or one for all.
     softcap : float, optional
         Replace the sum by ``softcap · tanh(sum / softcap)`` before masks.
     dropout : float, default 0.0

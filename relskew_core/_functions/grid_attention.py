@@ -15,7 +15,7 @@ from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
-from relskew_core._kernel.by_head import check_by_head
+from relskew_core._kernel.by_head import by_head, check_by_head
 from relskew_core._kernel.shapes import check_mask
 from relskew_core._positions.span import Span
 
@@ -147,7 +147,7 @@ def relative_attention_2d(
         Without ``rel_bias``.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
-    scale, rel_scale : float or array of shape (H,), optional
+    scale, rel_scale : float or array of shape (H,) or (), optional
         Factors of the products; ``D ** -0.5`` and ``scale``. SAM, ViTDet and MViT have ``rel_scale=1``, Swin v2
         (cosine attention) a scale for each head.
     chunk_size : int, optional
@@ -204,9 +204,10 @@ def relative_attention_2d(
         mask = check_mask(mask, q, k, xp=xp)
     arrays = (q, k, v, table_h, table_w, rel_bias, prefix_bias, mask)  # sums are made here as within one call
     q, k, v, table_h, table_w, rel_bias, prefix_bias, mask = widened(arrays, dtype, xp=xp)
+    factor, related = (cast(x, q.dtype, xp=xp) if is_array(x) else x for x in (factor, related))
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
-        q_step, k_step, _by_head(related, q, xp=xp),
+        q_step, k_step, by_head(related, q),
     )  # fmt: skip
 
     parts = []
@@ -216,8 +217,7 @@ def relative_attention_2d(
         parts.append(
             relative_attention(
                 q[..., start:stop, :], k, v, mask=_combine(bias, cut, xp=xp),
-                scale=xp.astype(factor, q.dtype) if is_array(factor) else factor,
-                chunk_size=stop - start, return_lse=True,
+                scale=factor, chunk_size=stop - start, return_lse=True,
             )
         )  # fmt: skip
 
@@ -232,15 +232,7 @@ def relative_attention_2d(
 
 
 def _check_factor(name: str, x: Any, q: Array, *, xp: Namespace) -> float | Array:
-    return check_by_head(name, x, q, xp=xp) if is_array(x) else check_real(name, x)
-
-
-def _by_head(factor: Any, q: Array, *, xp: Namespace) -> float | Array:
-    """Return a factor as it multiplies queries."""
-    if not is_array(factor):
-        number: float = factor
-        return number
-    return xp.astype(factor[:, None, None] if q.ndim > 2 else factor[:, None], q.dtype)
+    return check_by_head(name, x, q, one=True, xp=xp) if is_array(x) else check_real(name, x)
 
 
 def _check(

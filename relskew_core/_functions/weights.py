@@ -15,7 +15,7 @@ from relskew_core._kernel.by_head import with_sinks
 from relskew_core._kernel.by_value import placed
 from relskew_core._kernel.call import Arguments, takes
 from relskew_core._kernel.chunk import Chunk, chunks
-from relskew_core._kernel.forward import Tables, chunk_logits, chunk_visible, chunk_weights
+from relskew_core._kernel.forward import Tables, chunk_logits, chunk_visible, chunk_weights, seen_of
 from relskew_core._kernel.problem import Problem, problem
 from relskew_core._positions.skew import pad_last
 
@@ -93,7 +93,8 @@ def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
         return xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))
     chunk = placed(chunk, operands, options, xp=xp)
     visible = chunk_visible(operands, options, chunk, xp=xp)
-    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    k = seen_of(operands.k, chunk, visible, xp=xp)
+    logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
     with_lse = call.sinks is not None
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=with_lse, xp=xp)
     if call.sinks is not None and lse is not None:

@@ -20,11 +20,11 @@ from relskew_core._kernel.forward import (
     Tables,
     capped_gradient,
     chunk_logits,
-    chunk_values,
     chunk_visible,
     chunk_weights,
     grouped_matmul,
     relative_queries,
+    seen_of,
 )
 from relskew_core._kernel.key_side import blocks, by_key_head, by_query_head
 from relskew_core._kernel.sums import GradientSums
@@ -92,9 +92,9 @@ def _backward(
     d_out = cotangents.d_out[..., queries, :]
     q = operands.q[..., queries, :] * options.scale
     visible = chunk_visible(operands, options, chunk, xp=xp)
-    k, v = operands.k[..., chunk.first : chunk.end, :], chunk_values(operands, chunk, visible, xp=xp)
+    k, v = (seen_of(x, chunk, visible, xp=xp) for x in (operands.k, operands.v))
 
-    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=cotangents.lse is not None, xp=xp)
     if cotangents.lse is not None:
         weights = weights * share_of(lse, cotangents.lse[..., queries], xp=xp)[..., None]
@@ -140,7 +140,7 @@ def _relative_gradient(
     if tables.rel_k is None:
         return None
     sums.add_table("rel_k", low, high, relative, relative_queries(operands, options, chunk, q))
-    return tables.rel_k.mix(relative, low, high, xp=xp) * options.rel_scale
+    return tables.rel_k.mix(relative, low, high, looked_up=options.visibility.by_value, xp=xp) * options.rel_scale
 
 
 def _key_side_gradient(
@@ -159,7 +159,8 @@ def _key_side_gradient(
         own = keys[..., rows, :]
         seen = relative[..., low - block.low : high - block.low + 1]
         sums.add_table("key_table", low, high, seen, by_query_head(own, d_logits.shape[-3], xp=xp))
-        pieces.append(by_key_head(table.mix(seen, low, high, xp=xp) * options.rel_scale, keys.shape[-3], xp=xp))
+        mixed = table.mix(seen, low, high, looked_up=options.visibility.by_value, xp=xp)
+        pieces.append(by_key_head(mixed * options.rel_scale, keys.shape[-3], xp=xp))
     return joined(pieces, axis=-2, xp=xp)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of one number for each head: factors, taken in before a kernel, and sinks, taken in after it.
+"""Arguments of a number for each head, or of one for all: factors, taken in before a kernel, and sinks, after it.
 
 A factor that ``torch.compile`` traces as a number that varies is taken in the same way: a kernel's operator would have
 it compile anew for each one.
@@ -18,12 +18,13 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients
 
 
-def check_by_head(name: str, x: Any, q: Array, *, xp: Namespace) -> Array:
-    """Return an array of a number for each head."""
+def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespace) -> Array:
+    """Return an array of a number for each head, or also of ``one`` for all."""
     check_companion(name, x, "q", q, xp=xp)
     n_heads = q.shape[-3] if q.ndim > 2 else 1
-    if tuple(x.shape) != (n_heads,):
-        raise ValueError(f"`{name}` must have shape (H,), a number for each of the {n_heads} heads, got {describe(x)}")
+    if tuple(x.shape) != (n_heads,) and not (one and x.ndim == 0):
+        shape = "shape (H,) or none" if one else "shape (H,)"
+        raise ValueError(f"`{name}` must have {shape}, a number for each of the {n_heads} heads, got {describe(x)}")
     if x.dtype != q.dtype:
         raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {describe(x)}")
     return x
@@ -50,7 +51,7 @@ class HeadScales:
     @staticmethod
     def _factor(name: str, x: Any, q: Array, *, xp: Namespace) -> Array | float | None:
         if is_array(x):
-            return check_by_head(name, x, q, xp=xp)
+            return check_by_head(name, x, q, one=True, xp=xp)
         return check_real(name, x) if varies(x) else None
 
     def applied(self, given: Arguments) -> Arguments:
@@ -72,11 +73,7 @@ class HeadScales:
 
     @staticmethod
     def _times(x: Array, factor: Array | float | None) -> Array:
-        if factor is None:
-            return x
-        if isinstance(factor, (int, float)):
-            return x * factor
-        return x * (factor[:, None, None] if x.ndim > 2 else factor[:, None])
+        return x if factor is None else x * by_head(factor, x)
 
     def gradients(self, found: Gradients, given: Arguments) -> Gradients:
         """Return the gradients of a call from those of the call that it was made into."""
@@ -104,20 +101,27 @@ class HeadScales:
         return cast(self.xp.sum(wide, axis=0), table.dtype, xp=self.xp)
 
     def _summed(self, pairs: list[tuple[Array, Array]], like: Array | float | None) -> Array | None:
-        """Sum the products of pairs (..., H, L, D) over all but the heads."""
+        """Sum the products of pairs (..., H, L, D), by head where there is a number for each."""
         if like is None or isinstance(like, (int, float)):
             return None
         [total] = widened([self.xp.zeros_like(like)], like.dtype, xp=self.xp)
         for pair in pairs:
             a, b = widened(pair, like.dtype, xp=self.xp)
-            axes = tuple(axis for axis in range(a.ndim) if axis != a.ndim - 3)
+            axes = tuple(axis for axis in range(a.ndim) if like.ndim == 0 or axis != a.ndim - 3)
             total = total + self.xp.reshape(self.xp.sum(a * b, axis=axes), like.shape)
         return cast(total, like.dtype, xp=self.xp)
 
 
 def _with_heads(table: Array, factor: Array | float) -> Array:
     """Return a table (R, D) that every head multiplies by a factor of its own as one that has heads."""
-    return table if isinstance(factor, (int, float)) or table.ndim > 2 else table[None, ...]
+    return table if isinstance(factor, (int, float)) or factor.ndim == 0 or table.ndim > 2 else table[None, ...]
+
+
+def by_head(factor: Array | float, x: Array) -> Array | float:
+    """Return a factor as it multiplies an array (..., H, L, D) or (L, D)."""
+    if isinstance(factor, (int, float)) or factor.ndim == 0:
+        return factor
+    return factor[:, None, None] if x.ndim > 2 else factor[:, None]
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:

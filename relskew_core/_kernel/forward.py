@@ -79,23 +79,24 @@ def _attend(
         out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
         return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
     visible = chunk_visible(operands, options, chunk, xp=xp)
-    logits = chunk_logits(operands, options, tables, chunk, xp=xp)
+    k = seen_of(operands.k, chunk, visible, xp=xp)
+    logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)
     weights, lse = chunk_weights(logits, operands, options, chunk, visible, lse=options.return_lse, xp=xp)
     if options.dropout:
         weights = weights * kept(operands, options, chunk, xp=xp)
-    v = chunk_values(operands, chunk, visible, xp=xp)
-    out = grouped_matmul(weights, v, xp=xp)
+    out = grouped_matmul(weights, seen_of(v, chunk, visible, xp=xp), xp=xp)
     if tables.rel_v is not None:
         relative, low, high = visible_columns(chunk.relative(weights, xp=xp), chunk, options)
         if low <= high:
-            out = out + tables.rel_v.mix(relative, low, high, xp=xp)
+            out = out + tables.rel_v.mix(relative, low, high, looked_up=options.visibility.by_value, xp=xp)
     return out, lse
 
 
-def chunk_logits(operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace) -> Array:
-    """Return the logits of a chunk in absolute layout, softcapped, before masks."""
+def chunk_logits(
+    k: Array, operands: Operands, options: Options, tables: Tables, chunk: Chunk, *, xp: Namespace
+) -> Array:
+    """Return the logits of a chunk with its keys in absolute layout, softcapped, before masks."""
     q = operands.q[..., chunk.start : chunk.stop, :] * options.scale
-    k = operands.k[..., chunk.first : chunk.end, :]
     logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)
     relative = _relative_terms(operands, options, tables, chunk, q, xp=xp)
     if relative is not None:
@@ -135,12 +136,12 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
     return same if visible is None else xp.logical_and(visible, same)
 
 
-def chunk_values(operands: Operands, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
-    """Return the values of a chunk's keys, zeros for those that none of its queries may see."""
-    v = operands.v[..., chunk.first : chunk.end, :]
+def seen_of(x: Array, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
+    """Return a chunk's keys or values, zeros for those that none of its queries may see."""
+    x = x[..., chunk.first : chunk.end, :]
     if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is seen
-        return v
-    return xp.where(xp.any(visible, axis=-2)[..., None], v, 0.0)
+        return x
+    return xp.where(xp.any(visible, axis=-2)[..., None], x, 0.0)
 
 
 def chunk_weights(

@@ -37,7 +37,7 @@ class Pattern:
                 "`offset` must be less than 2**29 either way, with a window or blocks of more than 2**30 positions, "
                 f"unless jax_enable_x64 is set, got {describe(offset)}"
             )
-        bounds = dict(zip(("left", "right", "block_size", "blocks_before"), sides, strict=True))
+        bounds: dict[str, Any] = dict(zip(("left", "right", "block_size", "blocks_before"), sides, strict=True))
         return RaggedVisibility(q.shape[-2], n_keys, 0, **bounds, offset_by_item=offsets, known=known)
 
     def _sides(self, furthest: int) -> tuple[int | None, int | None, int | None, int | None]:

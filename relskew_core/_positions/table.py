@@ -146,13 +146,24 @@ class Table:
         extension = self.plan(first, last)
         return extension.widen(xp.matmul(q, self.columns[..., extension.start : extension.stop]), xp=xp)
 
-    def mix(self, weights: Array, first: int, last: int, *, xp: Namespace) -> Array:
-        """Return ``Σ_r w_r e_r`` over ``r = first … last``: (..., n, last - first + 1) -> (..., n, D)."""
+    def mix(self, weights: Array, first: int, last: int, *, looked_up: bool = False, xp: Namespace) -> Array:
+        """Return ``Σ_r w_r e_r`` over ``r = first … last``: (..., n, last - first + 1) -> (..., n, D).
+
+        Of those that are looked up some may be seen by nobody.
+        """
         extension = self.plan(first, last)
-        rows = xp.matrix_transpose(self.columns[..., extension.start : extension.stop])
-        return xp.matmul(extension.fold(weights, xp=xp), rows)
+        core, columns = extension.fold(weights, xp=xp), self.columns[..., extension.start : extension.stop]
+        columns = weighed(columns, core, xp=xp) if looked_up else columns
+        return xp.matmul(core, xp.matrix_transpose(columns))
 
     def spread(self, first: int, last: int, *, xp: Namespace) -> Array:
         """Return the columns of ``r = first … last`` themselves."""
         extension = self.plan(first, last)
         return extension.widen(self.columns[..., extension.start : extension.stop], xp=xp)
+
+
+def weighed(columns: Array, weights: Array, *, xp: Namespace) -> Array:
+    """Return columns (D, c) or (H, D, c), zeros for those that have no weight of (..., H, n, c): they may hold NaN."""
+    kept = (weights.ndim - 1,) if columns.ndim == 2 else (weights.ndim - 3, weights.ndim - 1)
+    some = xp.any(weights != 0, axis=tuple(axis for axis in range(weights.ndim) if axis not in kept))
+    return xp.where(some[..., None, :], columns, 0.0)

@@ -16,10 +16,11 @@ import libraries
 import oracles
 import relskew_core as relskew
 import strategies
-from relskew_core import Span, attention_weights, relative_attention_vjp
+from libraries import LIBRARIES, Library
+from relskew_core import Span, attention_weights, relative_attention_2d, relative_attention_vjp
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
-from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.call import Arguments, Gradients
 from relskew_core._kernel.chunk import chunks
 from relskew_core._kernel.dropout import hashes, kept, narrowed, signed, stirred, threshold
 from relskew_core._kernel.problem import problem
@@ -507,3 +508,73 @@ def test_blocks_go_by_positions_that_follow_one_another_too() -> None:
         one, one, one, positions=(np.asarray([6]), np.asarray([2])), block_size=3, return_lse=True
     )
     assert lse[0] == -np.inf
+
+
+ONE_NUMBER: list[dict[str, Any]] = [
+    {"scale": 0.4},
+    {"rel_scale": -0.7},
+    {"scale": 0.4, "rel_scale": -0.7},
+]
+
+
+@pytest.mark.parametrize("factors", ONE_NUMBER, ids=str)
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
+@pytest.mark.parametrize("row", [row for row in LIBRARIES if not row.traced], ids=str)
+def test_one_learned_number_is_that_number(row: Library, heads: bool, factors: dict[str, float]) -> None:
+    if (reason := row.missing()) is not None:
+        pytest.skip(reason)
+    rng, lead = np.random.default_rng(2), (2, 3) if heads else ()
+    dtype = row.dtypes[0]
+    arrays = {name: row.asarray(rng.standard_normal((*lead, 5, 4)), dtype) for name in ("q", "k", "v")}
+    arrays |= {name: row.asarray(rng.standard_normal((9, 4)), dtype) for name in ("rel_k", "key_table")}
+    by_head = {name: row.asarray(np.full(3 if heads else 1, x), dtype) for name, x in factors.items()}
+    one = {name: row.asarray(np.asarray(x), dtype) for name, x in factors.items()}
+    d_out = row.asarray(rng.standard_normal((*lead, 5, 4)), dtype)
+
+    def both(given: dict[str, Any]) -> list[Any]:
+        with row.setting():
+            out = row.call(relative_attention, {**arrays, **given}, chunk_size=2)
+            gradients = row.call(relative_attention_vjp, {"d_out": d_out, **arrays, **given}, chunk_size=2)
+            return [out, *gradients]
+
+    for x, like, name in zip(both(one), both(by_head), ("out", *Gradients._fields), strict=True):
+        if like is not None:
+            wanted = row.to_numpy(like)
+            wanted = wanted.sum() if name in factors else wanted
+            assert row.to_numpy(x).shape == wanted.shape
+            np.testing.assert_allclose(row.to_numpy(x), wanted, rtol=1e-4, atol=1e-5 if dtype != "bfloat16" else 0.05)
+
+
+def test_autograd_learns_one_number() -> None:
+    jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
+    q, table = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    one = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda scale: relative_attention(q, q, q, table, scale=scale), one)
+    gradient = jax.jit(jax.grad(lambda x, q, t: relative_attention(q, q, q, t, rel_scale=x).sum()))
+    found = gradient(*(jnp.asarray(x.detach().numpy()) for x in (one, q, table)))
+    relative_attention(q, q, q, table, rel_scale=one).sum().backward()
+    assert one.grad is not None
+    np.testing.assert_allclose(found, one.grad, rtol=1e-10)
+
+
+def test_one_learned_number_on_a_grid_and_as_weights() -> None:
+    q, table = np.random.default_rng(4).standard_normal((2, 3, 6, 4)), np.ones((5, 4))
+    grid: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "span_h": Span.clipped(2), "span_w": Span.clipped(2)}
+    for factor in ({"scale": 0.3}, {"rel_scale": 0.3}):
+        one: Any = {name: np.asarray(x, q.dtype) for name, x in factor.items()}
+        number: Any = factor
+        for x, like in (
+            (attention_weights(q, q, **one), attention_weights(q, q, **number)),
+            *((relative_attention_2d(q, q, q, table, table, **grid, **each) for each in (one, number)),),
+        ):
+            np.testing.assert_allclose(x, like)
+
+
+def test_one_learned_number_is_told_from_others() -> None:
+    q = np.ones((2, 3, 5, 4))
+    with pytest.raises(ValueError, match=r"`scale` must have shape \(H,\) or none, a number for each of the 3 heads"):
+        relative_attention(q, q, q, scale=np.ones(2))
+    with pytest.raises(TypeError, match=r"`scale` must have the dtype of `q`, float64"):
+        relative_attention(q, q, q, scale=np.asarray(0.5, "float32"))
+    with pytest.raises(ValueError, match=r"`sinks` must have shape \(H,\), a number"):
+        relative_attention(q, q, q, sinks=np.asarray(0.5))

@@ -1,0 +1,101 @@
+"""What no query sees changes nothing, whatever it holds: results and gradients are those with zeros in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracles
+from libraries import LIBRARIES, Library
+from relskew_core import Span, relative_attention, relative_attention_vjp
+
+ROWS = [row for row in LIBRARIES if row.name in ("numpy", "array-api-strict, strictest flags", "torch, CPU", "jax.jit")]
+ITEMS = 2
+
+
+def drawn(rng: np.random.Generator, how: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Draw a call of few queries that see few of many keys."""
+
+    def one_of(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    n, m, rows = int(rng.integers(1, 9)), int(rng.integers(1, 14)), 7
+    arrays: dict[str, Any] = {
+        "q": rng.standard_normal((ITEMS, 2, n, 3)),
+        "k": rng.standard_normal((ITEMS, one_of(1, 2), m, 3)),
+    }
+    arrays["v"] = rng.standard_normal((*arrays["k"].shape[:-1], 2))
+    heads = one_of((), (2,))
+    widths = {"rel_k": (3,), "rel_v": (2,), "rel_bias": (), "key_table": (3,)}
+    arrays |= {name: rng.standard_normal((*heads, rows, *widths[name])) for name in widths if one_of(True, False)}
+    options: dict[str, Any] = {"span": Span(4, 2, one_of("clip", "zero")), "causal": one_of(True, False)}
+    options["window"] = one_of(None, (one_of(0, 1, 2, None), one_of(0, 1, None)))
+    options["softcap"], options["chunk_size"] = one_of(None, 2.0), one_of(None, 1, 3)
+    if how == "positions":
+        arrays["positions"] = rng.integers(-6, 9, (ITEMS, n)), rng.integers(-6, 9, one_of((ITEMS, m), (m,)))
+    elif how == "offsets":
+        options["offset"] = rng.integers(-8, 14, ITEMS).tolist()
+    elif how == "segments":
+        arrays["segments"] = np.sort(rng.integers(0, 4, (ITEMS, n))), np.sort(rng.integers(0, 4, (ITEMS, m)))
+    options.setdefault("offset", 0)
+    if one_of(True, False):
+        arrays["mask"] = rng.standard_normal((ITEMS, 1, n, m))
+    return arrays, options
+
+
+def seen(arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, set[int]]:
+    """Return which pairs see each other, masks aside, and which rows of tables belong to some pair."""
+    n, m, offset = arrays["q"].shape[-2], arrays["k"].shape[-2], options["offset"]
+    visible, rows = np.zeros((ITEMS, n, m), bool), set()
+    for item in range(ITEMS):
+        first = offset if isinstance(offset, int) else offset[item]
+        queries, keys = oracles.of_item(arrays.get("positions"), (item, 0), n, m)
+        of_queries, of_keys = oracles.of_item(arrays.get("segments"), (item, 0), n, m)
+        for i, j in np.ndindex(n, m):
+            position, key = (queries[i], keys[j]) if "positions" in arrays else (i + first, j)
+            if oracles.sees(position, key, causal=options["causal"], window=options["window"]):
+                rows.add(oracles.row_of(key - position, options["span"]))
+                visible[item, i, j] = of_queries[i] == of_keys[j]
+    return visible, {row for row in rows if row is not None}
+
+
+def filled(arrays: dict[str, Any], options: dict[str, Any], number: float) -> dict[str, Any]:
+    """Return the arrays with a number in all places that no query sees."""
+    visible, rows = seen(arrays, options)
+    arrays = {name: x if isinstance(x, tuple) else x.copy() for name, x in arrays.items()}
+    unseen = [row for row in range(options["span"].rows) if row not in rows]
+    for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1), ("key_table", -2)):
+        if name in arrays:
+            np.moveaxis(arrays[name], axis, 0)[unseen] = number
+    for item, pairs in enumerate(visible):
+        for name in ("k", "v"):
+            arrays[name][item][:, ~pairs.any(axis=0)] = number
+        if "mask" in arrays:
+            arrays["mask"][item][:, ~pairs] = number
+    return arrays
+
+
+@pytest.mark.parametrize("how", ["offset", "offsets", "segments", "positions"])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_no_query_sees_may_be_anything(row: Library, how: str) -> None:
+    if (reason := row.missing()) is not None:
+        pytest.skip(reason)
+    for seed in range(2 if row.compiled else 25):
+        rng = np.random.default_rng(seed)
+        arrays, options = drawn(rng, how)
+        d_out = row.asarray(rng.standard_normal((*arrays["q"].shape[:-1], 2)))
+
+        def results(number: float, arrays: Any = arrays, options: Any = options, d_out: Any = d_out) -> list[Any]:
+            made = filled(arrays, options, number)
+            given = {name: tuple(map(row.asarray, x)) if isinstance(x, tuple) else row.asarray(x)
+                     for name, x in made.items()}  # fmt: skip
+            with row.setting(), np.errstate(all="ignore"):
+                out = row.call(relative_attention, given, **options, return_lse=True, impl="portable")
+                gradients = row.call(relative_attention_vjp, {"d_out": d_out, **given}, **options, impl="portable")
+            return [row.to_numpy(x) for x in (*out, *gradients) if x is not None]
+
+        wanted = results(0.0)
+        for x, like in zip(results(rng.choice([np.nan, np.inf, -np.inf])), wanted, strict=True):
+            np.testing.assert_allclose(x, like, rtol=1e-9, atol=1e-9, err_msg=f"seed {seed}: {options}")
