@@ -16,6 +16,7 @@ from relskew_core._array.precision import cast, widened
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients
+from relskew_core._kernel.chunk import is_empty
 
 
 def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespace) -> Array:
@@ -129,6 +130,8 @@ def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[
 
     A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
     """
+    if is_empty(*lse.shape):  # not every library reduces nothing
+        return out, lse
     wide = xp.broadcast_to(xp.astype(sinks, lse.dtype)[:, None], lse.shape)
     shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
     assert total is not None

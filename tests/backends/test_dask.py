@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from relskew_core import Span, backends, relative_attention
+from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._array.typing import Array
 
 da: Any = dask.array
@@ -117,3 +117,21 @@ def test_half_precision_is_merged_in_float32() -> None:
     expected = relative_attention(*(x.astype(np.float16) for x in arrays))
     assert found.dtype == np.float16
     np.testing.assert_allclose(found.compute(), expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"dropout": 0.3, "seed": 5}], ids=str)
+@pytest.mark.parametrize("heads", [1, 2, (1, 3)], ids=str)
+def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    arrays = {name: rng.standard_normal((2, 4, 11, 3)) for name in ("d_out", "q", "k", "v")}
+    tables = {"rel_k": rng.standard_normal((4, 21, 3)), "rel_v": rng.standard_normal((21, 3))}
+    cut = {name: da.from_array(x, chunks=(1, heads, (3, 7, 1), 2)) for name, x in arrays.items()}
+    cut |= {name: da.from_array(x, chunks=5) for name, x in tables.items()}
+    found = relative_attention_vjp(**cut, **options)
+    wanted = relative_attention_vjp(**arrays, **tables, **options)
+    for x, like in zip(found, wanted, strict=True):
+        if like is not None:
+            np.testing.assert_allclose(x.compute(), like, atol=1e-10)
+    del cut["d_out"], arrays["d_out"]
+    whole = relative_attention(**arrays, **tables, **options)
+    np.testing.assert_allclose(relative_attention(**cut, **options).compute(), whole, atol=1e-10)

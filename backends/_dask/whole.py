@@ -1,0 +1,23 @@
+"""dask: the portable kernels, on arrays that are one block each, whatever blocks they come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relskew_core._kernel import backward, forward
+from relskew_core._kernel.call import Gradients, Operands, Options
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Any, Any]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    return forward.attention(Operands(*map(_whole, operands)), options, xp=xp)
+
+
+def attention_vjp(d_out: Any, operands: Operands, options: Options, *, xp: Any, **results: Any) -> Gradients:
+    """Return the gradients of every operand."""
+    given = {name: _whole(x) for name, x in results.items()}
+    return backward.attention_vjp(_whole(d_out), Operands(*map(_whole, operands)), options, **given, xp=xp)
+
+
+def _whole(x: Any) -> Any:
+    return x if x is None else x.rechunk(-1)
