@@ -10,6 +10,7 @@ from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.nothing import nothing
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import default_span
 from relskew_core._positions.skew import pad_last, skew_from
@@ -104,7 +105,7 @@ def bias_between(bias: Array, span: Span, low: int, high: int, *, causal: bool =
         return xp.where(integers(low, high + 1, device=device(bias), xp=xp) <= 0, row, 0) if causal else row
     last = min(high, 0) if causal else high
     if last < low:
-        return xp.zeros_like(xp.broadcast_to(bias[..., :1], (*bias.shape[:-1], high - low + 1)))
+        return nothing((*bias.shape[:-1], high - low + 1), (bias,), xp=xp)
     extension = Extension.of(span.left, span.rows, span.beyond, low, last)
     return pad_last(extension.widen(bias[..., extension.start : extension.stop], xp=xp), 0, high - last, xp=xp)
 

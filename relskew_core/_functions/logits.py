@@ -10,6 +10,7 @@ from relskew_core._array.checks import check_bool, check_choice, check_int, desc
 from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.nothing import nothing
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
@@ -197,7 +198,7 @@ def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility
     first = low if lowest is None else max(low, -lowest)
     last = high if highest is None else min(high, highest)
     if last < first:
-        return xp.zeros((*q.shape[:-1], high - low + 1), dtype=q.dtype, device=device(q))
+        return nothing((*q.shape[:-1], high - low + 1), (q, table.columns), xp=xp)
     product = table.covering(first, last, xp=xp).product(q, first, last, xp=xp)
     return pad_last(product, first - low, high - last, xp=xp)
 
@@ -283,7 +284,7 @@ def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespac
         return xp.matmul(relative, xp.matrix_transpose(columns))
     last = min(high, 0) if causal else high
     if last < low:
-        return xp.zeros((*weights.shape[:-1], table.columns.shape[-2]), dtype=weights.dtype, device=device(weights))
+        return nothing((*weights.shape[:-1], table.columns.shape[-2]), (weights, table.columns), xp=xp)
     relative = unskew_from(weights, width=n + m - 1, first=n - 1, xp=xp)[..., : last - low + 1]
     return table.covering(low, last, xp=xp).mix(relative, low, last, xp=xp)
 

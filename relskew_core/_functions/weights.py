@@ -8,6 +8,7 @@ from typing import Any
 from relskew_core._array.integers import integers
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device
+from relskew_core._array.nothing import nothing
 from relskew_core._array.pieces import joined
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
@@ -72,7 +73,7 @@ def attention_weights(given: Any) -> Array:
     rows = [_rows(call, operands, tables, chunk) for chunk in laid]
     if not rows:
         shape = (*operands.q.shape[:-1], operands.k.shape[-2])
-        rows = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
+        rows = [nothing(shape, operands, xp=xp)]
     return call.result(joined(rows, axis=-2, xp=xp))
 
 
@@ -90,7 +91,7 @@ def _rows(call: Problem, operands: Any, tables: Tables, chunk: Chunk) -> Array:
     xp, options, n_keys = call.xp, call.options, call.options.visibility.n_keys
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start, n_keys)
-        return xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))
+        return nothing(shape, operands, xp=xp)
     chunk = placed(chunk, operands, options, xp=xp)
     visible = chunk_visible(operands, options, chunk, xp=xp)
     k = seen_of(operands.k, chunk, visible, xp=xp)

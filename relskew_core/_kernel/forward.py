@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
+from relskew_core._array.nothing import nothing
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
@@ -32,8 +33,8 @@ def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[A
         sums.append(lse)
     if not outs:
         shape = (*operands.q.shape[:-2], 0)
-        outs = [xp.zeros((*shape, operands.v.shape[-1]), dtype=operands.q.dtype, device=device(operands.q))]
-        sums = [xp.zeros(shape, dtype=operands.q.dtype, device=device(operands.q))]
+        outs = [nothing((*shape, operands.v.shape[-1]), operands, xp=xp)]
+        sums = [nothing(shape, operands, xp=xp)]
     if len(outs) == 1:
         return outs[0], sums[0]
     return xp.concat(outs, axis=-2), xp.concat(sums, axis=-1) if options.return_lse else None
@@ -76,8 +77,8 @@ def _attend(
     v = operands.v
     if chunk.first == chunk.end:
         shape = (*operands.q.shape[:-2], chunk.stop - chunk.start)
-        out = xp.zeros((*shape, v.shape[-1]), dtype=v.dtype, device=device(v))
-        return out, xp.full(shape, -math.inf, dtype=v.dtype, device=device(v)) if options.return_lse else None
+        out = nothing((*shape, v.shape[-1]), operands, xp=xp)
+        return out, nothing(shape, operands, value=-math.inf, xp=xp) if options.return_lse else None
     visible = chunk_visible(operands, options, chunk, xp=xp)
     k = seen_of(operands.k, chunk, visible, xp=xp)
     logits = chunk_logits(k, operands, options, tables, chunk, xp=xp)

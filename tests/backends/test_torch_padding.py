@@ -88,7 +88,7 @@ def test_an_item_may_keep_no_key(kind: str, kept: list[tuple[int, int]], options
 @pytest.mark.parametrize("length", [LENGTH, 200])
 @pytest.mark.parametrize("label", ["none", "segments", "positions"])
 def test_an_item_may_keep_no_key_of_those_that_are_kept_by_column(length: int, label: str) -> None:
-    attend: Callable[..., Tensor] = relative_attention
+    attend: Callable[..., Any] = relative_attention
     places = torch.arange(length)
     options: dict[str, Any] = {} if label == "none" else {label: (places // 3, places // 3)}
     q, v = torch.randn(2, 3, 2, length, 8, generator=GENERATOR)

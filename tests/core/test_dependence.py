@@ -1,0 +1,104 @@
+"""torch: a result depends on its arguments, if by zeros, where no query sees a key and where there is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import relskew_core as relskew
+from relskew_core import BlockSpec, Span
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+ROW, NONE = Span(0, 0, "clip"), torch.zeros(4, dtype=torch.bool)
+UNSEEN: dict[str, Any] = {"causal": True, "offset": -1000}
+GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}
+AFAR: dict[str, Any] = {"offset": (9, 9), "span_h": Span(1, 1, "zero"), "span_w": Span(1, 1, "zero")}
+QKV = dict.fromkeys("qkv", (2, 2, 4, 3))
+TABLES = {"rel_k": (1, 3), "rel_v": (1, 3), "rel_bias": (1,), "key_table": (1, 3), "rel_q": (2, 2, 4, 3)}
+
+Case = tuple[Callable[..., Any], dict[str, tuple[int, ...]], dict[str, Any]]
+
+ATTENTION: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "far ahead": (QKV, UNSEEN),
+    "far behind": (QKV, {"window": (0, 0), "offset": 1000}),
+    "tables": ({**QKV, **TABLES}, {**UNSEEN, "span": ROW}),
+    "masked": (QKV, {"mask": NONE}),
+    "a learned mask": ({**QKV, "mask": (4, 4)}, UNSEEN),
+    "sinks": ({**QKV, "sinks": (2,)}, UNSEEN),
+    "a scale by head": ({**QKV, "scale": (2,)}, UNSEEN),
+    "offsets by item": (QKV, {**UNSEEN, "offset": [-1000, -2000]}),
+    "positions": (QKV, {"causal": True, "positions": (torch.arange(4) - 9, torch.arange(4))}),
+    "segments": (QKV, {"segments": (torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))}),
+    "dropout": (QKV, {**UNSEEN, "dropout": 0.5, "seed": 1}),
+    "no keys": ({"q": (2, 2, 4, 3), "k": (2, 2, 0, 3), "v": (2, 2, 0, 3), "rel_k": (1, 3)}, {"span": ROW}),
+    "no queries": ({"q": (2, 2, 0, 3), "k": (2, 2, 4, 3), "v": (2, 2, 4, 3), "rel_v": (1, 3)}, {"span": ROW}),
+    "no items": ({**dict.fromkeys("qkv", (0, 2, 4, 3)), "rel_k": (1, 3)}, {"span": ROW}),
+    "values of no width": ({**QKV, "v": (2, 2, 4, 0), "rel_k": (1, 3)}, {"span": ROW}),
+}  # fmt: skip
+
+OTHERS: dict[str, Case] = {
+    "logits": (relskew.relative_logits, {"q": (2, 4, 3), "table": (1, 3)}, {**UNSEEN, "n_keys": 4, "span": ROW}),
+    "logits of no query": (relskew.relative_logits, {"q": (2, 0, 3), "table": (1, 3)}, {"n_keys": 4, "span": ROW}),
+    "values": (relskew.relative_values, {"weights": (2, 4, 4), "table": (1, 3)}, {**UNSEEN, "span": ROW}),
+    "toeplitz": (relskew.toeplitz, {"bias": (2, 1)}, {**UNSEEN, "n_queries": 3, "n_keys": 3, "span": ROW}),
+    "weights": (relskew.attention_weights, {"q": (2, 4, 3), "k": (2, 4, 3), "rel_k": (1, 3)}, {**UNSEEN, "span": ROW}),
+    "weights of no key": (relskew.attention_weights, {"q": (2, 4, 3), "k": (2, 0, 3)}, {}),
+    "logits of a grid": (
+        relskew.relative_logits_2d,
+        {"q": (2, 4, 3), "table_h": (3, 3), "table_w": (3, 3)},
+        {**GRID, **AFAR},
+    ),
+    "a grid": (
+        relskew.relative_attention_2d,
+        {**dict.fromkeys("qkv", (2, 4, 3)), "table_h": (3, 3), "table_w": (3, 3)},
+        {**GRID, "mask": NONE},
+    ),
+}
+
+
+def check(function: Callable[..., Any], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, **options: Any) -> None:
+    """Differentiate each result, in all arguments."""
+    given = {name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()}
+    out: Tensor = function(**given, **options)
+    for x in torch.autograd.grad(out.sum(), list(given.values())):
+        assert not x.any()
+    if "impl" in options:
+        _, lse = function(**given, **options, return_lse=True)
+        assert lse.requires_grad
+        torch.autograd.grad(lse.exp().sum(), given["q"])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_attention(dtype: torch.dtype, impl: str, name: str) -> None:
+    shapes, options = ATTENTION[name]
+    check(relskew.relative_attention, shapes, dtype, impl=impl, **options)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions(name: str) -> None:
+    function, shapes, options = OTHERS[name]
+    check(function, shapes, torch.float64, **options)
+
+
+def test_values_that_are_not_finite_are_no_part_of_it() -> None:
+    q = torch.full((1, 1, 4, 3), torch.nan, requires_grad=True)
+    out = relskew.relative_attention(q, q, q, impl="portable", **UNSEEN)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert q.grad is not None
+    assert not out.any()
+    assert not q.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 3, 8)], ids=str)
+def test_modules(shape: tuple[int, ...]) -> None:
+    spec = BlockSpec(8, 2, Span.clipped(2), rel_values=True, rel_bias=True, sinks=True)
+    module, x = RelativeMultiheadAttention(spec), torch.randn(shape, requires_grad=True)
+    module(x).sum().backward()
+    assert all(each.grad is not None for each in (x, *module.parameters()))
