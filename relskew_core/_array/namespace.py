@@ -88,8 +88,11 @@ def _namespace(name: str, array: Array) -> Namespace:
                 "of `relskew_core.layers.torch` do"
             )
         return namespace
-    if type(array).__name__ == "MaskedArray":  # counts for a plain array, whose mask nothing would heed
+    kinds = {kind.__name__ for kind in type(array).__mro__}
+    if "MaskedArray" in kinds:  # counts for a plain array, whose mask nothing would heed
         raise TypeError(f"`{name}` must be an array without a mask of its own, got {describe(array)}")
+    if "matrix" in kinds:  # which has two axes whatever is done to it
+        raise TypeError(f"`{name}` must be an array, such as numpy.asarray makes of a matrix, got {describe(array)}")
     try:
         return array_api_compat.array_namespace(array)
     except TypeError:

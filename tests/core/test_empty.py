@@ -122,3 +122,12 @@ def hold(row: Library, name: str, numbers: dict[str, Any], arrays: dict[str, Any
 def same(name: str, x: NDArray[Any], like: NDArray[Any]) -> None:
     assert x.shape == like.shape, name
     np.testing.assert_allclose(x, like, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_a_matrix_is_refused_by_name() -> None:
+    q = np.ones((3, 2))
+    matrix = q.view(np.matrix)
+    for name in ("q", "k", "v", "rel_k", "mask", "segments"):
+        arrays: dict[str, Any] = {"q": q, "k": q, "v": q, name: matrix}
+        with pytest.raises(TypeError, match=rf"`{name}` must be an array, such as numpy.asarray makes of a matrix"):
+            relative_attention(**arrays, span=Span.causal(3), causal=True)
