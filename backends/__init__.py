@@ -126,4 +126,4 @@ def default_library() -> Any:
     try:
         return importlib.import_module("numpy")
     except ImportError as error:
-        raise ImportError("NumPy is not installed: pip install relskew-core[numpy], or pass `xp`") from error
+        raise ImportError("NumPy is not installed: pip install 'relskew-core[numpy]', or pass `xp`") from error

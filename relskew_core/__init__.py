@@ -1,5 +1,7 @@
 """Relative-position attention for every array library, written once against the array API standard."""
 
+import typing as _typing
+
 from relskew_core import _folders as _folders  # before anything that needs them
 from relskew_core._block.block import attention_block
 from relskew_core._block.spec import BlockSpec
@@ -42,3 +44,22 @@ __all__ = [
     "toeplitz_2d",
     "unskew",
 ]
+
+if _typing.TYPE_CHECKING:
+    from relskew_core import backends as backends
+    from relskew_core import conventions as conventions
+    from relskew_core import distributed as distributed
+    from relskew_core import draw as draw
+    from relskew_core import export as export
+    from relskew_core import huggingface as huggingface
+    from relskew_core import layers as layers
+    from relskew_core import papers as papers
+else:
+
+    def __getattr__(name: str):
+        """Import a part that needs more than its one dependency when it is first asked for."""
+        from importlib import import_module
+
+        if name in ("conventions", "distributed", "draw", "export", "huggingface", "layers", "papers"):
+            return import_module(f"relskew_core.{name}")
+        raise AttributeError(f"module 'relskew_core' has no attribute {name!r}")

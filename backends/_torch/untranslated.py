@@ -18,9 +18,16 @@ def explain(operator: Any, fake: Callable[..., Any]) -> None:
     decomposition_table[operator] = _refuse
 
 
+class UntranslatedError(ValueError):
+    """Says what to do, and nothing of what the exporter adds to it on its way to the person who called it."""
+
+    def __str__(self) -> str:
+        return (
+            "torch.onnx.export must be told how to write relative attention: relskew_core.export.torch_to_onnx does "
+            "it, or pass custom_translation_table=relskew_core.export.torch_translation_table(opset) with "
+            "opset_version=opset; the model must be on the CPU"
+        )
+
+
 def _refuse(*args: Any) -> NoReturn:
-    raise ValueError(
-        "torch.onnx.export must be told how to write relative attention: relskew_core.export.torch_to_onnx does it, or "
-        "pass custom_translation_table=relskew_core.export.torch_translation_table(opset) with opset_version=opset; "
-        "the model must be on the CPU"
-    )
+    raise UntranslatedError

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from relskew_core._array.checks import check_int
-from relskew_core._block.spec import BlockSpec
+from relskew_core._block.spec import CallSpec
 from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
@@ -166,7 +166,7 @@ def _plan(
             )
     heads, width = q.shape[-3], q.shape[-1]
     tables = any(getattr(operands, name) is not None for name in TABLES)
-    spec = BlockSpec(
+    spec = CallSpec(
         heads * width,
         heads,
         options.span if tables and not fitted else Span(0, 0, "zero"),  # where no table is, none ends

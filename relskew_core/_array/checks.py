@@ -14,6 +14,15 @@ LONGEST = 60
 CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
+LAYOUT = "arrays are (..., heads, length, width) here: did you mean q.swapaxes(-2, -3), and k and v likewise?"
+"""What is said where shapes look like ``(..., length, heads, width)``, the layout of JAX and of flash-attention."""
+
+
+def layout_hint(likely: bool) -> str:
+    """Return what to add to an error where the axes of heads and length are likely to be changed over."""
+    return f"; {LAYOUT}" if likely else ""
+
+
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     """Return ``value`` as an ``int``; booleans, floats and arrays with axes are refused."""
     if isinstance(value, bool):

@@ -42,6 +42,13 @@ def holds(comparison: Any) -> bool:
     return True
 
 
+def same_length(n: Any, m: Any) -> bool:
+    """Whether two lengths are one, in every call that an exported program is for."""
+    if not exported(n, m):
+        return bool(n == m)
+    return bool(sys.modules["torch"].fx.experimental.symbolic_shapes.statically_known_true(n == m))
+
+
 def known_values(x: Array) -> Any:
     """Return an array's numbers in lists as deep as its axes, ``None`` where reading them would cost something."""
     if is_torch(x):

@@ -11,6 +11,12 @@ import array_api_compat
 from relskew_core._array.checks import describe
 from relskew_core._array.typing import Array, Namespace
 
+LIBRARIES = {
+    "cupy": ("CuPy", "cupy.asarray"), "dask": ("dask", "dask.array.asarray"), "jax": ("JAX", "jnp.asarray"),
+    "jaxlib": ("JAX", "jnp.asarray"), "numpy": ("NumPy", "np.asarray"), "torch": ("torch", "torch.as_tensor"),
+}  # fmt: skip
+"""Libraries by the first part of their arrays' module: what people call them, and what makes an array of another's."""
+
 
 def namespace_of_arrays(
     arrays: Mapping[str, Array], optional: Mapping[str, Array | None] | None = None, *, floating: bool = True
@@ -36,8 +42,11 @@ def namespace_of_arrays(
 def check_companion(name: str, array: Array, first_name: str, first: Array, *, xp: Namespace) -> None:
     """Refuse an ``array`` of another library or on another device than ``first``."""
     if _namespace(name, array) is not xp:
+        library = type(first).__module__.partition(".")[0]
+        known, make = LIBRARIES.get(library, (library, None))
+        hint = "" if make is None or "." in name else f": {make}({name})"
         raise TypeError(
-            f"`{name}` must be of the array library of `{first_name}`, {type(first).__module__}, got {describe(array)}"
+            f"`{name}` must be of the array library of `{first_name}`, {known}{hint}, got {describe(array)}"
         )
     here, there = device(first), device(array)
     if here != there and None not in (here, there):  # JAX's to say

@@ -8,6 +8,7 @@ from typing import Any
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe, shape_of
+from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import PAST, Cache, Growing
@@ -15,6 +16,7 @@ from relskew_core._block.spec import ATTENDED, BlockSpec
 from relskew_core._functions.attention import relative_attention
 
 
+@explains
 def attention_block(
     x: Array,
     weights: Mapping[str, Array],
@@ -35,7 +37,7 @@ def attention_block(
     spec : BlockSpec
         The block.
     memory : array, shape (..., Lk, E), optional
-        Input of the keys and values; required if ``spec.cross``, refused otherwise.
+        Input of the keys and values; required if ``spec.cross``, refused otherwise. Its position 0 is that of ``x``.
     past : (array, array), optional
         Cached keys and values ``(..., Hkv, P, D)``; the queries then stand at positions ``P … P + Lq - 1``.
     mask : array, optional
@@ -111,6 +113,8 @@ def apply_block(
         for name, of in (("q_proj", x), ("k_proj", source), ("v_proj", source))
     )
     seen: dict[str, Any] = {"window": spec.window}
+    if memory is not None:
+        seen["offset"] = 0  # unless the caller says more: a memory begins where the input begins
     if cache is not None:
         k, v, cache, more = cache.extend(k, v, xp=xp)
         seen.update(more)

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
+from relskew_core._array.keywords import explains
 from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -26,7 +27,8 @@ class BlockSpec:
     num_heads : int
         Number ``H`` of query heads.
     span : Span
-        Relative positions of the tables ``rel_k`` and ``rel_v``.
+        Relative positions of the tables ``rel_k`` and ``rel_v``. One that ends at the query itself, such as
+        :meth:`Span.causal`, needs ``causal``, ``cross`` or a ``window`` that says how far ahead a query sees.
     num_kv_heads : int, optional
         Number ``Hkv`` of key and value heads (grouped queries); a divisor of ``num_heads``, which is the default.
     head_dim : int, optional
@@ -116,6 +118,7 @@ class BlockSpec:
             put("head_dim", self.embed_dim // self.num_heads)
         put("head_dim", check_int("head_dim", self.head_dim, minimum=1))
         self._check_blocks(put)
+        self._check_future()
         if not (self.rel_keys or self.rel_values or self.rel_bias):
             raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
 
@@ -135,6 +138,16 @@ class BlockSpec:
             )
         if self.cross:
             raise ValueError(f"`block_size` excludes `cross`, got block_size={size}, cross=True")
+
+    def _check_future(self) -> None:
+        """Refuse tables that end at the query itself where it sees its future too, which nothing is said of."""
+        span, window = self.span, self.window
+        if span.left > span.right == 0 and not (self.causal or self.cross) and (window is None or window[1] is None):
+            raise ValueError(
+                f"`span` ends at the query itself, but queries see their future, got {span} and causal=False: say "
+                f"causal=True, or give a span that reaches the future, such as Span({span.left}, {span.left}, "
+                f"{span.beyond!r})"
+            )
 
     @property
     def table_shape(self) -> tuple[int, ...]:
@@ -193,3 +206,15 @@ class BlockSpec:
         """Make a spec from :meth:`to_dict`'s result, also after a round trip through JSON."""
         kwargs = dict(fields)
         return cls(**{**kwargs, "span": Span(**kwargs["span"])})
+
+
+BlockSpec.__init__ = explains(BlockSpec.__init__)  # type: ignore[method-assign]  # it is the dataclass's own
+
+
+class CallSpec(BlockSpec):
+    """A block each call of which says what its queries see: the future may be hidden there."""
+
+    __slots__ = ()
+
+    def _check_future(self) -> None:
+        pass

@@ -10,6 +10,7 @@ from typing import Any
 
 from relskew_core import backends
 from relskew_core._array.checks import describe
+from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.seed import known_seed
 from relskew_core._array.typing import Array
@@ -19,6 +20,7 @@ PIECE = 2**20
 """Bytes drawn at a time: of 2^28 at once, a matrix of width 8192, Python's generator gives none."""
 
 
+@explains
 def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: Any = None) -> dict[str, Array]:
     """Draw the weights of a block: the same float32 numbers in every array library.
 

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from relskew_core import backends
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
+from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array
 from relskew_core._functions import short
@@ -27,7 +28,9 @@ class _Forward(Arguments):
 def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows with the length and not with its square.
 
-    With ``r = j - (i + offset)`` the position of key ``j`` relative to query ``i``::
+    Arrays are ``(..., heads, length, width)``: those of JAX's and flash-attention's layout, ``(..., length, heads,
+    width)``, come in as ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
+    query ``i``::
 
         logits[i, j] = scale · q_i · k_j + rel_scale · (rel_q_i · rel_k[r] + k_j · key_table[r])
                        + rel_bias[r] + mask[i, j]
@@ -76,9 +79,10 @@ def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tupl
         Whether a table reaches far enough is judged as if there were none.
     sinks : array, shape (H,), optional
         Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
-    offset : int, or ints of the leading axes before the heads, default 0
-        Position of query 0 where key 0 stands at 0: the length of the past when decoding. May be negative. One for
-        each item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
+    offset : int, or ints of the leading axes before the heads, optional
+        Position of query 0 where key 0 is at 0: the length of the past when decoding. May be negative. 0 by default
+        where there are as many queries as keys, or where nothing depends on it; needed everywhere else. One for each
+        item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
         under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
         Where queries and keys stand, in any order and instead of ``offset``: time stamps, pitches, left padding, the
@@ -266,6 +270,7 @@ def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
     return found
 
 
+@explains
 def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Merge attention over disjoint sets of keys into attention over their union (ring attention, split keys).
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 from relskew_core import backends
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.integers import integers
+from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import nothing
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.shapes import default_span
+from relskew_core._kernel.shapes import default_offset, default_span
 from relskew_core._positions.skew import pad_last, skew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Extension, Table
 from relskew_core._positions.visibility import Visibility
 
 
+@explains
 def toeplitz(
     bias: Array,
     span: Span | None = None,
     *,
     n_queries: int,
     n_keys: int,
-    offset: int = 0,
+    offset: int | None = None,
     causal: bool = False,
 ) -> Array:
     """Write a bias by relative position as a matrix by query and key, without an index matrix and without a gather.
@@ -46,8 +48,9 @@ def toeplitz(
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     n_queries, n_keys : int
         Numbers of queries and keys, at least 1.
-    offset : int, default 0
-        Position of query 0 where key 0 stands at 0.
+    offset : int, optional
+        Position of query 0 where key 0 is at 0: 0 by default where there are as many queries as keys, and needed where
+        there are not.
     causal : bool, default False
         Keys in a query's future count for nothing: zeros, whatever ``bias`` holds at ``r > 0``.
 
@@ -79,18 +82,20 @@ def toeplitz(
     xp = namespace_of_arrays({"bias": bias}, floating=False)
     if bias.ndim < 1 or bias.shape[-1] < 1:
         raise ValueError(f"`bias` must have shape (..., H, R) or (R,) with R >= 1, got {describe(bias)}")
-    span = check_span("bias", bias.shape[-1], span, causal=check_bool("causal", causal))
     n, m = check_int("n_queries", n_queries, minimum=1), check_int("n_keys", n_keys, minimum=1)
-    offset = check_int("offset", offset)
+    span = check_span("bias", bias.shape[-1], span, causal=check_bool("causal", causal), n_keys=m)
+    offset = default_offset(n, m) if offset is None else check_int("offset", offset)
     Visibility(n, m, offset, right=0 if causal else None).check_reach("bias", span)
     low = -(n - 1 + offset)
     return diagonals(bias_between(bias, span, low, low + n + m - 2, causal=causal, xp=xp), n, m, xp=xp)
 
 
-def check_span(name: str, rows: int, span: Span | None, *, causal: bool = False, span_name: str = "span") -> Span:
+def check_span(
+    name: str, rows: int, span: Span | None, *, causal: bool = False, n_keys: int | None = None, span_name: str = "span"
+) -> Span:
     """Return the span of ``rows`` rows, refusing one of another size."""
     if span is None:
-        return default_span(name, rows, causal=causal, span_name=span_name)
+        return default_span(name, rows, causal=causal, n_keys=n_keys, span_name=span_name)
     if not isinstance(span, Span):
         raise TypeError(f"`{span_name}` must be a Span or None, got {describe(span)}")
     if rows != span.rows:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from relskew_core._array.checks import check_bool, check_int
+from relskew_core._array.keywords import explains
 from relskew_core._positions.span import Span, check_span_given
 
 
+@explains
 def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, ...]:
     """Return the bucket of every relative position of a span, as T5 numbers them.
 
@@ -81,6 +83,7 @@ def _t5_starts(side: int, max_distance: int) -> list[int]:
     return [*range(exact), *shared]
 
 
+@explains
 def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | None) -> tuple[int, ...]:
     """Return the row of DeBERTa's relative embeddings for every relative position of a span.
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from relskew_core._array.checks import check_int
 from relskew_core._array.doubles import from_doubles
+from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.typing import Array
 from relskew_core._positions.span import Span, check_span_given
 
 
+@explains
 def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array:
     """Return ALiBi's bias: every head's slope times the distance, negative on both sides.
 
@@ -62,6 +64,7 @@ def alibi_slopes(n_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(n_heads - power)]
 
 
+@explains
 def proximal_bias(span: Span, *, xp: Any, dtype: Any = None) -> Array:
     """Return tensor2tensor's proximal bias ``-log(1 + |r|)``, the same for all heads.
 

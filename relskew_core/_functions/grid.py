@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from relskew_core._array.checks import check_int, describe
+from relskew_core._array.keywords import explains
+from relskew_core._array.known import exported, same_length
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
@@ -18,7 +20,11 @@ from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 from relskew_core._positions.visibility import Visibility
 
+Pair = tuple[int, int]
+"""Height and width."""
 
+
+@explains
 def relative_logits_2d(
     q: Array,
     table_h: Array,
@@ -28,7 +34,7 @@ def relative_logits_2d(
     k_grid: tuple[int, int],
     span_h: Span | None = None,
     span_w: Span | None = None,
-    offset: tuple[int, int] = (0, 0),
+    offset: tuple[int, int] | None = None,
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
 ) -> Array:
@@ -47,9 +53,10 @@ def relative_logits_2d(
         Height and width of the queries' and of the keys' grid; they may differ.
     span_h, span_w : Span, optional
         Which relative positions the rows stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
-    offset : (int, int), default (0, 0)
-        Height and width of query 0 where key 0 stands at (0, 0): a block of queries at ``(b, c)`` inside the keys'
-        grid has ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``.
+    offset : (int, int), optional
+        Height and width of query 0 where key 0 is at (0, 0): a block of queries at ``(b, c)`` inside the keys' grid has
+        ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``. (0, 0) by default
+        where both grids are of one size, steps counted, and needed where they are not.
     q_step, k_step : (int, int), default (1, 1)
         How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
 
@@ -81,12 +88,12 @@ def relative_logits_2d(
     """
     xp = namespace_of_arrays({"q": q, "table_h": table_h, "table_w": table_w})
     (qh, qw), (kh, kw) = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
-    offset = check_pair("offset", offset)
+    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
+    offset = check_grid_offset(offset, (qh, qw), (kh, kw), q_step, k_step)
     if q.ndim < 2 or q.shape[-2] != qh * qw:
         raise ValueError(f"`q` must have shape (..., {qh} · {qw}, D) for the grid {(qh, qw)}, got {describe(q)}")
     span_h = _check_axis("table_h", table_h, span_h, "span_h", q)
     span_w = _check_axis("table_w", table_w, span_w, "span_w", q)
-    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
     heights = Visibility(_extent(qh, q_step[0]), _extent(kh, k_step[0]), offset[0])
     widths = Visibility(_extent(qw, q_step[1]), _extent(kw, k_step[1]), offset[1])
     heights.check_reach("table_h", span_h, span_name="span_h")
@@ -104,6 +111,7 @@ def relative_logits_2d(
     return cast(logits, dtype, xp=xp)
 
 
+@explains
 def toeplitz_2d(
     bias: Array,
     span_h: Span | None = None,
@@ -111,7 +119,7 @@ def toeplitz_2d(
     *,
     q_grid: tuple[int, int],
     k_grid: tuple[int, int],
-    offset: tuple[int, int] = (0, 0),
+    offset: tuple[int, int] | None = None,
 ) -> Array:
     """Write a bias by relative height and width together as a matrix by query and key, without an index matrix.
 
@@ -123,8 +131,9 @@ def toeplitz_2d(
         Which relative positions they stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     q_grid, k_grid : (int, int)
         Height and width of the queries' and of the keys' grid.
-    offset : (int, int), default (0, 0)
-        Height and width of query 0 where key 0 stands at (0, 0).
+    offset : (int, int), optional
+        Height and width of query 0 where key 0 is at (0, 0): (0, 0) by default where both grids are of one size, and
+        needed where they are not.
 
     Returns
     -------
@@ -153,7 +162,7 @@ def toeplitz_2d(
     if bias.ndim < 2 or min(bias.shape[-2:]) < 1:
         raise ValueError(f"`bias` must have shape (..., H, Rh, Rw) or (Rh, Rw), got {describe(bias)}")
     (qh, qw), (kh, kw) = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
-    offset = check_pair("offset", offset)
+    offset = check_grid_offset(offset, (qh, qw), (kh, kw))
     lead = tuple(bias.shape[:-2])
     spans = check_grid_spans("bias", bias, span_h, span_w, (qh, qw), (kh, kw), offset)
     for axis, n, m, start, span in zip((-2, -1), (qh, qw), (kh, kw), offset, spans, strict=True):
@@ -177,6 +186,13 @@ def check_grid_spans(
     offset: tuple[int, int],
 ) -> tuple[Span, Span]:
     """Return the spans of a bias ``(..., Rh, Rw)``, refusing those that do not fit it or the grids."""
+    of_cells = (2 * q_grid[0] - 1) * (2 * q_grid[1] - 1)
+    narrow = span_w is None and not exported(*q_grid, *k_grid) and bias.shape[-1] < q_grid[1] + k_grid[1] - 1
+    if narrow and bias.ndim == 2 and bias.shape[0] == of_cells:
+        raise ValueError(
+            f"`{name}` must have an axis for heights and one for widths, (Rh, Rw) or (H, Rh, Rw): what Swin stores as "
+            f"({of_cells}, H), conventions.Swin(window={q_grid}).load brings here, got {describe(bias)}"
+        )
     height = check_span(name, bias.shape[-2], span_h, span_name="span_h")
     width = check_span(name, bias.shape[-1], span_w, span_name="span_w")
     for span_name, span, n, m, start in zip(("span_h", "span_w"), (height, width), q_grid, k_grid, offset, strict=True):
@@ -221,6 +237,21 @@ def check_pair(name: str, value: Any, *, minimum: int | None = None) -> tuple[in
         raise TypeError(f"`{name}` must be a pair (height, width) of ints, got {describe(value)}")
     height, width = (check_int(f"{name}[{index}]", side, minimum=minimum) for index, side in enumerate(value))
     return height, width
+
+
+def check_grid_offset(
+    offset: Any, q_grid: Pair, k_grid: Pair, q_step: Pair = (1, 1), k_step: Pair = (1, 1), *, matters: bool = True
+) -> Pair:
+    """Return the offset of a grid; where none is given, (0, 0) if both grids are as large or nothing depends on it."""
+    if offset is not None:
+        return check_pair("offset", offset)
+    sides = zip(q_grid, q_step, k_grid, k_step, strict=True)
+    if matters and not all(same_length(n * step, m * other) for n, step, m, other in sides):
+        raise ValueError(
+            "`offset` must be given where the grids differ: (0, 0) if both begin at one place, (b, c) for queries that "
+            f"begin b rows and c columns further, got offset=None for q_grid={q_grid} and k_grid={k_grid}"
+        )
+    return 0, 0
 
 
 def check_grid(name: str, value: Any) -> tuple[int, int]:

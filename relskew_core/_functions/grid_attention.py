@@ -9,12 +9,20 @@ from itertools import pairwise
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_real, describe, is_array
+from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.grid import check_grid, check_grid_spans, check_pair, relative_logits_2d, toeplitz_2d
+from relskew_core._functions.grid import (
+    check_grid,
+    check_grid_offset,
+    check_grid_spans,
+    check_pair,
+    relative_logits_2d,
+    toeplitz_2d,
+)
 from relskew_core._kernel.by_head import by_head, check_by_head
 from relskew_core._kernel.shapes import check_mask
 from relskew_core._positions.span import Span
@@ -89,6 +97,7 @@ class _Positions:
         )
 
 
+@explains
 def relative_attention_2d(
     q: Array,
     k: Array,
@@ -103,7 +112,7 @@ def relative_attention_2d(
     rel_bias: Array | None = None,
     prefix: tuple[int, int] = (0, 0),
     prefix_bias: Array | None = None,
-    offset: tuple[int, int] = (0, 0),
+    offset: tuple[int, int] | None = None,
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
     mask: Array | None = None,
@@ -140,8 +149,9 @@ def relative_attention_2d(
         How many queries and keys stand before the grid, outside it: no table reaches them.
     prefix_bias : array, shape (H, 3) or (3,), optional
         Bias of a query of the grid at a key outside, of a query outside at a key of the grid, of both outside (BEiT).
-    offset : (int, int), default (0, 0)
-        Height and width of the grid's query 0 where its key 0 stands at (0, 0).
+    offset : (int, int), optional
+        Height and width of the grid's query 0 where its key 0 is at (0, 0): (0, 0) by default where both grids are of
+        one size, steps counted, or where nothing depends on it; needed everywhere else.
     q_step, k_step : (int, int), default (1, 1)
         How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
         Without ``rel_bias``.
@@ -185,11 +195,13 @@ def relative_attention_2d(
         {"table_h": table_h, "table_w": table_w, "rel_bias": rel_bias, "prefix_bias": prefix_bias},
     )
     q_grid, k_grid = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
-    prefix, offset = check_pair("prefix", prefix, minimum=0), check_pair("offset", offset)
+    prefix = check_pair("prefix", prefix, minimum=0)
     q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
     for name, steps in (("q_step", q_step), ("k_step", k_step)):
         if rel_bias is not None and steps != (1, 1):
             raise ValueError(f"`{name}` must be (1, 1) with `rel_bias`, got {steps}")
+    matters = any(x is not None for x in (table_h, table_w, rel_bias))
+    offset = check_grid_offset(offset, q_grid, k_grid, q_step, k_step, matters=matters)
     _check(q, k, q_grid, k_grid, prefix, table_h, table_w, rel_bias, prefix_bias)
     if rel_bias is not None:
         check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
@@ -249,7 +261,8 @@ def _check(
     for name, x, grid, outside in (("q", q, q_grid, prefix[0]), ("k", k, k_grid, prefix[1])):
         if x.ndim < 2 or x.shape[-2] != outside + grid[0] * grid[1]:
             raise ValueError(
-                f"`{name}` must have {outside} + {grid[0]} · {grid[1]} rows for its prefix and grid, got {describe(x)}"
+                f"`{name}` must have {outside + grid[0] * grid[1]} positions on axis -2, {grid[0]} · {grid[1]} of its "
+                f"grid and {outside} of its prefix, got {describe(x)}"
             )
     if (table_h is None) != (table_w is None):
         absent, given = ("table_h", "table_w") if table_h is None else ("table_w", "table_h")

@@ -8,6 +8,7 @@ from typing import Any
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.integers import integers
+from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import nothing
@@ -16,7 +17,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import looked_up
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.pattern import Pattern
-from relskew_core._kernel.shapes import check_tables
+from relskew_core._kernel.shapes import check_tables, default_offset
 from relskew_core._positions.labels import check_place, check_reach_of
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility
 from relskew_core._positions.skew import pad_last, skew_from, unskew, unskew_from
@@ -25,6 +26,7 @@ from relskew_core._positions.table import Table
 from relskew_core._positions.visibility import Visibility
 
 
+@explains
 def relative_logits(
     q: Array,
     table: Array,
@@ -32,7 +34,7 @@ def relative_logits(
     *,
     n_keys: int | None = None,
     n_queries: int | None = None,
-    offset: int | Sequence[int] | Array = 0,
+    offset: int | Sequence[int] | Array | None = None,
     causal: bool = False,
     side: str = "query",
     positions: tuple[Array, Array] | None = None,
@@ -52,8 +54,9 @@ def relative_logits(
         Number ``Lk`` of keys.
     n_queries : int
         Number ``Lq`` of queries, instead of ``n_keys`` with ``side="key"``.
-    offset : int, or ints of the leading axes before the heads, default 0
-        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
+    offset : int, or ints of the leading axes before the heads, optional
+        Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there
+        are as many queries as keys, and needed where there are not.
     causal : bool, default False
         Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
     side : {"query", "key"}, default "query"
@@ -102,14 +105,14 @@ def relative_logits(
     if q.ndim < 2:
         raise ValueError(f"`q` must have shape (..., heads, length, width) or (length, width), got {describe(q)}")
     check_choice("side", side, ("query", "key"))
-    span = _check_table(q, table, span, causal=causal)
+    span = _check_table(q, table, span, causal=causal, n_keys=n_keys if side == "query" else q.shape[-2])
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
     if positions is not None:
         for name, unused in (
             ("n_keys", n_keys),
             ("n_queries", n_queries),
-            ("offset", None if type(offset) is int and offset == 0 else offset),
+            ("offset", offset),
         ):
             if unused is not None:
                 raise ValueError(f"`{name}` follows from `positions` and must be left out, got {describe(unused)}")
@@ -121,6 +124,7 @@ def relative_logits(
     length, window = check_int(name, given, minimum=1), (None, 0) if causal else None
     if side == "query":
         return _logits(q, table, span, length, offset, window, xp=xp)
+    offset = default_offset(length, q.shape[-2]) if offset is None else offset
     own = Pattern(right=0 if causal else None).of(q, length, offset, xp=xp)
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
     # Seen from a key, queries are what keys are to a query, with past and future changed over.
@@ -203,12 +207,13 @@ def _product(q: Array, table: Table, low: int, high: int, visibility: Visibility
     return pad_last(product, first - low, high - last, xp=xp)
 
 
+@explains
 def relative_values(
     weights: Array,
     table: Array,
     span: Span | None = None,
     *,
-    offset: int | Sequence[int] | Array = 0,
+    offset: int | Sequence[int] | Array | None = None,
     causal: bool = False,
 ) -> Array:
     """Sum the table rows of all keys' relative positions by weight, ``Σ_j w_ij · e_{j - (i + offset)}``.
@@ -224,8 +229,9 @@ def relative_values(
     span : Span, optional
         Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
-    offset : int, or ints of the leading axes before the heads, default 0
-        Position of query 0 where key 0 stands at 0; one for all or one for each item of a batch.
+    offset : int, or ints of the leading axes before the heads, optional
+        Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there
+        are as many queries as keys, and needed where there are not.
     causal : bool, default False
         Weights and rows at ``r > 0`` count for nothing.
 
@@ -253,7 +259,7 @@ def relative_values(
     xp = namespace_of_arrays({"weights": weights, "table": table})
     if weights.ndim < 2 or 0 in weights.shape[-2:]:
         raise ValueError(f"`weights` must have shape (..., queries, keys), both at least 1, got {describe(weights)}")
-    span = _check_table(weights, table, span, causal=causal)
+    span = _check_table(weights, table, span, causal=causal, n_keys=weights.shape[-1])
     n, m = weights.shape[-2:]
     visibility = Pattern(right=0 if causal else None).of(weights, m, offset, name="weights", xp=xp)
     visibility.check_reach("table", span)
@@ -289,5 +295,6 @@ def _mixed(weights: Array, table: Table, low: int, *, causal: bool, xp: Namespac
     return table.covering(low, last, xp=xp).mix(relative, low, last, xp=xp)
 
 
-def _check_table(x: Array, table: Array, span: Span | None, *, causal: bool) -> Span:
-    return check_tables({"table": table}, span, x, causal=check_bool("causal", causal))
+def _check_table(x: Array, table: Array, span: Span | None, *, causal: bool, n_keys: Any) -> Span:
+    known = n_keys if type(n_keys) is int else None
+    return check_tables({"table": table}, span, x, causal=check_bool("causal", causal), n_keys=known)

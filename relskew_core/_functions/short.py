@@ -36,8 +36,8 @@ FURTHEST = 2**61
 Values = tuple[Any, ...]
 """Of a call, as it is written: those by place, those by name, and what stands for the absent."""
 
-ABSENT: Values = (None, 0)
-"""An array or option, and an offset."""
+ABSENT: Values = (None,)
+"""An array, an option or an offset."""
 
 Kind = tuple[tuple[Any, ...], Values]
 """What calls have in common that are checked alike, and the values of one."""
@@ -66,15 +66,15 @@ class Alike:
     def of(cls, names: Sequence[str], values: Values) -> Alike | None:
         """Return what there is to know, ``None`` of calls that cannot be short."""
         places = {name: place for place, name in enumerate(names)}
-        if len(places) < len(values) - 2 or not places.keys() >= REQUIRED:
+        if len(places) < len(values) - 1 or not places.keys() >= REQUIRED:
             return None  # no call at all
-        none, zero = len(values) - 2, len(values) - 1
+        none = len(values) - 1
         types = {name: type(default) for name, default in DEFAULTS.items()}
         types |= {name: type(values[place]) for name, place in places.items()}
         kernels, window, offset, span = (
             backends.short(types["q"]), types.pop("window"), types.pop("offset"), types.pop("span"),
         )  # fmt: skip
-        if kernels is None or NoneType in (types["k"], types["v"]) or offset is not int:
+        if kernels is None or NoneType in (types["k"], types["v"]) or offset not in (int, NoneType):
             return None
         if window not in (tuple, NoneType) or span not in (Span, NoneType):
             return None
@@ -88,7 +88,7 @@ class Alike:
             itemgetter(*(places.get(name, none) if name in DIFFERENTIABLE else none for name in Operands._fields)),
             itemgetter(none, *others),
             places.get("span", none),
-            places.get("offset", zero),
+            places.get("offset", none),
             places["window"] if window is tuple else None,
             arrays.index("mask") if "mask" in arrays else None,
         )
@@ -146,7 +146,8 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
         if alike.mask is not None and shapes[alike.mask][-1:] == count:
             shapes[alike.mask] = (..., *shapes[alike.mask][:-1])
         shapes[1:3] = (k[:-2], k[-1:]) if k == v else (k[:-2], k[-1:], v[:-2], v[-1:])
-        offset = 0
+        # Without an offset a call of any number of keys passes only where nothing depends on it.
+        offset = None if offset is None and count != q[-2:-1] else 0
     span = values[alike.span]
     rows = None if span is None else (span.left, span.right, span.beyond)  # a Span's own hash is slower
     kind = (alike, offset, of_window, rows, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
@@ -159,7 +160,7 @@ def attend(kind: tuple[Any, ...], values: Values) -> Any:
     if checked is None:
         return None
     alike: Alike = kind[0]
-    return checked.attend(Operands._make(alike.operands(values)), values[alike.offset])
+    return checked.attend(Operands._make(alike.operands(values)), values[alike.offset] or 0)
 
 
 def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
@@ -184,6 +185,7 @@ class Checked:
     tables: bool
     only_rel_k: bool  # beside queries, keys and values
     compiled: Any  # what compiled kernels are to know of one query, if they serve it
+    ambiguous: int  # how many keys a table without a span may be the full one of
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -207,14 +209,19 @@ class Checked:
         as_given = all(getattr(given, name) is getattr(wide, name) for name in DIFFERENTIABLE)
         only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))
-        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled)
+        span = call.options.span
+        guessed = tables and given.span is None and span.right == 0 and span.rows > 1
+        ambiguous = (span.rows + 1) // 2 if guessed and span.rows % 2 else 0
+        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled, ambiguous)
 
     def attend(self, x: Operands, offset: int) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
         call, plan = self.problem, self.plan
         if plan is None:
-            of_one = self.compiled
-            plan = self._plan_of_one(x, offset) if of_one is None else of_one.at(x.k.shape[-2], offset)
+            of_one, count = self.compiled, x.k.shape[-2]
+            if count == self.ambiguous:
+                return None
+            plan = self._plan_of_one(x, offset) if of_one is None else of_one.at(count, offset)
             if plan is None:
                 return None
         if not self.as_given:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, check_real, describe
 from relskew_core._array.doubles import from_doubles
+from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
@@ -20,6 +21,7 @@ Method = Literal["linear", "cubic"]
 ORDERS, DIRECTIONS, METHODS = map(get_args, (Order, Direction, Method))  # torch 2.8 compiles no `get_args`
 
 
+@explains
 def sinusoidal_table(
     span: Span,
     dim: int,
@@ -101,6 +103,7 @@ def _traced_sinusoids(span: Span, rates: list[float], order: Order, *, xp: Names
     return cast(table, from_doubles([[0.0]], xp=xp, dtype=dtype).dtype, xp=xp)
 
 
+@explains
 def resize_table(
     table: Array, rows: int, *, method: Method = "linear", align_corners: bool = False, axis: int = -2
 ) -> Array:

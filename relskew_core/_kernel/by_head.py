@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relskew_core._array.checks import check_real, describe, is_array
+from relskew_core._array.checks import check_real, describe, is_array, layout_hint
 from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import cast, widened
@@ -25,7 +25,10 @@ def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespa
     n_heads = q.shape[-3] if q.ndim > 2 else 1
     if tuple(x.shape) != (n_heads,) and not (one and x.ndim == 0):
         shape = "shape (H,) or none" if one else "shape (H,)"
-        raise ValueError(f"`{name}` must have {shape}, a number for each of the {n_heads} heads, got {describe(x)}")
+        hint = layout_hint(tuple(x.shape) == (q.shape[-2],))
+        raise ValueError(
+            f"`{name}` must have {shape}, a number for each of the {n_heads} heads{hint}, got {describe(x)}"
+        )
     if x.dtype != q.dtype:
         raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {describe(x)}")
     return x

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, T
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, check_real, is_array
+from relskew_core._array.keywords import refuse_unknown
 from relskew_core._array.typing import Array
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
@@ -47,7 +48,7 @@ class Arguments:
     mask: Array | None = None
     segments: Array | tuple[Array, Array] | None = None
     sinks: Array | None = None
-    offset: int | Sequence[int] | Array = 0
+    offset: int | Sequence[int] | Array | None = None
     positions: tuple[Array, Array] | None = None
     scale: float | Array | None = None
     rel_scale: float | Array | None = None
@@ -206,15 +207,22 @@ def takes(
 
     ``before`` makes of both what is called instead, and gets the arguments as they are written.
     """
+    signature = inspect.signature(arguments)
+    known = frozenset(signature.parameters)
 
     def decorate(function: Callable[..., Result]) -> Callable[P, Result]:
+        def made(*args: P.args, **kwargs: P.kwargs) -> Given:
+            for keyword in kwargs:
+                if keyword not in known:
+                    refuse_unknown(function.__name__, keyword, known)
+            return arguments(*args, **kwargs)
+
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            return function(arguments(*args, **kwargs))
+            return function(made(*args, **kwargs))
 
         if before is not None:
-            call = before(function, arguments)
+            call = before(function, made)
         call = functools.wraps(function)(call)
-        signature = inspect.signature(arguments)
         result = inspect.signature(function).return_annotation
         call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
         vars(arguments)["__init__"].__qualname__ = function.__name__  # whose name Python's own errors say

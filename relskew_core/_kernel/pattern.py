@@ -9,6 +9,7 @@ from relskew_core._array.checks import check_bool, check_int, check_offset, chec
 from relskew_core._array.integers import bits_of, integer
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.shapes import default_offset
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged, ragged_offsets
 from relskew_core._positions.visibility import FURTHEST, Visibility
 
@@ -22,10 +23,20 @@ class Pattern:
     block_size: int | None = None
     blocks_before: int | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a query sees every key, wherever it stands."""
+        return self.left is None and self.right is None and self.block_size is None
+
     def of(
         self, q: Array, n_keys: int, offset: Any, *, by_value: bool = False, name: str = "q", xp: Namespace
     ) -> Visibility:
-        """Return the pattern of a call, whose offset is one for all or one for each item of the batch."""
+        """Return the pattern of a call, whose offset is one for all or one for each item of the batch.
+
+        Without an offset there must be as many queries as keys.
+        """
+        if offset is None:
+            offset = default_offset(q.shape[-2], n_keys)
         narrow = bits_of(integer(xp), xp=xp) == 32
         if not is_ragged(offset):
             sides = self._sides(2**32 - 2 if narrow and by_value else FURTHEST)

@@ -26,7 +26,7 @@ from relskew_core._kernel.call import (
     names_of,
 )
 from relskew_core._kernel.pattern import check_pattern
-from relskew_core._kernel.shapes import check_mask, check_shapes, check_tables, check_widths
+from relskew_core._kernel.shapes import check_layout, check_mask, check_shapes, check_tables, check_widths
 from relskew_core._positions.labels import Pair, check_labels, check_reach_of, consecutive_offsets
 from relskew_core._positions.ragged import RaggedTables, RaggedVisibility, is_ragged, ragged_offsets
 
@@ -95,9 +95,13 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
                 check_known_sizes(name, array)
     check_shapes(q, k, v)
     pattern = check_pattern(given)
-    span = check_tables(tables, given.span, q, causal=pattern.right == 0)
+    if given.span is None:
+        check_layout(tables, q, k.shape[-2], causal=pattern.right == 0)
+    span = check_tables(tables, given.span, q, causal=pattern.right == 0, n_keys=k.shape[-2])
     check_widths(given)
     positions, offset = _check_positions(given, xp=xp)
+    if offset is None and pattern.is_open and all(table is None for table in tables.values()):
+        offset = 0  # nothing depends on it
     visibility = pattern.of(q, k.shape[-2], offset, by_value=positions is not None, xp=xp)
     for name, table in tables.items():
         if table is not None and positions is not None:
@@ -156,7 +160,7 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
     if given.positions is None:
         by_value = exporting() and (is_array(given.offset) or isinstance(given.offset, (list, tuple)))
         return (_positions_of(given, xp=xp), 0) if by_value else (None, given.offset)
-    if is_ragged(given.offset) or check_offset("offset", given.offset) != 0:
+    if is_ragged(given.offset) or (given.offset is not None and check_offset("offset", given.offset) != 0):
         raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
     # Dropout is drawn by place: it must not matter whether somebody knows that positions follow one another. And blocks

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from relskew_core._array.checks import describe
-from relskew_core._array.known import holds
+from typing import Any
+
+from relskew_core._array.checks import LAYOUT, describe, layout_hint
+from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import KINDS, Arguments, Kind
 from relskew_core._positions.span import Span
 
 
-def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span") -> Span:
+def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span_name: str = "span") -> Span:
     """Return the span of a table that comes without one: causal, or full for an odd number of rows."""
     if causal:
+        if n_keys is not None and not exported(rows, n_keys) and rows == 2 * n_keys - 1 > 1:
+            raise ValueError(
+                f"`{span_name}` must be given for `{name}`: its {rows} rows are those of Span.full({n_keys}) for the "
+                f"{n_keys} keys, of which a causal call reads the past, or else those of Span.causal({rows})"
+            )
         return Span.causal(rows)
     if holds(rows % 2 == 1):
         return Span.full((rows + 1) // 2)
@@ -22,7 +29,33 @@ def default_span(name: str, rows: int, *, causal: bool, span_name: str = "span")
     )
 
 
-def check_tables(tables: dict[str, Array | None], span: Span | None, q: Array, *, causal: bool) -> Span:
+def default_offset(n_queries: Any, n_keys: Any) -> int:
+    """Return the offset of a call that gives none: 0 where there are as many queries as keys."""
+    if same_length(n_queries, n_keys):
+        return 0
+    raise ValueError(
+        f"`offset` must be given where there are {n_queries} queries and {n_keys} keys: 0 if queries begin where keys "
+        f"begin, Lk - Lq = {n_keys - n_queries} when decoding, got offset=None"
+    )
+
+
+def check_layout(tables: dict[str, Array | None], q: Array, n_keys: Any, *, causal: bool) -> None:
+    """Refuse a table without a span, shared by the heads, that fits an axis of lengths where the heads have to be."""
+    if q.ndim < 3 or exported(*q.shape, n_keys) or not (1 < q.shape[-2] < q.shape[-3] and n_keys < q.shape[-3]):
+        return
+    fits = q.shape[-3] if causal else 2 * q.shape[-3] - 1
+    for name, table in tables.items():
+        shared = 1 if KINDS.get(name) is Kind.BIAS else 2
+        if table is not None and table.ndim == shared and not exported(table.shape[0]) and table.shape[0] == fits:
+            raise ValueError(
+                f"`{name}` has {fits} rows, which fit axis -3 of `q`, {tuple(q.shape)}, and not axis -2; {LAYOUT} "
+                f"If the table is meant to reach further than the {n_keys} keys, give its `span`"
+            )
+
+
+def check_tables(
+    tables: dict[str, Array | None], span: Span | None, q: Array, *, causal: bool, n_keys: Any = None
+) -> Span:
     """Check the tables' shapes against the span, and return the span, chosen by the first table if it is ``None``."""
     if span is not None and not isinstance(span, Span):
         raise TypeError(f"`span` must be a Span or None, got {describe(span)}")
@@ -36,12 +69,13 @@ def check_tables(tables: dict[str, Array | None], span: Span | None, q: Array, *
             expected = "(R,) or (H, R)" if of_numbers else "(R, D) or (H, R, D)"
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(table)}")
         if table.ndim == by_head and table.shape[0] != n_heads and not (of_numbers and table.shape[0] == 1):
-            raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
+            hint = layout_hint(table.shape[0] == q.shape[-2])
+            raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis{hint}, got {describe(table)}")
         rows = table.shape[-1] if of_numbers else table.shape[-2]
         if not holds(rows > 0):
             raise ValueError(f"`{name}` must have at least one row, got {describe(table)}")
         if span is None:
-            span = default_span(name, rows, causal=causal)
+            span = default_span(name, rows, causal=causal, n_keys=n_keys)
         if not holds(rows == span.rows):
             raise ValueError(f"`{name}` must have the {span.rows} rows of {span}, got {describe(table)}")
     return Span(0, 0, "zero") if span is None else span
@@ -62,8 +96,9 @@ def check_shapes(q: Array, k: Array, v: Array) -> None:
     if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
         raise ValueError(f"`v` must have the heads and length of `k`, {tuple(k.shape[:-1])}, got {describe(v)}")
     if q.ndim > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        hint = layout_hint(k.shape[-2] > 0 and q.shape[-2] % k.shape[-2] == 0)
         raise ValueError(
-            f"`k` must have a number of heads that divides the {q.shape[-3]} heads of `q`, got {describe(k)}"
+            f"`k` must have a number of heads that divides the {q.shape[-3]} heads of `q`{hint}, got {describe(k)}"
         )
 
 
@@ -94,5 +129,8 @@ def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
         have == 1 or have == want for have, want in zip(mask.shape, full[len(full) - mask.ndim :], strict=True)
     )
     if not fits:
-        raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}, got {describe(mask)}")
+        padding = tuple(mask.shape) == (*q.shape[:-3], k.shape[-2])
+        hint = layout_hint(q.ndim > 2 and mask.shape[-1:] == k.shape[-3:-2])
+        hint = "; one by item and key, such as padding, is mask[..., None, None, :]" if padding else hint
+        raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
     return mask if mask.ndim > 1 else xp.reshape(mask, (1, -1))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-from relskew_core._array.checks import describe
+from relskew_core._array.checks import describe, layout_hint
 from relskew_core._array.integers import bits_of, integer, widest
 from relskew_core._array.known import known_values
 from relskew_core._array.namespace import check_companion
@@ -27,6 +27,8 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
     expected = f"a pair of integer arrays, of the {q.shape[-2]} queries and the {k.shape[-2]} keys"
     if isinstance(given, (tuple, list)):
         if len(given) != 2:
+            if not paired and isinstance(given, list):
+                expected = f"an integer array, or {expected}, and no list"
             raise ValueError(f"`{name}` must be {expected}, got {describe(given)}")
         names: Sequence[str] = (f"{name}[0]", f"{name}[1]")
     elif paired:
@@ -49,7 +51,8 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
     lead = tuple(q.shape[:-3])
     length = (x.shape or (1,))[-1] if length is None else length
     if tuple(x.shape) not in ((length,), (*lead, length)):
-        raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}, got {describe(x)}")
+        hint = layout_hint(q.ndim > 2 and tuple(x.shape[-1:]) == tuple(q.shape[-3:-2]))
+        raise ValueError(f"`{name}` must have shape {(*lead, length)} or {(length,)}{hint}, got {describe(x)}")
     return cast(x, integer(xp), xp=xp)
 
 

@@ -52,7 +52,9 @@ def draw_call(
     [['0', '1', '2', ''], ['0', '0', '1', '2']]
     """
     n = check_int("n_queries", n_queries, minimum=1)
-    offset = arguments.get("offset", 0)
+    if n_keys is None and "positions" not in arguments:
+        arguments = {"offset": 0, **arguments}  # the cache is as long
+    offset = arguments.get("offset") or 0
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
     check_cells(n * m, "`n_queries` times `n_keys`")
     q, k, table = (np.zeros((rows, 1), dtype=np.float64) for rows in (n, m, 0 if span is None else span.rows))

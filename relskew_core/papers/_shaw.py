@@ -11,10 +11,13 @@ from relskew_core._array.checks import check_choice, check_int
 from relskew_core._array.integers import integers
 from relskew_core._array.namespace import namespace_of, namespace_of_arrays
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.shapes import default_offset
 from relskew_core.papers._common import check_leading, check_table, check_trailing, weigh
 
 
-def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int = 0, device: Any = None) -> Array:
+def clipped_distances(
+    n_queries: int, n_keys: int, k: int, *, xp: Any, offset: int | None = None, device: Any = None
+) -> Array:
     """Table row of every query and key: ``clip(j - (i + offset), -k, k) + k`` (Shaw et al. 2018, section 3.2).
 
     The paper's tables hold ``w_{-k} … w_k``; adding ``k`` makes the clipped distance a row number.
@@ -28,8 +31,8 @@ def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: i
         The clipping distance, ``>= 0``.
     xp : module
         Array library to make the matrix in.
-    offset : int, default 0
-        Absolute position of query 0; the paper has 0.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
     device : device of ``xp``, optional
         Where the matrix shall lie.
 
@@ -48,11 +51,11 @@ def clipped_distances(n_queries: int, n_keys: int, k: int, *, xp: Any, offset: i
            [0, 0, 0, 1]])
     """
     n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
-    k, offset = check_int("k", k, minimum=0), check_int("offset", offset)
+    k = check_int("k", k, minimum=0)
     return _distances(n, m, k, offset, xp=namespace_of(xp), device=device)
 
 
-def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0) -> Array:
+def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | None = None) -> Array:
     """Gather the row of every query and key: ``a_ij = w_clip(j - i, k)`` (Shaw et al. 2018, section 3.2).
 
     Every other form avoids this tensor: it takes memory ``O(n·m·D)`` for each head, or once if heads share the table.
@@ -63,8 +66,8 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0
         Rows of the relative positions ``-k … k``.
     n_queries, n_keys : int
         ``n`` and ``m``.
-    offset : int, default 0
-        Absolute position of query 0.
+    offset : int, optional
+        Absolute position of query 0; 0 by default where there are as many queries as keys.
 
     Returns
     -------
@@ -80,10 +83,10 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int = 0
     """
     xp = namespace_of_arrays({"table": table})
     n, m = check_int("n_queries", n_queries, minimum=0), check_int("n_keys", n_keys, minimum=0)
-    return _lookup("table", table, n, m, check_int("offset", offset), xp=xp)
+    return _lookup("table", table, n, m, offset, xp=xp)
 
 
-def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> Array:
+def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = None) -> Array:
     """``e_ij = q_i (k_j + a_ij)ᵀ / √D``, every key moved for every query (Shaw et al. 2018, equation 4).
 
     Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m·D)``: what the paper's section 3.3 then avoids.
@@ -96,8 +99,8 @@ def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> 
         Keys, ``x_j W^K``; leading axes those of ``q``.
     rel_k : array, shape (2k+1, D) or (H, 2k+1, D)
         The paper's ``w^K``, rows of the relative positions ``-k … k``.
-    offset : int, default 0
-        Absolute position of query 0; the paper has 0.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
 
     Returns
     -------
@@ -113,12 +116,12 @@ def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> 
            [0., 0., 1.]])
     """
     xp = _check_logits(q, k, rel_k)
-    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], check_int("offset", offset), xp=xp)
+    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
     moved = xp.expand_dims(k, axis=-3) + a
     return xp.sum(xp.expand_dims(q, axis=-2) * moved, axis=-1) / q.shape[-1] ** 0.5
 
 
-def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> Array:
+def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = None) -> Array:
     """``e_ij = (q_i k_jᵀ + q_i a_ijᵀ) / √D``, in two products (Shaw et al. 2018, equation 5, section 3.3).
 
     The second term is ``n`` parallel products, one a query position, of ``(B·H, D)`` and ``(D, m)``: the queries are
@@ -138,13 +141,13 @@ def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int = 0) -> A
     """
     xp = _check_logits(q, k, rel_k)
     check_trailing("rel_k", rel_k, {"R": None, "D": q.shape[-1]}, exact=True)
-    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], check_int("offset", offset), xp=xp)
+    a = _lookup("rel_k", rel_k, q.shape[-2], k.shape[-2], offset, xp=xp)
     content = xp.matmul(q, xp.matrix_transpose(k))
     position = _by_position(q, xp.matrix_transpose(a), xp=xp)
     return (content + position) / q.shape[-1] ** 0.5
 
 
-def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0) -> Array:
+def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | None = None) -> Array:
     """``z_i = Σ_j α_ij (v_j + a_ij)``, every value moved for every query (Shaw et al. 2018, equation 3).
 
     Time and memory ``O(B·H·n·m·Dv)``.
@@ -157,8 +160,8 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 
         Values, ``x_j W^V``; leading axes those of ``weights``.
     rel_v : array, shape (2k+1, Dv) or (H, 2k+1, Dv)
         The paper's ``w^V``, rows of the relative positions ``-k … k``.
-    offset : int, default 0
-        Absolute position of query 0; the paper has 0.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
 
     Returns
     -------
@@ -174,12 +177,12 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 
     array([31., 20.,  9.])
     """
     xp = _check_values(weights, v, rel_v)
-    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
     moved = xp.expand_dims(v, axis=-3) + a
     return xp.sum(xp.expand_dims(weights, axis=-1) * moved, axis=-2)
 
 
-def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0) -> Array:
+def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int | None = None) -> Array:
     """``z_i = Σ_j α_ij v_j + Σ_j α_ij a_ij``, in two products (Shaw et al. 2018, equation 3 as section 3.3 says).
 
     The second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
@@ -196,12 +199,19 @@ def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int = 0
     """
     xp = _check_values(weights, v, rel_v)
     check_trailing("rel_v", rel_v, {"R": None, "Dv": v.shape[-1]}, exact=True)
-    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], check_int("offset", offset), xp=xp)
+    a = _lookup("rel_v", rel_v, weights.shape[-2], weights.shape[-1], offset, xp=xp)
     return xp.matmul(weights, v) + _by_position(weights, a, xp=xp)
 
 
 def shaw_attention(
-    q: Array, k: Array, v: Array, rel_k: Array, rel_v: Array | None = None, *, form: str = "gather", offset: int = 0
+    q: Array,
+    k: Array,
+    v: Array,
+    rel_k: Array,
+    rel_v: Array | None = None,
+    *,
+    form: str = "gather",
+    offset: int | None = None,
 ) -> Array:
     """Attention with relative keys and values: equations 4, 2 and 3 of Shaw et al. 2018, one after the other.
 
@@ -217,8 +227,8 @@ def shaw_attention(
         The same for the values; without it ``z_i = Σ_j α_ij v_j`` (equation 1).
     form : {"gather", "split"}, default "gather"
         Which of the two forms computes the terms.
-    offset : int, default 0
-        Absolute position of query 0; the paper has 0.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
 
     Returns
     -------
@@ -245,13 +255,14 @@ def shaw_attention(
     return (shaw_gather_values if gather else shaw_split_values)(weights, v, rel_v, offset=offset)
 
 
-def _distances(n: int, m: int, k: int, offset: int, *, xp: Namespace, device: Any) -> Array:
+def _distances(n: int, m: int, k: int, offset: int | None, *, xp: Namespace, device: Any) -> Array:
+    offset = default_offset(n, m) if offset is None else check_int("offset", offset)
     i = integers(0, n, device=device, xp=xp) + offset
     j = integers(0, m, device=device, xp=xp)
     return xp.clip(xp.expand_dims(j, axis=0) - xp.expand_dims(i, axis=1), -k, k) + k
 
 
-def _lookup(name: str, table: Array, n: int, m: int, offset: int, *, xp: Namespace) -> Array:
+def _lookup(name: str, table: Array, n: int, m: int, offset: int | None, *, xp: Namespace) -> Array:
     check_trailing(name, table, {"R": None, "D": None})
     rows, d = table.shape[-2:]
     if table.ndim > 3 or rows % 2 == 0:

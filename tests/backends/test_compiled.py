@@ -132,7 +132,7 @@ def test_keys_that_a_mask_hides_may_be_anything(n: int) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 2, m, 8)).astype(np.float32) for m in (n, 600, 600))
     table, seen = rng.standard_normal((9, 8)).astype(np.float32), rng.random((2, 1, 1, 600)) < 0.6
-    options: dict[str, Any] = {"span": Span(4, 4, "clip"), "mask": seen}
+    options: dict[str, Any] = {"span": Span(4, 4, "clip"), "mask": seen, "offset": 0}
     expected = relative_attention(q, k, v, table, **options)
     k = np.where(seen.swapaxes(-1, -2), k, np.float32(np.nan))
     np.testing.assert_array_equal(relative_attention(q, k, v, table, **options), expected)
@@ -152,7 +152,7 @@ def test_values_that_labels_hide_may_be_anything(n: int, name: str, dv: int) -> 
     of_keys[0, 7:600:31] = of_keys[1, 590:] = 50  # no query's document, and after all queries
     hidden = np.expand_dims(of_keys == 50, (1, 3))
     options: dict[str, Any] = {"span": Span(4, 4, "clip"), name: (of_queries, of_keys), "causal": name == "positions"}
-    given = {"rel_k": table, "rel_v": values, **options}
+    given = {"rel_k": table, "rel_v": values, "offset": 0, **options}
     expected = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
     v = np.where(hidden, np.float32(np.nan), v)
     found = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]

@@ -59,6 +59,7 @@ def test_many_blocks(kind: str, span: Span) -> None:
     rest: dict[str, Any] = {
         name: x for name, x in given.items() if name in ("causal", "offset", "window", "softcap", "chunk_size")
     }
+    rest = {"offset": 0, **rest}
     arrays = ARRAYS | {name: x for name, x in given.items() if name not in rest}
     expected = relative_attention(**arrays, **rest, span=span, return_lse=True)
     cut: dict[str, Any] = {name: blocks(name, x) for name, x in arrays.items()}
@@ -101,7 +102,7 @@ def test_no_task_needs_more_than_two_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_dask_has_no_blocks_for() -> None:
     q, k, v = (blocks(name, ARRAYS[name]) for name in "qkv")
     with pytest.raises(ValueError, match=r"dask's does not take .*`block_size`"):
-        relative_attention(q, k, v, block_size=4, impl="native")
+        relative_attention(q, k, v, block_size=4, offset=0, impl="native")
     with pytest.raises(ValueError, match="dask's does not take `dropout`"):
         relative_attention(q, k, v, dropout=0.5, seed=0, impl="native")
     assert backends.available()["dask"] == ["portable", "native"]

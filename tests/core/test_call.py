@@ -65,7 +65,7 @@ def test_signatures_are_the_declaration(function: Callable[..., Any]) -> None:
     by_position = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     expected = ["q", "k", "v", "rel_k", "span"]
     assert by_position == (expected if function is relative_attention else ["d_out", *expected])
-    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'sclae'"):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) has no argument `sclae`: did you mean `scale`"):
         function(X, X, X, X, sclae=1.0)
     with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) missing"):
         function(X)

@@ -41,7 +41,7 @@ PAST = zeros(1, H, 2, 2)
 
 SPANS = [
     Bad("span", "full", (2, 2)),
-    Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int), 2**62, -(2**70)),
+    Bad("offset", *NOT_INTS, [1, 2], zeros(3), zeros(3, dtype=int), 2**62, -(2**70)),
     Bad("causal", 1, "yes", None, np),
 ]
 ATTENTION = [
@@ -73,7 +73,11 @@ ATTENTION = [
     Bad("blocks_before", 1),
     Bad("segments", "text", 3, zeros(N), zeros(N, dtype=bool), zeros(N - 1, dtype=int), zeros(H, N, dtype=int)),
     Bad("segments", (zeros(N, dtype=int),), (zeros(N, dtype=int), zeros(N)), (zeros(N, dtype=int), None)),
-    Bad("segments", zeros(N, dtype=int), k=zeros(H, N - 1, D), v=zeros(H, N - 1, D)),
+    Bad("segments", zeros(N, dtype=int), k=zeros(H, N - 1, D), v=zeros(H, N - 1, D), offset=0),
+    Bad("offset", None, k=zeros(H, N - 1, D), v=zeros(H, N - 1, D)),
+    Bad("offset", None, k=zeros(H, N - 1, D), v=zeros(H, N - 1, D), rel_k=None, causal=True),
+    Bad("offset", None, k=zeros(H, N - 1, D), v=zeros(H, N - 1, D), rel_k=None, window=(1, None)),
+    Bad("offset", None, k=zeros(H, N - 1, D), v=zeros(H, N - 1, D), rel_k=None, block_size=2),
     Bad("positions", zeros(N, dtype=int), "text", (np.arange(N),), (np.arange(N), zeros(N)), (np.arange(N + 1),) * 2),
     Bad("rel_k", TABLE, positions=(np.arange(N) * 2, np.arange(N))),
     Bad("offset", 1, [1, 2], positions=(np.arange(N), np.arange(N))),
@@ -140,7 +144,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(5, D + 1), zeros(3, 5, D), zeros(4, D), zeros(3, D)),
             Bad("table", zeros(5, D, dtype=np.float32), zeros(0, D), zeros(1, H, 5, D)),
             Bad("n_keys", *NOT_INTS, None, 0),
-            Bad("table", TABLE, n_keys=N + 1),
+            Bad("table", TABLE, n_keys=N + 1, offset=0),
+            Bad("offset", None, n_keys=N - 1),
+            Bad("offset", None, n_keys=None, n_queries=N + 1, side="key"),
             Bad("n_queries", N, 0),
             Bad("n_queries", N, positions=(STEPS, STEPS), n_keys=None),
             Bad("n_queries", *NOT_INTS, None, 0, side="key", n_keys=None),
@@ -159,6 +165,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"weights": zeros(H, N, N), "table": TABLE},
         [
             Bad("weights", *NOT_ARRAYS, zeros(N), zeros(H, N, 0), zeros(N, N, dtype=bool)),
+            Bad("offset", None, weights=zeros(H, N, N - 1)),
             Bad("table", *NOT_ARRAYS[:-1], zeros(D), zeros(3, 5, D), zeros(4, D), zeros(3, D)),
             *SPANS,
         ],
@@ -230,6 +237,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
                 v=zeros(H, 7, D),
             ),
             Bad("offset", 1, (1,), (0.5, 0)),
+            Bad("offset", None, q_grid=(1, 6)),
             Bad("q_step", 1, (1,), (1, 1.5), (0, 1)),
             Bad("k_step", 1, (1,), (1, 1.5), (0, 1)),
             Bad("q_step", (2, 1), rel_bias=zeros(3, 5), table_h=None, table_w=None),
@@ -253,6 +261,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("span_h", "full"),
             Bad("span_w", "full"),
             Bad("offset", 1, (1,), (0.5, 0)),
+            Bad("offset", None, q_grid=(1, 6)),
             Bad("q_step", 1, (1,), (1, 1.5), (0, 1)),
             Bad("k_step", 1, (1,), (1, 1.5), (0, 1)),
         ],
@@ -266,7 +275,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("n_keys", *NOT_INTS, None, 0),
             Bad("span", "full"),
             Bad("span", None, bias=zeros(H, 4)),
-            Bad("offset", *NOT_INTS, None, [1, 2], zeros(3), zeros(3, dtype=int)),
+            Bad("offset", None, n_keys=N - 1),
+            Bad("offset", *NOT_INTS, [1, 2], zeros(3), zeros(3, dtype=int)),
             Bad("causal", 1, None),
         ],
     ),
@@ -280,6 +290,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
             Bad("span_h", "full"),
             Bad("span_w", "full"),
             Bad("offset", 1, (1,), (0.5, 0)),
+            Bad("offset", None, k_grid=(2, 2)),
         ],
     ),
     "t5_buckets": (
@@ -515,7 +526,7 @@ def test_nested_tensors_are_refused_with_the_way_out(layout: str) -> None:
 
 def test_advice_names_arguments_that_the_function_has() -> None:
     with pytest.raises(ValueError, match=r"^`table_h` .*or a `span_h` with beyond='clip' or beyond='zero'$"):
-        relskew_core.relative_logits_2d(Q, zeros(1, 4), zeros(9, 4), q_grid=(1, 3), k_grid=(3, 1))
+        relskew_core.relative_logits_2d(Q, zeros(1, 4), zeros(9, 4), q_grid=(1, 3), k_grid=(3, 1), offset=(0, 0))
     weights = zeros(2, 2, 3, 3)
     with pytest.raises(ValueError, match=r"^`offset` .* leading axes of `weights`, \(2,\), got 3$"):
         relskew_core.relative_values(weights, TABLE, Span(4, 0, "clip"), offset=[1, 2, 3])

@@ -318,7 +318,7 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("`q_grid[1]` must be an int >= 1, got 0", ValueError, {"q_grid": (4, 0)}),
     ("`k_grid[0]` must be an int", TypeError, {"k_grid": (2.0, 2)}),
     ("`offset` must be a pair", TypeError, {"offset": 1}),
-    ("`q` must have shape (..., 3 · 2, D)", ValueError, {"q_grid": (3, 2)}),
+    ("`q` must have shape (..., 3 · 2, D)", ValueError, {"q_grid": (3, 2), "offset": (0, 0)}),
     (
         "`table_h` must have shape (R, D) or (H, R, D) with the width of `q`, 3",
         ValueError,
@@ -328,7 +328,11 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("`span_w` must be a Span or None", TypeError, {"span_w": 3}),
     ("`table_h` must have the 5 rows", ValueError, {"span_h": Span(2, 2)}),
     ("`span_w` must be given for `table_w`: 4 rows", ValueError, {"table_w": np.zeros((4, 3))}),
-    ("`table_h` reaches the relative positions -1 … 1, but queries see -1 … 2", ValueError, {"k_grid": (3, 2)}),
+    (
+        "`table_h` reaches the relative positions -1 … 1, but queries see -1 … 2",
+        ValueError,
+        {"k_grid": (3, 2), "offset": (0, 0)},
+    ),
     ("`table_w` reaches the relative positions -1 … 1, but queries see -2 … 0", ValueError, {"offset": (0, 1)}),
 ]
 
@@ -343,8 +347,8 @@ def test_errors_name_what_does_not_fit(words: str, error: type[Exception], optio
 
 
 WRONG_ATTENTION: list[tuple[str, dict[str, Any]]] = [
-    ("`q` must have 1 + 2 · 2 rows", {"prefix": (1, 0)}),
-    ("`k` must have 2 + 2 · 2 rows", {"prefix": (0, 2)}),
+    ("`q` must have 5 positions on axis -2, 2 · 2 of its grid and 1 of its prefix", {"prefix": (1, 0)}),
+    ("`k` must have 6 positions on axis -2, 2 · 2 of its grid and 2 of its prefix", {"prefix": (0, 2)}),
     ("`prefix[0]` must be an int >= 0", {"prefix": (-1, 0)}),
     ("`table_w` must be given with `table_h`", {"table_w": None}),
     ("`rel_bias` must have shape (1, Rh, Rw) or (Rh, Rw)", {"rel_bias": np.zeros((2, 3, 3))}),

@@ -130,7 +130,7 @@ def test_torch_meets_the_tables_ends_once_for_all_keys_beyond_them(span: Span, o
     results = []
     for impl in ("native", "portable"):
         given: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
-        call = {**given, "span": span, "chunk_size": 16, "impl": impl, **options}
+        call = {**given, "span": span, "chunk_size": 16, "impl": impl, "offset": 0, **options}
         out = relative_attention(**call)
         gradients = relative_attention_vjp(torch.tensor(case.d_out()), **call)
         results.append([out, gradients.q, gradients.k, gradients.rel_k, gradients.key_table])
@@ -163,7 +163,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="`side` must be one of 'query', 'key', got 'both'"):
         relative_logits(k, table, n_keys=7, side="both")
     with pytest.raises(ValueError, match="`table` reaches the relative positions -6 … 6, but queries see -6 … 7"):
-        relative_logits(np.zeros((2, 8, 4)), table, n_queries=7, side="key")
+        relative_logits(np.zeros((2, 8, 4)), table, n_queries=7, offset=0, side="key")
     with pytest.raises(ValueError, match="`key_table` must have the width of `k`, 4, got"):
         relative_attention(k, k, k, key_table=np.zeros((13, 5)))
     with pytest.raises(ValueError, match="no native path for this call: numpy's does not take `key_table`"):

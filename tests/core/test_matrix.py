@@ -64,18 +64,18 @@ ATTENTION = [
     Case("full", {**qkv(9, 9), "rel_k": (HEADS, 17, DIM)}),
     Case("causal in chunks", {**qkv(11, 11), "rel_k": (HEADS, 11, DIM)}, {"causal": True, "chunk_size": 4}),
     Case("causal, full table", {**qkv(6, 6), "rel_k": (11, DIM)}, {"causal": True, "span": Span.full(6)}),
-    Case("cross", {**qkv(5, 12), "rel_k": (HEADS, 17, DIM)}, {"span": Span(5, 11)}),
+    Case("cross", {**qkv(5, 12), "rel_k": (HEADS, 17, DIM)}, {"span": Span(5, 11), "offset": 0}),
     Case("one query of a cache", {**qkv(1, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 7}),
     Case("chunk of a cache", {**qkv(3, 8), "rel_k": (8, DIM)}, {"causal": True, "offset": 5, "chunk_size": 2}),
     Case(
         "clip with relative values",
         {**qkv(9, 10), "rel_k": (5, DIM), "rel_v": (5, VALUE_DIM)},
-        {"span": Span.clipped(2), "chunk_size": 4},
+        {"span": Span.clipped(2), "chunk_size": 4, "offset": 0},
     ),
     Case(
         "zero beyond, relative values by head",
         {**qkv(8, 9), "rel_k": (HEADS, 5, DIM), "rel_v": (HEADS, 5, VALUE_DIM)},
-        {"span": Span(3, 1, "zero")},
+        {"span": Span(3, 1, "zero"), "offset": 0},
     ),
     Case("window", {**qkv(12, 12), "rel_k": (6, DIM)}, {"window": (3, 2), "span": Span(3, 2), "chunk_size": 5}),
     Case("left window, causal", {**qkv(12, 12), "rel_k": (4, DIM)}, {"window": (3, None), "causal": True}),
@@ -85,7 +85,7 @@ ATTENTION = [
         {"causal": True, "block_size": 4, "chunk_size": 5},
     ),
     Case("grouped queries", {**qkv(7, 7, kv_heads=2), "rel_k": (HEADS, 7, DIM)}, {"causal": True, "chunk_size": 3}),
-    Case("bias by head", {**qkv(7, 8), "rel_bias": (HEADS, 15)}, {"span": Span(7, 7, "zero")}),
+    Case("bias by head", {**qkv(7, 8), "rel_bias": (HEADS, 15)}, {"span": Span(7, 7, "zero"), "offset": 0}),
     Case(
         "shared bias, clipped",
         {**qkv(8, 8), "rel_bias": (3,), "rel_k": (HEADS, 3, DIM)},
@@ -94,11 +94,11 @@ ATTENTION = [
     Case(
         "separate relative queries and scales",
         {**qkv(6, 9), "rel_q": (BATCH, HEADS, 6, 5), "rel_k": (HEADS, 14, 5)},
-        {"span": Span(5, 8), "scale": 0.3, "rel_scale": 0.7, "chunk_size": 4},
+        {"span": Span(5, 8), "scale": 0.3, "rel_scale": 0.7, "chunk_size": 4, "offset": 0},
     ),
-    Case("boolean mask", {**qkv(7, 9), "mask": (BATCH, 1, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4}),
+    Case("boolean mask", {**qkv(7, 9), "mask": (BATCH, 1, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4, "offset": 0}),
     Case("boolean key padding", {**qkv(5, 9), "mask": (BATCH, 1, 1, 9)}, {"chunk_size": 2}),
-    Case("additive mask", {**qkv(7, 9), "mask": (HEADS, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4}),
+    Case("additive mask", {**qkv(7, 9), "mask": (HEADS, 7, 9), "rel_k": (17, DIM)}, {"chunk_size": 4, "offset": 0}),
     Case("queries that see nothing", {**qkv(6, 4), "rel_k": (4, DIM)}, {"causal": True, "offset": -3}),
     Case("softcap", {**qkv(6, 6), "rel_k": (6, DIM), "mask": (6, 6)}, {"causal": True, "softcap": 1.5}),
     Case(
@@ -111,31 +111,31 @@ ATTENTION = [
     Case("segments of all items", {**qkv(7, 7), "rel_v": (HEADS, 13, VALUE_DIM), "segments": (7,)}),
     Case("scales by head", {**qkv(5, 5), "rel_k": (9, DIM), "scale": (HEADS,), "rel_scale": (HEADS,)}),
     Case("dropout", {**qkv(7, 7), "rel_k": (13, DIM)}, {"dropout": 0.25, "seed": 12, "chunk_size": 3}),
-    Case("no heads axis", {"q": (6, DIM), "k": (7, DIM), "v": (7, VALUE_DIM), "rel_k": (13, DIM)}),
+    Case("no heads axis", {"q": (6, DIM), "k": (7, DIM), "v": (7, VALUE_DIM), "rel_k": (13, DIM)}, {"offset": 0}),
     Case("no batch axis", {"q": (2, 6, DIM), "k": (2, 6, DIM), "v": (2, 6, VALUE_DIM), "rel_k": (2, 11, DIM)}),
     Case("two batch axes", {name: (2, *shape) for name, shape in qkv(4, 4).items()} | {"rel_k": (7, DIM)}),
 ]
 
 LOGITS = [
     Case("square", {"q": (HEADS, 7, DIM), "table": (HEADS, 13, DIM)}, {"n_keys": 7}),
-    Case("more keys", {"q": (BATCH, HEADS, 3, DIM), "table": (23, DIM)}, {"n_keys": 12}),
-    Case("one query", {"q": (1, DIM), "table": (9, DIM)}, {"n_keys": 5}),
-    Case("one key", {"q": (5, DIM), "table": (9, DIM)}, {"n_keys": 1}),
+    Case("more keys", {"q": (BATCH, HEADS, 3, DIM), "table": (23, DIM)}, {"n_keys": 12, "offset": 0}),
+    Case("one query", {"q": (1, DIM), "table": (9, DIM)}, {"n_keys": 5, "offset": 0}),
+    Case("one key", {"q": (5, DIM), "table": (9, DIM)}, {"n_keys": 1, "offset": 0}),
     Case("causal", {"q": (HEADS, 6, DIM), "table": (HEADS, 6, DIM)}, {"n_keys": 6, "causal": True}),
     Case("causal cache", {"q": (HEADS, 2, DIM), "table": (6, DIM)}, {"n_keys": 6, "offset": 4, "causal": True}),
-    Case("clip", {"q": (HEADS, 9, DIM), "table": (5, DIM)}, {"n_keys": 8, "span": Span.clipped(2)}),
-    Case("zero", {"q": (HEADS, 9, DIM), "table": (4, DIM)}, {"n_keys": 8, "span": Span(1, 2, "zero")}),
+    Case("clip", {"q": (HEADS, 9, DIM), "table": (5, DIM)}, {"n_keys": 8, "span": Span.clipped(2), "offset": 0}),
+    Case("zero", {"q": (HEADS, 9, DIM), "table": (4, DIM)}, {"n_keys": 8, "span": Span(1, 2, "zero"), "offset": 0}),
     Case("all before", {"q": (HEADS, 3, DIM), "table": (5, DIM)}, {"n_keys": 4, "offset": 20, "span": Span.clipped(2)}),
     Case("all after", {"q": (3, DIM), "table": (5, DIM)}, {"n_keys": 4, "offset": -20, "span": Span(2, 2, "zero")}),
 ]
 
 VALUES = [
     Case("square", {"weights": (HEADS, 7, 7), "table": (HEADS, 13, VALUE_DIM)}),
-    Case("more keys", {"weights": (BATCH, HEADS, 3, 12), "table": (23, VALUE_DIM)}),
-    Case("one query", {"weights": (1, 5), "table": (9, VALUE_DIM)}),
+    Case("more keys", {"weights": (BATCH, HEADS, 3, 12), "table": (23, VALUE_DIM)}, {"offset": 0}),
+    Case("one query", {"weights": (1, 5), "table": (9, VALUE_DIM)}, {"offset": 0}),
     Case("causal cache", {"weights": (HEADS, 2, 6), "table": (6, VALUE_DIM)}, {"offset": 4, "causal": True}),
-    Case("clip", {"weights": (HEADS, 9, 8), "table": (5, VALUE_DIM)}, {"span": Span.clipped(2)}),
-    Case("zero", {"weights": (HEADS, 9, 8), "table": (4, VALUE_DIM)}, {"span": Span(1, 2, "zero")}),
+    Case("clip", {"weights": (HEADS, 9, 8), "table": (5, VALUE_DIM)}, {"span": Span.clipped(2), "offset": 0}),
+    Case("zero", {"weights": (HEADS, 9, 8), "table": (4, VALUE_DIM)}, {"span": Span(1, 2, "zero"), "offset": 0}),
 ]
 
 BLOCKS = {

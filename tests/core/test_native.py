@@ -54,7 +54,7 @@ def drawn(seed: int, *shape: int, dtype: Any = HALF) -> Any:
 
 
 def arguments() -> dict[str, Any]:
-    return {"q": drawn(0, 2, 4, 3), "k": drawn(1, 2, 5, 3), "v": drawn(2, 2, 5, 3), "rel_k": drawn(3, 9, 3)}
+    return {"q": drawn(0, 2, 4, 3), "k": drawn(1, 2, 4, 3), "v": drawn(2, 2, 4, 3), "rel_k": drawn(3, 9, 3)}
 
 
 def results() -> dict[str, Any]:

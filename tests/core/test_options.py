@@ -179,7 +179,7 @@ def test_parts_of_keys_merge_with_one_sink_among_them() -> None:
     sinks = RNG.standard_normal(4)
     whole = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
     parts = [
-        relative_attention(Q, K[:, :, :15], V[:, :, :15], TABLE, Span.full(40), sinks=sinks, return_lse=True),
+        relative_attention(Q, K[:, :, :15], V[:, :, :15], TABLE, Span.full(40), offset=0, sinks=sinks, return_lse=True),
         relative_attention(Q, K[:, :, 15:], V[:, :, 15:], TABLE, Span.full(40), offset=-15, return_lse=True),
     ]
     merged = relskew.merge_attention([out for out, _ in parts], [lse for _, lse in parts])
@@ -337,10 +337,14 @@ def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
         for dtype in ("float32", "float64"):
             q, k, sinks = (row.asarray(x, dtype) for x in (Q[:, :, :n], K[:, :, :m], np.ones(4)))
             for own in ({}, {"sinks": sinks}):
-                weights: Any = attention_weights(q, k, window=window, chunk_size=4, **own)
+                weights: Any = attention_weights(q, k, window=window, offset=0, chunk_size=4, **own)
                 assert (weights.shape, weights.dtype, weights.device) == ((2, 4, n, m), q.dtype, q.device)
                 assert not row.to_numpy(weights)[:, :, 5:].any()
-                assert attention_weights(q[0, ...], k[0, ...], window=window, chunk_size=4, **own).shape == (4, n, m)
+                assert attention_weights(q[0, ...], k[0, ...], window=window, offset=0, chunk_size=4, **own).shape == (
+                    4,
+                    n,
+                    m,
+                )
 
 
 def test_left_padding_by_positions_is_an_offset_by_item() -> None:
@@ -465,7 +469,7 @@ def test_keys_behind_an_additive_mask_may_be_anything() -> None:
     k, mask = K.copy(), np.zeros(40)
     k[:, :, 30:], mask[30:] = np.nan, -np.inf
     found = relative_attention(Q, k, V, TABLE, mask=mask, impl="portable")
-    expected = relative_attention(Q, K[:, :, :30], V[:, :, :30], TABLE, Span.full(40), impl="portable")
+    expected = relative_attention(Q, K[:, :, :30], V[:, :, :30], TABLE, Span.full(40), offset=0, impl="portable")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 

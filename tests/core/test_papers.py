@@ -302,6 +302,8 @@ SQUARE, Q, TABLE = np.zeros((3, 3)), np.zeros((3, 2)), np.zeros((3, 2))
         (papers.clipped_distances, (1, 2, -1), {"xp": np}, "k"),
         (papers.clipped_distances, (1, 2, 1), {"xp": "numpy"}, "xp"),
         (papers.clipped_distances, (1, 2, 1), {"xp": np, "offset": 0.5}, "offset"),
+        (papers.clipped_distances, (3, 5, 2), {"xp": np}, "offset"),
+        (papers.shaw_attention, (Q[:1], Q, Q, TABLE), {}, "offset"),
         (papers.clipped_lookup, (np.zeros((4, 2)), 3, 3), {}, "table"),
         (papers.clipped_lookup, (np.zeros(3), 3, 3), {}, "table"),
         (papers.clipped_lookup, (np.zeros((1, 1, 3, 2)), 3, 3), {}, "table"),

@@ -345,7 +345,10 @@ def test_nothing_asked_is_nothing_answered(lead: tuple[int, ...]) -> None:
     spec = BlockSpec(8, 2, Span.clipped(2), rel_values=True)
     y: Any = attention_block(np.zeros((*lead, 8), np.float32), init_weights(spec, seed=0), spec)
     assert y.shape == (*lead, 8)
-    assert relative_logits(np.zeros((*lead, 8)), np.zeros((5, 8)), Span.clipped(2), n_keys=4).shape == (*lead, 4)
+    assert relative_logits(np.zeros((*lead, 8)), np.zeros((5, 8)), Span.clipped(2), n_keys=4, offset=0).shape == (
+        *lead,
+        4,
+    )
 
 
 def queries(call: Call, start: int, stop: int) -> Call:
@@ -369,7 +372,7 @@ def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
 
 
 def test_no_heads_at_all_are_nothing() -> None:
-    assert relative_values(np.zeros((0, 3, 5)), np.zeros((9, 2))).shape == (0, 3, 2)
+    assert relative_values(np.zeros((0, 3, 5)), np.zeros((9, 2)), offset=0).shape == (0, 3, 2)
     assert toeplitz_2d(np.zeros((0, 3, 3)), q_grid=(2, 2), k_grid=(2, 2)).shape == (0, 4, 4)
 
 

@@ -226,7 +226,7 @@ def test_what_no_query_of_an_item_sees_may_be_anything() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 1, n, 3)) for n in (2, 5, 5))
     d_out, table = rng.standard_normal((2, 1, 2, 3)), rng.standard_normal((9, 3))
-    options: dict[str, Any] = {"rel_k": table, "causal": True, "offset": [1, 3]}
+    options: dict[str, Any] = {"rel_k": table, "span": Span.causal(9), "causal": True, "offset": [1, 3]}
     expected = relative_attention(q, k, v, **options), relative_attention_vjp(d_out, q, k, v, **options)
     v[0, :, 4] = np.nan
     np.testing.assert_array_equal(relative_attention(q, k, v, **options), expected[0])

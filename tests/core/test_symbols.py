@@ -87,7 +87,7 @@ def test_views_of_windows_are_for_lengths_that_are_known(
 
     monkeypatch.setattr(backends, "library_name", lambda xp: "torch")
     monkeypatch.setattr(type(bias), "unfold", unfold, raising=False)
-    same(lambda n, m: toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m), queries, keys)
+    same(lambda n, m: toeplitz(bias, Span.clipped(5), n_queries=n, n_keys=m, offset=0), queries, keys)
     assert made == [keys[0]]
 
 
@@ -121,8 +121,8 @@ def test_layouts(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
 @lengths
 def test_weights(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
     q, k, table, sinks = drawn(2, 4, queries[0], 3), drawn(2, 2, keys[0], 3), drawn(11, 3), drawn(4)
-    same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), sinks=sinks), queries, keys)
-    same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True), queries, keys)
+    same(lambda *_: attention_weights(q, k, rel_k=table, span=Span(6, 4, "clip"), offset=0, sinks=sinks), queries, keys)
+    same(lambda *_: attention_weights(q[0, ...], k[0, ...], causal=True, offset=0), queries, keys)
 
 
 @pytest.mark.parametrize("offset", [[3, -2], [[3, -2], [0, 1]]], ids=["listed", "array"])
@@ -152,7 +152,7 @@ def test_grids(q_grid: Any, k_grid: Any) -> None:
     table_h, table_w, span = drawn(11, 3), drawn(2, 11, 3), Span(6, 4, "clip")
     same(
         lambda *sizes: relative_attention_2d(
-            q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2], k_grid=sizes[2:]
+            q, k, k, table_h, table_w, span_h=span, span_w=span, q_grid=sizes[:2], k_grid=sizes[2:], offset=(0, 0)
         ),
         *q_grid,
         *k_grid,

@@ -151,7 +151,7 @@ class Across(nn.Module):
         for call in self.calls:
             for shown in (None, mask):
                 cast: dict[str, Any] = {name: x.to(q.dtype) if isinstance(x, Tensor) else x for name, x in call.items()}
-                result = relative_attention(q, k, v, **cast, mask=shown)
+                result = relative_attention(q, k, v, **{"offset": 0, **cast}, mask=shown)
                 results += result if isinstance(result, tuple) else [result]
         return tuple(results)
 
@@ -163,19 +163,19 @@ class Shapes(nn.Module):
         table, values = TABLE.to(q.dtype), VALUES.to(q.dtype)
         additive = torch.where(mask, q[:, :1, :, :1], -torch.inf)
         return (
-            relative_attention(q, k, v, table, CLIP, mask=additive),
-            relative_attention(q, k, v, table, CLIP, mask=additive, rel_v=values),
-            relative_attention(q, k, v, table, CLIP, rel_q=q + 1),
-            relative_attention(q[0], k[0], v[0], table, CLIP, mask=mask[0]),
-            relative_attention(q[None] * 2, k[None], v[None], table, CLIP),
-            relative_attention(q[0, 0], k[0, 0], v[0, 0], table[0], CLIP),
-            *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, return_lse=True),
-            *relative_attention(q[0], k[0], v[0], table, CLIP, return_lse=True),
-            relative_attention(q, k, v, table, CLIP, mask=additive, softcap=1.5),
+            relative_attention(q, k, v, table, CLIP, offset=0, mask=additive),
+            relative_attention(q, k, v, table, CLIP, offset=0, mask=additive, rel_v=values),
+            relative_attention(q, k, v, table, CLIP, offset=0, rel_q=q + 1),
+            relative_attention(q[0], k[0], v[0], table, CLIP, offset=0, mask=mask[0]),
+            relative_attention(q[None] * 2, k[None], v[None], table, CLIP, offset=0),
+            relative_attention(q[0, 0], k[0, 0], v[0, 0], table[0], CLIP, offset=0),
+            *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, offset=0, return_lse=True),
+            *relative_attention(q[0], k[0], v[0], table, CLIP, offset=0, return_lse=True),
+            relative_attention(q, k, v, table, CLIP, offset=0, mask=additive, softcap=1.5),
             # More queries than keys: the first ones stand before all keys.
             relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
             relative_attention(q, k, v, key_table=table, span=CLIP, offset=k.shape[2] - q.shape[2]),
-            relative_attention(q, k[:, :1], v[:, :1], key_table=table, span=CLIP),
+            relative_attention(q, k[:, :1], v[:, :1], key_table=table, span=CLIP, offset=0),
         )
 
 
@@ -268,9 +268,11 @@ class Placed(nn.Module):
                 result = relative_attention(q, k, v, **call, positions=stands, segments=segments)
                 results += result if isinstance(result, tuple) else [result]
         results += [
-            relative_attention(q, k, v, TABLE, CLIP, segments=(of, keys_of)),
-            relative_attention(q, k, v, TABLE, CLIP, segments=(of, keys_of), rel_v=VALUES, sinks=TABLE[:, 0, 0]),
-            relative_attention(q[None], k[None], v[None], TABLE, CLIP, segments=(of[None], keys_of[0])),
+            relative_attention(q, k, v, TABLE, CLIP, offset=0, segments=(of, keys_of)),
+            relative_attention(
+                q, k, v, TABLE, CLIP, offset=0, segments=(of, keys_of), rel_v=VALUES, sinks=TABLE[:, 0, 0]
+            ),
+            relative_attention(q[None], k[None], v[None], TABLE, CLIP, offset=0, segments=(of[None], keys_of[0])),
             relative_attention(q[0], k[0], v[0], TABLE, CLIP, positions=(at[0], keys_at[0])),
         ]
         return tuple(results)
@@ -387,7 +389,7 @@ class One(nn.Module):
         self.options = options
 
     def forward(self, q: Tensor, k: Tensor) -> Any:
-        return relative_attention(q[:, None], k[:, None], k[:, None], TABLE, CLIP, **self.options)
+        return relative_attention(q[:, None], k[:, None], k[:, None], TABLE, CLIP, offset=0, **self.options)
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,16 @@ class Pieces(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         n, m = q.shape[2], k.shape[2]
-        weights = attention_weights(q, k, TABLE, CLIP, sinks=NUMBERS)
+        weights = attention_weights(q, k, TABLE, CLIP, offset=0, sinks=NUMBERS)
         return (
-            relative_logits(q, BY_HEAD, FULL, n_keys=m),
-            relative_logits(q, TABLE, ZERO, n_keys=m, causal=True),
+            relative_logits(q, BY_HEAD, FULL, n_keys=m, offset=0),
+            relative_logits(q, TABLE, ZERO, n_keys=m, offset=0, causal=True),
             relative_logits(k, TABLE, CLIP, n_queries=n, offset=3, side="key"),
             relative_logits(q, TABLE, CLIP, n_keys=m, offset=offsets),
             toeplitz(NUMBERS, ZERO, n_queries=n, n_keys=m, offset=1, causal=True) + 0 * offsets[0],
             weights,
             skew(unskew(weights)),
-            relative_values(weights, BY_HEAD, FULL),
+            relative_values(weights, BY_HEAD, FULL, offset=0),
             relative_values(weights, TABLE, CLIP, offset=1, causal=True),
         )
 

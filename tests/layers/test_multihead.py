@@ -118,8 +118,14 @@ def test_causal_calls() -> None:
     same(ours(x, x, x, attn_mask=mask), expected)
     short = MultiheadAttention.from_multihead(theirs, Span.causal(7))
     same(short(x, x, x, is_causal=True), expected)
-    with pytest.raises(ValueError, match="`rel_k` reaches the relative positions -6 … 0"):
-        short(x, x, x)
+    for span in (Span.causal(7), Span.causal(3, "clip")):  # of what is meant of the future nothing is said
+        clipped = MultiheadAttention.from_multihead(theirs, span)
+        with pytest.raises(ValueError, match=r"^`is_causal` must be True, or `attn_mask` be given"):
+            clipped(x, x, x)
+    same(clipped(x, x, x, attn_mask=mask), expected)
+    same(clipped(x[:, :1], x[:, :1], x[:, :1]), theirs(x[:, :1], x[:, :1], x[:, :1]))  # one token has no future
+    memory = drawn(3, 5, 16)
+    same(clipped(x, memory, memory), theirs(x, memory, memory))
 
 
 def test_tables_count_and_so_do_they_in_the_weights() -> None:

@@ -223,8 +223,9 @@ class Case:
         return np.random.default_rng(5).standard_normal((*arrays["q"].shape[:-1], arrays["v"].shape[-1]))
 
     def call(self) -> dict[str, Any]:
-        """Return the options, the span among them."""
-        return {"span": self.span, **self.options}
+        """Return the options, the span among them; queries begin where keys begin unless a case says more."""
+        offset = {"offset": 0} if self.n != self.m else {}
+        return {"span": self.span, **offset, **self.options}
 
 
 PACKED = [[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 3]]
@@ -310,7 +311,7 @@ CASES = [
     Case("a relative scale beside those by head", by_head="scale", options={"rel_scale": 0.4}),
     Case("scales by head, no heads axis", lead=(), heads=None, by_head="scale rel_scale sinks"),
     Case("dropout", tables="rel_k rel_v", options={"dropout": 0.3, "seed": 5}),
-    Case("dropout of documents with sinks", by_head="sinks", tables="rel_k rel_v rel_bias",
+    Case("dropout of documents with sinks", by_head="sinks", tables="rel_k rel_v rel_bias", span=Span.causal(13),
          labels={"segments": PACKED}, options={"dropout": 0.4, "seed": 2**31 - 2, "causal": True, "offset": 3}),
     Case("grouped queries", heads=4, kv_heads=2, tables="rel_k rel_v rel_bias"),
     Case("one key head", heads=3, kv_heads=1, own_tables=False),

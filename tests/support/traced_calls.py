@@ -81,8 +81,8 @@ class Case:
         call: dict[str, Any] = {name: random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 1)}
         call |= {name: x(*sizes) if callable(x) else x for name, x in self.call.items()}
         call = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in call.items()}
-        if self.offset:
-            call["offset"] = m - n
+        if "positions" not in call:
+            call = {"offset": m - n if self.offset else 0, **call}
         asks = call.pop("return_lse", False)
         return _operands(Arguments(**call), dtype, asks=asks)
 

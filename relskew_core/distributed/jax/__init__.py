@@ -1,5 +1,10 @@
 """Attention over a sequence that is split over the devices of a JAX mesh. Imported by its own name."""
 
-from relskew_core.distributed.jax._attention import ring_attention
+from relskew_core._array.extras import needs_extra as _needs_extra
+
+try:
+    from relskew_core.distributed.jax._attention import ring_attention
+except ModuleNotFoundError as error:
+    raise _needs_extra("relskew_core.distributed.jax", "jax", error) from error
 
 __all__ = ["ring_attention"]

@@ -98,7 +98,7 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     for name in ("positions", "block_size", "seed"):
         if getattr(given, name) is not None:
             raise ValueError(f"`{name}` must be None in a ring, got {describe(getattr(given, name))}")
-    if is_array(given.offset) or not isinstance(given.offset, int):
+    if is_array(given.offset) or not isinstance(given.offset, int | None):
         raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
     arguments = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
     call = problem(replace(arguments, mask=None))

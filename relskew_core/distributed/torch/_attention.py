@@ -201,7 +201,7 @@ def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
         raise TypeError(f"`q` must be a Tensor, got {describe(given.q)}")
     if given.positions is not None:
         raise ValueError("`positions` must be None: they follow from `layout` and `offset`")
-    if is_array(given.offset) or not isinstance(given.offset, int):
+    if is_array(given.offset) or not isinstance(given.offset, int | None):
         raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
     if given.block_size is not None and method != "heads":
         raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")

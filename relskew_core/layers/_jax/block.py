@@ -67,7 +67,7 @@ def call_block(
         shown = mask
         for hidden in (None if key_padding_mask is None else _padding(key_padding_mask, k), unfilled):
             shown = shown if hidden is None else _without(hidden, shown, q, k)
-        return relative_attention(q, k, v, mask=shown, **met, **seen, **options)
+        return relative_attention(q, k, v, mask=shown, **met, **{**seen, **options})
 
     y, present = apply_block(x, spec, project, {}, memory=memory, cache=past, attend=attend, xp=jnp)
     return y if present is None else (y, present)

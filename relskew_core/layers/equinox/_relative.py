@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.block import Settings, call_block
@@ -70,6 +71,7 @@ class RelativeMultiheadAttention(eqx.Module):
     spec: BlockSpec = eqx.field(static=True)
     settings: Settings = eqx.field(static=True)
 
+    @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
         self,
         spec: BlockSpec,
@@ -169,6 +171,7 @@ class RelativeMultiheadAttention(eqx.Module):
             dtype = next(iter(self._tables().values())).dtype
         return empty_cache(self.spec, batch, length=length, keep=keep, dtype=dtype)
 
+    @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,
         x: Array,

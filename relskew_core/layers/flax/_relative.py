@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.block import Settings, call_block
@@ -68,6 +69,7 @@ class RelativeMultiheadAttention(nnx.Module):
     rel_bias: nnx.Param[Array] | None
     sinks: nnx.Param[Array] | None
 
+    @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
         self,
         spec: BlockSpec,
@@ -204,6 +206,7 @@ class RelativeMultiheadAttention(nnx.Module):
             dtype = next(iter(self._tables().values())).dtype if self.dtype is None else self.dtype
         return empty_cache(self.spec, batch, length=length, keep=keep, dtype=dtype)
 
+    @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,
         x: Array,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core._block.spec import BlockSpec
+from relskew_core._array.keywords import explains
+from relskew_core._block.spec import CallSpec
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention
@@ -61,6 +62,7 @@ class MultiheadAttention(TableAttention):
     # torch's layers ask for it, and would compute without us, and without tables, what they then call a fast path.
     _qkv_same_embed_dim = False
 
+    @explains
     def __init__(
         self,
         embed_dim: int,
@@ -82,7 +84,7 @@ class MultiheadAttention(TableAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        spec = BlockSpec(
+        spec = CallSpec(
             embed_dim,
             num_heads,
             span,
@@ -175,6 +177,7 @@ class MultiheadAttention(TableAttention):
             if x is not None:
                 nn.init.zeros_(x)
 
+    @explains
     def forward(
         self,
         query: Tensor,
@@ -193,7 +196,7 @@ class MultiheadAttention(TableAttention):
         query : Tensor, shape (L, N, E), (N, L, E) if ``batch_first``, or (L, E)
             Input of the queries. Nested tensors are attended to item by item.
         key, value : Tensor, shape (S, N, kdim or vdim), (N, S, …) if ``batch_first``, or (S, …)
-            Inputs of the keys and values.
+            Inputs of the keys and values. Key 0 is at the position of query 0.
         key_padding_mask : Tensor, shape (N, S) or (S,), optional
             Boolean, ``True`` for keys that are not attended to, or additive.
         need_weights : bool, default True
@@ -231,10 +234,12 @@ class MultiheadAttention(TableAttention):
         turned = query.ndim == 3 and not self.batch_first
         projected = (x.transpose(0, 1) if turned else x for x in self._project(query, key, value))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in projected)
+        self._check_future(k, hidden=check_bool("is_causal", is_causal) or attn_mask is not None, alone=query is key)
         options: dict[str, Any] = {
             "span": self.spec.span,
-            "causal": check_bool("is_causal", is_causal),
+            "causal": is_causal,
             "window": self.spec.window,
+            "offset": 0,
             "mask": combined(
                 None if is_causal or attn_mask is None else attention_mask(attn_mask, q, k),
                 None if key_padding_mask is None else padding_mask(key_padding_mask, q, k),
@@ -256,6 +261,17 @@ class MultiheadAttention(TableAttention):
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != width:
                 axes = "2 axes or 3" if name == "query" else f"the {query.ndim} axes of `query`"
                 raise ValueError(f"`{name}` must have {axes}, the last one {width} long, got {describe(x)}")
+
+    def _check_future(self, k: Tensor, *, hidden: bool, alone: bool) -> None:
+        """Refuse what a spec would: tables that end at the query where a sequence attends to itself, future and all."""
+        span, window = self.spec.span, self.spec.window
+        if hidden or not alone or not span.left > span.right == 0 or (window is not None and window[1] is not None):
+            return
+        if k.shape[-2] > 1:
+            raise ValueError(
+                f"`is_causal` must be True, or `attn_mask` be given, where tables end at the query itself, got {span}: "
+                f"or give a span that reaches the future, such as Span({span.left}, {span.left}, {span.beyond!r})"
+            )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Apply the projections of queries, keys and values; all at once where they are of one input."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import fields
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, describe
+from relskew_core._array.keywords import explains
 from relskew_core._block.block import apply_block, check_inputs
 from relskew_core._block.cache import PAST, Growing
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
@@ -76,6 +77,7 @@ class RelativeMultiheadAttention(TableAttention):
     processes = 1
     """How many processes share the heads: what ``TableParallel`` sets."""
 
+    @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
         self,
         spec: BlockSpec,
@@ -232,6 +234,10 @@ class RelativeMultiheadAttention(TableAttention):
             return SlidingCache(*room(keep if left is None else min(keep, left)), none)
         return Growing(*room(0))
 
+    @explains(
+        hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "
+        "MultiheadAttention takes queries, keys and values"
+    )
     def forward(
         self,
         x: Tensor,
@@ -262,8 +268,7 @@ class RelativeMultiheadAttention(TableAttention):
         key_padding_mask : Tensor, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
         offset : int, or ints of the leading axes, optional
-            Position of query 0 where key 0 stands at 0, for all items or for each; 0 by default. A cache knows its
-            own.
+            Position of query 0 where key 0 is at 0, for all items or for each; 0 by default. A cache knows its own.
         segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
             Packed documents: a query sees the keys of its own. A pair is of queries and keys: with ``past``, of all
             the keys that a mask speaks of.
@@ -308,7 +313,10 @@ class RelativeMultiheadAttention(TableAttention):
         if past is not None and not isinstance(past, FixedCache | SlidingCache):
             past = Growing.of(past, self.spec)
             past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
-        attend = partial(self.attend, **options)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> Any:
+            return self.attend(q, k, v, **{**seen, **options})
+
         y, present = apply_block(x, self.spec, self._project, {}, memory=memory, cache=past, attend=attend, xp=xp)
         return y if present is None else (y, present)
 
@@ -318,13 +326,13 @@ class RelativeMultiheadAttention(TableAttention):
     def extra_repr(self) -> str:
         """Return what the spec says other than by default."""
         spec = self.spec
-        usual = BlockSpec(spec.embed_dim, spec.num_heads, spec.span, head_dim=spec.head_dim, causal=spec.causal)
+        usual = {field.name: field.default for field in fields(spec)} | {"num_kv_heads": spec.num_heads}
         shown = [f"embed_dim={spec.embed_dim}, num_heads={spec.num_heads}, span={spec.span}, causal={spec.causal}"]
         if spec.head_dim * spec.num_heads != spec.embed_dim:
             shown.append(f"head_dim={spec.head_dim}")
         tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
         for name in ("num_kv_heads", "cross", "window", "block_size", "blocks_before", *tables, "sinks", "bias"):
-            if getattr(spec, name) != getattr(usual, name):
+            if getattr(spec, name) != usual[name]:
                 shown.append(f"{name}={getattr(spec, name)}")
         if self.impl != "auto":
             shown.append(f"impl={self.impl!r}")

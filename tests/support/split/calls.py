@@ -55,6 +55,8 @@ def made(length: int, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
         if kind is not None:
             rows = (span.rows,) if name == "rel_bias" else (span.rows, D)
             options["span"], shapes[name] = span, (H, *rows) if kind == "by head" else rows
+    if n != length:
+        options.setdefault("offset", 0)
     if options.pop("rel_q", None):
         shapes["rel_q"] = shapes["q"]
     shapes |= {name: (H,) for name in ("sinks", "scale", "rel_scale") if options.pop(name, None)}

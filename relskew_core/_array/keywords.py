@@ -1,0 +1,73 @@
+"""Arguments that a function does not have, answered with what is meant: other libraries have other names for them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar, overload
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ELSEWHERE = {
+    "alibi_slopes": "rel_bias", "attention_dropout": "dropout", "attention_mask": "mask", "attn_bias": "mask",
+    "attn_mask": "mask", "backend": "impl", "bias": "rel_bias", "cu_seqlens": "segments", "document_ids": "segments",
+    "dropout_p": "dropout", "dropout_rate": "dropout", "dropout_rng": "seed", "implementation": "impl",
+    "is_causal": "causal", "k_bias": "rel_k", "key": "k", "key_padding_mask": "mask", "local_window_size": "window",
+    "logit_cap": "softcap", "logits_soft_cap": "softcap", "num_key_value_heads": "num_kv_heads", "p": "dropout",
+    "past_length": "offset", "position_bias": "rel_bias", "position_ids": "positions", "q_offset": "offset",
+    "query": "q", "relative_position_bias": "rel_bias", "return_softmax_lse": "return_lse", "rng": "seed",
+    "s_aux": "sinks", "scaling": "scale", "segment_ids": "segments", "sliding_window": "window", "sm_scale": "scale",
+    "soft_cap": "softcap", "softmax_scale": "scale", "table": "rel_k", "value": "v", "window_size": "window",
+}  # fmt: skip
+"""What torch, JAX, flash-attention and transformers call an argument, and what it is called here."""
+
+MORE = {
+    "alibi_slopes": ", and `alibi_bias` makes it of slopes",
+    "attn_mask": ", and a boolean one is True where a query may attend",
+    "key_padding_mask": ", and a boolean one is True where a query may attend: ~padding[..., None, None, :]",
+    "enable_gqa": ", and need not be: a number of key heads that divides that of the queries is enough",
+    "need_weights": ": `attention_weights` returns the weights",
+    "output_attentions": ": `attention_weights` returns the weights",
+}
+"""What else there is to know about some of them."""
+
+
+def refuse_unknown(function: str, name: str, known: Collection[str], hint: str = "") -> NoReturn:
+    """Say what an argument is called that a function has under another name, if it has it at all."""
+    ours = ELSEWHERE.get(name)
+    close = get_close_matches(name, known, 1)
+    if ours in known:
+        advice = f": it is called `{ours}` here{MORE.get(name, '')}"
+    elif name in MORE and ours is None:
+        advice = MORE[name]
+    else:
+        advice = f": did you mean `{close[0]}`?" if close else hint
+    raise TypeError(f"{function}() has no argument `{name}`{advice}")
+
+
+@overload
+def explains(function: F) -> F: ...
+@overload
+def explains(*, hint: str) -> Callable[[F], F]: ...
+def explains(function: Any = None, *, hint: str = "") -> Any:
+    """Have a function answer to unknown arguments, and, if there is a ``hint``, to more of them than it has places."""
+    if function is None:
+        return functools.partial(explains, hint=hint)
+    wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    known = frozenset(wanted)
+    most = sum(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in wanted.values())
+    name = function.__qualname__.removesuffix(".__init__")
+    hint = f": {hint}" if hint else ""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if hint and len(args) > most:
+            raise TypeError(f"{name}() got more arguments than it has places for{hint}")
+        for keyword in kwargs:
+            if keyword not in known:
+                refuse_unknown(name, keyword, known, hint)
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,289 @@
+"""Calls that would run, look right and be wrong: refused, with what to write instead; the right ones beside them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracles
+import relskew_core
+from libraries import LIBRARIES, Library
+from relskew_core import (
+    BlockSpec,
+    Span,
+    attention_block,
+    attention_weights,
+    init_weights,
+    relative_attention,
+    relative_attention_2d,
+    relative_attention_vjp,
+    relative_logits,
+    relative_logits_2d,
+    relative_values,
+    toeplitz,
+    toeplitz_2d,
+)
+
+RNG = np.random.default_rng(0)
+H, N, D = 4, 6, 8
+Q, K, V = RNG.standard_normal((3, 2, H, N, D))
+TABLE = RNG.standard_normal((N, D))
+ONE = Q[..., :1, :]
+
+SHORT = [row for row in LIBRARIES if row.name in ("numpy", "torch, CPU", "jax")]
+NEEDED = "`offset` must be given where there are {} queries and {} keys: 0 if queries begin .*, Lk - Lq = {} when"
+
+
+def needs_offset(queries: int, keys: int) -> Any:
+    return pytest.raises(ValueError, match=NEEDED.format(queries, keys, keys - queries))
+
+
+@pytest.mark.parametrize("row", SHORT, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window": (3, None)}, {"block_size": 2}, {"span": Span.clipped(2)}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_step_of_decoding_says_where_its_query_is(row: Library, options: dict[str, Any]) -> None:
+    """Also where a call like it has been remembered, of other numbers of keys."""
+    table = {"rel_k": RNG.standard_normal((5, D))} if "span" in options else {}
+    one, k, v = (row.asarray(x, "float32") for x in (ONE, K, V))
+    more = {name: row.asarray(x, "float32") for name, x in table.items()}
+    for _ in range(3):
+        relative_attention(one, k[..., :1, :], v[..., :1, :], **more, **options)  # it can be nowhere else
+        right = relative_attention(one, k, v, **more, **options, offset=N - 1)
+        with needs_offset(1, N):
+            relative_attention(one, k, v, **more, **options)
+    expected = oracles.relative_attention(ONE, K, V, **table, **options, offset=N - 1).out
+    np.testing.assert_allclose(row.to_numpy(right), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", SHORT, ids=str)
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"window": (None, None)}], ids=str)
+def test_nothing_needs_to_be_said_where_nothing_depends_on_it(row: Library, options: dict[str, Any]) -> None:
+    q, k, v = (row.asarray(x, "float32") for x in (ONE, K, V))
+    given = {**options, "mask": row.asarray(np.arange(N) > 1)} if "mask" in options else options
+    for _ in range(3):
+        found = relative_attention(q, k, v, **given)
+    expected = oracles.relative_attention(ONE, K, V, mask=np.arange(N) > 1 if "mask" in options else None).out
+    np.testing.assert_allclose(row.to_numpy(found), expected, rtol=0, atol=1e-5)
+
+
+def test_every_function_with_an_offset_asks_for_it() -> None:
+    few, weights = Q[..., :4, :], RNG.standard_normal((H, 4, N))
+    calls: list[Callable[[], Any]] = [
+        lambda: relative_attention(few, K, V, TABLE, causal=True),
+        lambda: attention_weights(few, K, TABLE, Span.causal(N)),
+        lambda: relative_attention_vjp(few, few, K, V, TABLE, causal=True),
+        lambda: relative_logits(few, TABLE, n_keys=N, causal=True),
+        lambda: relative_logits(K, TABLE, n_queries=4, side="key", causal=True),
+        lambda: relative_values(weights, TABLE, causal=True),
+        lambda: toeplitz(TABLE[:, 0], n_queries=4, n_keys=N, causal=True),
+    ]
+    for call in calls:
+        with needs_offset(4, N):
+            call()
+
+
+def test_grids_that_differ_say_where_the_queries_begin() -> None:
+    tables = RNG.standard_normal((2, 9, D))
+    grids: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 3)}
+    few = Q[..., :4, :]
+    calls: list[Callable[..., Any]] = [
+        lambda **given: relative_logits_2d(few, *tables, **grids, **given),
+        lambda **given: toeplitz_2d(tables[0, :, :7], **grids, **given),
+        lambda **given: relative_attention_2d(few, K, V, *tables, **grids, **given),
+        lambda **given: relative_attention_2d(few, K, V, rel_bias=tables[0, :, :7], **grids, **given),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^`offset` must be given where the grids differ: \(0, 0\) if both begin"):
+            call()
+        assert np.isfinite(call(offset=(0, 0))).all()
+    pooled: dict[str, Any] = {"q_grid": (4, 4), "k_grid": (2, 2), "k_step": (2, 2)}  # as large, steps counted
+    x = RNG.standard_normal((16, D))
+    np.testing.assert_array_equal(
+        relative_logits_2d(x, *tables, **pooled), relative_logits_2d(x, *tables, **pooled, offset=(0, 0))
+    )
+    np.testing.assert_allclose(relative_attention_2d(few, K, V, **grids), relative_attention(few, K, V), atol=1e-14)
+
+
+def test_a_memory_begins_where_the_input_begins() -> None:
+    spec = BlockSpec(8, 2, Span.clipped(2), cross=True)
+    weights = init_weights(spec, seed=0, dtype=np.float64)
+    x, memory = RNG.standard_normal((2, 3, 8)), RNG.standard_normal((2, 5, 8))
+    y: Any = attention_block(x, weights, spec, memory=memory)
+    whole: Any = attention_block(np.concatenate([x, x[:, :2]], axis=1), weights, spec, memory=memory)
+    np.testing.assert_allclose(y, whole[:, :3], atol=1e-14)
+
+
+@pytest.mark.parametrize("beyond", ["error", "clip", "zero"])
+def test_a_spec_says_what_of_the_future_is_meant(beyond: Any) -> None:
+    span = Span.causal(8, beyond)
+    ways_out = re.escape(f"say causal=True, or give a span that reaches the future, such as Span(7, 7, {beyond!r})")
+    for options in ({}, {"window": (3, None)}, {"block_size": 2, "blocks_before": 1}):
+        with pytest.raises(ValueError, match=f"^`span` .* {ways_out}$"):
+            BlockSpec(8, 2, span, **options)
+    for options in ({"causal": True}, {"cross": True}, {"window": (3, 0)}, {"window": (None, 2)}):
+        assert BlockSpec(8, 2, span, **options).span == span
+    assert BlockSpec(8, 2, Span.clipped(0)).span.rows == 1  # one row for past and future
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"), [(N, {"causal": True}), (2 * N - 1, {}), (N, {"window": (None, 0)})], ids=str
+)
+@pytest.mark.parametrize("name", ["rel_k", "rel_v", "rel_bias", "key_table"])
+def test_lengths_where_heads_belong_are_refused_by_a_table_that_fits_them(
+    name: str, rows: int, options: dict[str, Any]
+) -> None:
+    q, k, v = (x.swapaxes(-2, -3) for x in (Q, K, V))
+    table = RNG.standard_normal((rows, *(() if name == "rel_bias" else (D,))))
+    match = rf"^`{name}` has {rows} rows, which fit axis -3 of `q`, \(2, 6, 4, 8\), .* q\.swapaxes\(-2, -3\)"
+    with pytest.raises(ValueError, match=match):
+        relative_attention(q, k, v, **{name: table}, **options)
+    span = Span.causal(N) if options else Span.full(N)
+    right = relative_attention(Q, K, V, **{name: table}, **options)
+    expected = oracles.relative_attention(Q, K, V, **{name: table}, **options, span=span).out
+    np.testing.assert_allclose(right, expected, rtol=0, atol=1e-12)
+    # A table may reach further than the keys, if it says so.
+    assert relative_attention(q, k, v, **{name: table}, **options, span=span).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: relative_attention(q, k[:, :4, :2], v[:, :4, :2]),  # Lk does not divide Lq
+        lambda q, k, v: relative_attention(q, k, v, RNG.standard_normal((H, 11, D))),
+        lambda q, k, v: relative_attention(q, k, v, rel_bias=RNG.standard_normal((H, 11))),
+        lambda q, k, v: relative_attention(q, k, v, sinks=np.zeros(H)),
+        lambda q, k, v: relative_attention(q, k, v, mask=np.ones((N, N), dtype=bool)),
+        lambda q, k, v: relative_attention(q, k, v, segments=np.zeros((2, N), dtype=int)),
+    ],
+    ids=["heads", "table", "bias", "sinks", "mask", "segments"],
+)
+def test_errors_of_shapes_that_look_changed_over_say_so(call: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"\(\.\.\., heads, length, width\) here: did you mean q\.swapaxes\(-2, -3\)"):
+        call(*(x.swapaxes(-2, -3) for x in (Q, K, V)))
+
+
+def test_a_full_table_of_a_causal_call_has_a_span() -> None:
+    table = RNG.standard_normal((2 * N - 1, D))
+    match = r"^`span` must be given for `{}`: its 11 rows are those of Span\.full\(6\) .* Span\.causal\(11\)$"
+    for offset, q in ((0, Q), (N - 1, ONE), (N - 1, ONE)):
+        with pytest.raises(ValueError, match=match.format("rel_k")):
+            relative_attention(q, K, V, table, causal=True, offset=offset)
+        relative_attention(q, K[..., :-1, :], V[..., :-1, :], table, causal=True, offset=0)  # no other reading fits
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("table", lambda: relative_logits(Q, table, n_keys=N, causal=True)),
+        ("table", lambda: relative_values(Q @ K.swapaxes(-2, -1), table, causal=True)),
+        ("bias", lambda: toeplitz(table[:, 0], n_queries=N, n_keys=N, causal=True)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=match.format(name)):
+            call()
+    for span in (Span.full(N), Span.causal(2 * N - 1)):
+        found = relative_attention(Q, K, V, table, span, causal=True)
+        expected = oracles.relative_attention(Q, K, V, table, span=span, causal=True).out
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert relative_attention(ONE, ONE, ONE, TABLE[:1], causal=True).shape == ONE.shape  # of one row both are the same
+
+
+NAMES = {
+    "alibi_slopes": "`rel_bias`", "attention_mask": "`mask`", "attn_mask": "`mask`", "bias": "`rel_bias`",
+    "causl": "`causal`", "dropout_p": "`dropout`", "enable_gqa": "need not be", "is_causal": "`causal`",
+    "logits_soft_cap": "`softcap`", "need_weights": "`attention_weights`", "offsets": "`offset`", "query": "`q`",
+    "softmax_scale": "`scale`", "table": "`rel_k`", "window_size": "`window`",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_argument_is_answered_with_the_name_here(name: str) -> None:
+    for function in (relative_attention, relative_attention_vjp):
+        given = {"d_out": Q} if function is relative_attention_vjp else {}
+        for _ in range(2):
+            match = rf"^{function.__name__}\(\) has no argument `{name}`.*{NAMES[name]}"
+            with pytest.raises(TypeError, match=match):
+                function(q=Q, k=K, v=V, **given, **{name: 1})
+
+
+def test_what_nobody_can_have_meant_is_named_alone() -> None:
+    with pytest.raises(TypeError, match=r"^relative_attention\(\) has no argument `xyz`$"):
+        relative_attention(Q, K, V, xyz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^toeplitz\(\) has no argument `is_causal`: it is called `causal` here$"):
+        toeplitz(TABLE[:, 0], n_queries=N, n_keys=N, is_causal=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^BlockSpec\(\) has no argument `is_causal`: it is called `causal` here$"):
+        BlockSpec(8, 2, Span.full(3), is_causal=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: relative_attention(Q, K, V, segments=[0] * N), "an integer array, or a pair of integer arrays"),
+        (lambda: relative_attention(Q, K, V, mask=np.ones((2, N), bool)), r"is mask\[\.\.\., None, None, :\], got"),
+        (
+            lambda: toeplitz_2d(np.zeros((169, 4)), q_grid=(7, 7), k_grid=(7, 7)),
+            r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
+        ),
+        (
+            lambda: relative_attention_2d(
+                *np.zeros((3, 1, 4, 49, 8)), rel_bias=np.zeros((169, 4)), q_grid=(7, 7), k_grid=(7, 7)
+            ),
+            r"`rel_bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
+        ),
+        (
+            lambda: relative_attention_2d(*np.zeros((3, 1, 4, 49, 8)), q_grid=(7, 8), k_grid=(7, 7)),
+            r"`q` must have 56 positions on axis -2, 7 · 8 of its grid and 0 of its prefix, got",
+        ),
+    ],
+    ids=["segments", "padding", "Swin's table", "Swin's table in a call", "grid"],
+)
+def test_an_error_says_what_to_write_instead(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [("torch", r"torch: torch\.as_tensor\(rel_k\)"), ("jax.numpy", r"JAX: jnp\.asarray\(rel_k\)")],
+)
+def test_an_array_of_another_library_is_answered_with_how_to_make_one(library: str, words: str) -> None:
+    xp = pytest.importorskip(library)
+    q, k, v = (xp.asarray(x, dtype=xp.float32) for x in (Q, K, V))
+    with pytest.raises(TypeError, match=f"^`rel_k` must be of the array library of `q`, {words}, got ndarray of"):
+        relative_attention(q, k, v, TABLE)
+
+
+def test_parts_of_the_package_are_there_by_name() -> None:
+    """Without their import, and without any array library until they are asked for."""
+    code = """
+import sys, relskew_core
+assert not {"numpy", "torch", "jax", "onnx"} & sys.modules.keys()
+for name in ("papers", "conventions", "draw", "layers", "distributed", "backends"):
+    assert getattr(relskew_core, name).__name__ == f"relskew_core.{name}"
+assert relskew_core.export.to_onnx
+assert not hasattr(relskew_core, "exports")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("part", "missing"), [("torch", "torch"), ("jax", "jax")])
+def test_parts_of_many_devices_name_their_extra(part: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(f"relskew_core.distributed.{part}")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    words = rf"^relskew_core\.distributed\.{part} needs {missing}: pip install 'relskew-core\[{missing}\]'$"
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"relskew_core.distributed.{part}")
+
+
+def test_the_default_library_is_named_for_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'relskew-core\[numpy\]'"):
+        relskew_core.backends.default_library()
