@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 
 from relskew_core._positions.span import Beyond
-from relskew_core.backends._torch.operator import COUNT, NAMES
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._graph.emitter import BOOL, INT64, Dim, Value
 from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow
 from relskew_core.export._plan import GraphPlan
-
-_LEFT, _RIGHT = (COUNT + NAMES.index(f"span_{side}") for side in ("left", "right"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,11 @@ class Reach:
 
 def ends_of(g: TracedEmitter, args: Sequence[Any]) -> tuple[tuple[Dim, Dim] | None, list[Any]]:
     """Return how far the tables of a call reach, ``None`` where that is known; and the arguments with numbers."""
+    from relskew_core.backends._torch.operator import COUNT, NAMES
+
     given = list(args)
-    if isinstance(given[_LEFT], int) and isinstance(given[_RIGHT], int):
+    left, right = (COUNT + NAMES.index(f"span_{side}") for side in ("left", "right"))
+    if isinstance(given[left], int) and isinstance(given[right], int):
         return None, given
 
     def dim(end: Any, name: str) -> Dim:
@@ -43,8 +43,8 @@ def ends_of(g: TracedEmitter, args: Sequence[Any]) -> tuple[tuple[Dim, Dim] | No
             return end
         return g.index("Reshape", [g.adopt(end, f"span/{name}", (), INT64), g.constant([1])], f"span/{name}_end")
 
-    ends = dim(given[_LEFT], "left"), dim(given[_RIGHT], "right")
-    given[_LEFT] = given[_RIGHT] = 0
+    ends = dim(given[left], "left"), dim(given[right], "right")
+    given[left] = given[right] = 0
     return ends, given
 
 

@@ -14,6 +14,8 @@ BATCHES = (1, 2, 3)
 PASTS = (0, 1, 7)
 # Largest chunk that inputs are made longer than; the dense attention up to it is as large as its square.
 LARGEST_CHUNK = 1024
+# How far past a soft end one length goes: what is wrong in some of the positions there, no edge shows.
+FAR = 257
 DRAWN = 8
 LONGEST_DRAWN = 1024
 LARGER_BATCHES = (4, 8)
@@ -160,6 +162,7 @@ def _tried(plan: GraphPlan, lengths: Sequence[int] | None, end: int | None) -> l
     if end is not None:
         return sorted({length for length in usual if length < end} | {end})
     edges = {side.rows + extra for side in (plan.left, plan.right) for extra in (1, 2, 5)}
+    edges.add(max(plan.left.rows, plan.right.rows) + FAR)
     size = plan.spec.block_size
     if size is not None:
         edges |= {size, size + 1, 2 * size, 3 * size - 1}

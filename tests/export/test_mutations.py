@@ -11,6 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from export_forms import made
+from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -164,6 +165,31 @@ def test_lost_segments(form: str) -> None:
         same.op_type = "GreaterOrEqual"
 
     assert "y" in failures(form, mutate)
+
+
+@pytest.mark.parametrize("profile", ["ort", "portable"])
+def test_a_wrong_band_past_a_clip(profile: str) -> None:
+    """Some positions far past the table do not have the logits of its edge: only an input that is long has them."""
+    spec = BlockSpec(8, 2, Span.clipped(3))
+    weights = init_weights(spec, seed=0)
+    model = to_onnx(spec, weights, profile=profile)
+    assert validate(model, spec, weights, batches=(2,)).ok
+    (extended,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/extended")
+    whole, extended.output[0] = extended.output[0], "band/of"
+    numbers = {"zero": 0, "one": 1, "two": 2, "last": -1, "far": -120, "near": -110}
+    made = [onnx.helper.make_node("Constant", [], [f"band/{name}"], value_int=n) for name, n in numbers.items()]
+    steps = [
+        ("Shape", ["of"], "shape"), ("Gather", ["shape", "last"], "columns"), ("Div", ["columns", "two"], "queries"),
+        ("Range", ["zero", "columns", "one"], "places"), ("Sub", ["places", "queries"], "r"),
+        ("GreaterOrEqual", ["r", "far"], "after"), ("LessOrEqual", ["r", "near"], "before"),
+        ("And", ["after", "before"], "within"), ("CastLike", ["within", "of"], "added"),
+    ]  # fmt: skip
+    made += [onnx.helper.make_node(op, [f"band/{x}" for x in given], [f"band/{y}"]) for op, given, y in steps]
+    made.append(onnx.helper.make_node("Add", ["band/of", "band/added"], [whole]))
+    place = [node.name for node in model.graph.node].index(extended.name)
+    for index, node in enumerate(made):
+        model.graph.node.insert(place + 1 + index, node)
+    assert "y" in {check.name for check in validate(model, spec, weights, batches=(2,)).failures}
 
 
 def test_a_lost_block() -> None:

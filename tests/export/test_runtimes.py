@@ -83,3 +83,27 @@ def test_the_record_has_every_release() -> None:
 def test_old_releases_may_read_portable_graphs(portable: dict[str, Graph]) -> None:
     assert {case.model.ir_version for case in portable.values()} == {8}
     assert onnx.helper.find_min_ir_version_for(portable["full"].model.opset_import) == 8
+
+
+@pytest.mark.parametrize(
+    ("node", "shapes", "message"),
+    [
+        (onnx.helper.make_node("MatMul", ["x", "table"], ["y"]), {"table": [2, 4, 3]}, "cannot broadcast"),
+        (onnx.helper.make_node("Attention", ["x", "x", "x"], ["y"]), {}, "Batch size must be greater than 0"),
+    ],
+    ids=["a table by head", "Attention"],
+)
+def test_onnxruntime_refuses_an_empty_batch(node: onnx.NodeProto, shapes: dict[str, list[int]], message: str) -> None:
+    """As `docs/export.md` says: where it takes one some day, our graphs can too."""
+    import onnxruntime
+
+    sizes = {"x": [0, 2, 3, 4], **shapes}
+    given = [onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
+    graph = onnx.helper.make_graph([node], "g", given, [onnx.helper.make_tensor_value_info("y", 1, None)])
+    opsets = [onnx.helper.make_opsetid("", 23)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    with pytest.raises(Exception, match=message):
+        session.run(None, {name: np.zeros(size, np.float32) for name, size in sizes.items()})

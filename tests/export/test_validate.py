@@ -804,4 +804,4 @@ def test_inputs_of_more_than_one_chunk_are_tried(span: Span) -> None:
     plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=40)
     assert {40, 41, 81} <= {trial.queries for trial, _ in make_trials(plan, None, (1,), 0)}
     plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=10**6)
-    assert max(trial.queries for trial, _ in make_trials(plan, None, (1,), 0)) <= 101
+    assert max(trial.queries for trial, _ in make_trials(plan, None, (1,), 0)) <= 300
