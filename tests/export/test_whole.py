@@ -469,7 +469,8 @@ class Heads(nn.Module):
         self.table = nn.Parameter(torch.randn(39, 4))
 
     def forward(self, q: Tensor, k: Tensor) -> Any:
-        return relative_attention(q, k, k, self.table, Span.full(20)), relative_attention(q[..., :2], k[..., :2], k)
+        positioned = relative_attention(q, k, k, self.table, Span.full(20), offset=0)
+        return positioned, relative_attention(q[..., :2], k[..., :2], k)
 
 
 def test_heads_and_widths_do_not_vary() -> None:
