@@ -9,24 +9,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Operands, Options, unknown
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, names_of, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core.backends import _parallel
-from relskew_core.backends._path import COMMON
+from relskew_core.backends._path import OPTIONS
 
 try:
     kernels: Any = importlib.import_module("relskew_core.backends._compiled._kernels")
 except ImportError:
     kernels = None
-
-TOLD = 3
-"""The fields of a `Call` that the kernels get, the first ones."""
 
 FAR = 2**40
 """Further than anything is that is seen …"""
@@ -34,25 +32,31 @@ FAR = 2**40
 OFFSETS = FAR // 2
 """… as long as no offset is this large: such calls are for others."""
 
-BLOCK = 48
-"""Queries of a head that are worked on at once, or twice as many."""
-
 ALONE_WORTH = 2
 """Queries whose products take as long as one's, which waits for its keys."""
 
 WORK = 2**30
 """Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
 
-GRADIENTS = [name for name in DIFFERENTIABLE if name != "mask"]
-ARRAYS = len(DIFFERENTIABLE)
-"""The kernels get the arrays in the order of `Operands`, and give the gradients of all but masks."""
 
+def _declared(names: str) -> tuple[str, ...]:
+    found: tuple[str, ...] = getattr(kernels, names, ())
+    return found
+
+
+WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = map(_declared, ("WHOLE", "REAL", "ARRAYS", "INTEGERS", "GRADIENTS"))
+"""What the kernels are given and give, by names that they say themselves, in their order: numbers, of which keys and
+offset come first, arrays, integers of queries and keys, gradients."""
+
+_arrays = itemgetter(*(Operands._fields.index(name) for name in ARRAYS or Operands._fields))
 ALONE = (0, 1, 1, 0, 1)
 """Of a call that is one part, with one sum of gradients and one thread: what comes last."""
 
-LABELS = ("q_segments", "k_segments", "q_positions", "k_positions")
-NO_LABELS = (None,) * (len(LABELS) + 2)
-"""Of calls that have none, and of which nothing is dropped."""
+LABELS = names_of(Kind.LABEL)
+NO_INTEGERS = (None,) * len(INTEGERS)
+"""Of calls that have no labels, and of which nothing is dropped."""
+
+OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
 
 LONGEST = 2**16
 """Rows of a table whose products with a block of queries are kept."""
@@ -60,22 +64,21 @@ LONGEST = 2**16
 APART = 2**30
 """How far apart integers of queries and keys may be."""
 
-LANES = 16
-"""Numbers of the longest vectors."""
-
-KNOWN = COMMON | {*LABELS, "by_value", "softcap", "blocks_before", "dropout", "seed", "key_table"}
-"""The arrays and options that the kernels know; whatever else a call has keeps it from them."""
+KNOWN = frozenset((*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout"))
+"""The arrays that the kernels name, and the options that make numbers of theirs; whatever else a call has keeps it from
+them."""
 
 
 class Library(NamedTuple):
     """What differs from array library to array library.
 
-    An array is lent as an object with a buffer or as (address, sizes, steps, format of a buffer, what keeps it). Where
-    its rows are not in one piece, a `BufferError` says so.
+    An array is lent as an object with a buffer, or as a capsule of DLPack. Where a `BufferError` says so, it is not as
+    the kernels need it: rows are not in one piece, or numbers not where a processor wants them.
     """
 
     xp: Namespace
     lent: Callable[[Sequence[Any]], Iterable[Any]]  # of arrays and None
+    in_rows: Callable[[Any], Any]  # an array, or a copy of it as the kernels need it
     empty: Callable[..., Any]  # of a shape, and a dtype by name
     zeros: Callable[..., Any]
     threads: Callable[[], int]
@@ -130,53 +133,62 @@ def _reached(x: Operands, options: Options) -> bool:
     return low >= -options.span.left and high <= options.span.right
 
 
+def numbers(x: Operands, options: Options) -> dict[str, Any]:
+    """Return the numbers of a call of four axes each, by the names that the kernels have for them."""
+    pattern, span = options.visibility, options.span
+    before = FAR if pattern.left is None else min(pattern.left, FAR)
+    after = FAR if pattern.right is None else min(pattern.right, FAR)
+    block, behind = min(pattern.block_size or 0, FAR), 0
+    if block:
+        behind = min(pattern.whole_blocks_before, FAR // block)
+        before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
+    items, heads, queries, width = x.q.shape
+    _, key_heads, keys, value_width = x.v.shape
+    return {
+        "keys": keys, "offset": pattern.offset,
+        "items": items, "heads": heads, "key_heads": key_heads, "queries": queries,
+        "width": width, "rel_width": 0 if x.rel_k is None else x.rel_k.shape[-1], "value_width": value_width,
+        "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
+        "before": before, "after": after, "block": block, "behind": behind,
+        "mask_adds": x.mask is not None and x.mask.dtype == x.q.dtype, "threshold": threshold(options.dropout),
+        "scale": options.scale, "rel_scale": options.rel_scale,
+        "softcap": options.softcap or 0.0, "kept": 1 - options.dropout,
+    }  # fmt: skip
+
+
 class Call(NamedTuple):
-    """What is to be known of a call of four axes each beside its arrays, the first ``TOLD`` by the kernels."""
+    """What is to be known of a call of four axes each beside its arrays, the first three fields by the kernels."""
 
     keys: int
     offset: int
-    numbers: tuple[Any, ...]  # all others
+    numbers: tuple[Any, ...]  # all others of `WHOLE` and `REAL`
     options: Options
     work_per_key: int
+    before: int  # how far back a query sees
     keys_seen: int  # at most, by one query
     labelled: bool  # whether queries and keys have integers: places, documents, or what dropout goes by
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
         """Return what there is to know."""
-        pattern, span = options.visibility, options.span
-        before = FAR if pattern.left is None else min(pattern.left, FAR)
-        after = FAR if pattern.right is None else min(pattern.right, FAR)
-        block, behind = pattern.block_size or 0, pattern.whole_blocks_before
-        if block:
-            block = min(block, FAR)
-            behind = min(behind, FAR // block)
-            before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
-        items, heads, queries, width = x.q.shape
-        _, key_heads, keys, value_width = x.v.shape
-        numbers = (
-            items, heads, key_heads, queries, width, 0 if x.rel_k is None else x.rel_k.shape[-1], value_width,
-            span.left + span.right + 1, span.left, span.beyond == "clip", before, after, block, behind,
-            x.mask is not None and x.mask.dtype == x.q.dtype, threshold(options.dropout),
-            options.scale, options.rel_scale, options.softcap or 0.0, 1 - options.dropout,
-        )  # fmt: skip
-        work_per_key = 3 * width * items * heads * max(queries, ALONE_WORTH)
+        found = numbers(x, options)
+        keys, offset, before = found["keys"], found["offset"], found["before"]
         labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
-        return cls(keys, pattern.offset, numbers, options, work_per_key, before + after + 1, labelled)
+        per_key = 3 * found["width"] * found["items"] * found["heads"] * max(found["queries"], ALONE_WORTH)
+        others = tuple(found[name] for name in (*WHOLE, *REAL) if name not in ("keys", "offset"))
+        return cls(keys, offset, others, options, per_key, before, before + found["after"] + 1, labelled)
 
     def at(self, keys: int, offset: int) -> Call | None:
-        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees.
-
-        Without keys, too: arrays of no entries have any steps.
-        """
-        _, _, numbers, options, work_per_key, keys_seen, labelled = self
+        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
+        _, _, numbers, options, work_per_key, before, keys_seen, labelled = self
         if not keys or not -OFFSETS < offset < OFFSETS:
             return None
-        if options.span.beyond == "error":
-            rows, left, _, before, after = numbers[7:12]
-            if min(offset, before) > left or min(keys - offset, after + 1) > rows - left:
-                return None
-        return Call(keys, offset, numbers, options, work_per_key, keys_seen, labelled)
+        span = options.span
+        if span.beyond == "error" and (
+            min(offset, before) > span.left or min(keys - offset, keys_seen - before) > span.right + 1
+        ):
+            return None
+        return Call(keys, offset, numbers, options, work_per_key, before, keys_seen, labelled)
 
     @property
     def own_options(self) -> Options:
@@ -195,13 +207,20 @@ class Call(NamedTuple):
 
 def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> None:
     """Write the output (B, H, Lq, Dv) and, where there is an array for it, the log-sum-exp (B, H, Lq)."""
+    try:
+        _attend(x, call, out, lse, library)
+    except BufferError:
+        _attend(Operands(*map(library.in_rows, x)), call, out, lse, library)
+
+
+def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> None:
     work, lent = call.work, library.lent
-    labels = _labels(x, call.options, library) if call.labelled else NO_LABELS
-    given = (*call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((out, lse)))
+    integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
+    given = (*call[:3], *lent(_arrays(x)), *integers, *lent((out, lse)))
     if work <= library.shared:
         kernels.attend(*given, *ALONE)
         return
-    workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // BLOCK)
+    workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // kernels.BLOCK)
     together = workers if work <= WORK else 4 * workers
     _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
 
@@ -226,23 +245,30 @@ def pull_back(
 
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
+    try:
+        return _pull_back((d_out, out, lse, d_lse), x, call, library)
+    except BufferError:
+        given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
+        return _pull_back(given, Operands(*map(library.in_rows, x)), call, library)
+
+
+def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library) -> dict[str, Any]:
     work, lent = call.work, library.lent
     pairs = x.k.shape[0] * x.k.shape[1]
     sums = 1 if work <= library.shared else min(library.threads(), pairs)
     parts = sums * max(1, min(pairs, work // WORK) // sums)
     found = {}
-    for name, array in zip(Operands._fields, x[:ARRAYS], strict=False):
-        if array is not None and name not in TABLES and name != "mask":
+    for name in GRADIENTS:
+        array = getattr(x, name)
+        if array is not None and name not in TABLES:
             found[name] = library.empty(array.shape, dtype=array.dtype)
-        elif array is not None and name != "mask":  # sums by head
-            axes = 2 if name == "rel_bias" else 3
+        elif array is not None:  # sums by head
+            axes = 2 if KINDS[name] is Kind.BIAS else 3
             shape = array.shape if array.ndim == axes else (1, *array.shape)
             found[name] = library.zeros((sums, *shape), dtype=array.dtype)
-    labels = _labels(x, call.options, library) if call.labelled else NO_LABELS
-    given = (
-        *call[:TOLD], *lent(x[:ARRAYS]), *labels, *lent((d_out, out, lse, d_lse)),
-        *lent([found.get(name) for name in GRADIENTS]), sums,
-    )  # fmt: skip
+    integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
+    arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
+    given = (*call[:3], *arrays, *integers, *lent(given), sums, *gradients)
     _run(kernels.pull_back, given, parts, sums, library)
     for name in found.keys() & TABLES:
         of_each = found[name]
@@ -274,25 +300,26 @@ def _nothing() -> None:
     """Prepare a thread: these kernels set nothing."""
 
 
-def _labels(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
+def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
     """Lend the integers of queries and keys: where they stand, and what dropout goes by.
 
     The keys have some to spare for whole vectors.
     """
-    xp, labels = library.xp, list[Any](NO_LABELS)
-    for place, block in ((0, 1), (2, options.visibility.block_size or 1)):
-        pair = [getattr(x, name) for name in LABELS[place : place + 2]]
+    xp, found = library.xp, dict[str, Any]()
+    for own, block in (("segments", 1), ("positions", options.visibility.block_size or 1)):
+        names = f"q_{own}", f"k_{own}"
+        pair = [getattr(x, name) for name in names]
         if pair[1] is not None:
             if pair[1].dtype != xp.int32:
                 first = min(_ends(*pair)) // block * block
                 pair = [xp.astype(each - first, xp.int32) for each in pair]
-            labels[place : place + 2] = (each[:, None, None, :] for each in pair)
+            found.update(zip(names, pair, strict=True))
     if options.dropout:
         n_queries, n_keys = x.q.shape[-2], x.k.shape[-2]
-        labels[4:] = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
-    for place in (1, 3, 5):
-        keys = labels[place]
-        if keys is not None:
-            spare = xp.zeros((*keys.shape[:-1], LANES), dtype=keys.dtype, device=device(keys))
-            labels[place] = xp.concat([keys, spare], axis=-1)
-    return tuple(library.lent(labels))
+        drawn = hashes(x, options, Chunk(0, n_queries, 0, n_keys, 0, 0, 0), xp=xp)
+        found.update(zip(("query_hashes", "key_hashes"), drawn, strict=True))
+    for name in OF_KEYS & found.keys():
+        keys = found[name]
+        spare = xp.zeros((*keys.shape[:-1], kernels.SPARE), dtype=keys.dtype, device=device(keys))
+        found[name] = xp.concat([keys, spare], axis=-1)
+    return tuple(library.lent([found.get(name) for name in INTEGERS]))

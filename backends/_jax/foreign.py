@@ -17,7 +17,7 @@ import numpy as np
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
@@ -28,9 +28,6 @@ SHARED = (*TABLES, "seed")
 
 SHARE = 2**17
 """Multiplications for which it pays to wake one of XLA's threads: 8 microseconds of them."""
-
-REALS = 4
-"""Numbers of a call that are not whole, the last ones."""
 
 
 @cache
@@ -47,7 +44,7 @@ def known() -> bool:
 
 def pulled(arrays: dict[str, Any]) -> list[str]:
     """Return the names of the arrays that have gradients, in their order."""
-    return [name for name in DIFFERENTIABLE if name != "mask" and arrays.get(name) is not None]
+    return [name for name in _compiled.GRADIENTS if arrays.get(name) is not None]
 
 
 def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options, maps: int) -> list[Array]:
@@ -57,17 +54,21 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     entries = math.prod(lead) if shared and apart else 1  # cut the items, each with tables of its own
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
-    labels = [getattr(x, name) for name in _compiled.LABELS]
-    operands, rows, call = [*x[: _compiled.ARRAYS], *labels, *drawn], x.q.shape[:-1], _compiled.Call.of(x, options)
-    numbers = (call.keys, call.offset, *call.numbers[:-REALS], entries, *_threads(call.work), *call.numbers[-REALS:])
+    of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
+    operands = [of_kernels[name] for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
+    numbers, rows = _compiled.numbers(x, options), x.q.shape[:-1]
+    threads = _threads(_compiled.Call.of(x, options).work)
+    whole = [*(numbers[name] for name in _compiled.WHOLE), entries, *threads]
+    real = np.asarray([numbers[name] for name in _compiled.REAL], np.float64)
     if cotangents is None:
         width = x.v.shape[-1]
-        found = _call("relskew_attend", numbers, operands, [(*rows, width), (*rows, 1) if options.return_lse else None])
+        wanted = [(*rows, width), (*rows, 1) if options.return_lse else None]
+        found = _call("relskew_attend", whole, real, operands, wanted)
         shapes = [(*given.q.shape[:-1], width), given.q.shape[:-1]]
     else:
         operands += [None if each is None else jnp.reshape(each, (*rows, -1)) for each in cotangents]
-        wanted = [_of_gradient(name, x, entries) for name in DIFFERENTIABLE if name != "mask"]
-        found = _call("relskew_pull_back", numbers, operands, wanted)
+        wanted = [_of_gradient(name, x, entries) for name in _compiled.GRADIENTS]
+        found = _call("relskew_pull_back", whole, real, operands, wanted)
         shapes = [(*lead, *getattr(given, name).shape[maps:]) for name in pulled(given._asdict())]
     return [jnp.reshape(each, shape) for each, shape in zip(found, shapes, strict=False)]
 
@@ -77,10 +78,10 @@ def _threads(work: int) -> tuple[int, int]:
     return max(1, work // SHARE), 1 if work <= _compiled.WORK else 4
 
 
-def _call(name: str, numbers: tuple[Any, ...], operands: list[Any], wanted: list[Any]) -> list[Array]:
+def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted: list[Any]) -> list[Array]:
     """Call a kernel, which is told what is there of all that there may be."""
     there = [int(each is not None) for each in (*operands, *wanted)]
-    whole, real = np.asarray([*numbers[:-REALS], *there], np.int64), np.asarray(numbers[-REALS:], np.float64)
+    whole = np.asarray([*numbers, *there], np.int64)
     types = [jax.ShapeDtypeStruct(shape, operands[0].dtype) for shape in wanted if shape is not None]
     found = jax.ffi.ffi_call(name, types)(*(each for each in operands if each is not None), whole=whole, real=real)
     return list(found)
@@ -97,7 +98,7 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     if KINDS[name] is Kind.LABEL:  # of each item; the keys have some to spare for whole vectors
         x = jnp.reshape(x, (*mapped, *(1,) * (q.ndim - 2 - x.ndim), *core))
         x = jnp.reshape(jnp.broadcast_to(x, (*q.shape[:-3], core[-1])), (-1, 1, 1, core[-1]))
-        return jnp.pad(x, ((0, 0),) * 3 + ((0, _compiled.LANES),)) if name.startswith("k_") else x
+        return jnp.pad(x, ((0, 0),) * 3 + ((0, _compiled.kernels.SPARE),)) if name.startswith("k_") else x
     if KINDS[name] is Kind.MASK:
         return mask_by_batch(jnp.reshape(x, (*mapped, *(1,) * (q.ndim - x.ndim), *core)), q, xp=jnp)
     core = (core[0], 1, core[1]) if KINDS[name] is Kind.BIAS else (*(1,) * (3 - len(core)), *core)
@@ -125,5 +126,5 @@ def _drawn(x: Operands, options: Options, maps: int) -> tuple[Array, Array]:
     seeds = jnp.broadcast_to(x.seed, (*lead, 1)) if math.prod(x.seed.shape[:maps]) > 1 else x.seed
     queries, keys = jax.vmap(of)(jnp.reshape(seeds, (-1, 1)))
     queries = jnp.broadcast_to(queries, (math.prod(lead), *queries.shape[1:]))
-    keys = jnp.pad(keys, ((0, 0), (0, _compiled.LANES)))
+    keys = jnp.pad(keys, ((0, 0), (0, _compiled.kernels.SPARE)))
     return jnp.reshape(queries, (-1, *queries.shape[-3:])), keys[:, None, None, :]

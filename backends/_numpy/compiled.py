@@ -43,10 +43,7 @@ def attend(operands: Operands, call: Call, library: Library | None = None) -> tu
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
     out = library.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
     lse = library.empty(out.shape[:-1], dtype=x.q.dtype) if call.options.return_lse else None
-    try:
-        _compiled.attend(x, call, out, lse, library=library)
-    except BufferError:
-        _compiled.attend(_in_rows(x), call, out, lse, library=library)
+    _compiled.attend(x, call, out, lse, library=library)
     if operands.q.ndim == 4:
         return out, lse
     rows = operands.q.shape[:-1]
@@ -64,23 +61,21 @@ def attention_vjp(
     library: Library | None = None,
 ) -> Gradients:
     """Return the gradients of every operand."""
-    x, wanted = _in_rows(flattened(operands, xp=xp)), replace(options, return_lse=True)
+    x, wanted = flattened(operands, xp=xp), replace(options, return_lse=True)
     rows = x.q.shape[:-1]
     out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
-    d_out, out = (_row_by_row(by_batch(each, xp=xp)) for each in (d_out, out))
+    d_out, out = (by_batch(each, xp=xp) for each in (d_out, out))
     d_lse = None if d_lse is None else d_lse.reshape(rows)
     library, lse = NUMPY if library is None else library, lse.reshape(rows)
     found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=library)
     return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
 
 
-def _in_rows(x: Operands) -> Operands:
-    """Return arrays whose rows are in one piece."""
-    return Operands(*(each if each is None else _row_by_row(each) for each in x))
+def _in_rows(x: Array | None) -> Array | None:
+    """Return an array whose rows are in one piece, and whose numbers stand where a processor wants them."""
+    if x is None or (x.flags.aligned and (x.strides[-1] == x.itemsize or x.shape[-1] == 1)):
+        return x
+    return x.copy()
 
 
-def _row_by_row(x: Array) -> Array:
-    return x if x.strides[-1] == x.itemsize or x.shape[-1] == 1 else np.ascontiguousarray(x)
-
-
-NUMPY = _compiled.Library(xp, iter, np.empty, np.zeros, partial(_parallel.numpy_threads, blas=False))
+NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, partial(_parallel.numpy_threads, blas=False))

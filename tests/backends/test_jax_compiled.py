@@ -16,6 +16,8 @@ import dense
 from compiled_cases import CASES, close, narrow
 from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
 
 jax = pytest.importorskip("jax")
@@ -416,7 +418,12 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
     x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float64)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     attention(x, x, x)  # from now on XLA knows them
-    whole = np.asarray([4, 0, 1, 1, 1, 4, 8, 0, 8, 1, 0, 0, 9, 9, 0, 0, 0, 0, *[1] * 6, *[0] * 12, 1, 0], np.int64)
+    given = problem(Arguments(x, x, x))
+    numbers = _compiled.numbers(given.operands(), given.options)
+    there = [name in ("q", "k", "v") for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
+    whole = np.asarray([*(numbers[name] for name in _compiled.WHOLE), 1, 1, 1, *there, 1, 0], np.int64)
+    smaller = whole.copy()
+    smaller[_compiled.WHOLE.index("queries")] = 3
 
     def call(*given: Any, **numbers: Any) -> Any:
         return jax.block_until_ready(jax.jit(lambda: jax.ffi.ffi_call("relskew_attend", [like])(*given, **numbers))())
@@ -431,10 +438,13 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
         ((x, x, x), {"whole": whole, "real": real.astype(np.float32)}),
         ((x, x, x.astype(np.float16)), {"whole": whole, "real": real}),
         ((x, x, x), {"whole": whole.astype(np.int32), "real": real}),
+        ((x, x, x), {"whole": smaller, "real": real}),
+        ((x, x, x.astype(jnp.int32)), {"whole": whole, "real": real}),
     ]
-    for given, numbers in others:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="a call has other arrays or numbers"):
-            call(*given, **numbers)
+    why = "a call has (other|no) (arrays|numbers)|an array has another type|has another size"
+    for arrays, named in others:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=why):
+            call(*arrays, **named)
 
 
 SPLIT = """

@@ -27,11 +27,11 @@ struct Sums {
             for (Index d = 0; d < width; d++) to[j * to_row + d] = at.get()[j * row + d] * scale;
     }
 
-    // Add the rows first … end - 1 to what is there, and begin anew.
-    void hand_over(Index first, Index end, Real *to, Index to_row, Index width) {
-        for (Index j = first; j < end; j++)
+    // Add them to what is there, and begin anew.
+    void hand_over(Real *to, Index to_row, Index width) {
+        for (Index j = 0; j < rows; j++)
             for (Index d = 0; d < width; d++) to[j * to_row + d] += at.get()[j * row + d];
-        std::memset(at.get() + first * row, 0, (end - first) * row * sizeof(Real));
+        clear();
     }
 };
 
@@ -84,9 +84,8 @@ struct Backward {
         slopes = reals(logits_row);
         const Index columns = std::max(logits_row, columns_anywhere(x));
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
-               relative.make(height, columns, lowest(x), highest(x)) &&
-               relative_values.make(height, columns, lowest(x), highest(x)) && key_side.make() && sight.make() &&
-               (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
+               relative.make(height, columns) && relative_values.make(height, columns) && key_side.make() &&
+               sight.make() && (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
                keys.make(x.keys, x.width) && d_q.make(height, x.width) && d_k.make(x.keys, x.width) &&
                d_v.make(x.keys, x.value_width) && make_tables();
     }
@@ -128,16 +127,13 @@ struct Backward {
     }
 
     void hand_tables_over(Index head) {
-        const Relative &met = relative, &mixed = relative_values;
-        if (x.rel_k) d_rel_k.hand_over(met.first, met.end, x.d_rel_k.of(sum, head), x.d_rel_k.row, x.rel_width);
-        if (x.rel_v) d_rel_v.hand_over(mixed.first, mixed.end, x.d_rel_v.of(sum, head), x.d_rel_v.row, x.value_width);
+        if (x.rel_k) d_rel_k.hand_over(x.d_rel_k.of(sum, head), x.d_rel_k.row, x.rel_width);
+        if (x.rel_v) d_rel_v.hand_over(x.d_rel_v.of(sum, head), x.d_rel_v.row, x.value_width);
         if (x.key_table) {
-            const Relative &keys = key_side.relative;
             const Index row = x.d_key_table.row;
-            d_key_table.hand_over(keys.first, keys.end, x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row,
-                                  x.width);
+            d_key_table.hand_over(x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row, x.width);
         }
-        if (x.bias) d_bias.hand_over(0, 1, x.d_bias.of(sum, head), 0, x.rows);
+        if (x.bias) d_bias.hand_over(x.d_bias.of(sum, head), 0, x.rows);
     }
 
     void pull_back(Index item, Index head, Index first) {
@@ -151,7 +147,7 @@ struct Backward {
             for (Index m = 0; m < count; m++) {
                 const Real *d_out = x.d_out.of(item, head, first + m);
                 for (Index d = 0; d < x.value_width; d++) d_outs.get()[m * value_width + d] = d_out[d] / x.kept;
-                delta[m] = dot(d_out, x.out.of(item, head, first + m), x.value_width) -
+                delta[m] = dot(d_out, x.given_out.of(item, head, first + m), x.value_width) -
                            (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0);
             }
             keep_apart(count);
@@ -269,7 +265,7 @@ struct Backward {
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
-            const Real sum = *x.lse.of(item, head, first + m);
+            const Real sum = *x.given_lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);

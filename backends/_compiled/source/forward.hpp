@@ -39,11 +39,7 @@ struct Queries {
     }
 };
 
-// Which relative positions there are in a call.
-inline Index lowest(const Problem &x) { return x.k_positions ? -ANYWHERE : 1 - x.offset - x.queries; }
-inline Index highest(const Problem &x) { return x.k_positions ? ANYWHERE : x.keys - 1 - x.offset; }
-
-// How many of them there may be beside those of a block of keys.
+// How many relative positions there may be beside those of a block of keys.
 inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
 
 // Add products of PANEL keys with the queries' table, if any, to what is of the keys' table; return where that is.
@@ -141,9 +137,9 @@ struct Forward {
         logits = reals(height * logits_row);
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
-               relative.make(height, std::max(logits_row, columns_anywhere(x)), lowest(x), highest(x)) &&
-               key_side.make() && sight.make() && (!x.rel_v || by_row.make(height)) &&
-               values.make(x, static_cast<bool>(sight)) && (!x.rel_v || rel_v.make(x.rows, x.value_width));
+               relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
+               (!x.rel_v || by_row.make(height)) && values.make(x, static_cast<bool>(sight)) &&
+               (!x.rel_v || rel_v.make(x.rows, x.value_width));
     }
 
     void run(Index first, Index last) {

@@ -28,8 +28,7 @@ struct KeySide {
         if (!x.key_table) return true;
         keys = zeros(padded(ROWS, HIGH) * width);
         changed = zeros((ROWS + HIGH + LANES) * ROW);
-        return keys && changed &&
-               relative.make(padded(ROWS, HIGH), ROWS, x.offset - x.keys + 1, x.offset + x.queries - 1);
+        return keys && changed && relative.make(padded(ROWS, HIGH), ROWS);
     }
 
     void take(Index head) { relative.take(head); }

@@ -4,10 +4,10 @@
 
 namespace LEVEL {
 
-bool attend(const Problem &x, std::int64_t part, std::int64_t parts) {
+bool attend(const Problem &x, Index part, Index parts) {
     return x.queries <= FEW && !x.k_positions && !x.k_segments ? attend_few(x, part, parts) : forward(x, part, parts);
 }
 
-bool pull_back(const Problem &x, std::int64_t part, std::int64_t parts) { return backward(x, part, parts); }
+bool pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }
 
 }  // namespace LEVEL

@@ -5,8 +5,7 @@
 
 namespace {
 
-constexpr Index ANYWHERE = Index{1} << 40;  // further than two positions are apart
-constexpr Index FAR = Index{1} << 30;       // further than a table reaches that queries look up rows of
+constexpr Index TABLE = Index{1} << 30;  // further than a table reaches that queries look up rows of
 
 // The relative positions that a block of queries may tell apart: what is lower or higher counts as these.
 struct Reach {
@@ -28,7 +27,7 @@ struct Reach {
             x = x < least ? least : x;
             return x > most ? most : x;
         };
-        const Index least = std::max(Bounds::LEAST, query - FAR), most = std::min(Bounds::MOST, query + FAR);
+        const Index least = std::max(Bounds::LEAST, query - TABLE), most = std::min(Bounds::MOST, query + TABLE);
         const Ints near = held(load_ints(keys), least, most);  // whose difference from the query does not wrap
         return held(near - query, low, high) - static_cast<std::int32_t>(low);
     }

@@ -3,12 +3,15 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <algorithm>
+#include <type_traits>
+
 #include "parts.hpp"
 #include "xla.hpp"
 
-#define DECLARE_FOR(REAL)                                             \
-    bool attend(const ProblemOf<REAL> &, std::int64_t, std::int64_t); \
-    bool pull_back(const ProblemOf<REAL> &, std::int64_t, std::int64_t);
+#define DECLARE_FOR(REAL)                               \
+    bool attend(const ProblemOf<REAL> &, Index, Index); \
+    bool pull_back(const ProblemOf<REAL> &, Index, Index);
 #define DECLARE(LEVEL)  \
     namespace LEVEL {   \
     DECLARE_FOR(float)  \
@@ -74,155 +77,190 @@ PyObject *use(PyObject *, PyObject *name) {
     return PyErr_Format(PyExc_ValueError, "%R is not compiled, or not for this processor", name);
 }
 
-// What a buffer says of the types that the kernels know.
-constexpr Py_UCS4 format(float) { return 'f'; }
-constexpr Py_UCS4 format(double) { return 'd'; }
-constexpr Py_UCS4 format(std::int32_t) { return 'i'; }
-constexpr Py_UCS4 format(unsigned char) { return '?'; }
+// How a buffer and DLPack call a type of numbers.
+struct Type {
+    char format;
+    std::uint8_t code;
+    Index size;
+};
 
-// Arrays of a call, and the buffers of those that were lent.
-class Lent {
-    Py_buffer buffers[30];
-    int count = 0;
+template <class T>
+constexpr Type TYPE = std::is_same_v<T, float>          ? Type{'f', 2, sizeof(T)}
+                      : std::is_same_v<T, double>       ? Type{'d', 2, sizeof(T)}
+                      : std::is_same_v<T, std::int32_t> ? Type{'i', 0, sizeof(T)}
+                                                        : Type{'?', 6, sizeof(T)};
+
+// What is read of the arrays that libraries exchange by DLPack, in capsules that keep them.
+struct Exchanged {
+    void *data;
+    std::int32_t device, device_number, axes;
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+    std::int64_t *sizes, *steps;
+    std::uint64_t offset;
+};
+constexpr std::int32_t CPU = 1;
+
+// Reads what a call is given, in the order in which it is declared, and holds the buffers that were lent.
+class Reader {
+    static constexpr int MOST = 30;
+    Py_buffer buffers_[MOST];
+    int count_ = 0;
+    PyObject *const *next_;
 
 public:
-    ~Lent() {
-        while (count) PyBuffer_Release(&buffers[--count]);
+    explicit Reader(PyObject *const *args) : next_(args) {}
+    Reader(const Reader &) = delete;
+    ~Reader() {
+        while (count_) PyBuffer_Release(&buffers_[--count_]);
     }
 
-    // What an array says of its type; 0 and an error where it is none.
-    static Py_UCS4 format_of(PyObject *from) {
-        if (PyTuple_Check(from)) {
-            PyObject *own = PyTuple_Size(from) == 5 ? PyTuple_GetItem(from, 3) : nullptr;
-            if (!own || !PyUnicode_Check(own) || PyUnicode_GetLength(own) != 1) return refuse(), 0;
-            return PyUnicode_ReadChar(own, 0);
+    // Whether an array is of such numbers; what is none is refused when it is read.
+    template <class T>
+    static bool is_of(PyObject *from) {
+        if (PyCapsule_CheckExact(from)) {
+            const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
+            PyErr_Clear();
+            return own && own->code == TYPE<T>.code && own->bits == 8 * TYPE<T>.size;
         }
         Py_buffer buffer;
-        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT)) return 0;
-        const Py_UCS4 format = buffer.format ? static_cast<unsigned char>(*buffer.format) : 'B';
+        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return PyErr_Clear(), false;
+        const bool found = buffer.itemsize == TYPE<T>.size;
         PyBuffer_Release(&buffer);
-        return format;
+        return found;
     }
 
-    // Read an array of the axes (items, heads, rows, columns), of which the first ones may be missing.
-    template <class T>
-    bool read(PyObject *from, Array<T> &to, std::int64_t *column = nullptr) {
-        std::int64_t steps[4] = {};
-        if (!read(from, {4, true}, to, steps)) return false;
-        to.item = steps[0], to.head = steps[1], to.row = steps[2];
-        if (column && to) *column = steps[3];
-        return true;
-    }
+    PyObject *next() { return *next_++; }
+    Index whole() { return PyLong_AsLongLong(next()); }
 
-    // Read numbers of rows, of the axes (items, heads, rows).
+    // Read None, an object with a buffer, or a capsule of DLPack.
     template <class T>
-    bool read_of_rows(PyObject *from, Array<T> &to) {
-        std::int64_t steps[3] = {};
-        if (!read(from, {3, false}, to, steps)) return false;
-        to.item = steps[0], to.head = steps[1], to.row = steps[2];
-        return true;
-    }
-
-    // Read numbers of a table's rows, of the axes (sums, heads, rows).
-    template <class T>
-    bool read_bias(PyObject *from, Array<T> &to) {
-        std::int64_t steps[3] = {};
-        if (!read(from, {3, true}, to, steps)) return false;
-        to.item = steps[0], to.head = steps[1];
-        return true;
+    bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
+        PyObject *from = next();
+        if (from == Py_None) return need != Need::MUST || refuse(name, "is missing");
+        if (need == Need::NOT) return refuse(name, "has no place in its call");
+        View view{};
+        const Type type = TYPE<std::remove_const_t<T>>;
+        if (!(PyCapsule_CheckExact(from) ? read_exchanged(name, from, type, view)
+                                         : read_buffer(name, from, type, !std::is_const_v<T>, view)))
+            return false;
+        if (const char *fault = place(view, axes, to)) return refuse(name, fault);
+        if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T)) return copy(name, "lies at an odd address");
+        const int last = view.count - 1;
+        const bool in_rows = axes.column.kind == Axis::NONE || view.sizes[last] < 2 || view.steps[last] == 1 || !to.at;
+        return in_rows || copy(name, "has rows in pieces");
     }
 
 private:
-    struct Axes {
-        int count;
-        bool rows;  // whether the last one is to be in one piece
-    };
+    static bool refuse(const char *name, const char *why) {
+        PyErr_Format(PyExc_TypeError, "%s %s", name, why);
+        return false;
+    }
 
-    // Read None, an object with a buffer, or (address, sizes, steps, format, what keeps it); put the steps last.
-    template <class T>
-    bool read(PyObject *from, Axes axes, Array<T> &to, std::int64_t *steps) {
-        const void *at = nullptr;
-        constexpr Py_UCS4 wanted = format(std::remove_const_t<T>());
-        if (from != Py_None && !(PyTuple_Check(from) ? read_tuple(from, axes, wanted, &at, steps)
-                                                     : read_buffer(from, axes, wanted, sizeof(T), &at, steps)))
-            return false;
-        to.at = static_cast<T *>(const_cast<void *>(at));
+    // Of these a copy would do.
+    static bool copy(const char *name, const char *why) {
+        PyErr_Format(PyExc_BufferError, "%s %s", name, why);
+        return false;
+    }
+
+    bool read_buffer(const char *name, PyObject *from, Type type, bool writes, View &view) {
+        Py_buffer &buffer = buffers_[count_];
+        if (count_ == MOST) return refuse(name, "is one array too many");
+        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0))) {
+            if (!writes) return false;
+            PyErr_Clear();
+            return refuse(name, "is not there to be written to");
+        }
+        count_++;
+        const char *format = buffer.format ? buffer.format : "B";
+        if (*format == '=') format++;  // this machine's own order, at odd addresses
+        const bool same = format[0] == type.format || (format[0] == 'l' && type.format == 'i');
+        if (!same || format[1] || buffer.itemsize != type.size) return refuse(name, "has another type");
+        if (buffer.ndim > 4) return refuse(name, "has too many axes");
+        view.at = buffer.buf, view.count = buffer.ndim;
+        for (int i = 0; i < view.count; i++) {
+            view.sizes[i] = buffer.shape[i], view.steps[i] = buffer.strides[i] / type.size;
+            if (buffer.strides[i] % type.size && view.sizes[i] > 1) return copy(name, "has steps of parts of numbers");
+        }
         return true;
     }
 
-    bool read_buffer(PyObject *from, Axes axes, Py_UCS4 wanted, std::int64_t size, const void **at,
-                     std::int64_t *steps) {
-        Py_buffer &buffer = buffers[count];
-        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT)) return false;
-        count++;
-        if (!buffer.format || static_cast<unsigned char>(*buffer.format) != wanted || buffer.itemsize != size)
-            return refuse();
-        *at = buffer.buf;
-        return read_steps(axes, buffer.ndim, steps, [&](int i, std::int64_t &length, std::int64_t &step) {
-            length = buffer.shape[i], step = buffer.strides[i] / size;
-        });
+    static bool read_exchanged(const char *name, PyObject *from, Type type, View &view) {
+        const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
+        if (!own) return PyErr_Clear(), refuse(name, "is no array");
+        if (own->code != type.code || own->bits != 8 * type.size || own->lanes != 1)
+            return refuse(name, "has another type");
+        if (own->device != CPU) return refuse(name, "is on another device");
+        if (own->axes > 4) return refuse(name, "has too many axes");
+        if (!own->data && !is_empty(*own)) return copy(name, "has no memory");
+        view.at = own->data ? static_cast<char *>(own->data) + own->offset : nullptr, view.count = own->axes;
+        for (Index i = view.count - 1, step = 1; i >= 0; step *= own->sizes[i--])
+            view.sizes[i] = own->sizes[i], view.steps[i] = own->steps ? own->steps[i] : step;
+        return true;
     }
 
-    static bool read_tuple(PyObject *from, Axes axes, Py_UCS4 wanted, const void **at, std::int64_t *steps) {
-        if (PyTuple_Size(from) != 5 || format_of(from) != wanted) return refuse();
-        PyObject *lengths = PyTuple_GetItem(from, 1), *given = PyTuple_GetItem(from, 2);
-        if (!PyTuple_Check(lengths) || !PyTuple_Check(given) || PyTuple_Size(given) != PyTuple_Size(lengths))
-            return refuse();
-        *at = PyLong_AsVoidPtr(PyTuple_GetItem(from, 0));
-        const int here = static_cast<int>(PyTuple_Size(given));
-        return read_steps(axes, here, steps, [&](int i, std::int64_t &length, std::int64_t &step) {
-            length = PyLong_AsLongLong(PyTuple_GetItem(lengths, i));
-            step = PyLong_AsLongLong(PyTuple_GetItem(given, i));
-        });
+    static bool is_empty(const Exchanged &x) { return std::find(x.sizes, x.sizes + x.axes, 0) != x.sizes + x.axes; }
+};
+
+// How many values of each kind a call has, and their names.
+struct Names {
+    PyObject *list = PyList_New(0);
+
+    ~Names() { Py_XDECREF(list); }
+
+    void add(const char *name) {
+        PyObject *own = list ? PyUnicode_FromString(name) : nullptr;
+        if (own) PyList_Append(list, own);
+        Py_XDECREF(own);
     }
 
-    // Put the steps of the axes that are there last; 0 for an axis of one, which may stand for many.
-    template <class Read>
-    static bool read_steps(Axes axes, int here, std::int64_t *steps, Read read) {
-        if (here < 1 || here > axes.count) return refuse();
-        std::int64_t length = 0, step = 0;
-        for (int i = 0; i < here; i++) {
-            read(i, length, step);
-            steps[axes.count - here + i] = length == 1 ? 0 : step;
-        }
-        if (PyErr_Occurred()) return false;
-        if (!axes.rows || length == 1 || step == 1) return true;
-        PyErr_SetString(PyExc_BufferError, "an array has rows in pieces");
-        return false;
+    template <class T>
+    bool operator()(const char *name, Array<T> &, Need, const Axes &) {
+        return add(name), true;
     }
 
-    static bool refuse() {
-        PyErr_SetString(PyExc_TypeError, "an array has too many axes, or another type");
-        return false;
+    bool put(PyObject *module, const char *name) const {
+        PyObject *found = list && !PyErr_Occurred() ? PyList_AsTuple(list) : nullptr;
+        const bool done = found && !PyModule_AddObjectRef(module, name, found);
+        Py_XDECREF(found);
+        return done;
     }
 };
 
+// Keys and offset, a tuple of the other numbers, the arrays, the integers.
 template <class Real>
-bool read_numbers(PyObject *const *from, ProblemOf<Real> &x) {
-    std::int64_t *whole[] = {&x.items,       &x.heads,  &x.key_heads, &x.queries,  &x.width,  &x.rel_width,
-                             &x.value_width, &x.rows,   &x.left,      &x.clip,     &x.before, &x.after,
-                             &x.block,       &x.behind, &x.mask_adds, &x.threshold};
-    Real *real[] = {&x.scale, &x.rel_scale, &x.softcap, &x.kept};
-    constexpr int wholes = sizeof(whole) / sizeof(*whole), reals = sizeof(real) / sizeof(*real);
-    PyObject *const numbers = from[2];
-    if (!PyTuple_Check(numbers) || PyTuple_Size(numbers) != wholes + reals) {
-        PyErr_SetString(PyExc_TypeError, "a call has another number of numbers");
-        return false;
-    }
-    x.keys = PyLong_AsLongLong(from[0]), x.offset = PyLong_AsLongLong(from[1]);
-    for (int i = 0; i < wholes; i++) *whole[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, i));
-    for (int i = 0; i < reals; i++)
-        *real[i] = static_cast<Real>(PyFloat_AsDouble(PyTuple_GetItem(numbers, wholes + i)));
-    return !PyErr_Occurred();
+bool read_call(Reader &from, ProblemOf<Real> &x) {
+    x.keys = from.whole(), x.offset = from.whole();
+    PyObject *numbers = from.next();
+    if (!PyTuple_Check(numbers)) return PyErr_SetString(PyExc_TypeError, "numbers are a tuple"), false;
+    const Py_ssize_t count = PyTuple_Size(numbers);
+    Py_ssize_t at = -2;
+    x.numbers([&](const char *, auto &number) {
+        PyObject *own = 0 <= at && at < count ? PyTuple_GetItem(numbers, at) : nullptr;
+        if constexpr (std::is_same_v<decltype(number), Index &>) {
+            if (own) number = PyLong_AsLongLong(own);
+        } else {
+            if (own) number = static_cast<Real>(PyFloat_AsDouble(own));
+        }
+        at++;
+    });
+    if (PyErr_Occurred()) return false;
+    if (at != count) return PyErr_Format(PyExc_TypeError, "%zd numbers are wanted, got %zd", at, count), false;
+    if (x.is_too_large()) return PyErr_NoMemory(), false;
+    return x.arrays(from) && x.integers(from);
 }
 
 // Work on the parts `first … stop - 1` of a call without the interpreter's lock: on a team of so many threads, if any.
 template <class Real>
-PyObject *work(Kernel<Real> kernel, const ProblemOf<Real> &x, PyObject *const *args) {
-    const std::int64_t first = PyLong_AsLongLong(args[0]), stop = PyLong_AsLongLong(args[1]);
-    const std::int64_t all = PyLong_AsLongLong(args[2]), threads = PyLong_AsLongLong(args[4]);
-    const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(args[3]));
+PyObject *work(Kernel<Real> kernel, ProblemOf<Real> &x, Reader &from) {
+    const Index first = from.whole(), stop = from.whole(), all = from.whole();
+    const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(from.next()));
+    const Index threads = from.whole();
     if (PyErr_Occurred()) return nullptr;
+    const char *wrong = x.wrong();
+    if (first < 0 || stop > all || all < 1 || threads < 1) wrong = "there are no such parts";
+    if (wrong) return PyErr_Format(PyExc_TypeError, "%s", wrong);
+    x.narrow();
     Parts<Real> parts(kernel, x, first, stop, all);
     PyThreadState *state = PyEval_SaveThread();
     const bool done = parts.run(team, static_cast<unsigned>(threads));
@@ -230,66 +268,42 @@ PyObject *work(Kernel<Real> kernel, const ProblemOf<Real> &x, PyObject *const *a
     return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
-// What both passes are given: keys, offset, numbers, q, k, v, rel_k, rel_v, rel_bias, rel_q, mask, key_table,
-// q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes.
-constexpr int GIVEN = 18;
-
-template <class Real>
-bool read_given(Lent &lent, PyObject *const *args, ProblemOf<Real> &x) {
-    if (!read_numbers(args, x)) return false;
-    args += 3;
-    return lent.read(args[0], x.q) && lent.read(args[1], x.k) && lent.read(args[2], x.v) &&
-           lent.read(args[3], x.rel_k) && lent.read(args[4], x.rel_v) && lent.read_bias(args[5], x.bias) &&
-           lent.read(args[6], x.rel_q) &&
-           (x.mask_adds ? lent.read(args[7], x.added, &x.mask_key) : lent.read(args[7], x.seen, &x.mask_key)) &&
-           lent.read(args[8], x.key_table) && lent.read(args[9], x.q_segments) && lent.read(args[10], x.k_segments) &&
-           lent.read(args[11], x.q_positions) && lent.read(args[12], x.k_positions) &&
-           lent.read(args[13], x.query_hashes) && lent.read(args[14], x.key_hashes);
-}
+Py_ssize_t forward_count, backward_count;
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted) PyErr_Format(PyExc_TypeError, "%zd arguments are wanted, got %zd", wanted, count);
     return count == wanted;
 }
 
-// attend(…, out, lse, first, stop, parts, team, threads)
+// attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, first, stop, parts, team, threads)
 template <class Real>
 PyObject *attend_of(PyObject *const *args) {
     ProblemOf<Real> x{};
-    Lent lent;
-    if (!read_given(lent, args, x)) return nullptr;
-    args += GIVEN;
-    if (!lent.read(args[0], x.out) || !lent.read_of_rows(args[1], x.lse)) return nullptr;
-    return work(chosen->of(Real()).attend, x, args + 2);
+    Reader from(args);
+    return read_call(from, x) && x.results(from) ? work(chosen->of(Real()).attend, x, from) : nullptr;
 }
 
-// pull_back(…, d_out, out, lse, d_lse, d_q, d_k, d_v, d_rel_k, d_rel_v, d_rel_bias, d_rel_q, d_key_table, sums, first,
-// stop, parts, team, threads)
+// pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, sums, *GRADIENTS, first, stop, parts, team,
+// threads)
 template <class Real>
 PyObject *pull_back_of(PyObject *const *args) {
     ProblemOf<Real> x{};
-    Lent lent;
-    if (!read_given(lent, args, x)) return nullptr;
-    args += GIVEN;
-    if (!lent.read(args[0], x.d_out) || !lent.read(args[1], x.out) || !lent.read_of_rows(args[2], x.lse) ||
-        !lent.read_of_rows(args[3], x.d_lse) || !lent.read(args[4], x.d_q) || !lent.read(args[5], x.d_k) ||
-        !lent.read(args[6], x.d_v) || !lent.read(args[7], x.d_rel_k) || !lent.read(args[8], x.d_rel_v) ||
-        !lent.read_bias(args[9], x.d_bias) || !lent.read(args[10], x.d_rel_q) || !lent.read(args[11], x.d_key_table))
-        return nullptr;
-    x.sums = PyLong_AsLongLong(args[12]);
-    return work(chosen->of(Real()).pull_back, x, args + 13);
+    Reader from(args);
+    if (!read_call(from, x) || !x.cotangents(from)) return nullptr;
+    x.sums = from.whole();
+    return x.gradients(from) ? work(chosen->of(Real()).pull_back, x, from) : nullptr;
 }
 
-// A call's dtype is that of its queries.
-template <Py_ssize_t COUNT, PyObject *(*of_floats)(PyObject *const *), PyObject *(*of_doubles)(PyObject *const *)>
-PyObject *by_dtype(PyObject *, PyObject *const *args, Py_ssize_t count) {
-    if (!check_count(count, COUNT)) return nullptr;
-    const Py_UCS4 format = Lent::format_of(args[3]);
-    return !format ? nullptr : format == 'd' ? of_doubles(args) : of_floats(args);
+// A call's dtype is that of its queries, the first array.
+PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    if (!check_count(count, forward_count)) return nullptr;
+    return Reader::is_of<double>(args[3]) ? attend_of<double>(args) : attend_of<float>(args);
 }
 
-constexpr auto attend = by_dtype<GIVEN + 7, attend_of<float>, attend_of<double>>;
-constexpr auto pull_back = by_dtype<GIVEN + 18, pull_back_of<float>, pull_back_of<double>>;
+PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
+    if (!check_count(count, backward_count)) return nullptr;
+    return Reader::is_of<double>(args[3]) ? pull_back_of<double>(args) : pull_back_of<float>(args);
+}
 
 PyMethodDef methods[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL, nullptr},
@@ -318,26 +332,37 @@ bool add_address(PyObject *module, const char *name, XLA_FFI_Handler *handler) {
     return done;
 }
 
+// Say what a call is made of, by name and in order: WHOLE and REAL numbers, of which keys and offset come first;
+// ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and how many keys INTEGERS have to spare, and queries a block
+// has.
+bool declare(PyObject *module) {
+    ProblemOf<float> x{};
+    Names whole, real, arrays, integers, results, cotangents, gradients;
+    x.numbers(
+        [&](const char *name, auto &number) { (std::is_same_v<decltype(number), Index &> ? whole : real).add(name); });
+    x.arrays(arrays), x.integers(integers), x.results(results), x.cotangents(cotangents), x.gradients(gradients);
+    if (PyErr_Occurred()) return false;
+    const auto count = [](const auto &...names) { return (PyList_Size(names.list) + ...); };
+    forward_count = 3 + count(arrays, integers, results) + 5;
+    backward_count = 3 + count(arrays, integers, cotangents, gradients) + 6;
+    return whole.put(module, "WHOLE") && real.put(module, "REAL") && arrays.put(module, "ARRAYS") &&
+           integers.put(module, "INTEGERS") && results.put(module, "RESULTS") && cotangents.put(module, "COTANGENTS") &&
+           gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE) &&
+           !PyModule_AddIntConstant(module, "BLOCK", BLOCK);
+}
+
 // LEVELS: what this processor can do, the best last.
 int start(PyObject *module) {
     look_at_processor();
-    PyObject *names = PyList_New(0);
-    if (!names) return -1;
+    Names names;
     for (const Level &level : levels) {
         if (!level.here) continue;
         chosen = &level;
-        PyObject *name = PyUnicode_FromString(level.name);
-        const int failed = name ? PyList_Append(names, name) : -1;
-        Py_XDECREF(name);
-        if (failed) break;
+        names.add(level.name);
     }
-    if (PyErr_Occurred() || PyModule_AddObjectRef(module, "LEVELS", names)) {
-        Py_DECREF(names);
-        return -1;
-    }
-    Py_DECREF(names);
-    return add_address(module, "XLA_ATTEND", xla_attend) && add_address(module, "XLA_PULL_BACK", xla_pull_back) ? 0
-                                                                                                                : -1;
+    const bool done = names.put(module, "LEVELS") && declare(module) && add_address(module, "XLA_ATTEND", xla_attend) &&
+                      add_address(module, "XLA_PULL_BACK", xla_pull_back);
+    return done ? 0 : -1;
 }
 
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void *>(start)}, {0, nullptr}};

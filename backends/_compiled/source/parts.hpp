@@ -12,7 +12,7 @@ using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags
 template <class Real>
 class Parts {
 public:
-    Parts(Kernel<Real> kernel, const ProblemOf<Real> &x, std::int64_t first, std::int64_t stop, std::int64_t all)
+    Parts(Kernel<Real> kernel, const ProblemOf<Real> &x, Index first, Index stop, Index all)
         : kernel_(kernel), x_(x), stop_(stop), all_(all), next_(first) {}
 
     // Return once all are done; false if there was no memory.
@@ -25,14 +25,14 @@ public:
     }
 
     void work_off() {
-        for (std::int64_t part; !failed_ && (part = next_++) < stop_;)
+        for (Index part; !failed_ && (part = next_++) < stop_;)
             if (!kernel_(x_, part, all_)) failed_ = true;
     }
 
 private:
     const Kernel<Real> kernel_;
     const ProblemOf<Real> &x_;
-    const std::int64_t stop_, all_;
-    std::atomic<std::int64_t> next_;
+    const Index stop_, all_;
+    std::atomic<Index> next_;
     std::atomic<bool> failed_{false};
 };

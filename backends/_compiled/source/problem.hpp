@@ -1,55 +1,220 @@
-// One call of relative attention, as the kernels get it: arrays by address and strides in entries, of float32 or
-// of float64.
-// The last axis of every array is contiguous, that of a mask may be one entry for all.
+// One call of relative attention, as the kernels get it: numbers, and arrays by address and steps in entries. Each is
+// declared here, by its name and with the sizes of its axes: Python and XLA hand over what is named, in this order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+using Index = std::int64_t;
+
+constexpr Index FAR = Index{1} << 40;  // further than anything is that is seen
+constexpr Index BLOCK = 48;            // queries of a head that are worked on at once, or twice as many
+constexpr Index SPARE = 16;            // integers that keys have to spare, for the longest vectors
 
 template <class T>
 struct Array {
     T *at = nullptr;
-    std::int64_t item = 0, head = 0, row = 0;  // steps
+    Index item = 0, head = 0, row = 0, column = 0;  // steps; 0 along an axis of one, which may stand for many
 
     explicit operator bool() const { return at != nullptr; }
-    T *of(std::int64_t i, std::int64_t h, std::int64_t r = 0) const { return at + i * item + h * head + r * row; }
+    T *of(Index i, Index h, Index r = 0) const { return at + i * item + h * head + r * row; }
 };
+
+// How long an axis is: so long; or so long or 1; for each entry of a mapped call, or 1. Or it is none at all.
+struct Axis {
+    enum Kind { WHOLE, ANY, OF_ENTRY, NONE };
+    Index size = 1;
+    Kind kind = WHOLE;
+};
+
+struct Axes {
+    Axis item, head, row, column;
+};
+
+enum class Need { MUST, MAY, NOT };
 
 template <class Real>
 struct ProblemOf {
-    std::int64_t items, heads, key_heads, queries, keys, width, rel_width, value_width;
-    std::int64_t rows, left;         // of the tables: row c is for the relative position c - left
-    std::int64_t clip;               // whether the edge rows go on, else nothing is beyond them
-    std::int64_t before, after;      // a query sees the relative positions -before … after …
-    std::int64_t block, behind;      // … of its own block of so many positions, and of so many behind; block 0: none
-    std::int64_t offset;             // the position of query 0
+    Index items, heads, key_heads, queries, keys, width, rel_width, value_width;
+    Index rows, left;                // of the tables: row c is for the relative position c - left
+    Index clip;                      // whether the edge rows go on, else nothing is beyond them
+    Index before, after;             // a query sees the relative positions -before … after …
+    Index block, behind;             // … of its own block of so many positions, and of so many behind; block 0: none
+    Index offset;                    // the position of query 0
+    Index mask_adds;                 // whether a mask is to be added
+    Index threshold;                 // dropout: what the hash of a weight has to reach
+    Real kept;                       // … and the share of the weights that do
     Real scale, rel_scale, softcap;  // softcap 0: none
 
+    Index entries = 1;  // of a mapped call: each has so many of the items, and tables of its own
+    Index sums = 1;     // gradients of tables are added to, in one of some sums: parts that follow one another have
+                        // others, so that nobody has to wait
+
     Array<const Real> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
-    Array<const unsigned char> seen;   // a boolean mask …
-    std::int64_t mask_adds, mask_key;  // … or whether it is `added`; its step from key to key, 1 or 0
+    Array<const unsigned char> seen;  // a boolean mask
 
-    // What queries and keys belong to: a query sees the keys of its own segment. Keys have some to spare.
-    Array<const std::int32_t> q_segments, k_segments;
-
-    // Where queries and keys stand, if not one after the other; keys have some to spare.
-    Array<const std::int32_t> q_positions, k_positions;
-
-    // Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the threshold.
-    Array<const std::int32_t> query_hashes, key_hashes;
-    std::int64_t threshold;
-    Real kept;  // the share of the weights
+    // What queries and keys belong to: a query sees the keys of its own segment. Where they stand, if not one after the
+    // other. Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the
+    // threshold. Keys have some to spare.
+    Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
 
     Array<Real> out, lse;
 
-    // What the backward pass is given beside the results, and gives. Gradients of tables are added to, in one of some
-    // sums: parts that follow one another have others, so that nobody has to wait.
-    std::int64_t sums = 1;
-    Array<const Real> d_out, d_lse;
+    // What the backward pass is given, and gives.
+    Array<const Real> d_out, given_out, given_lse, d_lse;
     Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table;
 
-    std::int64_t group() const { return heads / key_heads; }
+    Index group() const { return heads / key_heads; }
+
+    // Visit the numbers: keys and offset first, which change from token to token.
+    template <class Visit>
+    void numbers(Visit &&visit) {
+        visit("keys", keys), visit("offset", offset), visit("items", items), visit("heads", heads);
+        visit("key_heads", key_heads), visit("queries", queries), visit("width", width), visit("rel_width", rel_width);
+        visit("value_width", value_width), visit("rows", rows), visit("left", left), visit("clip", clip);
+        visit("before", before), visit("after", after), visit("block", block), visit("behind", behind);
+        visit("mask_adds", mask_adds), visit("threshold", threshold);
+        visit("scale", scale), visit("rel_scale", rel_scale), visit("softcap", softcap), visit("kept", kept);
+    }
+
+    // Visit the arrays that a call is given, until a visit returns false.
+    template <class Visit>
+    bool arrays(Visit &&visit) {
+        const Need must = Need::MUST, may = Need::MAY;
+        return visit("q", q, must, Axes{{items}, {heads}, {queries}, {width}}) &&
+               visit("k", k, must, Axes{{items}, {key_heads}, {keys}, {width}}) &&
+               visit("v", v, must, Axes{{items}, {key_heads}, {keys}, {value_width}}) &&
+               visit("rel_k", rel_k, may, table(rel_width)) && visit("rel_v", rel_v, may, table(value_width)) &&
+               visit("rel_bias", bias, may, Axes{of_entry(), any(heads), NONE, {rows}}) &&
+               visit("rel_q", rel_q, may, Axes{{items}, {heads}, {queries}, {rel_width}}) &&
+               (mask_adds ? visit("mask", added, may, mask()) : visit("mask", seen, may, mask())) &&
+               visit("key_table", key_table, may, table(width));
+    }
+
+    // Visit the integers of queries and keys.
+    template <class Visit>
+    bool integers(Visit &&visit) {
+        const Axes of_queries{any(items), NONE, NONE, {queries}}, of_keys{any(items), NONE, NONE, {keys + SPARE}};
+        return visit("q_segments", q_segments, Need::MAY, of_queries) &&
+               visit("k_segments", k_segments, as(q_segments), of_keys) &&
+               visit("q_positions", q_positions, Need::MAY, of_queries) &&
+               visit("k_positions", k_positions, as(q_positions), of_keys) &&
+               visit("query_hashes", query_hashes, Need::MAY, Axes{{items}, {heads}, {queries}, {1}}) &&
+               visit("key_hashes", key_hashes, as(query_hashes), Axes{of_entry(), NONE, NONE, {keys + SPARE}});
+    }
+
+    // Visit what the forward pass gives.
+    template <class Visit>
+    bool results(Visit &&visit) {
+        return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows());
+    }
+
+    // Visit what the backward pass is given beside.
+    template <class Visit>
+    bool cotangents(Visit &&visit) {
+        return visit("d_out", d_out, Need::MUST, rows_of(value_width)) &&
+               visit("out", given_out, Need::MUST, rows_of(value_width)) &&
+               visit("lse", given_lse, Need::MUST, of_rows()) && visit("d_lse", d_lse, Need::MAY, of_rows());
+    }
+
+    // Visit what it gives, by the names of what these are gradients of.
+    template <class Visit>
+    bool gradients(Visit &&visit) {
+        return visit("q", d_q, Need::MUST, rows_of(width)) &&
+               visit("k", d_k, Need::MUST, Axes{{items}, {key_heads}, {keys}, {width}}) &&
+               visit("v", d_v, Need::MUST, Axes{{items}, {key_heads}, {keys}, {value_width}}) &&
+               visit("rel_k", d_rel_k, as(rel_k), sums_of({rows}, rel_width)) &&
+               visit("rel_v", d_rel_v, as(rel_v), sums_of({rows}, value_width)) &&
+               visit("rel_bias", d_bias, as(bias), sums_of(NONE, rows)) &&
+               visit("rel_q", d_rel_q, as(rel_q), rows_of(rel_width)) &&
+               visit("key_table", d_key_table, as(key_table), sums_of({rows}, width));
+    }
+
+    // Say what is wrong with the numbers, if anything is: what is computed with them must not overflow.
+    const char *wrong() const {
+        constexpr Index LARGEST = Index{1} << 61;
+        for (Index size : {items, heads, key_heads, queries, width, value_width, rows, entries, sums})
+            if (size < 1) return "a size is less than 1";
+        for (Index far : {before, after, left, rows})
+            if (far < -LARGEST || far > LARGEST) return "a relative position is too far away";
+        if (offset <= -FAR || offset >= FAR) return "the offset is too large";
+        if (keys < 0 || rel_width < 0 || block < 0 || behind < 0 || (block && (block > FAR || behind > FAR / block)))
+            return "a number is not one of a call";
+        if (heads % key_heads || items % entries) return "sizes do not divide each other";
+        if (rel_k && !rel_q && rel_width != width) return "queries are not as wide as the table that they meet";
+        if (k_positions && (key_table || rows > Index{1} << 30)) return "positions meet no such table";
+        return nullptr;
+    }
+
+    // Whether no memory can hold what the kernels make of the arrays, or only sizes that overflow.
+    bool is_too_large() const {
+        const double rows_there = static_cast<double>(queries) + static_cast<double>(keys);
+        return static_cast<double>(items) * static_cast<double>(heads) * rows_there *
+                   static_cast<double>(width + rel_width + value_width) >
+               0x1p56;
+    }
+
+    // Leave out the rows of tables that no query may meet: there may be very many, and the kernels pack all.
+    void narrow() {
+        const Index lowest = k_positions ? -before : std::max(-before, 1 - offset - queries);
+        const Index highest = k_positions ? after : std::min(after, keys - 1 - offset);
+        const Index first = std::clamp<Index>(lowest + left, 0, rows - 1);  // edges included
+        rows = std::clamp<Index>(highest + left + 1, first + 1, rows) - first, left -= first;
+        const auto move = [first](auto &...tables) { (..., (tables.at += tables ? first * tables.row : 0)); };
+        move(rel_k, rel_v, key_table, d_rel_k, d_rel_v, d_key_table);
+        bias.at += bias ? first : 0, d_bias.at += d_bias ? first : 0;
+    }
+
+private:
+    static constexpr Axis NONE{1, Axis::NONE};
+
+    static Axis any(Index size) { return {size, Axis::ANY}; }
+    Axis of_entry() const { return {entries, Axis::OF_ENTRY}; }
+    Axes table(Index columns) const { return {of_entry(), any(heads), {rows}, {columns}}; }
+    Axes mask() const { return {any(items), any(heads), any(queries), any(keys)}; }
+    Axes rows_of(Index columns) const { return {{items}, {heads}, {queries}, {columns}}; }
+    Axes of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
+    Axes sums_of(Axis row, Index columns) const {
+        return {{entries * sums, Axis::OF_ENTRY}, any(heads), row, {columns}};
+    }
+
+    template <class T>
+    static Need as(const Array<T> &other) {
+        return other ? Need::MUST : Need::NOT;
+    }
 };
+
+// An array as it comes, of so many axes, with steps in entries.
+struct View {
+    void *at;
+    int count;
+    Index sizes[4], steps[4];
+};
+
+// Put a view where it belongs if it is as large as it has to be, else say what is wrong with it. Axes that come first
+// and are 1 long may be missing.
+template <class T>
+const char *place(const View &from, const Axes &axes, Array<T> &to) {
+    const Axis *wanted[] = {&axes.item, &axes.head, &axes.row, &axes.column};
+    Index *steps[] = {&to.item, &to.head, &to.row, &to.column};
+    int next = from.count - 1;
+    bool empty = false;
+    for (int i = 3; i >= 0; i--) {
+        if (wanted[i]->kind == Axis::NONE && from.count < 4) continue;
+        const Index size = next < 0 ? 1 : from.sizes[next], step = next < 0 ? 0 : from.steps[next];
+        if (size != wanted[i]->size && (size != 1 || wanted[i]->kind == Axis::WHOLE))
+            return "has another size than its call says";
+        *steps[i] = size == 1 ? 0 : step;
+        empty = empty || size == 0;
+        next--;
+    }
+    if (next >= 0) return "has too many axes";
+    if (!from.at && !empty) return "has no memory";
+    if (empty) to = {};
+    to.at = static_cast<T *>(from.at);
+    return nullptr;
+}
 
 // Work on one of so many parts of a call; false if there is no memory.
 template <class Real>
-using Kernel = bool (*)(const ProblemOf<Real> &, std::int64_t part, std::int64_t parts);
+using Kernel = bool (*)(const ProblemOf<Real> &, Index part, Index parts);

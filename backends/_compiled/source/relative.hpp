@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr Index ROWS = 96;              // queries of a block at most
+constexpr Index ROWS = 2 * BLOCK;       // queries of a block at most
 constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zeros that skewed products read
 
 // Queries of a block. Lower blocks leave out more of the future. But where keys meet a table, those of one product meet
@@ -106,7 +106,7 @@ struct Relative {
     const Span span;
     const Index width;
     const Real scale;
-    Index first = 0, end = 0, row = 0;  // the rows of the table that may be met, and the step of `products`
+    Index row = 0;  // the step of `products`
     Reals panels, biases, products;
     Index head = -1;
     Real edges[2][ROWS];
@@ -116,16 +116,12 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // For blocks of so many rows and columns; `lowest … highest` are the relative positions that there are.
-    bool make(Index height, Index columns, Index lowest, Index highest) {
+    // For blocks of so many rows and columns.
+    bool make(Index height, Index columns) {
         if (!*this) return true;
-        const Index low = std::max(-span.before, lowest) + span.left,
-                    high = std::min(span.after, highest) + span.left + 1;
-        first = std::clamp<Index>(low, 0, span.rows - 1);  // edges included
-        end = std::clamp<Index>(high, first + 1, span.rows);
         row = columns + ROWS + 4 * PANEL;
-        panels = reals(padded(end - first, PANEL) * width);
-        biases = reals(padded(end - first, PANEL) + PANEL);
+        panels = reals(padded(span.rows, PANEL) * width);
+        biases = reals(padded(span.rows, PANEL) + PANEL);
         products = reals(height * row);
         return panels && biases && products;
     }
@@ -133,9 +129,9 @@ struct Relative {
     void take(Index of) {
         if (!*this || head == of || (head >= 0 && table.head == 0 && bias.head == 0)) return;
         head = of;
-        if (table) pack(table.of(0, of, first), table.row, end - first, width, panels.get());
-        if (bias) std::memcpy(biases.get(), bias.of(0, of) + first, (end - first) * sizeof(Real));
-        for (Index i = 0; scale != 1 && i < padded(end - first, PANEL) * width; i++) panels.get()[i] *= scale;
+        if (table) pack(table.of(0, of), table.row, span.rows, width, panels.get());
+        if (bias) std::memcpy(biases.get(), bias.of(0, of), span.rows * sizeof(Real));
+        for (Index i = 0; scale != 1 && i < padded(span.rows, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
     // Take what the queries of a block make of what stands beyond the table.
@@ -151,12 +147,12 @@ struct Relative {
 
     // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a
     // block.
-    Index origin(Index lowest) const { return floored(lowest + span.left - first, PANEL) + first - span.left; }
+    Index origin(Index lowest) const { return floored(lowest + span.left, PANEL) - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
     void multiply(const Real *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
-        const Index shift = span.left - first, have = this->end - first;
-        const Index start = low + shift, stop = high + shift;  // of what is packed: not all of them are there
+        const Index shift = span.left, have = span.rows;
+        const Index start = low + shift, stop = high + shift;  // rows of the table: not all of them are there
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Matrix a{met + m * met_row, met_row, 1};

@@ -37,9 +37,8 @@ struct MaskRow {
 
     static MaskRow of(const Problem &x, Index item, Index head, Index query) {
         MaskRow row;
-        if (x.added) row.added = x.added.of(item, head, query);
-        if (x.seen) row.seen = x.seen.of(item, head, query);
-        row.step = x.mask_key;
+        if (x.added) row.added = x.added.of(item, head, query), row.step = x.added.column;
+        if (x.seen) row.seen = x.seen.of(item, head, query), row.step = x.seen.column;
         return row;
     }
 
@@ -72,7 +71,7 @@ struct Kept {
 
     static Kept of(const Problem &x, Index item, Index head, Index query, Index first_key) {
         if (!x.key_hashes) return {nullptr, 0, 0};
-        return {x.key_hashes.at + first_key, *x.query_hashes.of(item, head, query),
+        return {x.key_hashes.of(0, 0) + first_key, *x.query_hashes.of(item, head, query),
                 static_cast<std::int32_t>(x.threshold)};
     }
 

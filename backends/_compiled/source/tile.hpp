@@ -10,7 +10,6 @@
 
 namespace {
 
-using Index = std::int64_t;
 using Problem = ProblemOf<Real>;
 
 constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
-#include "problem.hpp"
 #include "xla_team.hpp"
 
 namespace xla {
@@ -29,43 +29,50 @@ inline bool tell_version(Frame *frame) {
     return true;
 }
 
-constexpr XLA_FFI_DataType dtype(float) { return XLA_FFI_DataType_F32; }
-constexpr XLA_FFI_DataType dtype(double) { return XLA_FFI_DataType_F64; }
-constexpr XLA_FFI_DataType dtype(std::int32_t) { return XLA_FFI_DataType_S32; }
-constexpr XLA_FFI_DataType dtype(unsigned char) { return XLA_FFI_DataType_PRED; }
-
-// The arrays and numbers of a call, one after the other.
+// Reads the numbers and arrays of a call in the order in which they are declared; what is wrong, if anything is.
 class Reader {
 public:
-    bool good = true;
+    const char *wrong = nullptr;
 
     explicit Reader(const Frame *frame) : frame(frame) {
         const XLA_FFI_Array *whole = attribute("whole", XLA_FFI_DataType_S64);
         const XLA_FFI_Array *real = attribute("real", XLA_FFI_DataType_F64);
-        good = whole && real;
-        if (!good) return;
+        if (!whole || !real) {
+            wrong = "a call has no numbers";
+            return;
+        }
         wholes = static_cast<const Index *>(whole->data), count = static_cast<Index>(whole->size);
         reals = static_cast<const double *>(real->data), real_count = static_cast<Index>(real->size);
     }
 
-    Index whole() { return count-- > 0 ? *wholes++ : refuse(); }
-    double real() { return real_count-- > 0 ? *reals++ : static_cast<double>(refuse()); }
-
-    // Read the next array if the next number says that there is one.
-    template <class T>
-    void argument(Array<const T> &to, Index *column = nullptr) {
-        if (!whole()) return;
-        if (arguments == frame->args.size) return static_cast<void>(refuse());
-        read(static_cast<const XLA_FFI_Buffer *>(frame->args.args[arguments++]), to, column);
+    void operator()(const char *, Index &to) {
+        if (count-- > 0)
+            to = *wholes++;
+        else
+            refuse("a call has other numbers");
     }
 
+    template <class Real>
+    void operator()(const char *, Real &to) {
+        if (real_count-- > 0)
+            to = static_cast<Real>(*reals++);
+        else
+            refuse("a call has other numbers");
+    }
+
+    // Read the next array if the next number says that there is one: the results are those that are written to.
     template <class T>
-    const XLA_FFI_Buffer *result(Array<T> &to) {
-        if (!whole()) return nullptr;
-        if (results == frame->rets.size) return refuse(), nullptr;
-        const XLA_FFI_Buffer *from = static_cast<const XLA_FFI_Buffer *>(frame->rets.rets[results++]);
-        read(from, to, nullptr);
-        return from;
+    bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
+        Index there = 0;
+        (*this)(name, there);
+        if (wrong || (there ? need == Need::NOT : need == Need::MUST)) return refuse("a call has other arrays");
+        if (!there) return true;
+        constexpr bool given = std::is_const_v<T>;
+        Index &next = given ? arguments : results;
+        if (next == (given ? frame->args.size : frame->rets.size)) return refuse("a call has other arrays");
+        const void *from = given ? frame->args.args[next] : frame->rets.rets[next];
+        next++;
+        return read(*static_cast<const XLA_FFI_Buffer *>(from), to, axes);
     }
 
 private:
@@ -74,9 +81,9 @@ private:
     const double *reals = nullptr;
     Index count = 0, real_count = 0, arguments = 0, results = 0;
 
-    Index refuse() {
-        good = false;
-        return 0;
+    bool refuse(const char *why) {
+        if (!wrong) wrong = why;
+        return false;
     }
 
     const XLA_FFI_Array *attribute(const char *name, XLA_FFI_DataType dtype) const {
@@ -91,12 +98,29 @@ private:
     }
 
     template <class T>
-    void read(const XLA_FFI_Buffer *from, Array<T> &to, Index *column) {
-        if (from->rank != 4 || from->dtype != dtype(std::remove_const_t<T>())) return static_cast<void>(refuse());
-        Index steps[4], step = 1;
-        for (int i = 3; i >= 0; step *= from->dims[i--]) steps[i] = from->dims[i] == 1 ? 0 : step;
-        to.at = static_cast<T *>(from->data), to.item = steps[0], to.head = steps[1], to.row = steps[2];
-        if (column) *column = steps[3];
+    bool read(const XLA_FFI_Buffer &from, Array<T> &to, const Axes &axes) {
+        if (from.rank != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has another type");
+        View view{from.data, 4, {}, {}};
+        for (Index i = 3, step = 1; i >= 0; step *= from.dims[i--]) view.sizes[i] = from.dims[i], view.steps[i] = step;
+        const char *fault = place(view, axes, to);
+        return !fault || refuse(fault);
+    }
+
+    template <class T>
+    static constexpr XLA_FFI_DataType TYPE = std::is_same_v<T, float>          ? XLA_FFI_DataType_F32
+                                             : std::is_same_v<T, double>       ? XLA_FFI_DataType_F64
+                                             : std::is_same_v<T, std::int32_t> ? XLA_FFI_DataType_S32
+                                                                               : XLA_FFI_DataType_PRED;
+};
+
+// Moves the arrays of a call on to those of an entry, whose first item this is.
+struct Mover {
+    Index entry, item;
+
+    template <class T>
+    bool operator()(const char *, Array<T> &to, Need, const Axes &axes) const {
+        if (to) to.at += to.item * (axes.item.kind == Axis::OF_ENTRY ? entry : item);
+        return true;
     }
 };
 
@@ -104,12 +128,10 @@ private:
 template <class Real>
 struct Call {
     using Problem = ProblemOf<Real>;
-    static constexpr Array<const std::int32_t> Problem::*LABELS[] = {&Problem::q_segments, &Problem::k_segments,
-                                                                     &Problem::q_positions, &Problem::k_positions};
 
     Kernel<Real> kernel;
     Problem whole{};
-    Index entries = 1, parts = 1;
+    Index parts = 1;
     Index threads = 1, turns = 1;  // how many threads it pays to wake at most, and how many parts each is to have
 
     // Gradients of the tables, with a sum for each part but the first, which adds to the results themselves.
@@ -126,31 +148,26 @@ struct Call {
         for (Index i = 0; i < table_count; i++) std::free(tables[i].sums);
     }
 
-    void read_operands(Reader &from) {
+    bool read(Reader &from) {
         Problem &x = whole;
-        for (Index *number :
-             {&x.keys,      &x.offset,      &x.items,     &x.heads,     &x.key_heads, &x.queries, &x.width,
-              &x.rel_width, &x.value_width, &x.rows,      &x.left,      &x.clip,      &x.before,  &x.after,
-              &x.block,     &x.behind,      &x.mask_adds, &x.threshold, &entries,     &threads,   &turns})
-            *number = from.whole();
-        for (Real *number : {&x.scale, &x.rel_scale, &x.softcap, &x.kept}) *number = static_cast<Real>(from.real());
-        from.argument(x.q), from.argument(x.k), from.argument(x.v), from.argument(x.rel_k), from.argument(x.rel_v);
-        from.argument(x.bias), from.argument(x.rel_q);
-        x.mask_adds ? from.argument(x.added, &x.mask_key) : from.argument(x.seen, &x.mask_key);
-        from.argument(x.key_table);
-        for (Array<const std::int32_t> Problem::*labels : LABELS) from.argument(x.*labels);
-        from.argument(x.query_hashes), from.argument(x.key_hashes);
+        x.numbers(from), from("entries", x.entries), from("threads", threads), from("turns", turns);
+        if (!from.wrong && x.is_too_large()) from.wrong = "a call is too large";
+        return !from.wrong && x.arrays(from) && x.integers(from);
     }
 
-    void read_table(Reader &from, Array<Real> Problem::*gradient) {
-        const XLA_FFI_Buffer *buffer = from.result(whole.*gradient);
-        if (!buffer || !from.good) return;
-        const Index size = buffer->dims[1] * buffer->dims[2] * buffer->dims[3];
-        tables[table_count++] = {gradient, (whole.*gradient).at, nullptr, size};
+    void take_tables() {
+        const Problem &x = whole;
+        const auto take = [&](Array<Real> Problem::*gradient, Index rows, Index width) {
+            const Array<Real> &own = x.*gradient;
+            if (own) tables[table_count++] = {gradient, own.at, nullptr, (own.head ? x.heads : 1) * rows * width};
+        };
+        take(&Problem::d_rel_k, x.rows, x.rel_width), take(&Problem::d_rel_v, x.rows, x.value_width);
+        take(&Problem::d_bias, 1, x.rows), take(&Problem::d_key_table, x.rows, x.width);
     }
 
+    // Work on all parts, of which an entry has so many at most; false if there is no memory.
     bool run(const Frame *frame, Index most) {
-        const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
+        const Index entries = whole.entries, workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
         parts = std::max<Index>(1, std::min(most, (workers * turns + entries - 1) / entries));
         if (workers == 1) parts = 1;
         if (!make_sums()) return false;
@@ -162,49 +179,34 @@ struct Call {
     }
 
 private:
-    template <class T>
-    static void move(Array<T> &x, Index steps) {
-        if (x) x.at += steps * x.item;
-    }
-
     bool work(Index task) {
         const Index entry = task / parts, part = task % parts;
         Problem x = whole;
-        x.items = whole.items / entries;
-        for (Array<const Real> Problem::*table :
-             {&Problem::rel_k, &Problem::rel_v, &Problem::bias, &Problem::key_table})
-            move(x.*table, entry);
-        move(x.key_hashes, entry);
-        const Index first = entry * x.items;
-        for (Array<const Real> Problem::*each : {&Problem::q, &Problem::k, &Problem::v, &Problem::rel_q,
-                                                 &Problem::added, &Problem::d_out, &Problem::d_lse})
-            move(x.*each, first);
-        for (Array<Real> Problem::*each :
-             {&Problem::out, &Problem::lse, &Problem::d_q, &Problem::d_k, &Problem::d_v, &Problem::d_rel_q})
-            move(x.*each, first);
-        for (Array<const std::int32_t> Problem::*labels : LABELS) move(x.*labels, first);
-        move(x.seen, first), move(x.query_hashes, first);
+        x.items /= whole.entries;
+        const Mover move{entry, entry * x.items};
+        x.arrays(move), x.integers(move), x.results(move), x.cotangents(move), x.gradients(move);
         for (Index i = 0; i < table_count; i++) {
             const Table &table = tables[i];
             (x.*table.gradient).at =
                 part ? table.sums + (entry * (parts - 1) + part - 1) * table.size : table.results + entry * table.size;
         }
+        x.narrow();
         return kernel(x, part, parts);
     }
 
     bool make_sums() {
         for (Index i = 0; i < table_count; i++) {
             Table &table = tables[i];
-            std::memset(table.results, 0, entries * table.size * sizeof(Real));
+            std::memset(table.results, 0, whole.entries * table.size * sizeof(Real));
             if (parts == 1) continue;
-            table.sums = static_cast<Real *>(std::calloc(entries * (parts - 1) * table.size, sizeof(Real)));
+            table.sums = static_cast<Real *>(std::calloc(whole.entries * (parts - 1) * table.size, sizeof(Real)));
             if (!table.sums) return false;
         }
         return true;
     }
 
     void add_sums(const Table &table) const {
-        for (Index entry = 0; entry < entries; entry++)
+        for (Index entry = 0; entry < whole.entries; entry++)
             for (Index part = 1; part < parts; part++) {
                 Real *to = table.results + entry * table.size;
                 const Real *from = table.sums + (entry * (parts - 1) + part - 1) * table.size;
@@ -212,10 +214,6 @@ private:
             }
     }
 };
-
-inline Error *unreadable(const Frame *frame) {
-    return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "relskew: a call has other arrays or numbers");
-}
 
 inline Error *finished(const Frame *frame, bool done) {
     return done ? nullptr : error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "relskew: there is no memory");
@@ -226,33 +224,20 @@ Error *attend(Kernel<Real> kernel, Frame *frame) {
     Call<Real> call(kernel);
     Reader from(frame);
     ProblemOf<Real> &x = call.whole;
-    call.read_operands(from);
-    from.result(x.out), from.result(x.lse);
-    if (!from.good) return unreadable(frame);
-    const Index block = 48, blocks = (x.queries + block - 1) / block;
-    return finished(frame, call.run(frame, x.items / call.entries * x.heads * blocks));
+    const char *wrong = call.read(from) && x.results(from) ? x.wrong() : from.wrong;
+    if (wrong) return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
+    return finished(frame, call.run(frame, x.items / x.entries * x.heads * ((x.queries + BLOCK - 1) / BLOCK)));
 }
 
 template <class Real>
 Error *pull_back(Kernel<Real> kernel, Frame *frame) {
-    using Problem = ProblemOf<Real>;
     Call<Real> call(kernel);
     Reader from(frame);
-    Problem &x = call.whole;
-    call.read_operands(from);
-    Array<const Real> out, lse;
-    from.argument(x.d_out), from.argument(out), from.argument(lse), from.argument(x.d_lse);
-    from.result(x.d_q), from.result(x.d_k), from.result(x.d_v);
-    for (Array<Real> Problem::*table : {&Problem::d_rel_k, &Problem::d_rel_v, &Problem::d_bias})
-        call.read_table(from, table);
-    from.result(x.d_rel_q);
-    call.read_table(from, &Problem::d_key_table);
-    if (!from.good) return unreadable(frame);
-    const auto given = [](const Array<const Real> &x) {
-        return Array<Real>{const_cast<Real *>(x.at), x.item, x.head, x.row};
-    };
-    x.out = given(out), x.lse = given(lse);
-    return finished(frame, call.run(frame, x.items / call.entries * x.key_heads));
+    ProblemOf<Real> &x = call.whole;
+    const char *wrong = call.read(from) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
+    if (wrong) return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
+    call.take_tables();
+    return finished(frame, call.run(frame, x.items / x.entries * x.key_heads));
 }
 
 // Whether a call's queries, its first array, are doubles.

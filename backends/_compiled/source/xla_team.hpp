@@ -10,12 +10,12 @@
 #include <new>
 
 #include "../third_party/xla/ffi/api/c_api.h"
+#include "problem.hpp"
 
 namespace xla {
 
 using Frame = XLA_FFI_CallFrame;
 using Error = XLA_FFI_Error;
-using Index = std::int64_t;
 
 // Tasks 0 … count - 1, which some threads take one after the other. The caller works too, and waits only for tasks that
 // another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep nobody up.

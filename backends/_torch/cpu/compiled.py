@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, and not among what is exported
 
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
 from relskew_core.backends._torch.cpu.parts import Part, flattened, parts, with_zeros
-
-FORMATS = {torch.float32: "f", torch.float64: "d", torch.int32: "i", torch.bool: "?"}
-"""Of buffers, by the dtypes that the kernels know."""
 
 SHARED = 2**20
 """Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
@@ -126,22 +124,24 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like
         part.cut(name, found.setdefault(name, like.new_zeros(like.shape))).copy_(gradient)
 
 
-def _lent(arrays: Sequence[Tensor | None]) -> Iterator[Any]:
-    """Lend arrays, or copies of those whose rows are not in one piece."""
-    for x in arrays:
-        if x is None:
-            yield None
-            continue
-        steps = x.stride()
-        if steps[-1] != 1 and x.shape[-1] != 1:
-            x = x.contiguous()
-            steps = x.stride()
-        yield x.data_ptr(), x.shape, steps, FORMATS[x.dtype], x
+def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:
+    """Lend arrays, as capsules of DLPack: the type and the device are said there too."""
+    return [x if x is None else to_dlpack(x.resolve_neg() if x.is_neg() else x) for x in arrays]
+
+
+def _in_rows(x: Tensor | None) -> Tensor | None:
+    """Return a copy whose rows are in one piece, where numbers stand as a processor wants them."""
+    if x is None:
+        return None
+    if x.numel() and not x.untyped_storage().nbytes() and not x._is_zerotensor():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no memory: its storage was resized to 0")
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 TORCH = _compiled.Library(
     xp,
     _lent,
+    _in_rows,
     partial(torch.empty, device="cpu"),
     partial(torch.zeros, device="cpu"),
     torch.get_num_threads,
