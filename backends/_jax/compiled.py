@@ -40,7 +40,7 @@ RESULTS = ("d_out", "out", "lse", "d_lse")
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call, where it is lowered for CPUs."""
-    if x.q.dtype != jnp.float32 or any(map(is_symbol, (*x.q.shape, *x.k.shape))):
+    if x.q.dtype not in (jnp.float32, jnp.float64) or any(map(is_symbol, (*x.q.shape, *x.k.shape))):
         return False
     if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
         return False

@@ -14,7 +14,7 @@ from relskew_core.backends._compiled import Call, Library
 from relskew_core.backends._in_place import by_batch, flattened
 from relskew_core.backends._numpy.call import Array
 
-DTYPES = frozenset((np.dtype(np.float32),))
+DTYPES = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
 """Of calls that the kernels take."""
 
 

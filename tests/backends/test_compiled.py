@@ -23,7 +23,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # docume
 
 import dense
 import kernels_built
-from compiled_cases import CASES, LONG, close, narrow
+from compiled_cases import CASES, DTYPES, LONG, close, narrow
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Operands
@@ -52,6 +52,9 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     kernels.use(LEVELS[-1])
 
 
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
 def as_torch(x: Any) -> Any:
     return tuple(map(as_torch, x)) if isinstance(x, tuple) else torch.from_numpy(x.copy())
 
@@ -62,12 +65,14 @@ def test_there_are_cases_of_every_kind() -> None:
 
 
 @pytest.mark.usefixtures("level")
+@dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_equal_those_of_the_portable_code(case: dense.Case) -> None:
+def test_results_equal_those_of_the_portable_code(case: dense.Case, dtype: str) -> None:
     options = {**case.call(), "return_lse": True}
     expected = relative_attention(**case.arrays(), **options, impl="portable")
-    given = {name: narrow(x) for name, x in case.arrays().items()}
+    given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
     for x, y in zip(relative_attention(**given, **options, impl="native"), expected, strict=True):
+        assert x.dtype == dtype
         close(x, y)
     tensors: dict[str, Any] = {name: as_torch(x) for name, x in given.items()}
     for x, y in zip(relative_attention(**tensors, **options, impl="native"), expected, strict=True):
@@ -78,8 +83,9 @@ def test_results_equal_those_of_the_portable_code(case: dense.Case) -> None:
 
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("given_results", ["", "out lse d_lse", "lse", "out"], ids="given {}".format)
+@dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_equal_those_of_the_portable_code(case: dense.Case, given_results: str) -> None:
+def test_gradients_equal_those_of_the_portable_code(case: dense.Case, dtype: str, given_results: str) -> None:
     arrays, options, d_out = case.arrays(), case.call(), case.d_out()
     more: dict[str, Any] = {}
     if given_results:
@@ -88,10 +94,10 @@ def test_gradients_equal_those_of_the_portable_code(case: dense.Case, given_resu
         results = {"out": out, "lse": lse + np.log(2), "d_lse": d_lse}  # as if there were as much elsewhere
         more = {name: results[name] for name in given_results.split()}
     expected = relative_attention_vjp(d_out, **arrays, **options, **more, impl="portable")
-    given, more = ({name: narrow(x) for name, x in each.items()} for each in (arrays, more))
-    found = relative_attention_vjp(narrow(d_out), **given, **options, **more, impl="native")
+    given, more = ({name: narrow(x, dtype) for name, x in each.items()} for each in (arrays, more))
+    found = relative_attention_vjp(narrow(d_out, dtype), **given, **options, **more, impl="native")
     as_tensors = [{name: as_torch(x) for name, x in each.items()} for each in (given, more)]
-    of_torch = relative_attention_vjp(as_torch(narrow(d_out)), **as_tensors[0], **options, **as_tensors[1])
+    of_torch = relative_attention_vjp(as_torch(narrow(d_out, dtype)), **as_tensors[0], **options, **as_tensors[1])
     for name, x, z, y in zip(found._fields, found, of_torch, expected, strict=True):
         assert (x is None) == (y is None) == (z is None), name
         if y is not None:
@@ -101,16 +107,17 @@ def test_gradients_equal_those_of_the_portable_code(case: dense.Case, given_resu
 
 @pytest.mark.parametrize("n", [1, 3, 20, 200], ids="{} queries".format)
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
-def test_torch_trains_with_them(n: int, mask: bool) -> None:
+@dtypes
+def test_torch_trains_with_them(n: int, mask: bool, dtype: str) -> None:
     case = dense.Case("training", n=n, m=n + 2, d=16, span=Span(7, 4, "clip"), tables="rel_k rel_v rel_bias",
                       options={"softcap": 5.0, "offset": 2})  # fmt: skip
     case = replace(case, mask="boolean") if mask else case
     arrays = {name: as_torch(x) for name, x in case.arrays().items()}
     results = []
-    for dtype, impl in ((torch.float32, "auto"), (torch.float64, "portable")):
-        given = {name: x.to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
+    for as_type, impl in ((getattr(torch, dtype), "auto"), (torch.float64, "portable")):
+        given = {name: x.to(as_type).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
         out: Any = relative_attention(**given, **case.call(), impl=impl)
-        out.backward(as_torch(case.d_out()).to(dtype))
+        out.backward(as_torch(case.d_out()).to(as_type))
         results.append([out.detach().numpy(), *(x.grad.numpy() for x in given.values() if x.requires_grad)])
     for x, y in zip(*results, strict=True):
         close(x, y)
@@ -183,10 +190,11 @@ def test_tables_may_have_very_many_rows(name: str, rows: int, n: int) -> None:
     close(found, relative_attention(q, k, v, **tables[1], span=Span(127, 0, "clip"), offset=64 - n))
 
 
-def test_arrays_may_lie_in_memory_in_any_way() -> None:
+@dtypes
+def test_arrays_may_lie_in_memory_in_any_way(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 60, 3, 16)).astype(np.float32).swapaxes(1, 2) for _ in range(3))
-    k, table = np.asfortranarray(k), np.broadcast_to(rng.standard_normal((21, 1)).astype(np.float32), (21, 16))
+    q, k, v = (rng.standard_normal((2, 60, 3, 16)).astype(dtype).swapaxes(1, 2) for _ in range(3))
+    k, table = np.asfortranarray(k), np.broadcast_to(rng.standard_normal((21, 1)).astype(dtype), (21, 16))
     mask = np.broadcast_to(rng.random((2, 1, 60, 1)) < 0.7, (2, 1, 60, 60))
     options: dict[str, Any] = {"span": Span(10, 10, "clip"), "mask": mask}
     expected = relative_attention(q, k, v, table, **options, impl="portable")
@@ -199,13 +207,14 @@ def test_arrays_may_lie_in_memory_in_any_way() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 30], ids=["few", "many"])
-def test_keys_that_a_mask_hides_may_be_anything(n: int) -> None:
+@dtypes
+def test_keys_that_a_mask_hides_may_be_anything(n: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 2, m, 8)).astype(np.float32) for m in (n, 600, 600))
-    table, seen = rng.standard_normal((9, 8)).astype(np.float32), rng.random((2, 1, 1, 600)) < 0.6
+    q, k, v = (rng.standard_normal((2, 2, m, 8)).astype(dtype) for m in (n, 600, 600))
+    table, seen = rng.standard_normal((9, 8)).astype(dtype), rng.random((2, 1, 1, 600)) < 0.6
     options: dict[str, Any] = {"span": Span(4, 4, "clip"), "mask": seen, "offset": 0}
     expected = relative_attention(q, k, v, table, **options)
-    k = np.where(seen.swapaxes(-1, -2), k, np.float32(np.nan))
+    k = np.where(seen.swapaxes(-1, -2), k, np.asarray(np.nan, dtype))
     np.testing.assert_array_equal(relative_attention(q, k, v, table, **options), expected)
 
 
@@ -213,19 +222,18 @@ def test_keys_that_a_mask_hides_may_be_anything(n: int) -> None:
 @pytest.mark.parametrize("n", [1, 30, 200], ids="{} queries".format)
 @pytest.mark.parametrize("name", ["segments", "positions"])
 @pytest.mark.parametrize("dv", [8, 16])
-def test_values_that_labels_hide_may_be_anything(n: int, name: str, dv: int) -> None:
+@dtypes
+def test_values_that_labels_hide_may_be_anything(n: int, name: str, dv: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v, d_out = (
-        rng.standard_normal((2, 2, *s)).astype(np.float32) for s in ((n, 8), (600, 8), (600, dv), (n, dv))
-    )
-    table, values = (rng.standard_normal((9, width)).astype(np.float32) for width in (8, dv))
+    q, k, v, d_out = (rng.standard_normal((2, 2, *s)).astype(dtype) for s in ((n, 8), (600, 8), (600, dv), (n, dv)))
+    table, values = (rng.standard_normal((9, width)).astype(dtype) for width in (8, dv))
     of_queries, of_keys = rng.integers(1, 4, (2, n)), rng.integers(1, 4, (2, 600))
     of_keys[0, 7:600:31] = of_keys[1, 590:] = 50  # no query's document, and after all queries
     hidden = np.expand_dims(of_keys == 50, (1, 3))
     options: dict[str, Any] = {"span": Span(4, 4, "clip"), name: (of_queries, of_keys), "causal": name == "positions"}
     given = {"rel_k": table, "rel_v": values, "offset": 0, **options}
     expected = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
-    v = np.where(hidden, np.float32(np.nan), v)
+    v = np.where(hidden, np.asarray(np.nan, dtype), v)
     found = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
@@ -236,10 +244,11 @@ def test_values_that_labels_hide_may_be_anything(n: int, name: str, dv: int) -> 
     assert np.isfinite(seen[1]).all()
 
 
-def test_a_query_that_is_not_finite_keeps_to_what_it_sees() -> None:
+@dtypes
+def test_a_query_that_is_not_finite_keeps_to_what_it_sees(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v, d_out = rng.standard_normal((4, 1, 20, 8)).astype(np.float32)
-    table = rng.standard_normal((20, 8)).astype(np.float32)
+    q, k, v, d_out = rng.standard_normal((4, 1, 20, 8)).astype(dtype)
+    table = rng.standard_normal((20, 8)).astype(dtype)
     q[..., 5, :] = np.nan
     found = relative_attention_vjp(d_out, q, k, v, table, Span.causal(20), causal=True)
     assert np.isfinite(np.delete(found.q, 5, axis=-2)).all()
@@ -249,26 +258,29 @@ def test_a_query_that_is_not_finite_keeps_to_what_it_sees() -> None:
         assert np.isfinite(gradient[..., 6:, :]).all()
 
 
-def test_nan_that_is_seen_is_seen() -> None:
-    q, k, v = np.ones((3, 1, 30, 8), np.float32)
+@dtypes
+def test_nan_that_is_seen_is_seen(dtype: str) -> None:
+    q, k, v = np.ones((3, 1, 30, 8), dtype)
     k[..., 3, :] = np.nan
     out, lse = relative_attention(q, k, v, return_lse=True)
     assert np.isnan(out).all()
     assert np.isnan(lse).all()
 
 
-def test_negligible_weights_are_zeros(level: str) -> None:
+@dtypes
+def test_negligible_weights_are_zeros(level: str, dtype: str) -> None:
     for n in (1, 40):
-        q, k = np.ones((1, n, 1), np.float32), np.zeros((1, 600, 1), np.float32)
+        q, k = np.ones((1, n, 1), dtype), np.zeros((1, 600, 1), dtype)
         v = np.zeros_like(k)
         k[..., 1::2, :], v[..., 1::2, :] = -80.0, 1e38
         assert not np.any(relative_attention(q, k, v, scale=1.0)), level
 
 
-def test_results_are_the_same_on_any_number_of_threads() -> None:
+@dtypes
+def test_results_are_the_same_on_any_number_of_threads(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v, d_out = (rng.standard_normal((2, 4, 500, 64)).astype(np.float32) for _ in range(4))
-    table = rng.standard_normal((500, 64)).astype(np.float32)
+    q, k, v, d_out = (rng.standard_normal((2, 4, 500, 64)).astype(dtype) for _ in range(4))
+    table = rng.standard_normal((500, 64)).astype(dtype)
     found = []
     for threads in (1, 2, 5):
         backends.set_numpy_threads(threads)
@@ -364,9 +376,10 @@ def test_torch_works_on_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[3] == (0, 1, 1, team, 1)
 
 
-def test_memory_is_given_back() -> None:
+@dtypes
+def test_memory_is_given_back(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 8, 100, 64)).astype(np.float32) for _ in range(3))
+    q, k, v = (rng.standard_normal((1, 8, 100, 64)).astype(dtype) for _ in range(3))
     psutil: Any = importlib.import_module("psutil")
     process, used = psutil.Process(), []
     for _ in range(3):

@@ -19,10 +19,16 @@ import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, unknown
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _blas, _parallel
+from relskew_core.backends import _blas, _compiled, _parallel
 from relskew_core.backends._numpy import forward, logits, serve
 from relskew_core.backends._numpy.call import HeadwiseCall
 from relskew_core.backends._path import PORTABLE, Path
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the calls served that compiled kernels would take."""
+    monkeypatch.setattr(_compiled, "kernels", None)
 
 
 @pytest.fixture
@@ -79,7 +85,9 @@ def test_negligible_weights_are_zeros(every: int) -> None:
 
 def is_known(case: dense.Case, function: str = "attention") -> bool:
     call = problem(Arguments(**case.arrays(), **case.call()))
-    path = serve(function, call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compiled, "kernels", None)
+        path = serve(function, call)
     return isinstance(path, Path) and not unknown(call.given, call.options, path.knows)
 
 

@@ -34,6 +34,16 @@ every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
 libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 
 
+COMPILED = _compiled.kernels
+"""For the calls that are to be theirs."""
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the calls served that compiled kernels would take."""
+    monkeypatch.setattr(_compiled, "kernels", None)
+
+
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """Return what is remembered: nothing, in the beginning."""
@@ -507,10 +517,10 @@ def test_heads_and_results_tell_kinds_apart(
 def test_long_calls_are_remembered_where_compiled_kernels_serve_them(
     library: Callable[..., Any], served: bool, known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not served:
-        monkeypatch.setattr(_compiled, "kernels", None)
-    elif _compiled.kernels is None:
-        pytest.skip("no kernels were compiled")
+    if served:
+        if COMPILED is None:
+            pytest.skip("no kernels were compiled")
+        monkeypatch.setattr(_compiled, "kernels", COMPILED)
     long = [library(x.astype(np.float32)) for x in drawn(8, 9000, rows=9000)]
     for _ in range(2):
         out = attend(*long, span=Span.causal(9000))
@@ -520,8 +530,9 @@ def test_long_calls_are_remembered_where_compiled_kernels_serve_them(
 
 def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """And their log-sum-exp has its gradient, too."""
-    if _compiled.kernels is None:
+    if COMPILED is None:
         pytest.skip("no kernels were compiled")
+    monkeypatch.setattr(_compiled, "kernels", COMPILED)
     monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
     rng = np.random.default_rng(0)
     shapes = ((3, 2, 40, 8), (3, 2, 40, 8), (3, 2, 40, 8), (79, 8))

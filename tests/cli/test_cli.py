@@ -293,8 +293,8 @@ def test_numpys_native_path_says_how_it_runs_and_why(
 @pytest.mark.parametrize(
     ("levels", "told"),
     [
-        (["base", "x86-64-v3"], "compiled kernels: for x86-64-v3, float32 on CPUs\n"),
-        (["base"], f"compiled kernels: for any {platform.machine()}, float32 on CPUs\n"),
+        (["base", "x86-64-v3"], "compiled kernels: for x86-64-v3, float32 and float64 on CPUs\n"),
+        (["base"], f"compiled kernels: for any {platform.machine()}, float32 and float64 on CPUs\n"),
         (None, "compiled kernels: none: no C++ compiler served at installation, or"),
     ],
     ids=["one level", "base", "none"],

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import dense
+from libraries import GATES
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -15,11 +16,13 @@ from relskew_core.backends._numpy import compiled as of_numpy
 GATE = 2e-5
 """Of float32, beside the largest number of a result."""
 
+DTYPES = ("float32", "float64")
 
-def narrow(x: Any) -> Any:
+
+def narrow(x: Any, dtype: str = "float32") -> Any:
     if isinstance(x, tuple):
-        return tuple(map(narrow, x))
-    return x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
+        return tuple(narrow(each, dtype) for each in x)
+    return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
 
 
 STAMPS = tuple(np.cumsum(np.random.default_rng(n).integers(0, 4, (2, n)), -1).tolist() for n in (110, 600))
@@ -88,5 +91,9 @@ CASES = [case for case in [*dense.CASES, *LONG] if is_served(case)]
 def close(found: Any, expected: Any, what: str = "") -> None:
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(np.isfinite(found), finite, err_msg=what)
+    if found.dtype == np.float64:
+        size = max(1.0, float(np.linalg.norm(expected[finite])))
+        assert np.linalg.norm(found[finite] - expected[finite]) <= GATES["float64"] * size, what
+        return
     scale = max(1.0, np.abs(expected[finite]).max(initial=0))
     np.testing.assert_allclose(found[finite], expected[finite], rtol=0, atol=GATE * scale, err_msg=what)

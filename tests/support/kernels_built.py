@@ -58,7 +58,8 @@ ARM = ("-DHIGH_ROWS=12", "-DPOISON")
 def built(*flags: str) -> ModuleType:
     """Compile the kernels for the least of this kind of processors, quickly."""
     with tempfile.TemporaryDirectory() as folder:
-        path, objects = Path(folder, "_kernels.so"), []
+        path = Path(folder, "_kernels.so")
+        objects: list[str] = []
         for unit in UNITS:
             if unit.level in (None, "base"):
                 objects.append(str(Path(folder, f"{len(objects)}.o")))

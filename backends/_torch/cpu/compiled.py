@@ -27,7 +27,7 @@ WORTH_CUTTING = 2**24
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call."""
-    return x.q.dtype == torch.float32 and _compiled.serves(x, options)
+    return x.q.dtype in (torch.float32, torch.float64) and _compiled.serves(x, options)
 
 
 def call_of(operands: Operands, options: Options) -> Call | None:
