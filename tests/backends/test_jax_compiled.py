@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dense
+import kernels_built
 from compiled_cases import CASES, close, narrow
 from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import Span, relative_attention, relative_attention_vjp
@@ -450,6 +451,64 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
     for arrays, named in others:
         with pytest.raises(jax.errors.JaxRuntimeError, match=why):
             call(*arrays, **named)
+
+
+SAME = {
+    "Extension Extension_Base": "size=struct_size type next",
+    "Version Api_Version": "size=struct_size extensions=extension_start major=major_version minor=minor_version",
+    "Metadata": "size=struct_size version=api_version traits state_type=state_type_id",
+    "MetadataWanted Metadata_Extension": "base=extension_base metadata",
+    "Buffer": "size=struct_size extensions=extension_start dtype data axes=rank sizes=dims",
+    "Buffers Args": "size=struct_size extensions=extension_start count=size types at=args",
+    "Buffers Rets": "size=struct_size extensions=extension_start count=size types at=rets",
+    "Text ByteSpan": "at=ptr length=len",
+    "Numbers Array": "dtype count=size data",
+    "Attributes Attrs": "size=struct_size extensions=extension_start count=size types names values=attrs",
+    "Frame CallFrame": "size=struct_size extensions=extension_start offers=api context=ctx stage arguments=args "
+                       "results=rets attributes=attrs",
+    "NewError Error_Create_Args": "size=struct_size extensions=extension_start message code=errc",
+    "OldError Error_Destroy_Args": "size=struct_size extensions=extension_start error",
+    "Task ThreadPool_Schedule_Args": "size=struct_size extensions=extension_start context=ctx run=task of=data",
+    "Threads ThreadPool_NumThreads_Args": "size=struct_size extensions=extension_start context=ctx count=num_threads",
+    "Offers Api": "size=struct_size extensions=extension_start version=api_version own=internal_api "
+                  "make_error=XLA_FFI_Error_Create error_message=XLA_FFI_Error_GetMessage "
+                  "destroy_error=XLA_FFI_Error_Destroy schedule=XLA_FFI_ThreadPool_Schedule "
+                  "count_threads=XLA_FFI_ThreadPool_NumThreads",
+}  # fmt: skip
+"""The structs of the interface, ours and XLA's, and their fields."""
+
+GROWS = ("Frame", "Offers")
+"""Structs that XLA makes, which may have more at their ends."""
+
+VALUES = {
+    "BOOL": "DataType_PRED", "INT32": "DataType_S32", "INT64": "DataType_S64", "FLOAT32": "DataType_F32",
+    "FLOAT64": "DataType_F64", "MetadataWanted::TYPE": "Extension_Metadata", "Numbers::TYPE": "AttrType_ARRAY",
+    "NewError::INVALID_ARGUMENT": "Error_Code_INVALID_ARGUMENT", "MAJOR_VERSION": "API_MAJOR",
+    "NewError::RESOURCE_EXHAUSTED": "Error_Code_RESOURCE_EXHAUSTED",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(kernels_built.COMPILER is None, reason="no compiler is here")
+def test_the_interface_is_laid_out_as_xla_has_it() -> None:
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla.hpp"']
+    for names, fields in SAME.items():
+        ours, theirs = f"xla::{names.split()[0]}", f"XLA_FFI_{names.split()[-1]}"
+        if names.split()[0] not in GROWS:
+            lines.append(f"static_assert(sizeof({ours}) == sizeof({theirs}));")
+        for field in fields.split():
+            own, its = field.split("=")[0], field.split("=")[-1]
+            lines.append(f"static_assert(offsetof({ours}, {own}) == offsetof({theirs}, {its}));")
+            lines.append(f"static_assert(sizeof({ours}::{own}) == sizeof({theirs}::{its}));")
+    lines += [f"static_assert(int(xla::{ours}) == int(XLA_FFI_{theirs}));" for ours, theirs in VALUES.items()]
+    lines += ["static_assert(xla::MINOR_VERSION <= XLA_FFI_API_MINOR);"]
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", f"-I{kernels_built.SOURCE}", "-x", "c++", "-"]
+    command = [str(kernels_built.COMPILER), *flags]
+    ended = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    wrong = [line.replace("offsetof(XLA_FFI_Buffer, data)", "0") for line in lines]
+    assert wrong != lines
+    ended = subprocess.run(command, input="\n".join(wrong), capture_output=True, text=True)
+    assert "static assertion failed" in ended.stderr
 
 
 SPLIT = """

@@ -21,7 +21,7 @@ import pytest
 import relskew_core
 from tracked import IN_GIT, PACKED, ROOT, tracked
 
-COMPILED = ("_compiled/source/", "_compiled/third_party/")
+COMPILED = "_compiled/source/"
 """What the kernels are compiled from, which no wheel holds."""
 
 KERNELS = "relskew_core/backends/_compiled/_kernels.abi3.so"
@@ -42,6 +42,16 @@ ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", 
 def setuptools_table() -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     return table
+
+
+def test_nothing_of_others_is_in_the_tree() -> None:
+    for name in tracked():
+        path = ROOT / name
+        assert "third_party" not in path.parts, name
+        if path.suffix in (".py", ".c", ".h", ".hpp", ".cpp", ".js", ".toml", "") and not path.is_symlink():
+            head = path.read_text(errors="ignore")[:3000].lower()
+            for word in ("all rights reserved", "licensed under", "copyright (c)", "spdx-" + "license-identifier"):
+                assert word not in head or name == "LICENSE" or path == Path(__file__), (name, word)
 
 
 def copy_to(folder: Path, link: Callable[[Path, Path], None]) -> None:

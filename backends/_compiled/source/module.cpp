@@ -313,19 +313,19 @@ PyMethodDef methods[] = {
 };
 
 // What XLA calls, by the addresses that XLA_ATTEND and XLA_PULL_BACK hold.
-XLA_FFI_Error *xla_attend(XLA_FFI_CallFrame *frame) {
+xla::Error *xla_attend(xla::Frame *frame) {
     if (xla::tell_version(frame)) return nullptr;
     return xla::of_doubles(frame) ? xla::attend(chosen->doubles.attend, frame)
                                   : xla::attend(chosen->singles.attend, frame);
 }
 
-XLA_FFI_Error *xla_pull_back(XLA_FFI_CallFrame *frame) {
+xla::Error *xla_pull_back(xla::Frame *frame) {
     if (xla::tell_version(frame)) return nullptr;
     return xla::of_doubles(frame) ? xla::pull_back(chosen->doubles.pull_back, frame)
                                   : xla::pull_back(chosen->singles.pull_back, frame);
 }
 
-bool add_address(PyObject *module, const char *name, XLA_FFI_Handler *handler) {
+bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
     PyObject *capsule = PyCapsule_New(reinterpret_cast<void *>(handler), nullptr, nullptr);
     const bool done = capsule && !PyModule_AddObjectRef(module, name, capsule);
     Py_XDECREF(capsule);

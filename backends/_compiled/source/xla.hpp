@@ -11,20 +11,20 @@
 
 namespace xla {
 
-inline Error *error(const Frame *frame, XLA_FFI_Error_Code code, const char *message) {
-    XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, code};
-    return frame->api->XLA_FFI_Error_Create(&args);
+inline Error *error(const Frame *frame, int code, const char *message) {
+    NewError args{sizeof(NewError), nullptr, message, code};
+    return frame->offers->make_error(&args);
 }
 
 // Of the interface: the oldest that has all that is used here, and the latest that the oldest supported JAX knows.
-constexpr int MINOR_VERSION = 1;
+constexpr int MAJOR_VERSION = 0, MINOR_VERSION = 1;
 
 // Say which version of the interface this is; false if nobody asks.
 inline bool tell_version(Frame *frame) {
-    XLA_FFI_Extension_Base *extension = frame->extension_start;
-    if (!extension || extension->type != XLA_FFI_Extension_Metadata) return false;
-    XLA_FFI_Metadata *metadata = reinterpret_cast<XLA_FFI_Metadata_Extension *>(extension)->metadata;
-    metadata->api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, MINOR_VERSION};
+    Extension *extension = frame->extensions;
+    if (!extension || extension->type != MetadataWanted::TYPE) return false;
+    Metadata *metadata = reinterpret_cast<MetadataWanted *>(extension)->metadata;
+    metadata->version = {sizeof(Version), nullptr, MAJOR_VERSION, MINOR_VERSION};
     metadata->traits = 0;
     return true;
 }
@@ -35,14 +35,14 @@ public:
     const char *wrong = nullptr;
 
     explicit Reader(const Frame *frame) : frame(frame) {
-        const XLA_FFI_Array *whole = attribute("whole", XLA_FFI_DataType_S64);
-        const XLA_FFI_Array *real = attribute("real", XLA_FFI_DataType_F64);
+        const Numbers *whole = attribute("whole", INT64);
+        const Numbers *real = attribute("real", FLOAT64);
         if (!whole || !real) {
             wrong = "a call has no numbers";
             return;
         }
-        wholes = static_cast<const Index *>(whole->data), count = static_cast<Index>(whole->size);
-        reals = static_cast<const double *>(real->data), real_count = static_cast<Index>(real->size);
+        wholes = static_cast<const Index *>(whole->data), count = static_cast<Index>(whole->count);
+        reals = static_cast<const double *>(real->data), real_count = static_cast<Index>(real->count);
     }
 
     void operator()(const char *, Index &to) {
@@ -69,10 +69,10 @@ public:
         if (!there) return true;
         constexpr bool given = std::is_const_v<T>;
         Index &next = given ? arguments : results;
-        if (next == (given ? frame->args.size : frame->rets.size)) return refuse("a call has other arrays");
-        const void *from = given ? frame->args.args[next] : frame->rets.rets[next];
+        if (next == (given ? frame->arguments.count : frame->results.count)) return refuse("a call has other arrays");
+        const void *from = given ? frame->arguments.at[next] : frame->results.at[next];
         next++;
-        return read(*static_cast<const XLA_FFI_Buffer *>(from), to, axes);
+        return read(*static_cast<const Buffer *>(from), to, axes);
     }
 
 private:
@@ -86,31 +86,32 @@ private:
         return false;
     }
 
-    const XLA_FFI_Array *attribute(const char *name, XLA_FFI_DataType dtype) const {
-        const XLA_FFI_Attrs &all = frame->attrs;
-        for (Index i = 0; i < all.size; i++) {
-            const XLA_FFI_ByteSpan &own = *all.names[i];
-            if (own.len != std::strlen(name) || std::memcmp(own.ptr, name, own.len)) continue;
-            const XLA_FFI_Array *array = static_cast<const XLA_FFI_Array *>(all.attrs[i]);
-            return all.types[i] == XLA_FFI_AttrType_ARRAY && array->dtype == dtype ? array : nullptr;
+    const Numbers *attribute(const char *name, DataType dtype) const {
+        const Attributes &all = frame->attributes;
+        for (Index i = 0; i < all.count; i++) {
+            const Text &own = *all.names[i];
+            if (own.length != std::strlen(name) || std::memcmp(own.at, name, own.length) != 0) continue;
+            const Numbers *array = static_cast<const Numbers *>(all.values[i]);
+            return all.types[i] == Numbers::TYPE && array->dtype == dtype ? array : nullptr;
         }
         return nullptr;
     }
 
     template <class T>
-    bool read(const XLA_FFI_Buffer &from, Array<T> &to, const Axes &axes) {
-        if (from.rank != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has another type");
+    bool read(const Buffer &from, Array<T> &to, const Axes &axes) {
+        if (from.axes != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has another type");
         View view{from.data, 4, {}, {}};
-        for (Index i = 3, step = 1; i >= 0; step *= from.dims[i--]) view.sizes[i] = from.dims[i], view.steps[i] = step;
+        for (Index i = 3, step = 1; i >= 0; step *= from.sizes[i--])
+            view.sizes[i] = from.sizes[i], view.steps[i] = step;
         const char *fault = place(view, axes, to);
         return !fault || refuse(fault);
     }
 
     template <class T>
-    static constexpr XLA_FFI_DataType TYPE = std::is_same_v<T, float>          ? XLA_FFI_DataType_F32
-                                             : std::is_same_v<T, double>       ? XLA_FFI_DataType_F64
-                                             : std::is_same_v<T, std::int32_t> ? XLA_FFI_DataType_S32
-                                                                               : XLA_FFI_DataType_PRED;
+    static constexpr DataType TYPE = std::is_same_v<T, float>          ? FLOAT32
+                                     : std::is_same_v<T, double>       ? FLOAT64
+                                     : std::is_same_v<T, std::int32_t> ? INT32
+                                                                       : BOOL;
 };
 
 // Moves the arrays of a call on to those of an entry, whose first item this is.
@@ -216,7 +217,7 @@ private:
 };
 
 inline Error *finished(const Frame *frame, bool done) {
-    return done ? nullptr : error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "relskew: there is no memory");
+    return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: there is no memory");
 }
 
 template <class Real>
@@ -225,7 +226,7 @@ Error *attend(Kernel<Real> kernel, Frame *frame) {
     Reader from(frame);
     ProblemOf<Real> &x = call.whole;
     const char *wrong = call.read(from) && x.results(from) ? x.wrong() : from.wrong;
-    if (wrong) return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
+    if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
     return finished(frame, call.run(frame, x.items / x.entries * x.heads * ((x.queries + BLOCK - 1) / BLOCK)));
 }
 
@@ -235,15 +236,14 @@ Error *pull_back(Kernel<Real> kernel, Frame *frame) {
     Reader from(frame);
     ProblemOf<Real> &x = call.whole;
     const char *wrong = call.read(from) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
-    if (wrong) return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
+    if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
     call.take_tables();
     return finished(frame, call.run(frame, x.items / x.entries * x.key_heads));
 }
 
 // Whether a call's queries, its first array, are doubles.
 inline bool of_doubles(const Frame *frame) {
-    return frame->args.size > 0 &&
-           static_cast<const XLA_FFI_Buffer *>(frame->args.args[0])->dtype == XLA_FFI_DataType_F64;
+    return frame->arguments.count > 0 && static_cast<const Buffer *>(frame->arguments.at[0])->dtype == FLOAT64;
 }
 
 }  // namespace xla

@@ -9,21 +9,18 @@
 #include <cstdlib>
 #include <new>
 
-#include "../third_party/xla/ffi/api/c_api.h"
 #include "problem.hpp"
+#include "xla_interface.hpp"
 
 namespace xla {
-
-using Frame = XLA_FFI_CallFrame;
-using Error = XLA_FFI_Error;
 
 // Tasks 0 … count - 1, which some threads take one after the other. The caller works too, and waits only for tasks that
 // another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep nobody up.
 class Team {
 public:
-    using Task = bool (*)(void *, Index);
+    using Work = bool (*)(void *, Index);
 
-    static bool run(const Frame *frame, Task task, void *of, Index count, Index workers) {
+    static bool run(const Frame *frame, Work task, void *of, Index count, Index workers) {
         bool done = true;
         void *place = workers > 1 && count > 1 ? std::malloc(sizeof(Team)) : nullptr;
         if (!place) {
@@ -32,10 +29,9 @@ public:
         }
         Team *team = new (place) Team(task, of, count);
         for (Index i = 1; i < std::min(workers, count); i++) {
-            XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, frame->ctx,
-                                                  help, team};
+            Task args{sizeof(Task), nullptr, frame->context, help, team};
             team->users++;
-            if (Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&args)) {
+            if (Error *error = frame->offers->schedule(&args)) {
                 destroy(frame, error), team->users--;
                 break;
             }
@@ -51,15 +47,14 @@ public:
 
     static Index workers(const Frame *frame) {
         Index count = 1;
-        XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx,
-                                                &count};
-        Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+        Threads args{sizeof(Threads), nullptr, frame->context, &count};
+        Error *error = frame->offers->count_threads(&args);
         if (error) destroy(frame, error);
         return error ? 1 : std::max<Index>(1, count);
     }
 
 private:
-    const Task task;
+    const Work task;
     void *const of;  // the caller's, who is gone when all tasks are done
     const Index count;
     std::atomic<Index> next{0}, users{1};
@@ -68,13 +63,13 @@ private:
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t all = PTHREAD_COND_INITIALIZER;
 
-    Team(Task task, void *of, Index count) : task(task), of(of), count(count) {}
+    Team(Work task, void *of, Index count) : task(task), of(of), count(count) {}
 
     ~Team() { pthread_cond_destroy(&all), pthread_mutex_destroy(&lock); }
 
     static void destroy(const Frame *frame, Error *error) {
-        XLA_FFI_Error_Destroy_Args args{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
-        frame->api->XLA_FFI_Error_Destroy(&args);
+        OldError args{sizeof(OldError), nullptr, error};
+        frame->offers->destroy_error(&args);
     }
 
     static void help(void *team) { static_cast<Team *>(team)->work(), static_cast<Team *>(team)->leave(); }
