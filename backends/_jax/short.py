@@ -42,6 +42,11 @@ def compiled(x: Operands, options: Options) -> Call | None:
     return of_numpy.call_of(_lent(x), options) if kernels.serves(x, options) else None
 
 
+def takes(x: Operands, plan: Call) -> bool:
+    """Whether a call of such a plan is for these kernels."""
+    return True
+
+
 def attention(x: Operands, call: Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     out, lse = of_numpy.attend(_lent(x), call, lent.LIBRARY)

@@ -67,6 +67,11 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
     return items * heads * queries * keys <= 4 * SCRATCH and (queries == 1 or queries * keys <= LOGITS)
 
 
+def takes(x: Operands, plan: Plan | Call) -> bool:
+    """Whether a call of such a plan is for these kernels."""
+    return True
+
+
 def attention(x: Operands, plan: Plan | Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     if isinstance(plan, Call):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from relskew_core._array.known import varies
-from relskew_core._kernel.call import Kind, Operands, Options, names_of
+from relskew_core._kernel.call import Kind, Options, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core.backends._path import COMMON, PORTABLE, Path
@@ -13,7 +13,12 @@ from relskew_core.backends._torch import recomputed
 from relskew_core.backends._torch.cpu import operator as cpu
 from relskew_core.backends._torch.cpu import ragged
 from relskew_core.backends._torch.cpu import short as short
-from relskew_core.backends._torch.watched import differentiates_by_function, has_tangents, pulled_back
+from relskew_core.backends._torch.watched import (
+    asks_for_gradients,
+    differentiates_by_function,
+    has_tangents,
+    pulled_back,
+)
 
 KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
 """The arrays and options that the kernels for CPUs know, though not all together."""
@@ -66,13 +71,9 @@ def instead(call: Problem) -> Path:
     if torch.compiler.is_exporting() or hasattr(operands.q, "placements"):  # a DTensor's rules are for operators
         return Path(recomputed.attention, recomputed.attention_vjp)
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
-    if logits <= KEPT or not _asks_for_gradients(operands):
+    if logits <= KEPT or not asks_for_gradients(operands):
         return PORTABLE
     return Path(recomputed.attention, recomputed.attention_vjp)
-
-
-def _asks_for_gradients(operands: Operands) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def _fused() -> Path:  # pragma: gpu only

@@ -49,10 +49,14 @@ def has_tangents(arrays: Arrays) -> bool:
     )
 
 
+def asks_for_gradients(arrays: Arrays) -> bool:
+    """Whether autograd has to know the results of a call."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
+
+
 def by_itself(arrays: Arrays) -> bool:
     """Whether nobody but the caller has a part in a call, whose results autograd need not know either."""
-    recorded = torch.is_grad_enabled()
-    plain = all(x is None or (type(x) in TYPES and not (recorded and x.requires_grad)) for x in arrays)
+    plain = all(x is None or type(x) in TYPES for x in arrays) and not asks_for_gradients(arrays)
     return plain and not is_transformed() and not has_tangents(arrays)
 
 

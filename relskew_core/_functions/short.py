@@ -170,8 +170,9 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
         return None
     if len(_checked) >= MOST:
         _checked.clear()
+    (alike, *_), values = kind
     _checked[kind[0]] = checked
-    return attend(*kind)
+    return checked.attend(call.operands(), values[alike.offset] or 0, formed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,11 @@ class Checked:
         ambiguous = (span.rows + 1) // 2 if guessed and span.rows % 2 else 0
         return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled, ambiguous)
 
-    def attend(self, x: Operands, offset: int) -> Any:
-        """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way."""
+    def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
+        """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way.
+
+        The arrays are the caller's, or ``formed`` as the kernels want them.
+        """
         call, plan = self.problem, self.plan
         if plan is None:
             of_one, count = self.compiled, x.k.shape[-2]
@@ -224,13 +228,12 @@ class Checked:
             plan = self._plan_of_one(x, offset) if of_one is None else of_one.at(count, offset)
             if plan is None:
                 return None
-        if not self.as_given:
-            formed = {name: form(name, getattr(x, name), heads=call.heads, xp=call.xp) for name in DIFFERENTIABLE}
-            x = replace(call, given=Operands(**formed)).operands()
-        results = self.kernels.attention(x, plan)
-        if results is None:
+        if not self.kernels.takes(x, plan):
             return None
-        out, lse = results
+        if not (formed or self.as_given):
+            own = {name: form(name, getattr(x, name), heads=call.heads, xp=call.xp) for name in DIFFERENTIABLE}
+            x = replace(call, given=Operands(**own)).operands()
+        out, lse = self.kernels.attention(x, plan)
         if not self.as_given:
             out, lse = call.result(out), None if lse is None else call.result(lse, dtype=call.wide)
         return out if lse is None else (out, lse)

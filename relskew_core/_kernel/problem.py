@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_known_sizes, check_offset, check_real, describe, is_array
@@ -45,6 +45,7 @@ class Problem:
     ragged: RaggedTables | None  # of a batch whose items have offsets of their own
     sinks: Array | None  # (H,)
     scales: HeadScales | None
+    _wide: list[Operands] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def result(self, x: Array, *, dtype: Any = None) -> Array:
         """Bring an array of a kernel into the caller's form."""
@@ -57,8 +58,15 @@ class Problem:
         return wide(self.dtype, xp=self.xp)
 
     def operands(self, *, half: bool = False) -> Operands:
-        """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision."""
-        return self.given if half else Operands(*widened(self.given, self.dtype, xp=self.xp))
+        """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision.
+
+        They are widened once for all who ask: who looks whether a path serves, and the path itself.
+        """
+        if half:
+            return self.given
+        if not self._wide:
+            self._wide.append(Operands(*widened(self.given, self.dtype, xp=self.xp)))
+        return self._wide[0]
 
     def operand(self, x: Array, *, half: bool) -> Array:
         """Bring an array of the caller's, shaped as the queries, into the kernels' form."""

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import relskew_core
-from relskew_core import relative_attention
+from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core._array import precision
+from relskew_core._functions import short
+from relskew_core._kernel import problem
 from relskew_core.backends import _compiled
 
 MOST = 60
@@ -47,9 +50,63 @@ def python_calls(call: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what is widened, which is nothing yet; nor is any kind of call known."""
+    found: list[Any] = []
+
+    def cast(x: Any, dtype: Any, *, xp: Any) -> Any:
+        if x.dtype == dtype:
+            return x
+        if dtype == xp.float32:
+            found.append(x)
+        return xp.astype(x, dtype)
+
+    for module in (precision, problem):
+        monkeypatch.setattr(module, "cast", cast)
+    monkeypatch.setattr(short, "_checked", {})
+    return found
+
+
+def halves(library: Callable[..., Any], length: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
+    rng, x = np.random.default_rng(0), (1, 2, length, 8)
+    all_shapes = {"q": x, "k": x, "v": x, "rel_k": (length, 8), **shapes}
+    return {name: library(rng.standard_normal(shape).astype(np.float16)) for name, shape in all_shapes.items()}
+
+
+LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy, of_jax], ids=["numpy", "torch", "jax"])
+
+
+@LIBRARIES
+@pytest.mark.parametrize("length", [1, 64, 600])
+def test_every_array_of_half_precision_is_widened_once(
+    library: Callable[..., Any], length: int, copies: list[Any]
+) -> None:
+    x = halves(library, length)
+    for _ in range(2):
+        relative_attention(**x, causal=True)
+        assert len(copies) == len(x)
+        copies.clear()
+    for _ in range(2):
+        relative_attention_vjp(x["q"], **x, causal=True)
+        assert len(copies) == len(x) + 1
+        copies.clear()
+
+
+def test_every_tensor_is_widened_once_where_autograd_decides_who_serves(copies: list[Any]) -> None:
+    """Gradients of a mask that is learned, and of log-sum-exps, are not for every way of a short call."""
+    x = halves(torch.from_numpy, 8, mask=(8, 8))
+    for learned in ("mask", "q"):
+        given = {**x, learned: x[learned].clone().requires_grad_()}
+        for _ in range(3):
+            relative_attention(**given, causal=True, return_lse=True)
+            assert len(copies) == len(x)
+            copies.clear()
+
+
 @needs_kernels
 @pytest.mark.no_cover
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy, of_jax], ids=["numpy", "torch", "jax"])
+@LIBRARIES
 @pytest.mark.parametrize("length", [1, 64, 600])
 def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., Any], length: int) -> None:
     rng = np.random.default_rng(0)
@@ -60,7 +117,10 @@ def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., An
 
 FIRST = """
 import sys, torch
-from relskew_core import relative_attention
+from relskew_core import relative_attention, relative_attention_vjp
+from relskew_core._array import precision
+from relskew_core._functions import short
+from relskew_core._kernel import problem
 q, k, v = (torch.randn(1, 2, 512, 16, requires_grad=True) for _ in range(3))
 out, lse = relative_attention(q, k, v, torch.randn(512, 16), causal=True, return_lse=True)
 (out.sum() + lse.sum()).backward()

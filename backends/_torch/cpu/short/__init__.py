@@ -23,6 +23,7 @@ from relskew_core.backends._torch.cpu import compiled as kernels
 from relskew_core.backends._torch.cpu.short import differentiable, forward
 from relskew_core.backends._torch.cpu.short.block import Hidden, blocks, joined
 from relskew_core.backends._torch.cpu.short.differentiable import ordinary as ordinary
+from relskew_core.backends._torch.watched import asks_for_gradients
 
 TYPES = frozenset((Tensor, torch.nn.Parameter, NoneType))
 """Of arguments; subclasses have ways of their own."""
@@ -68,16 +69,18 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
     return heads * queries * keys <= differentiable.KEPT and (queries == 1 or queries * keys <= LOGITS)
 
 
-def attention(x: Operands, plan: Plan | Call) -> tuple[Tensor, Tensor | None] | None:
-    """Return the output and, if asked for, the log-sum-exp; ``None`` if gradients are asked for that it has not."""
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in x):
-        learned = x.mask is not None and x.mask.requires_grad
-        if learned:
-            return None
+def takes(x: Operands, plan: Plan | Call) -> bool:
+    """Whether a call of such a plan is for these kernels: they have all the gradients that are asked for."""
+    has_gradients = isinstance(plan, Call) or (plan.options.softcap is None and not plan.options.return_lse)
+    learned = x.mask is not None and x.mask.requires_grad
+    return (has_gradients and not learned) or not asks_for_gradients(x)
+
+
+def attention(x: Operands, plan: Plan | Call) -> tuple[Tensor, Tensor | None]:
+    """Return the output and, if asked for, the log-sum-exp."""
+    if asks_for_gradients(x):
         if isinstance(plan, Call):
             return differentiable.by_kernels(x, plan)
-        if plan.options.softcap is not None or plan.options.return_lse:
-            return None
         return differentiable.attention(x, plan), None
     if isinstance(plan, Call):
         return kernels.attention(x, plan)
