@@ -170,7 +170,8 @@ def test_offsets_by_item_may_be_traced(tables: str) -> None:
                       options={"causal": True, "dropout": 0.3, "seed": 2, "chunk_size": 2})  # fmt: skip
 
     def total(arrays: Any, offset: Any, d_out: Any) -> Any:
-        return jnp.sum(relative_attention(**arrays, **case.call(), offset=offset, impl="native") * d_out)
+        options: dict[str, Any] = {**case.call(), "offset": offset, "impl": "native"}
+        return jnp.sum(relative_attention(**arrays, **options) * d_out)
 
     def pull(arrays: Any, offset: Any, d_out: Any) -> Any:
         return jax.value_and_grad(total)(arrays, offset, d_out)
@@ -385,7 +386,7 @@ def test_other_labels_and_offsets_are_compiled_once() -> None:
 )
 def test_what_nobody_sees_gets_no_gradient_and_gives_none(options: dict[str, Any], seen: slice, rows: slice) -> None:
     case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
-    options = {"span": case.span, "chunk_size": 4, "causal": True, **options}  # the chunks overlap
+    options = {"span": case.span, "chunk_size": 4, "causal": True, "offset": 0, **options}  # the chunks overlap
     arrays = case.arrays()
     expected = relative_attention(**arrays, **options)
     poisoned = {name: x.copy() for name, x in arrays.items()}
@@ -411,7 +412,7 @@ def test_what_nobody_sees_gets_no_gradient_and_gives_none(options: dict[str, Any
 
 def test_at_once_what_nobody_sees_gets_no_gradient_and_gives_none() -> None:
     case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
-    options: dict[str, Any] = {"span": case.span, "window": (2, 0), "softcap": 3.0}
+    options: dict[str, Any] = {"span": case.span, "window": (2, 0), "softcap": 3.0, "offset": 0}
     arrays = case.arrays()
     poisoned = {name: x.copy() for name, x in arrays.items()}
     for name in ("k", "v"):
@@ -629,11 +630,12 @@ def test_a_call_may_stand_in_shard_map(traced: bool) -> None:
 def test_no_queries_and_no_keys(n: int, m: int) -> None:
     case = dense.Case("empty", n=n, m=m, span=Span.full(4), tables="rel_k rel_v rel_bias", mask="additive")
     arrays = on_jax(case.arrays())
-    out, lse = relative_attention(**arrays, span=case.span, return_lse=True, impl="native")
+    options: dict[str, Any] = {"span": case.span, "offset": 0, "impl": "native"}
+    out, lse = relative_attention(**arrays, **options, return_lse=True)
     assert out.shape == case.d_out().shape
     assert not out.any()
     assert (lse == -np.inf).all()
-    gradients = relative_attention_vjp(jnp.asarray(case.d_out()), **arrays, span=case.span, impl="native")
+    gradients = relative_attention_vjp(jnp.asarray(case.d_out()), **arrays, **options)
     assert all(
         x.shape == arrays[name].shape and not x.any() for name, x in gradients._asdict().items() if x is not None
     )
