@@ -89,6 +89,11 @@ def same(name: str, actual: Any, expected: Any, tolerance: float, where: Any = T
         )
 
 
+def refused_heads(q: NDArray[Any], error: Exception) -> bool:
+    """Whether a call without any head was refused by name."""
+    return q.shape[-3:-2] == (0,) and "the 0 heads of `q`" in str(error)
+
+
 def told(function: str, arguments: Mapping[str, Any]) -> str:
     """Write a call as code, its arrays in full."""
     lines = [f"    {name}={_written(value)}," for name, value in arguments.items() if value is not None]

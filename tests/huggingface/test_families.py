@@ -145,10 +145,10 @@ class Packed(torch.nn.Module):
         super().__init__()
         self.packed = [layer]
 
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         return self.packed[0].weight
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, given: Tensor) -> Any:
         return self.packed[0](given)
 
 

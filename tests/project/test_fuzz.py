@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import fuzz.__main__ as command
 import numpy as np
 import pytest
-from fuzz import arguments, calls, engine, exports, files, gradients
+import torch
+from fuzz import arguments, calls, engine, exports, files, forms, gradients, threads, transforms
 from fuzz.engine import Target, WrongError, turn
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import relskew_core
 from relskew_core.export import to_onnx
 
+HEALTH = list(HealthCheck)
 TARGETS = {target.name: target for target in command.load_targets()}
 
 
@@ -79,6 +85,164 @@ def test_an_error_without_a_name_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(arguments.CALLS, "Span", (unnamed, {}))
     with pytest.raises(WrongError, match="names no argument: no"):
         arguments.check(arguments.Example("Span", {}))
+
+
+def failure_of(target: Target, how: Callable[[Any], Any] = lambda example: example) -> str:
+    """Return what is told of the first example that fails, which is not made smaller."""
+
+    @seed(5)
+    @settings(max_examples=400, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HEALTH)
+    @given(target.strategy.map(how))
+    def attempt(example: Any) -> None:
+        told.clear()
+        told.append(str(example))
+        target.check(example)
+
+    told: list[str] = []
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # whatever a planted defect raises
+        attempt()
+    return f"{told[0]}\n{raised.value!r}"
+
+
+def is_scattered(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and any(step % x.itemsize for step in x.strides)
+
+
+def with_bad(results: Any, change: Callable[[Any], Any]) -> Any:
+    return (change(results[0]), results[1]) if isinstance(results, tuple) else change(results)
+
+
+Given = dict[str, Any]
+SLIPS: dict[str, tuple[Callable[[Given], bool], str]] = {
+    "steps between items": (lambda given: is_scattered(given["v"]), "records"),
+    "addresses": (lambda given: isinstance(given["q"], np.ndarray) and not given["q"].flags.aligned, "unaligned"),
+    "steps of 0": (lambda given: 0 in getattr(given["k"], "strides", ()), "'k': 'repeated along"),
+    "negative steps": (lambda given: min(getattr(given["k"], "strides", (0,))) < 0, "'k': 'backwards'"),
+    "columns": (lambda given: isinstance(given["k"], np.ndarray) and np.isfortran(given["k"]), "'k': "),
+    "memory that is not to be written": (lambda given: not given["q"].flags.writeable, "read-only"),
+    "files": (lambda given: isinstance(given["k"], np.memmap), "'k': 'mapped'"),
+    "lazily negated": (lambda given: torch.is_tensor(given["k"]) and given["k"].is_neg(), "'k': 'lazily negated'"),
+    "no items": (lambda given: len(given["q"].shape) == 4 and given["q"].shape[0] == 0, "q=zeros((0, "),
+    "no queries": (lambda given: given["q"].shape[-2] == 0, "q=zeros("),
+    "no keys": (lambda given: given["k"].shape[-2] == 0, "k=zeros("),
+    "no values": (lambda given: given["v"].shape[-1] == 0, "v=zeros("),
+    "an item of padding": (lambda given: sees_nothing(given.get("mask")), "mask=asarray("),
+    "the end of a dtype": (lambda given: is_at_an_end(given.get("segments")), "segments=("),
+    "far windows": (lambda given: given.get("window") is not None and (given["window"][0] or 0) > 2**20, "window=("),
+    "far blocks": (lambda given: (given.get("blocks_before") or 0) > 2**20, "blocks_before="),
+    "left out": (lambda given: "offset" not in given, "relative_attention_vjp"),
+    "hidden numbers": (lambda given: bool(np.isnan(np.asarray(given["v"])).any()), "hidden: nan"),
+}
+
+
+def sees_nothing(mask: Any) -> bool:
+    hides = mask is not None and mask.ndim > 2 and 0 not in mask.shape and str(mask.dtype).endswith("bool")
+    return hides and not np.asarray(mask)[-1].any()
+
+
+def is_at_an_end(labels: Any) -> bool:
+    return labels is not None and int(np.asarray(labels[0]).min(initial=0)) < -100
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_with_an_array_is_found(monkeypatch: pytest.MonkeyPatch, slip: str) -> None:
+    happens, named = SLIPS[slip]
+
+    def careless(**given: Any) -> Any:
+        results = relskew_core.relative_attention(**given)
+        try:
+            slips = happens(given)
+        except AttributeError:  # torch's arrays have other names for it
+            slips = False
+        if not slips:
+            return results
+        if 0 in results[0].shape:
+            raise IndexError("planted")
+        return with_bad(results, lambda out: out + 1)
+
+    monkeypatch.setattr(forms, "relative_attention", careless)
+    assert named in failure_of(TARGETS["forms"])
+
+
+def test_a_slip_in_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(**given: Any) -> Any:
+        found = relskew_core.relative_attention_vjp(**given)
+        return found._replace(v=found.v + 1) if is_scattered(given["d_out"]) else found
+
+    monkeypatch.setattr(forms, "relative_attention_vjp", careless)
+    assert "the gradient of v[" in failure_of(TARGETS["forms"])
+
+
+def test_a_slip_is_made_small_and_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(**given: Any) -> Any:
+        results = relskew_core.relative_attention(**given)
+        return with_bad(results, lambda out: out + is_scattered(given["k"]))
+
+    monkeypatch.setattr(forms, "relative_attention", careless)
+    failure = turn(TARGETS["forms"], 2, examples=200).failure
+    assert failure is not None
+    assert re.search(r"^# numpy, float\d\d; layouts: \{.*'k': '[a-z ]*records'", failure, re.MULTILINE)
+    assert re.search(r"^    q=asarray\(\[\[[-\d. e]+\]\], dtype=float\d\d\),$|^    q=asarray", failure, re.MULTILINE)
+    assert "rel_k=" not in failure
+
+
+TRANSFORMED: dict[str, Callable[[], bool]] = {
+    "inference": torch.is_inference_mode_enabled,
+    "autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "compile": torch.compiler.is_compiling,
+    "backward": torch.is_grad_enabled,
+    "checkpoint": lambda: torch._C._current_graph_task_id() != -1,  # while it is computed again
+    "grad": lambda: torch._C._functorch.maybe_current_level() is not None,
+    "vmap": lambda: torch._C._functorch.maybe_current_level() is not None,
+    "vmap of grad": lambda: (torch._C._functorch.maybe_current_level() or 0) > 1,
+    "jvp": lambda: torch._C._functorch.maybe_current_level() is not None,
+    "dual": lambda: forward_ad._current_level >= 0,
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_a_slip_under_a_transformation_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def careless(*args: Any, **given: Any) -> Any:
+        out: Any = relskew_core.relative_attention(*args, **given)
+        return out.sin() * 2 + 1 if TRANSFORMED[how]() else out
+
+    monkeypatch.setattr(transforms, "relative_attention", careless)
+    told = failure_of(TARGETS["transforms"], lambda example: replace(example, how=how))
+    assert f"; {how} of (" in told
+
+
+@pytest.mark.parametrize(
+    ("slip", "named"),
+    [
+        (lambda out: out.to(torch.get_default_dtype()), "out is of torch."),
+        (lambda out: out.to(torch.empty(()).device), "out is on meta"),
+    ],
+)
+def test_torchs_defaults_in_a_result_are_found(
+    monkeypatch: pytest.MonkeyPatch, slip: Callable[[Any], Any], named: str
+) -> None:
+    def careless(*args: Any, **given: Any) -> Any:
+        return slip(relskew_core.relative_attention(*args, **given))
+
+    monkeypatch.setattr(transforms, "relative_attention", careless)
+    assert named in failure_of(TARGETS["transforms"], lambda example: replace(example, how="call"))
+
+
+def test_threads_that_disturb_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = []
+
+    def careless(*args: Any, **given: Any) -> Any:
+        inside.append(1)
+        results = relskew_core.relative_attention(*args, **given)
+        time.sleep(0.002)
+        disturbed = len(inside) > 1
+        inside.pop()
+        return with_bad(results, lambda out: out + 1) if disturbed else results
+
+    monkeypatch.setattr(threads, "relative_attention", careless)
+    told = failure_of(TARGETS["threads"])
+    assert "# threads: [[" in told
+    assert "thread " in told
 
 
 def wrong_above_six(number: int) -> None:

@@ -57,7 +57,7 @@ def attention(
     """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout)."""
     n, m = q.shape[-2], k.shape[-2]
     if q.ndim > 2:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+        k, v = (x.repeat_interleave(q.shape[-3] // max(1, x.shape[-3]), dim=-3) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rel_scale = scale if rel_scale is None else rel_scale
     by_head = (slice(None), None, None) if q.ndim > 2 else (slice(None), None)
@@ -80,8 +80,7 @@ def attention(
         if q.ndim == 2 or table.ndim == 2:
             found = table[rows.clamp(min=0)]
         else:
-            by_head = rows.clamp(min=0).movedim(-3, 0).expand(table.shape[0], *rows.shape[:-3], n, m)
-            found = torch.stack([own[at] for own, at in zip(table, by_head, strict=True)], -4)
+            found = table[torch.arange(len(table))[:, None, None], rows.clamp(min=0)]
         return found * (rows >= 0)[..., None]
 
     logits = scale * (q @ k.mT)
@@ -133,7 +132,7 @@ def softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tens
     if sinks is not None:
         logits, dead = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1), torch.zeros_like(dead)
     logits = logits.masked_fill(dead, 0.0)
-    weights = logits.softmax(-1).masked_fill(dead, 0.0)[..., :m] if m else logits
+    weights = logits.softmax(-1).masked_fill(dead, 0.0)[..., :m] if m else logits[..., :0]
     return weights, logits.logsumexp(-1).masked_fill(dead[..., 0], -math.inf)
 
 

@@ -208,7 +208,7 @@ def relative_attention(
     n, m = q.shape[-2], k.shape[-2]
     pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
     pattern["blocks_before"] = blocks_before
-    group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+    group = q.shape[-3] // max(1, k.shape[-3]) if q.ndim > 2 else 1
     mask = None if mask is None else np.broadcast_to(np.asarray(mask), (*q.shape[:-1], m))
 
     out, lse = np.zeros((*q.shape[:-1], v.shape[-1])), np.full(q.shape[:-1], -np.inf)

@@ -84,9 +84,10 @@ class Call:
 
     def pattern(self) -> NDArray[np.bool_]:
         """Which key which query sees, masks aside, shape (n, m)."""
-        names = ("offset", "causal", "window", "block_size")
-        given = {name: self.options[name] for name in names}
-        return np.asarray([[oracles.sees(i, j, **given) for j in range(self.m)] for i in range(self.n)], dtype=bool)
+        names = ("offset", "causal", "window", "block_size", "blocks_before")
+        given = {name: self.options[name] for name in names if name in self.options}
+        seen = [oracles.sees(i, j, **given) for i in range(self.n) for j in range(self.m)]
+        return np.asarray(seen, dtype=bool).reshape(self.n, self.m)
 
     def visible(self) -> NDArray[np.bool_]:
         """Which key which query sees, masks included, shape (..., n, m)."""
@@ -220,6 +221,89 @@ def rich_calls(draw: st.DrawFn) -> Call:
                 shape[axis] = options["span"].rows
                 arrays[name] = rng.standard_normal(shape)
     return Call(arrays, options)
+
+
+@st.composite
+def edge_calls(draw: st.DrawFn) -> Call:
+    """A random valid call at an edge: an axis of nothing, an item whose keys are masked, integers at their ends."""
+    call = draw(rich_calls())
+    edges = [hide_item, label_at_the_ends, reach_far, cut_axis]
+    for edge in draw(st.lists(st.sampled_from(edges), max_size=2, unique=True)):
+        call = draw(edge(call))
+    return call
+
+
+@st.composite
+def hide_item(draw: st.DrawFn, call: Call) -> Call:
+    """Let one item, or head, see no key."""
+    lead = call.arrays["q"].shape[:-2]
+    if 0 in (*lead, call.n, call.m):
+        return call
+    shape = (*lead[:1], *(1 for _ in lead[1:]), 1 if draw(st.booleans()) else call.n, call.m)  # 1: as padding is masked
+    mask = np.random.default_rng(draw(seeds)).random(shape) < draw(st.sampled_from([0.5, 1.0]))
+    mask[draw(st.integers(0, len(mask) - 1))] = False
+    return call.but(mask=mask)
+
+
+@st.composite
+def label_at_the_ends(draw: st.DrawFn, call: Call) -> Call:
+    """Let segments and positions be the least and the largest integers of their dtypes."""
+    rng, arrays = np.random.default_rng(draw(seeds)), dict(call.arrays)
+    for name in [name for name in ("segments", "positions") if name in arrays]:
+        if name == "positions" and call.options["span"].beyond == "error":
+            continue  # no table reaches so far
+        kinds = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
+        kind: Any = np.dtype(draw(st.sampled_from(kinds)))
+        low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+        if name == "positions" and kind.itemsize == 8:
+            low, high = -(2**60), 2**60
+        ends = np.asarray([low, low + 1, max(low, -1), 0, high - 1, high], kind)
+        arrays[name] = tuple(rng.choice(ends, x.shape) for x in arrays[name])
+    return Call(arrays, call.options)
+
+
+@st.composite
+def reach_far(draw: st.DrawFn, call: Call) -> Call:
+    """Let windows and blocks reach farther than some integers of libraries."""
+    far = st.sampled_from([2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**63])
+    options = dict(call.options)
+    if options["window"] is not None:
+        options["window"] = draw(st.tuples(st.none() | far, st.none() | far))
+    if options.get("blocks_before") is not None:
+        options["blocks_before"] = draw(far)
+    return Call(call.arrays, options)
+
+
+AXES = {
+    **dict.fromkeys(("q", "rel_q"), ("items", "heads", "queries", "width")),
+    "k": ("items", "heads", "keys", "width"),
+    "v": ("items", "heads", "keys", "values"),
+    "rel_k": ("heads", "rows", "width"),
+    "rel_v": ("heads", "rows", "values"),
+    "rel_bias": ("heads", "rows"),
+    "mask": ("items", "heads", "queries", "keys"),
+    **dict.fromkeys(("sinks", "scale", "rel_scale"), ("heads",)),
+    "of queries": ("items", "queries"),
+    "of keys": ("items", "keys"),
+}
+
+
+@st.composite
+def cut_axis(draw: st.DrawFn, call: Call) -> Call:
+    """Leave nothing of one axis."""
+    q = call.arrays["q"]
+    axis = draw(st.sampled_from(["queries", "keys", "values", *["heads", "items"][: q.ndim - 2]]))
+
+    def cut(name: str, x: NDArray[Any]) -> NDArray[Any]:
+        kept = [1 if name == "mask" and size == 1 else 0 for size in x.shape]  # what is one for all stays one
+        names = AXES[name][-x.ndim :]
+        return x[tuple(slice(n) if own == axis else slice(None) for own, n in zip(names, kept, strict=True))]
+
+    arrays = {
+        name: (cut("of queries", x[0]), cut("of keys", x[1])) if isinstance(x, tuple) else cut(name, x)
+        for name, x in call.arrays.items()
+    }
+    return Call(arrays, call.options)
 
 
 def close(actual: oracles.Attention, expected: oracles.Attention, tolerance: float = TOLERANCE) -> bool:

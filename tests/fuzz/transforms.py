@@ -1,0 +1,273 @@
+"""Random calls on torch under all that torch does to functions, and under other defaults of dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import dense
+import strategies
+from fuzz.engine import Target, WrongError, refused_heads, same, told
+from relskew_core import relative_attention
+from strategies import Call
+
+Tensors = dict[str, Any]
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+TOLERANCES = {"float64": 1e-9, "float32": 3e-4}
+HALF = 0.1  # of what autocast may compute in bfloat16
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call, what comes back to it, what is done to it, and what torch makes where nothing is said."""
+
+    call: Call
+    d_out: NDArray[np.float64]
+    how: str  # one of HOW
+    chosen: tuple[str, ...]  # arrays that are differentiated, or that have an axis more
+    labels: bool  # whether integers and boolean masks have an axis more, too
+    seed: int
+    dtype: str
+    impl: str
+    default_dtype: str
+    default_device: str
+
+    def __str__(self) -> str:
+        head = f"# torch, {self.dtype}; {self.how} of {self.chosen}, labels too: {self.labels}, seed {self.seed}; "
+        head += f"defaults: {self.default_dtype} on {self.default_device}\n"
+        return head + told("relative_attention", {**self.call.arrays, **self.options, "d_out": self.d_out})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the library's call."""
+        return {**self.call.options, "impl": self.impl}
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        """Draw numbers that the example needs beside its own."""
+        rng = np.random.default_rng(self.seed + sum(shape))
+        return torch.tensor(rng.standard_normal(shape), dtype=torch.float64, device="cpu")
+
+    def formula(self, **arrays: Any) -> torch.Tensor:
+        """Attend by the dense formula, in float64."""
+        options = {name: x for name, x in self.call.options.items() if name != "chunk_size"}
+        wide = {name: dense.each(_wide, x) for name, x in arrays.items()}
+        return dense.attention(**wide, **options).out
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    """Draw a call, and what is done to it."""
+    call = draw(strategies.edge_calls())
+    rng = np.random.default_rng(draw(strategies.seeds))
+    how = draw(st.sampled_from(draw(st.sampled_from([sorted(set(HOW) - {"compile"})] * 59 + [["compile"]]))))
+    known = sorted(dense.floating(call.arrays))
+    chosen = draw(st.lists(st.sampled_from(known), min_size=1, unique=True).map(sorted))
+    return Example(
+        call,
+        rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])),
+        how,
+        tuple(chosen),
+        draw(st.booleans()),
+        draw(st.integers(0, 2**16)),
+        draw(st.sampled_from(sorted(TOLERANCES))),
+        draw(st.sampled_from(["auto", "auto", "portable"])),
+        draw(st.sampled_from(["float32", *DTYPES])),
+        draw(st.sampled_from(["cpu", "cpu", "meta"])),
+    )
+
+
+@contextmanager
+def defaults(dtype: str, device: str) -> Iterator[None]:
+    """Let torch make other tensors where nothing is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check(example: Example) -> None:
+    """Hold what comes of it against the dense formula, of which autograd differentiates float64."""
+    arrays = {name: dense.each(_tensor(example.dtype), x) for name, x in example.call.arrays.items()}
+    d_out = torch.tensor(example.d_out).to(getattr(torch, example.dtype))
+    expected = {
+        name: x.detach().double().numpy()
+        for name, x in HOW[example.how](example, example.formula, arrays, d_out).items()
+    }
+    size = max(1.0, *(float(np.abs(x).max(initial=0.0)) for x in expected.values()))
+
+    def ours(**given: Any) -> Any:
+        return relative_attention(**given, **example.options)
+
+    again = {name: dense.each(torch.clone, x) for name, x in arrays.items()}
+    try:
+        with defaults(example.default_dtype, example.default_device):
+            found = HOW[example.how](example, ours, again, d_out)
+    except ValueError as error:
+        if refused_heads(example.call.arrays["q"], error):
+            return
+        raise
+    tolerance = HALF if example.how == "autocast" else TOLERANCES[example.dtype]
+    for name, x in expected.items():
+        if found[name].device.type != "cpu":
+            raise WrongError(f"{name} is on {found[name].device}")
+        if example.how != "autocast" and found[name].dtype != d_out.dtype:
+            raise WrongError(f"{name} is of {found[name].dtype}")
+        same(name, found[name].detach().double().resolve_neg().numpy(), x, tolerance * size)
+
+
+def plain(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Call it."""
+    return {"out": attend(**arrays)}
+
+
+def inference(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Call it in inference mode."""
+    with torch.inference_mode():
+        return {"out": attend(**arrays).clone()}
+
+
+def autocast(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Call it where torch casts."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return {"out": attend(**arrays)}
+
+
+def compiled(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Compile it: in one graph."""
+    if attend == example.formula:
+        return plain(example, attend, arrays, d_out)
+    torch.compiler.reset()
+    return {"out": torch.compile(attend, fullgraph=True, backend="aot_eager")(**arrays)}
+
+
+def backward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Go back through it, whatever it sees."""
+    given = {name: x.detach().requires_grad_() if name in example.chosen else x for name, x in arrays.items()}
+    out = attend(**given)
+    out.backward(d_out.to(out.dtype))
+    return {"out": out, **{name: _or_zeros(given[name].grad, given[name]) for name in example.chosen}}
+
+
+def kept(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Go back through it, for which it is computed again."""
+
+    def again(**given: Any) -> Any:
+        return checkpoint(attend, use_reentrant=False, **given)
+
+    return backward(example, again, arrays, d_out)
+
+
+def functional(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Ask ``torch.func`` for gradients."""
+
+    def pulled(own: Tensors) -> torch.Tensor:
+        out = attend(**{**arrays, **own})
+        return (out * d_out.to(out.dtype)).sum()
+
+    return dict(torch.func.grad(pulled)({name: arrays[name] for name in example.chosen}))
+
+
+def stacked(example: Example, arrays: Tensors) -> Tensors:
+    """Return three different versions of the arrays that are chosen, along a new first axis."""
+    return {name: torch.stack([_times(arrays[name], factor) for factor in (1.0, -0.5, 2.0)]) for name in example.chosen}
+
+
+def mapped(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Map it over a new axis of the arrays that are chosen, and of segments, positions and boolean masks."""
+    own = stacked(example, arrays)
+    if example.labels:
+        others = set(arrays) - set(dense.floating(example.call.arrays))
+        own |= {name: dense.each(lambda x: torch.stack([x, x.roll(1, -1), x]), arrays[name]) for name in sorted(others)}
+    if attend == example.formula:
+        items = [{name: dense.each(itemgetter(i), x) for name, x in own.items()} for i in range(3)]
+        return {"out": torch.stack([attend(**{**arrays, **item}) for item in items])}
+    return {"out": torch.vmap(lambda given: attend(**{**arrays, **given}), randomness="same")(own)}
+
+
+def mapped_gradients(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Ask for the gradients of each of several items."""
+    own = stacked(example, arrays)
+
+    def pulled(given: Tensors) -> torch.Tensor:
+        out = attend(**{**arrays, **given})
+        return (out * d_out.to(out.dtype)).sum()
+
+    if attend == example.formula:
+        items = [torch.func.grad(pulled)({name: x[i] for name, x in own.items()}) for i in range(3)]
+        return {name: torch.stack([item[name] for item in items]) for name in own}
+    return dict(torch.vmap(torch.func.grad(pulled), randomness="same")(own))
+
+
+def forward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Push tangents through it."""
+    own = {name: arrays[name] for name in example.chosen}
+    tangents = {name: example.numbers(*x.shape).to(x.dtype) for name, x in own.items()}
+    if attend == example.formula:  # by two products back, which are autograd's own
+        cotangent = torch.zeros_like(d_out, dtype=torch.float64, requires_grad=True)
+        wide = {name: x.double().requires_grad_() for name, x in own.items()}
+        out = attend(**{**arrays, **wide})
+        back = torch.autograd.grad(out, list(wide.values()), cotangent, create_graph=True, materialize_grads=True)
+        sums = sum(((x * tangents[name].double()).sum() for name, x in zip(wide, back, strict=True)), torch.zeros(()))
+        tangent = torch.autograd.grad(sums, cotangent)[0] if sums.requires_grad else torch.zeros_like(out)
+        return {"out": out, "tangent": tangent}
+    out, tangent, *_ = torch.func.jvp(lambda given: attend(**{**arrays, **given}), (own,), (tangents,))
+    return {"out": out, "tangent": tangent}
+
+
+def dual(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
+    """Push tangents through it as dual numbers."""
+    if attend == example.formula:
+        return forward(example, attend, arrays, d_out)
+    with forward_ad.dual_level():
+        own = {
+            name: forward_ad.make_dual(arrays[name], example.numbers(*arrays[name].shape).to(arrays[name].dtype))
+            for name in example.chosen
+        }
+        out, tangent = forward_ad.unpack_dual(attend(**{**arrays, **own}))
+        return {"out": out, "tangent": _or_zeros(tangent, out)}
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply, but for what a mask hides."""
+    return torch.where(x.isfinite(), x * factor, x)
+
+
+def _or_zeros(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _tensor(dtype: str) -> Callable[[NDArray[Any]], torch.Tensor]:
+    return lambda x: torch.tensor(x, dtype=getattr(torch, dtype) if x.dtype.kind == "f" else None)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+HOW: dict[str, Callable[[Example, Callable[..., Any], Tensors, torch.Tensor], Tensors]] = {
+    "call": plain,
+    "inference": inference,
+    "autocast": autocast,
+    "compile": compiled,
+    "backward": backward,
+    "checkpoint": kept,
+    "grad": functional,
+    "vmap": mapped,
+    "vmap of grad": mapped_gradients,
+    "jvp": forward,
+    "dual": dual,
+}
+TARGET = Target("transforms", 40, examples(), check)
