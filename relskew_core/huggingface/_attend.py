@@ -56,7 +56,7 @@ class DropIn(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend with the dropout of the module, in training."""
-        share = getattr(self, self.drops)
+        share: Any = getattr(self, self.drops)
         if isinstance(share, nn.Module):  # torch's own, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
         return attend(q, k, v, dropout=share if self.training else 0.0, **options)

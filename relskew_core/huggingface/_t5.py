@@ -57,9 +57,10 @@ class T5RelativeAttention(DropIn):
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.relative_attention_bias(self.buckets).mT
+            row: Tensor = self.relative_attention_bias(self.buckets).mT
+            position_bias = row
             if not torch.compiler.is_exporting() and is_short(q, k):
-                position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
+                position_bias = dense_bias(row, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
         options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}
         if position_bias is not None and position_bias.ndim == 2:
             options |= {"rel_bias": position_bias, "span": self.span}

@@ -43,9 +43,10 @@ class WavLMRelativeAttention(DropIn):
         q, k, v = self.project(hidden_states)
         short = not torch.compiler.is_exporting() and is_short(q, k, products=True)
         if position_bias is None:
-            position_bias = self.rel_attn_embed(self.buckets).mT
+            row: Tensor = self.rel_attn_embed(self.buckets).mT
+            position_bias = row
             if short:
-                position_bias = dense_bias(position_bias, self.span, q.shape[-2], k.shape[-2])
+                position_bias = dense_bias(row, self.span, q.shape[-2], k.shape[-2])
         gate = self._gate(hidden_states)
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
         if short:

@@ -124,8 +124,8 @@ def test_half_precision_is_merged_in_float32() -> None:
 @pytest.mark.parametrize("heads", [1, 2, (1, 3)], ids=str)
 def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(3)
-    arrays = {name: rng.standard_normal((2, 4, 11, 3)) for name in ("d_out", "q", "k", "v")}
-    tables = {"rel_k": rng.standard_normal((4, 21, 3)), "rel_v": rng.standard_normal((21, 3))}
+    arrays: dict[str, Any] = {name: rng.standard_normal((2, 4, 11, 3)) for name in ("d_out", "q", "k", "v")}
+    tables: dict[str, Any] = {"rel_k": rng.standard_normal((4, 21, 3)), "rel_v": rng.standard_normal((21, 3))}
     cut = {name: da.from_array(x, chunks=(1, heads, (3, 7, 1), 2)) for name, x in arrays.items()}
     cut |= {name: da.from_array(x, chunks=5) for name, x in tables.items()}
     found = relative_attention_vjp(**cut, **options)
@@ -135,4 +135,5 @@ def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any]) 
             np.testing.assert_allclose(x.compute(), like, atol=1e-10)
     del cut["d_out"], arrays["d_out"]
     whole = relative_attention(**arrays, **tables, **options)
-    np.testing.assert_allclose(relative_attention(**cut, **options).compute(), whole, atol=1e-10)
+    own: Any = relative_attention(**cut, **options)
+    np.testing.assert_allclose(own.compute(), whole, atol=1e-10)

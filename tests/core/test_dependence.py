@@ -17,8 +17,14 @@ ROW, NONE = Span(0, 0, "clip"), torch.zeros(4, dtype=torch.bool)
 UNSEEN: dict[str, Any] = {"causal": True, "offset": -1000}
 GRID: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 2)}
 AFAR: dict[str, Any] = {"offset": (9, 9), "span_h": Span(1, 1, "zero"), "span_w": Span(1, 1, "zero")}
-QKV = dict.fromkeys("qkv", (2, 2, 4, 3))
-TABLES = {"rel_k": (1, 3), "rel_v": (1, 3), "rel_bias": (1,), "key_table": (1, 3), "rel_q": (2, 2, 4, 3)}
+QKV: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (2, 2, 4, 3))
+TABLES: dict[str, tuple[int, ...]] = {
+    "rel_k": (1, 3),
+    "rel_v": (1, 3),
+    "rel_bias": (1,),
+    "key_table": (1, 3),
+    "rel_q": (2, 2, 4, 3),
+}
 
 Case = tuple[Callable[..., Any], dict[str, tuple[int, ...]], dict[str, Any]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -152,7 +153,8 @@ def test_very_many_blocks_are_all_of_the_past(row: Library, impl: str) -> None:
         pytest.skip(reason)
     rng = np.random.default_rng(1)
     given = {name: row.asarray(rng.standard_normal((1, 2, 40, 4)), "float32") for name in ("q", "k", "v")}
-    for options in ({}, {"offset": [0]}, {"causal": True})[slice(1, 2) if row.compiled else slice(3)]:
+    every: list[dict[str, Any]] = [{}, {"offset": [0]}, {"causal": True}]
+    for options in every[slice(1, 2) if row.compiled else slice(3)]:
         if "dask" in row.name and impl == "portable":
             continue
 
@@ -218,7 +220,7 @@ def test_jax_looks_at_unsigned_positions_while_it_may() -> None:
         return relative_attention(0 * q, q, q, positions=(positions, jnp.arange(2)), **options)[1]
 
     for impl in ("auto", "portable"):  # all keys are behind the first query; the other sees one behind and itself
-        same(jax.jit(biased, static_argnums=1)(far, impl)[0], np.log([2.0, 1 + np.e]))
+        same(jax.jit(biased, static_argnums=1)(far, impl)[0], np.log([2.0, 1 + math.e]))
 
 
 @NARROW
@@ -227,7 +229,8 @@ def test_jax_refuses_by_name_what_32_bits_cannot_tell_apart() -> None:
     q = jnp.ones((1, 1, 2, 2))
     with pytest.raises(ValueError, match=r"`offset` must be less than 2\*\*29 .*window.*got list"):
         relative_attention(q, q, q, window=(2**31, None), offset=[2**30])
-    assert relative_attention(q, q, q, window=(2**31, None), offset=[2**20]).shape == q.shape
+    out: Any = relative_attention(q, q, q, window=(2**31, None), offset=[2**20])
+    assert out.shape == q.shape
 
 
 @NARROW
@@ -235,15 +238,15 @@ def test_jax_positions_at_both_ends_of_32_bits() -> None:
     jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
     rng = np.random.default_rng(3)
     ends, n = [-(2**31) + 4, 2**31 - 5, 0, 2**30 + 5, 1_700_000_000], 24
-    arrays = {name: rng.standard_normal((2, 2, n, 4)) for name in ("q", "k", "v")} | {
-        "rel_k": rng.standard_normal((7, 4))
-    }
-    places = tuple(rng.choice(ends, (*lead, n)) + rng.integers(-4, 5, (*lead, n)) for lead in ((2,), ()))
+    arrays: dict[str, Any] = {name: rng.standard_normal((2, 2, n, 4)) for name in ("q", "k", "v")}
+    arrays["rel_k"] = rng.standard_normal((7, 4))
+    places: Any = tuple(rng.choice(ends, (*lead, n)) + rng.integers(-4, 5, (*lead, n)) for lead in ((2,), ()))
     given = {name: jnp.asarray(x, "float32") for name, x in arrays.items()}
     at = tuple(jnp.asarray(x, "int32") for x in places)
     d_out = np.ones((2, 2, n, 4))
-    for options in ({"causal": True}, {"window": (4, None)}, {"block_size": 3, "blocks_before": 2}):
-        options["span"] = Span.clipped(3)
+    patterns: list[dict[str, Any]] = [{"causal": True}, {"window": (4, None)}, {"block_size": 3, "blocks_before": 2}]
+    for pattern in patterns:
+        options = {**pattern, "span": Span.clipped(3)}
         wanted = relative_attention(**arrays, positions=places, **options)
         gradients = relative_attention_vjp(d_out, **arrays, positions=places, **options)
 

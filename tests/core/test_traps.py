@@ -53,9 +53,9 @@ def needs_offset(queries: int, keys: int) -> Any:
 )
 def test_a_step_of_decoding_says_where_its_query_is(row: Library, options: dict[str, Any]) -> None:
     """Also where a call like it has been remembered, of other numbers of keys."""
-    table = {"rel_k": RNG.standard_normal((5, D))} if "span" in options else {}
+    table: dict[str, Any] = {"rel_k": RNG.standard_normal((5, D))} if "span" in options else {}
     one, k, v = (row.asarray(x, "float32") for x in (ONE, K, V))
-    more = {name: row.asarray(x, "float32") for name, x in table.items()}
+    more: dict[str, Any] = {name: row.asarray(x, "float32") for name, x in table.items()}
     for _ in range(3):
         relative_attention(one, k[..., :1, :], v[..., :1, :], **more, **options)  # it can be nowhere else
         right = relative_attention(one, k, v, **more, **options, offset=N - 1)
@@ -93,13 +93,13 @@ def test_every_function_with_an_offset_asks_for_it() -> None:
 
 
 def test_grids_that_differ_say_where_the_queries_begin() -> None:
-    tables = RNG.standard_normal((2, 9, D))
+    tables: Any = RNG.standard_normal((2, 9, D))
     grids: dict[str, Any] = {"q_grid": (2, 2), "k_grid": (2, 3)}
     few = Q[..., :4, :]
     calls: list[Callable[..., Any]] = [
-        lambda **given: relative_logits_2d(few, *tables, **grids, **given),
+        lambda **given: relative_logits_2d(few, tables[0], tables[1], **grids, **given),
         lambda **given: toeplitz_2d(tables[0, :, :7], **grids, **given),
-        lambda **given: relative_attention_2d(few, K, V, *tables, **grids, **given),
+        lambda **given: relative_attention_2d(few, K, V, tables[0], tables[1], **grids, **given),
         lambda **given: relative_attention_2d(few, K, V, rel_bias=tables[0, :, :7], **grids, **given),
     ]
     for call in calls:
@@ -127,10 +127,12 @@ def test_a_memory_begins_where_the_input_begins() -> None:
 def test_a_spec_says_what_of_the_future_is_meant(beyond: Any) -> None:
     span = Span.causal(8, beyond)
     ways_out = re.escape(f"say causal=True, or give a span that reaches the future, such as Span(7, 7, {beyond!r})")
-    for options in ({}, {"window": (3, None)}, {"block_size": 2, "blocks_before": 1}):
+    unclear: list[dict[str, Any]] = [{}, {"window": (3, None)}, {"block_size": 2, "blocks_before": 1}]
+    for options in unclear:
         with pytest.raises(ValueError, match=f"^`span` .* {ways_out}$"):
             BlockSpec(8, 2, span, **options)
-    for options in ({"causal": True}, {"cross": True}, {"window": (3, 0)}, {"window": (None, 2)}):
+    clear: list[dict[str, Any]] = [{"causal": True}, {"cross": True}, {"window": (3, 0)}, {"window": (None, 2)}]
+    for options in clear:
         assert BlockSpec(8, 2, span, **options).span == span
     assert BlockSpec(8, 2, Span.clipped(0)).span.rows == 1  # one row for past and future
 
@@ -143,13 +145,13 @@ def test_lengths_where_heads_belong_are_refused_by_a_table_that_fits_them(
     name: str, rows: int, options: dict[str, Any]
 ) -> None:
     q, k, v = (x.swapaxes(-2, -3) for x in (Q, K, V))
-    table = RNG.standard_normal((rows, *(() if name == "rel_bias" else (D,))))
+    table: dict[str, Any] = {name: RNG.standard_normal((rows, *(() if name == "rel_bias" else (D,))))}
     match = rf"^`{name}` has {rows} rows, which fit axis -3 of `q`, \(2, 6, 4, 8\), .* q\.swapaxes\(-2, -3\)"
     with pytest.raises(ValueError, match=match):
-        relative_attention(q, k, v, **{name: table}, **options)
+        relative_attention(q, k, v, **table, **options)
     span = Span.causal(N) if options else Span.full(N)
-    right = relative_attention(Q, K, V, **{name: table}, **options)
-    expected = oracles.relative_attention(Q, K, V, **{name: table}, **options, span=span).out
+    right = relative_attention(Q, K, V, **table, **options)
+    expected = oracles.relative_attention(Q, K, V, **table, **options, span=span).out
     np.testing.assert_allclose(right, expected, rtol=0, atol=1e-12)
     # A table may reach further than the keys, if it says so.
     assert relative_attention(q, k, v, **{name: table}, **options, span=span).shape == q.shape
@@ -191,7 +193,8 @@ def test_a_full_table_of_a_causal_call_has_a_span() -> None:
         found = relative_attention(Q, K, V, table, span, causal=True)
         expected = oracles.relative_attention(Q, K, V, table, span=span, causal=True).out
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    assert relative_attention(ONE, ONE, ONE, TABLE[:1], causal=True).shape == ONE.shape  # of one row both are the same
+    one: Any = relative_attention(ONE, ONE, ONE, TABLE[:1], causal=True)  # of one row both are the same
+    assert one.shape == ONE.shape
 
 
 NAMES = {
@@ -205,7 +208,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_argument_is_answered_with_the_name_here(name: str) -> None:
     for function in (relative_attention, relative_attention_vjp):
-        given = {"d_out": Q} if function is relative_attention_vjp else {}
+        given: dict[str, Any] = {"d_out": Q} if function is relative_attention_vjp else {}
         for _ in range(2):
             match = rf"^{function.__name__}\(\) has no argument `{name}`.*{NAMES[name]}"
             with pytest.raises(TypeError, match=match):

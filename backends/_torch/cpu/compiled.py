@@ -44,8 +44,8 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
     shape, x = operands.q.shape[:-1], flattened(operands)
     if x.mask is not None and call.work > WORTH_CUTTING:
-        out, lse = _results(x, call.own_options)
-        return out.view(*shape, -1), lse.view(shape) if return_lse or call.options.return_lse else None
+        whole, sums = _results(x, call.own_options)
+        return whole.view(*shape, -1), sums.view(shape) if return_lse or call.options.return_lse else None
     out = operands.q.new_empty((*shape, operands.v.shape[-1]))
     lse = operands.q.new_empty(shape) if return_lse or call.options.return_lse else None
     if x is operands:
