@@ -159,7 +159,8 @@ def _plan(
     by_position = not pattern.by_value
     for name in "qkv":
         x = getattr(operands, name)
-        if not (isinstance(x.shape[-3], int) and isinstance(x.shape[-1], int)):
+        widths = () if name == "v" else x.shape[-1:]  # values of weights alone are as wide as there are keys
+        if not all(isinstance(size, int) for size in (x.shape[-3], *widths)):
             raise ValueError(
                 f"`{name}` must have a fixed number of heads and a fixed width to be exported to ONNX, got shape "
                 f"{tuple(map(str, x.shape))}: leave those axes out of what varies"

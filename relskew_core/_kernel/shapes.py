@@ -30,8 +30,8 @@ def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span
 
 
 def default_offset(n_queries: Any, n_keys: Any) -> int:
-    """Return the offset of a call that gives none: 0 where there are as many queries as keys."""
-    if same_length(n_queries, n_keys):
+    """Return the offset of a call that gives none: 0 where there are as many queries as keys, or none of either."""
+    if same_length(n_queries, n_keys) or (not exported(n_queries, n_keys) and 0 in (n_queries, n_keys)):
         return 0
     raise ValueError(
         f"`offset` must be given where there are {n_queries} queries and {n_keys} keys: 0 if queries begin where keys "
