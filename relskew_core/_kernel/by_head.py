@@ -133,9 +133,9 @@ def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[
 
     A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
     """
-    if is_empty(*lse.shape):  # not every library reduces nothing
-        return out, lse
     wide = xp.broadcast_to(xp.astype(sinks, lse.dtype)[:, None], lse.shape)
+    if is_empty(*lse.shape):  # not every library reduces nothing; results depend on the sinks nevertheless
+        return out * cast(wide[..., None], out.dtype, xp=xp), lse + wide
     shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
     assert total is not None
     share = shares[..., :1]
