@@ -18,7 +18,7 @@ def gather(x: Array, index: Array, *, xp: Namespace) -> Array:
     lead = index.shape[:-3] if index.ndim >= x.ndim else x.shape[:-3]  # one has none, or both the same
     x = xp.broadcast_to(x, (*lead, heads, n, width))
     index = xp.broadcast_to(index, (*lead, 1, n, m))
-    if hasattr(xp, "gather"):  # torch, which copies short rows slowly
+    if hasattr(xp, "gather") and heads:  # torch, which copies short rows slowly
         own = index[..., 0, :, :]
         return xp.stack([xp.gather(x[..., head, :, :], -1, own) for head in range(heads)], axis=-3)
     rows = xp.reshape(_heads_last(x, xp=xp), (math.prod(lead) * n * width, heads))

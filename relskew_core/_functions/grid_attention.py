@@ -24,7 +24,7 @@ from relskew_core._functions.grid import (
     toeplitz_2d,
 )
 from relskew_core._kernel.by_head import by_head, check_by_head
-from relskew_core._kernel.shapes import check_mask
+from relskew_core._kernel.shapes import check_mask, check_shapes
 from relskew_core._positions.span import Span
 
 SCRATCH_BYTES = 8 * 2**20
@@ -203,6 +203,7 @@ def relative_attention_2d(
     matters = any(x is not None for x in (table_h, table_w, rel_bias))
     offset = check_grid_offset(offset, q_grid, k_grid, q_step, k_step, matters=matters)
     _check(q, k, q_grid, k_grid, prefix, table_h, table_w, rel_bias, prefix_bias)
+    check_shapes(q, k, v)
     if rel_bias is not None:
         check_grid_spans("rel_bias", rel_bias, span_h, span_w, q_grid, k_grid, offset)
     check_bool("return_lse", return_lse)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,23 @@ from numpy.typing import NDArray
 
 import oracles
 from libraries import LIBRARIES, Library
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core import (
+    BlockSpec,
+    Span,
+    attention_block,
+    attention_weights,
+    merge_attention,
+    relative_attention,
+    relative_attention_2d,
+    relative_attention_vjp,
+    relative_logits,
+    relative_logits_2d,
+    relative_values,
+    skew,
+    toeplitz,
+    toeplitz_2d,
+    unskew,
+)
 
 SIZES = {"items": 2, "heads": 2, "queries": 3, "keys": 4, "width of values": 2}
 """Of an ordinary call."""
@@ -131,3 +149,87 @@ def test_a_matrix_is_refused_by_name() -> None:
         arrays: dict[str, Any] = {"q": q, "k": q, "v": q, name: matrix}
         with pytest.raises(TypeError, match=rf"`{name}` must be an array, such as numpy.asarray makes of a matrix"):
             relative_attention(**arrays, span=Span.causal(3), causal=True)
+
+
+CLIP: dict[str, Any] = {"span": Span.clipped(2), "offset": 0}
+GRID: dict[str, Any] = {"span_h": Span.clipped(2), "span_w": Span.clipped(2), "offset": (0, 0)}
+
+
+def merged(*parts: Any) -> Any:
+    return merge_attention(parts[:2], parts[2:])[0]
+
+
+def block(x: Any, memory: Any, k: Any, v: Any, *weights: Any, spec: BlockSpec) -> Any:
+    named = dict(zip(spec.weight_shapes(), weights, strict=True))
+    if spec.cross:
+        return attention_block(x, named, spec, memory=memory)
+    return attention_block(x, named, spec, past=(k, v))[0]
+
+
+def others(empty: str) -> Iterator[tuple[Callable[..., Any], list[tuple[int, ...]], dict[str, Any], tuple[int, ...]]]:
+    """Give functions, the shapes of their arrays, their options, and the shape of what comes of them."""
+    b, h, n, m, dv, width = ({**SIZES, "width": 3, empty: 0}).values()
+    q, k, v, table = (b, h, n, width), (b, h or 1, m, width), (b, h or 1, m, dv), (5, width)
+    ragged: dict[str, Any] = {"offset": [0, 1][:b]}
+    placed: dict[str, Any] = {"span": Span.clipped(2), "positions": (np.arange(n), np.zeros((b, m), int))}
+    square: dict[str, Any] = {**GRID, "q_grid": (1, n), "k_grid": (1, m)}
+    yield relative_logits, [q, table], {**CLIP, "n_keys": m, "causal": True}, (b, h, n, m)
+    yield relative_logits, [q, (h, *table)], {**CLIP, **ragged, "n_keys": m}, (b, h, n, m)
+    yield relative_logits, [(b, h, m, width), table], {**CLIP, "n_queries": n, "side": "key"}, (b, h, n, m)
+    yield relative_logits, [q, table], placed, (b, h, n, m)
+    yield relative_values, [(b, h, n, m), (5, dv)], CLIP, (b, h, n, dv)
+    yield relative_values, [(b, h, n, m), (h, 5, dv)], {**CLIP, **ragged, "causal": True}, (b, h, n, dv)
+    yield toeplitz, [(h, 5)], {**CLIP, "n_queries": n, "n_keys": m}, (h, n, m)
+    yield attention_weights, [q, k, table], {**CLIP, "chunk_size": 2}, (b, h, n, m)
+    yield attention_weights, [q, k, table], placed, (b, h, n, m)
+    yield relative_logits_2d, [q, table, (h, *table)], square, (b, h, n, m)
+    yield toeplitz_2d, [(h, 5, 5)], square, (h, n, m)
+    yield relative_attention_2d, [q, k, v, table, table], square, (b, h, n, dv)
+    prefixed = [(b, h, n + 1, width), (b, h or 1, m + 1, width), (b, h or 1, m + 1, dv)]
+    yield relative_attention_2d, prefixed, {**square, "prefix": (1, 1)}, (b, h, n + 1, dv)
+    yield merged, [(b, h, n, dv), (b, h, n, dv), (b, h, n), (b, h, n)], {}, (b, h, n, dv)
+    yield skew, [(b, h, n, n + m - 1)], {}, (b, h, n, m)
+    yield unskew, [(b, h, n, m)], {}, (b, h, n, n + m - 1)
+    for cross in (False, True):
+        spec = BlockSpec(4, 2, Span.clipped(2), cross=cross, rel_values=True)
+        arrays = [(b, n, 4), (b, m, 4), (b, 2, m, 2), (b, 2, m, 2), *spec.weight_shapes().values()]
+        yield block, arrays, {"spec": spec}, (b, n, 4)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_other_functions_give_nothing_of_nothing_or_name_what_is_empty(row: Library) -> None:
+    """Libraries that compile every operation for every shape are tried with one empty axis for each function."""
+    if (reason := row.missing()) is not None:
+        pytest.skip(reason)
+    axes = [*SIZES, "width"]
+    drawn = [(empty, place, call) for empty in axes for place, call in enumerate(others(empty))]
+    chosen = [empty for empty, _ in zip(cycle(axes), range(len(drawn) // len(axes)), strict=False)]
+    for empty, place, (function, shapes, options, shape) in drawn:
+        if not row.compiled or chosen[place] == empty:
+            arrays = [given(row, np.ones(size)) for size in shapes]
+            named = {name: given(row, x) if name == "positions" else x for name, x in options.items()}
+            with row.setting():
+                try:
+                    result = row.to_numpy(function(*arrays, **named))
+                except ValueError as error:
+                    assert str(error).startswith("`"), (function, empty, error)  # noqa: PT017 - a result is as good
+                    assert empty in ("queries", "keys", "width"), (function, empty)
+                else:
+                    assert result.shape == shape, (function, empty)
+                    assert empty == "width" or function is block or not result[..., :0].any()
+
+
+def test_modules_take_a_batch_of_nothing() -> None:
+    torch_layers = pytest.importorskip("relskew_core.layers.torch")
+    torch = pytest.importorskip("torch")
+    x = torch.zeros((0, 3, 8), requires_grad=True)
+    module = torch_layers.RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(8), causal=True))
+    drop_in = torch_layers.MultiheadAttention(8, 2, Span.clipped(2), batch_first=True)
+    for y in (module(x), drop_in(x, x, x, need_weights=False)[0], drop_in(x, x, x)[0]):
+        assert y.shape == (0, 3, 8)
+        y.sum().backward()
+    weights = drop_in(x, x, x, average_attn_weights=False)[1]
+    assert weights.shape == (0, 2, 3, 3)
+    y, cache = module(x, past=module.empty_cache(0))
+    assert y.shape == (0, 3, 8)
+    assert module(x, past=cache)[0].shape == (0, 3, 8)

@@ -395,3 +395,10 @@ def test_other_refusals(framework: Framework) -> None:
 def test_a_cache_is_a_tree_of_arrays() -> None:
     cache = made(EQUINOX).empty_cache(2, length=3)
     assert isinstance(jax.tree.map(jnp.asarray, cache), FixedCache)
+
+
+@each
+def test_a_batch_of_nothing(framework: Framework) -> None:
+    module = made(framework)
+    y, cache = module(jnp.zeros((0, 3, 8)), past=module.empty_cache(0))
+    assert y.shape == module(jnp.zeros((0, 3, 8)), past=cache)[0].shape == (0, 3, 8)
