@@ -85,7 +85,7 @@ class Pair:
         span = self.rows.span if any(name in arrays for name in TABLES) else None
         given = Arguments(**arrays, span=span, segments=segments, **self.options)
         call = problem(given, return_lse=True, part=Part(of_more=True))
-        out, lse = kernels(call).attention(call.operands(), call.options, xp=call.xp)
+        out, lse = kernels("attention", call).attention(call.operands(), call.options, xp=call.xp)
         return out, lse
 
     def _of_table(self, name: str, table: Any) -> Any:
@@ -95,10 +95,10 @@ class Pair:
         return self.rows.of_table(table, beyond, xp=xp)
 
 
-def kernels(call: Problem) -> Path:
+def kernels(function: str, call: Problem) -> Path:
     """Return what serves a call in the library of the blocks."""
     library = LIBRARIES.get(call.xp.__name__.rpartition(".")[2])
-    found = None if library is None else library.serve("attention", call)
+    found = None if library is None else library.serve(function, call)
     served = isinstance(found, Path) and found.faster and not unknown(call.given, call.options, found.knows)
     return found if isinstance(found, Path) and served else PORTABLE
 
@@ -159,18 +159,18 @@ class Blocks:
 
     def here(self, place: tuple[int, ...], j: int) -> dict[str, Any]:
         """Return the blocks of a pair: where its queries are, and which block of keys it is."""
+        return {name: pieces[self.at(name, place, j)] for name, pieces in self.pieces.items()}
+
+    def at(self, name: str, place: tuple[int, ...], j: int) -> tuple[int, ...]:
+        """Return which block of an array belongs to a pair."""
         *lead, head, i = place
-
-        def block(name: str, x: Any) -> Any:
-            kind, pieces = KINDS[name], self.pieces[name]
-            if kind is Kind.SEQUENCE:
-                at: tuple[int, ...] = (*lead, head, i if name in ("q", "rel_q") else j, 0)
-            elif kind is Kind.LABEL:
-                at = (*lead[: x.ndim - 1], i if name.startswith("q") else j)
-            elif kind is Kind.MASK:
-                at = (*lead, head, i, j)[-x.ndim :]
-            else:
-                at = (head, *[0] * (x.ndim - 1))
-            return pieces[tuple(min(index, count - 1) for index, count in zip(at, x.numblocks, strict=True))]
-
-        return {name: block(name, x) for name, x in self.arrays.items()}
+        kind, x = KINDS[name], self.arrays[name]
+        if kind is Kind.SEQUENCE:
+            at: tuple[int, ...] = (*lead, head, i if name in ("q", "rel_q") else j, 0)
+        elif kind is Kind.LABEL:
+            at = (*lead[: x.ndim - 1], i if name.startswith("q") else j)
+        elif kind is Kind.MASK:
+            at = (*lead, head, i, j)[-x.ndim :]
+        else:
+            at = (head, *[0] * (x.ndim - 1))
+        return tuple(min(index, count - 1) for index, count in zip(at, x.numblocks, strict=True))

@@ -37,6 +37,7 @@ def blocks(name: str, x: Any) -> Any:
     return da.from_array(x, chunks=CHUNKS.get(name, 2))
 
 
+NO_ARRAYS = ("causal", "offset", "window", "softcap", "chunk_size", "span")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True, "offset": 4},
@@ -56,9 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_many_blocks(kind: str, span: Span) -> None:
     """Uneven blocks along every axis that is cut, groups of heads, tables in blocks of their own."""
     given = OPTIONS[kind]
-    rest: dict[str, Any] = {
-        name: x for name, x in given.items() if name in ("causal", "offset", "window", "softcap", "chunk_size")
-    }
+    rest: dict[str, Any] = {name: x for name, x in given.items() if name in NO_ARRAYS}
     rest = {"offset": 0, **rest}
     arrays = ARRAYS | {name: x for name, x in given.items() if name not in rest}
     expected = relative_attention(**arrays, **rest, span=span, return_lse=True)
@@ -122,18 +121,46 @@ def test_half_precision_is_merged_in_float32() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"dropout": 0.3, "seed": 5}], ids=str)
 @pytest.mark.parametrize("heads", [1, 2, (1, 3)], ids=str)
-def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], impl: str) -> None:
     rng = np.random.default_rng(3)
     arrays: dict[str, Any] = {name: rng.standard_normal((2, 4, 11, 3)) for name in ("d_out", "q", "k", "v")}
     tables: dict[str, Any] = {"rel_k": rng.standard_normal((4, 21, 3)), "rel_v": rng.standard_normal((21, 3))}
     cut = {name: da.from_array(x, chunks=(1, heads, (3, 7, 1), 2)) for name, x in arrays.items()}
     cut |= {name: da.from_array(x, chunks=5) for name, x in tables.items()}
-    found = relative_attention_vjp(**cut, **options)
+    found = relative_attention_vjp(**cut, **options, impl=impl)
     wanted = relative_attention_vjp(**arrays, **tables, **options)
     for x, like in zip(found, wanted, strict=True):
         if like is not None:
             np.testing.assert_allclose(x.compute(), like, atol=1e-10)
     del cut["d_out"], arrays["d_out"]
     whole = relative_attention(**arrays, **tables, **options)
-    own: Any = relative_attention(**cut, **options)
+    own: Any = relative_attention(**cut, **options, impl=impl)
     np.testing.assert_allclose(own.compute(), whole, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_gradients_block_by_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the batch and of the heads, as the queries are cut: no task has more of either than a block."""
+    from relskew_core.backends._dask import backward as module
+
+    seen: list[tuple[int, ...]] = []
+    pull_back = module._pull_back
+
+    def counted(options: Any, arrays: Any, results: Any) -> Any:
+        seen.append(arrays["q"].shape[:2])
+        return pull_back(options, arrays, results)
+
+    monkeypatch.setattr(module, "_pull_back", counted)
+    given: dict[str, Any] = {"offset": 0, "span": Span.clipped(4), **OPTIONS[kind]}
+    arrays: dict[str, Any] = ARRAYS | {name: given.pop(name) for name in set(given) - set(NO_ARRAYS)}
+    out, lse = relative_attention(**arrays, **given, return_lse=True)
+    results: dict[str, Any] = {"d_out": RNG.standard_normal(out.shape), "d_lse": np.where(lse == -np.inf, 0.0, 1.5)}
+    for more in ({}, {"out": out, "lse": lse}):
+        wanted = relative_attention_vjp(**arrays, **results, **more, **given)
+        cut: dict[str, Any] = {name: blocks(name, x) for name, x in (arrays | results | more).items()}
+        found = relative_attention_vjp(**cut, **given, impl="native")
+        for name, x in wanted._asdict().items():
+            if x is not None:
+                np.testing.assert_allclose(getattr(found, name).compute(), x, rtol=0, atol=1e-11, err_msg=name)
+    assert set(seen) == {(1, 2)}
