@@ -119,7 +119,9 @@ def test_half_precision_is_merged_in_float32() -> None:
     np.testing.assert_allclose(found.compute(), expected, atol=2e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"dropout": 0.3, "seed": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 4, "span": Span.full(11)}, {"dropout": 0.3, "seed": 5}], ids=str
+)
 @pytest.mark.parametrize("heads", [1, 2, (1, 3)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "portable"])
 def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], impl: str) -> None:
