@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +11,12 @@ from relskew_core._array.checks import check_bool, check_choice, check_int, desc
 from relskew_core._block.spec import BlockSpec
 from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
+
+LONGEST = 2**31
+"""Longer than any input: a window that goes as far hides nothing."""
+
+MOST_ROWS = 2**24
+"""Rows to which a table is lengthened at most."""
 
 MOST_BLOCKS = 8
 """Blocks before its own whose keys a block is given: of more, a dense attention makes fewer copies."""
@@ -190,6 +196,7 @@ def make_plan(
             raise ValueError(
                 f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
             )
+    spec = _with_window_of_lengths(spec)
     window_left, window_right = spec.window or (None, None)
     of_blocks = _reach_of_blocks(spec)
     farthest_left = _smallest(window_left, of_blocks[0])
@@ -230,6 +237,14 @@ def check_spec(spec: Any) -> None:
     """Refuse what is not a BlockSpec."""
     if not isinstance(spec, BlockSpec):
         raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+
+
+def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:
+    """Return a spec whose window has no bound that no length comes to."""
+    if spec.window is None:
+        return spec
+    left, right = (None if side is None or side >= LONGEST else side for side in spec.window)
+    return spec if (left, right) == spec.window else replace(spec, window=(left, right))
 
 
 def _check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
@@ -305,5 +320,10 @@ def _table_end(
     if asked is not None and asked < reach:
         return TableEnd(asked, "limited")
     if window is not None and window == farthest:
+        if window > MOST_ROWS:
+            raise ValueError(
+                f"`spec.window` must be at most {MOST_ROWS} with a soft end of the tables, which are stored as long as "
+                f"it, or unbounded, None, got {spec.window}"
+            )
         return TableEnd(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
     return TableEnd(reach, spec.span.beyond)

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core import BlockSpec, Span, attention_block, init_weights, relative_attention
 from relskew_core._positions.span import Beyond
 from relskew_core.export import to_onnx
 
@@ -79,3 +79,18 @@ def test_right_or_refused(form: str, beyond: Beyond) -> None:
             np.testing.assert_allclose(out, right_out, atol=1e-5, err_msg=str((reach, window, longest, n)))
             ran += 1
     assert ran > 20
+
+
+@pytest.mark.parametrize("profile", ["ort", "portable"])
+@pytest.mark.parametrize("window", [(2**70, 2**31), (2**70, 1), (2, 2**70)], ids=str)
+def test_a_window_longer_than_any_length_is_none(window: tuple[int, int], profile: str) -> None:
+    spec = BlockSpec(8, 2, Span.clipped(2), window=window)
+    weights, x = init_weights(spec, seed=0), np.random.default_rng(0).standard_normal((2, 7, 8)).astype(np.float32)
+    model: Any = to_onnx(spec, weights, profile=profile)
+    np.testing.assert_allclose(quiet(model).run(None, {"x": x})[0], attention_block(x, weights, spec), atol=1e-5)
+
+
+def test_no_table_is_lengthened_without_end() -> None:
+    spec = BlockSpec(8, 2, Span.clipped(2), window=(2**30, 1))
+    with pytest.raises(ValueError, match=r"`spec.window` must be at most 16777216 .* or unbounded, None"):
+        to_onnx(spec, init_weights(spec, seed=0))
