@@ -45,6 +45,12 @@ CROSS: dict[str, dict[str, Any]] = {
     "key table, window, softcap": {"key_table": random(5, 6), "span": Span(2, 2), "window": (2, 1), "softcap": 2.0},
     "key table, full": {"rel_k": random(23, 6), "key_table": random(4, 23, 6), "span": FULL},
     "scales by head": {"rel_k": random(4, 6), "span": CLIP, "scale": random(4, seed=6), "rel_scale": random(4, seed=7)},
+    "scales of all": {
+        "rel_k": random(4, 6),
+        "span": CLIP,
+        "scale": random(1, seed=6)[0],
+        "rel_scale": random(1, seed=7)[0],
+    },
 }
 
 ALONG: dict[str, dict[str, Any]] = {
