@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from relskew_core._array.checks import is_symbol
+from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unknown
@@ -67,7 +68,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
             logits = jnp.where(visible, logits, 0.0)
         logits = capped(logits, options, xp=jnp)
     if x.mask is not None and x.mask.dtype != bool:
-        logits = logits + _of_keys(x.mask, layout)
+        logits = logits + of_rank(_of_keys(x.mask, layout), logits.ndim)
     if visible is not None:
         logits = jnp.where(visible, logits, -math.inf)
 
@@ -105,7 +106,8 @@ def _logits(x: Operands, k: Array, options: Options, layout: Layout) -> Array:
     if x.rel_bias is None:
         return logits
     bias, n = jnp.matrix_transpose(_rows(x.rel_bias[..., None], options.span, layout)), x.q.shape[-2]
-    return logits + _absolute(jnp.broadcast_to(bias, (*bias.shape[:-2], n, bias.shape[-1])), layout)
+    biases = _absolute(jnp.broadcast_to(bias, (*bias.shape[:-2], n, bias.shape[-1])), layout)
+    return logits + of_rank(biases, logits.ndim)
 
 
 def _visible(options: Options, x: Operands, layout: Layout) -> Array | None:
@@ -117,7 +119,7 @@ def _visible(options: Options, x: Operands, layout: Layout) -> Array | None:
         return visible
     mask = _of_keys(x.mask, layout)
     allowed = mask if mask.dtype == bool else mask > -math.inf
-    return allowed if visible is None else visible & allowed
+    return allowed if visible is None else jnp.logical_and(*same_rank(visible, allowed))
 
 
 def _of_keys(mask: Array, layout: Layout) -> Array:

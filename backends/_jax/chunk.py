@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax import lax
 
+from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array
 from relskew_core._kernel import dropout
@@ -88,7 +89,7 @@ class TracedChunk:
         x = self.queries(x)
         if not self.loop.overlap:
             return x
-        rows = self.place.start + jnp.arange(self.loop.n, dtype=int)
+        rows = _numbers(self.place.start, self.loop.n)
         return jnp.where((rows >= self.place.fresh)[:, None], x, 0.0)
 
     def keys(self, x: Array) -> Array:
@@ -103,7 +104,7 @@ class TracedChunk:
         """Put zeros into (..., D, m) for keys outside the range that the chunk's queries may see."""
         if not self.loop.unseen:
             return x
-        keys = self.place.first + jnp.arange(self.loop.m, dtype=int)
+        keys = _numbers(self.place.first, self.loop.m)
         return jnp.where((keys >= self.place.seen_first) & (keys < self.place.seen_end), x, 0.0)
 
     def columns(self, table: Columns) -> Array:
@@ -147,15 +148,16 @@ class TracedChunk:
         """Return which keys the queries may see, masks aside, (..., n, m), ``None`` if all of them."""
         pattern, labels = in_small_numbers(self.call.options.visibility), self._labels
         if labels.q_positions is None:
-            queries = (self.place.start + jnp.arange(self.loop.n, dtype=int) + pattern.offset)[:, None]
-            keys = (self.place.first + jnp.arange(self.loop.m, dtype=int))[None, :]
+            queries = (_numbers(self.place.start, self.loop.n).astype(int) + pattern.offset)[:, None]
+            keys = _numbers(self.place.first, self.loop.m).astype(int)[None, :]
         else:
             queries, keys = of_queries(labels.q_positions, self.layout), of_keys(labels.k_positions, self.layout)
         visible = pattern.sees(queries, keys, xp=jnp)
         if labels.q_segments is None:
             return visible
-        same = of_queries(labels.q_segments, self.layout) == of_keys(labels.k_segments, self.layout)
-        return same if visible is None else visible & same
+        queries, keys = same_rank(of_queries(labels.q_segments, self.layout), of_keys(labels.k_segments, self.layout))
+        same = queries == keys
+        return same if visible is None else jnp.logical_and(*same_rank(visible, same))
 
     def scaled_queries(self) -> tuple[Array, Array]:
         """Return the queries that meet the keys and those that meet ``rel_k``, scaled."""
@@ -171,10 +173,10 @@ class TracedChunk:
         relative = None if call.rel_bias is None else self.columns(call.rel_bias)
         if call.rel_k is not None:
             product = jnp.matmul(rel_q, self.columns(call.rel_k))
-            relative = product if relative is None else product + relative
+            relative = product if relative is None else product + of_rank(relative, product.ndim)
         if relative is not None:
             wide = jnp.broadcast_to(relative, (*relative.shape[:-2], self.loop.n, self.loop.width))
-            logits = logits + self.absolute(wide)
+            logits = logits + of_rank(self.absolute(wide), logits.ndim)
         if call.key_table is not None:
             logits = logits + self.key_side_logits(k, self.key_side_columns(call.key_table))
         if isinstance(self.layout, LookUpChunk):
@@ -200,8 +202,8 @@ class TracedChunk:
         if mask is not None:
             allowed = self.of_mask(mask)
             if allowed.dtype != bool:
-                logits, allowed = logits + allowed, allowed > -math.inf
-            visible = allowed if visible is None else visible & allowed
+                logits, allowed = logits + of_rank(allowed, logits.ndim), allowed > -math.inf
+            visible = allowed if visible is None else jnp.logical_and(*same_rank(visible, allowed))
         if visible is not None:
             logits = jnp.where(visible, logits, -math.inf)
         return softmax(logits, dead_rows=has_dead_rows(self.call.operands, self.call.options), lse=lse, xp=jnp)
@@ -213,5 +215,10 @@ class TracedChunk:
         rows, columns = self.call.drawn
         columns = lax.dynamic_slice_in_dim(columns, self.place.first, self.loop.m)
         share = self.call.options.dropout
-        drawn = dropout.stirred(jnp.bitwise_xor(self.queries(rows), columns), xp=jnp)
+        drawn = dropout.stirred(jnp.bitwise_xor(self.queries(rows), of_rank(columns, rows.ndim)), xp=jnp)
         return weights * jnp.where(drawn < dropout.threshold(share), 0.0, jnp.asarray(1 / (1 - share), weights.dtype))
+
+
+def _numbers(first: Array, count: int) -> Array:
+    """Return ``count`` integers from a traced one on, of its dtype."""
+    return first + jnp.arange(count, dtype=first.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from relskew_core._array.integers import integer
+from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.ragged import RaggedVisibility
@@ -47,7 +48,8 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
     pattern = options.visibility
     if not isinstance(pattern, RaggedVisibility):
         return operands, options
-    stands = jnp.arange(pattern.n_queries, dtype=int) + pattern.offset_by_item[..., None]
+    offsets = pattern.offset_by_item[..., None]
+    stands = of_rank(jnp.arange(pattern.n_queries, dtype=int), offsets.ndim) + offsets
     operands = operands._replace(q_positions=stands, k_positions=jnp.arange(pattern.n_keys, dtype=int))
     return operands, replace(options, visibility=AnyOffset(pattern.n_queries, pattern.n_keys, 0, *pattern.sides))
 

@@ -13,6 +13,7 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
+from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.grid import (
@@ -64,7 +65,7 @@ class _Positions:
                 self.rel_bias, self.span_h, self.span_w,
                 q_grid=(bottom - top, self.q_grid[1]), k_grid=self.k_grid, offset=offset,
             )  # fmt: skip
-            total = bias if total is None else total + bias
+            total = bias if total is None else total + of_rank(bias, total.ndim)
         return self._with_prefix(total, 0, None, xp=xp)
 
     def outside(self, *, xp: Namespace) -> Array | None:
@@ -281,6 +282,7 @@ def _combine(bias: Array | None, mask: Array | None, *, xp: Namespace) -> Array 
         return mask if bias is None else bias
     if xp.isdtype(mask.dtype, "bool"):
         return xp.where(mask, bias, -math.inf)
+    bias, mask = same_rank(bias, mask)
     return bias + mask
 
 

@@ -13,6 +13,7 @@ from relskew_core._array.checks import check_real, describe, is_array, layout_hi
 from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.precision import cast, widened
+from relskew_core._array.ranks import of_rank
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Arguments, Gradients
@@ -125,7 +126,7 @@ def by_head(factor: Array | float, x: Array) -> Array | float:
     """Return a factor as it multiplies an array (..., H, L, D) or (L, D)."""
     if isinstance(factor, (int, float)) or factor.ndim == 0:
         return factor
-    return factor[:, None, None] if x.ndim > 2 else factor[:, None]
+    return of_rank(factor[:, None, None], x.ndim) if x.ndim > 2 else factor[:, None]
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.gather import gather, scatter_add
 from relskew_core._array.integers import shifted
+from relskew_core._array.ranks import same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import TABLES, Operands, Options
 from relskew_core._kernel.chunk import Chunk
@@ -71,6 +72,7 @@ def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace)
 
 def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Namespace) -> LookUpChunk:
     """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
+    queries, keys = same_rank(queries, keys)
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     first, last = (shifted(queries, end, xp=xp) for end in (chunk.low, chunk.high))
     nearest = xp.minimum(xp.maximum(keys, first), last)  # keys first: differences of any two integers may wrap

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from relskew_core._array.namespace import device
+from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options, Part
 from relskew_core._kernel.chunk import Chunk
@@ -29,7 +30,7 @@ def kept(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace) -
     rows, columns = hashes(operands, options, chunk, xp=xp)
     zero = xp.zeros((), dtype=q.dtype, device=device(q))
     share = xp.full((), 1 / (1 - options.dropout), dtype=q.dtype, device=device(q))
-    drawn = stirred(xp.bitwise_xor(rows, columns), xp=xp)
+    drawn = stirred(xp.bitwise_xor(rows, of_rank(columns, rows.ndim)), xp=xp)
     return xp.where(drawn < threshold(options.dropout), zero, share)
 
 
@@ -44,7 +45,9 @@ def hashes(operands: Operands, options: Options, chunk: Chunk, *, xp: Namespace)
     assert seed is not None
     heads = _heads(q, options.part, xp=xp)
     queries = _query_places(operands, options, chunk, xp=xp)
-    rows = mixed(mixed(queries * signed(QUERY) + seed, xp=xp) + heads * signed(HEAD), xp=xp)
+    queries = mixed(queries * signed(QUERY) + of_rank(seed, queries.ndim), xp=xp)
+    queries, heads = same_rank(queries, heads * signed(HEAD))
+    rows = mixed(queries + heads, xp=xp)
     keys = _places(chunk.first, chunk.end - chunk.first, q, options.part.step, options.part.key, xp=xp)
     return rows, mixed(keys * signed(KEY) - seed, xp=xp)
 
@@ -57,7 +60,8 @@ def _query_places(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
     if not isinstance(pattern, RaggedVisibility):
         return _places(chunk.start + pattern.offset, n, operands.q, xp=xp)[:, None]
     rows = _places(chunk.start, n, operands.q, xp=xp)[:, None]
-    return rows + narrowed(pattern.offset_by_item, xp=xp)[..., None, None, None]
+    first_of_item = narrowed(pattern.offset_by_item, xp=xp)[..., None, None, None]
+    return of_rank(rows, first_of_item.ndim) + first_of_item
 
 
 def _places(first: int, count: int, like: Array, step: int = 1, base: int = 0, *, xp: Namespace) -> Array:
@@ -72,7 +76,7 @@ def _heads(q: Array, part: Part, *, xp: Namespace) -> Array:
     if part.heads is None:
         return xp.reshape(_places(0, math.prod(lead) * count, q, xp=xp), (*lead, count, 1, 1))
     items = xp.reshape(_places(0, math.prod(lead), q, part.heads, part.head, xp=xp), (*lead, 1, 1, 1))
-    return items + xp.reshape(_places(0, count, q, xp=xp), (count, 1, 1))
+    return items + of_rank(xp.reshape(_places(0, count, q, xp=xp), (count, 1, 1)), items.ndim)
 
 
 def narrowed(x: Array, *, xp: Namespace) -> Array:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.nothing import nothing
+from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import LookUpChunk, of_keys, of_queries, placed
@@ -101,7 +102,7 @@ def chunk_logits(
     logits = grouped_matmul(q, xp.matrix_transpose(k), xp=xp)
     relative = _relative_terms(operands, options, tables, chunk, q, xp=xp)
     if relative is not None:
-        logits = logits + chunk.absolute(relative, xp=xp)
+        logits = logits + of_rank(chunk.absolute(relative, xp=xp), logits.ndim)
     if tables.key_table is not None:
         keys = k * options.rel_scale
         logits = logits + key_side_logits(keys, tables.key_table, chunk, options, q.shape[-3], xp=xp)
@@ -133,8 +134,9 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
         visible = pattern.mask(chunk.start, chunk.stop, chunk.first, chunk.end, xp=xp, device=place)
     if operands.q_segments is None:
         return visible
-    same = of_queries(operands.q_segments, chunk) == of_keys(operands.k_segments, chunk)
-    return same if visible is None else xp.logical_and(visible, same)
+    queries, keys = same_rank(of_queries(operands.q_segments, chunk), of_keys(operands.k_segments, chunk))
+    same = queries == keys
+    return same if visible is None else xp.logical_and(*same_rank(visible, same))
 
 
 def seen_of(x: Array, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
@@ -177,7 +179,7 @@ def _relative_terms(
         return xp.broadcast_to(bias, (*bias.shape[:-2], chunk.stop - chunk.start, chunk.width))
     q = relative_queries(operands, options, chunk, scaled_q)
     product = tables.rel_k.product(q, chunk.low, chunk.high, xp=xp)
-    return product if bias is None else product + bias
+    return product if bias is None else product + of_rank(bias, product.ndim)
 
 
 def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_q: Array) -> Array:
@@ -195,8 +197,8 @@ def hide(logits: Array, mask: Array | None, visible: Array | None, chunk: Chunk,
         if xp.isdtype(mask.dtype, "bool"):
             allowed = mask
         else:
-            logits, allowed = logits + mask, mask > -math.inf
-        visible = allowed if visible is None else xp.logical_and(visible, allowed)
+            logits, allowed = logits + of_rank(mask, logits.ndim), mask > -math.inf
+        visible = allowed if visible is None else xp.logical_and(*same_rank(visible, allowed))
     return logits if visible is None else xp.where(visible, logits, -math.inf)
 
 

@@ -7,6 +7,7 @@ from functools import reduce
 
 from relskew_core._array.integers import blocks, integers, shifted
 from relskew_core._array.known import holds
+from relskew_core._array.ranks import same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span
 
@@ -71,6 +72,7 @@ class Visibility:
 
     def sees(self, queries: Array, keys: Array, *, xp: Namespace) -> Array | None:
         """Compare positions that broadcast: which keys the queries may see, ``None`` if all of them."""
+        queries, keys = same_rank(queries, keys)
         conditions = []
         if self.right is not None:
             conditions.append(keys <= shifted(queries, self.right, xp=xp))

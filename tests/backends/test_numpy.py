@@ -318,3 +318,14 @@ def test_forked_processes_may_call_it() -> None:
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+@pytest.mark.parametrize("case", dense.CASES, ids=str)
+def test_nothing_overflows_divides_by_zero_or_underflows_on_the_way(case: dense.Case, impl: str, dtype: str) -> None:
+    arrays, d_out = case.arrays(dtype), case.d_out().astype(dtype)
+    with np.errstate(all="raise"):
+        relative_attention(**arrays, **case.call(), return_lse=True, impl=impl)
+        relative_attention_vjp(d_out, **arrays, **case.call(), impl=impl)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from relskew_core._array.checks import check_choice, check_int, check_real, describe
+from relskew_core._array.ranks import same_rank
 from relskew_core._array.typing import Array
 from relskew_core._block.block import apply_block, check_inputs
 from relskew_core._block.cache import Growing
@@ -91,4 +92,5 @@ def _without(hidden: Array, mask: Array | None, q: Array, k: Array) -> Array:
     if mask is None:
         return seen
     given = check_mask(mask, q, k, xp=jnp)
+    given, seen = same_rank(given, seen)
     return given & seen if given.dtype == jnp.bool else jnp.where(seen, given, -jnp.inf)
