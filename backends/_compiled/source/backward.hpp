@@ -49,7 +49,7 @@ struct Backward {
     Sight sight;
     const Places &places;
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
-    Rows keys, rel_k, rel_v, key_table;
+    Rows keys, rel_k, key_table;
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes;
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
@@ -86,15 +86,16 @@ struct Backward {
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
                relative.make(height, columns) && relative_values.make(height, columns) && key_side.make() &&
                sight.make() && (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
-               keys.make(x.keys, x.width) && d_q.make(height, x.width) && d_k.make(x.keys, x.width) &&
-               d_v.make(x.keys, x.value_width) && make_tables();
+               keys.make(x.keys, x.width, static_cast<bool>(sight)) && d_q.make(height, x.width) &&
+               d_k.make(x.keys, x.width) && d_v.make(x.keys, x.value_width) && make_tables();
     }
 
     bool make_tables() {
         return (!queries.apart || d_met.make(height, x.rel_width)) && (!x.bias || d_bias.make(1, x.rows)) &&
-               (!x.rel_k || (rel_k.make(x.rows, x.rel_width) && d_rel_k.make(x.rows, x.rel_width))) &&
+               (!x.rel_k ||
+                (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
                (!x.key_table || (key_table.make(x.rows, x.width) && d_key_table.make(x.rows, x.width))) &&
-               (!x.rel_v || (rel_v.make(x.rows, x.value_width) && d_rel_v.make(x.rows, x.value_width)));
+               (!x.rel_v || d_rel_v.make(x.rows, x.value_width));
     }
 
     // Work on some heads of keys, of all items.
@@ -103,7 +104,7 @@ struct Backward {
             const Index item = pair / x.key_heads, own = pair % x.key_heads;
             pack(x.k.of(item, own), x.k.row, x.keys, x.width, key_panels.get());
             pack(x.v.of(item, own), x.v.row, x.keys, x.value_width, value_panels.get());
-            keys.take(x.k.of(item, own), x.k.row, x.keys, x.width);
+            keys.take(x.k.of(item, own), x.k.row, x.keys);
             sight.take_keys(item);
             for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
                 take_tables(head);
@@ -118,12 +119,11 @@ struct Backward {
 
     void take_tables(Index head) {
         relative.take(head), relative_values.take(head), key_side.take(head);
-        if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows, x.rel_width);
+        if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows);
         if (x.key_table && (!key_table.at || x.key_table.head)) {
             const Array<const Real> from = turned(x.key_table, x.rows);
-            key_table.take(from.of(0, head), from.row, x.rows, x.width);
+            key_table.take(from.of(0, head), from.row, x.rows);
         }
-        if (x.rel_v && (!rel_v.at || x.rel_v.head)) rel_v.take(x.rel_v.of(0, head), x.rel_v.row, x.rows, x.value_width);
     }
 
     void hand_tables_over(Index head) {
@@ -175,7 +175,7 @@ struct Backward {
         Sums &met = queries.apart ? d_met : d_q;
         if (!places) return;
         if (x.rel_k) {
-            changed_by_row.mix(count, rel_k.at, rel_k.row, rel_width, met.at.get(), met.row);
+            changed_by_row.mix(count, rel_k, met.at.get(), met.row);
             changed_by_row.spread(count, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         }
         if (x.rel_v) mixed_by_row.spread(count, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
@@ -227,8 +227,8 @@ struct Backward {
                     d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
         if (x.key_table)
-            key_side.pull_back(item, head, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
-                               d_k.row, d_key_table.at.get(), d_key_table.row, key_table);
+            key_side.pull_back(keys, count, position, start + low, keys_there, ds + low, logits_row, d_keys, d_k.row,
+                               d_key_table.at.get(), d_key_table.row, key_table);
         if (places) return;
         if (x.rel_k) changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);

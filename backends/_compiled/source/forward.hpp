@@ -50,50 +50,6 @@ inline const Real *add_to_logits(Index rows, const Real *from, Index from_row, R
     return s;
 }
 
-// The values of some keys. Where labels hide some in the midst of others, those that are not finite are zeros here, and
-// are added only to what queries make of them that see them: 0 · NaN is not 0.
-struct Values {
-    Rows rows;
-    Reals finite_ones;
-    std::unique_ptr<Index[], Free> lost;
-    const Real *given = nullptr;
-    Index most = 0, lost_count = 0, given_row = 0;
-
-    bool make(const Problem &x, bool labelled) {
-        most = x.keys;
-        if (labelled) lost.reset(static_cast<Index *>(std::calloc(x.keys, sizeof(Index))));
-        return rows.make(x.keys, x.value_width) && (lost || !labelled);
-    }
-
-    // Return false if there is no memory.
-    bool take(const Real *from, Index from_row, Index count, Index width) {
-        rows.take(from, from_row, count, width);
-        given = from, given_row = from_row, lost_count = 0;
-        for (Index j = 0; lost && j < count; j++)
-            if (!finite(from + j * from_row, width)) lost[lost_count++] = j;
-        if (!lost_count) return true;
-        const Index row = padded(width);
-        if (!finite_ones) finite_ones = zeros(most * row);
-        if (!finite_ones) return false;
-        for (Index j = 0; j < count; j++)
-            std::memcpy(finite_ones.get() + j * row, from + j * from_row, width * sizeof(Real));
-        for (Index i = 0; i < lost_count; i++) std::fill_n(finite_ones.get() + lost[i] * row, width, 0);
-        rows.at = finite_ones.get(), rows.row = row;
-        return true;
-    }
-
-    // Add those first … first + n - 1 that are not finite, times the weights of some queries.
-    void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Index width, Real *out,
-                  Index out_row) const {
-        for (Index i = 0; i < lost_count; i++) {
-            const Index j = lost[i] - first;
-            for (Index m = 0; m < count && 0 <= j && j < n; m++)
-                if (const Real weight = weights[m * weights_row + j]; weight != 0)
-                    for (Index d = 0; d < width; d++) out[m * out_row + d] += weight * given[lost[i] * given_row + d];
-        }
-    }
-};
-
 // All that one thread has while it works.
 struct Forward {
     static constexpr Index KEYS = 512;                                             // of a block
@@ -110,9 +66,7 @@ struct Forward {
     Sight sight;
     const Places &places;
     ByRow by_row;  // the weights that meet values' table
-    Values values;
-    Rows rel_v;
-    bool out_of_memory = false;
+    Rows values, rel_v;
     Reals keys, logits, outs;
     Index key_item = -1, key_head = -1, rel_v_head = -1;
     Seen packed{0, 0};
@@ -138,8 +92,8 @@ struct Forward {
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
-               (!x.rel_v || by_row.make(height)) && values.make(x, static_cast<bool>(sight)) &&
-               (!x.rel_v || rel_v.make(x.rows, x.value_width));
+               (!x.rel_v || by_row.make(height)) && values.make(x.keys, x.value_width, static_cast<bool>(sight)) &&
+               (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
 
     void run(Index first, Index last) {
@@ -158,7 +112,7 @@ struct Forward {
     void take_head(Index item, Index head, Index first_query, Index end_query) {
         relative.take(head), key_side.take(head), sight.take_keys(item);
         if (x.rel_v && (rel_v_head < 0 || (x.rel_v.head && rel_v_head != head)))
-            rel_v.take(x.rel_v.of(0, rel_v_head = head), x.rel_v.row, x.rows, x.value_width);
+            rel_v.take(x.rel_v.of(0, rel_v_head = head), x.rel_v.row, x.rows);
         const Index own = head / x.group();
         Seen seen = Seen::of(x, x.offset + first_query, x.offset + end_query - 1);
         seen.low = floored(seen.low, LANES);  // as labels are taken
@@ -167,7 +121,7 @@ struct Forward {
         key_item = item, key_head = own, packed = seen;
         const Index count = seen.high - seen.low;
         pack(x.k.of(item, own, seen.low), x.k.row, count, x.width, keys.get());
-        if (!values.take(x.v.of(item, own, seen.low), x.v.row, count, x.value_width)) out_of_memory = true;
+        values.take(x.v.of(item, own, seen.low), x.v.row, count);
     }
 
     void attend(Index item, Index head, Index first) {
@@ -184,7 +138,7 @@ struct Forward {
             const Index start = packed.low + floored(seen.low - packed.low, PANEL);
             for (Index key = start; key < seen.high; key += KEYS)
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
-            if (by_row) by_row.mix(count, rel_v.at, rel_v.row, value_row, outs.get(), value_row);
+            if (by_row) by_row.mix(count, rel_v, outs.get(), value_row);
         }
         for (Index m = 0; m < count; m++) {
             const Real total = softmax[m].total * x.kept, part = total == 0 ? 0 : 1 / total;
@@ -247,9 +201,9 @@ struct Forward {
         const Index first = weights.start + weights.low - packed.low, n = weights.high - weights.low;
         const Real *at = weights.at + weights.low;
         Real *out = outs.get() + m * value_row;
-        add_product(weights.count, n, {at, logits_row, 1}, values.rows.at + first * values.rows.row, values.rows.row,
-                    value_row, out, value_row);
-        values.add_lost(at, logits_row, weights.count, first, n, x.value_width, out, value_row);
+        add_product(weights.count, n, {at, logits_row, 1}, values.at + first * values.row, values.row, value_row, out,
+                    value_row);
+        values.add_lost(at, logits_row, weights.count, first, n, out, value_row);
         if (x.rel_v && !by_row) weights.mix(span, rel_v.at, rel_v.row, value_row, out, value_row);
     }
 };
@@ -259,7 +213,7 @@ inline bool forward(const Problem &x, Index part, Index parts) {
     Forward work(x);
     if (!work.make()) return false;
     work.run(tasks * part / parts, tasks * (part + 1) / parts);
-    return !work.out_of_memory;
+    return true;
 }
 
 }  // namespace

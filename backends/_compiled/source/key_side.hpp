@@ -52,11 +52,10 @@ struct KeySide {
     }
 
     // Add what the gradients of logits make of keys and of their table to the gradients of both.
-    void pull_back(Index item, Index head, Index count, Index position, Index start, Index n, const Real *d_logits,
-                   Index row, Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row, const Rows &table) {
+    void pull_back(const Rows &keys, Index count, Index position, Index start, Index n, const Real *d_logits, Index row,
+                   Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row, const Rows &table) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
-            take_keys(item, head, key, rows);
             for (Index j = 0; j < rows + HIGH; j += LANES)  // past them are zeros, which products may read
                 for (Index i = 0; i < padded(count); i += LANES)
                     turn(d_logits + i * row + first + j, row, changed.get() + MARGIN + j * ROW + i, ROW, LANES,
@@ -64,7 +63,7 @@ struct KeySide {
             for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
                 std::fill(changed.get() + MARGIN + j * ROW + count, changed.get() + MARGIN + j * ROW + ROWS, 0);
             const Weights weights{changed.get() + MARGIN, ROW, rows, key, position, 0, count};
-            weights.spread(relative.span, keys.get(), width, width, d_table, d_table_row);
+            weights.spread(relative.span, keys.at + key * keys.row, keys.row, width, d_table, d_table_row);
             weights.mix(relative.span, table.at, table.row, width, d_keys + first * d_keys_row, d_keys_row);
         }
     }

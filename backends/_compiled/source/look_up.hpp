@@ -170,13 +170,16 @@ struct ByRow {
     }
 
     // Add what they make of the rows of a table.
-    void mix(Index count, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
-        if (first_row() < end_row())
-            add_product(count, end_row() - first_row(), {column(first_row()), row, 1}, table + first_row() * table_row,
-                        table_row, width, out, out_row);
+    void mix(Index count, const Rows &table, Real *out, Index out_row) const {
+        const auto add = [&](Index first, Index n, const Real *weights) {
+            if (n <= 0) return;
+            add_product(count, n, {weights, row, 1}, table.at + first * table.row, table.row, padded(table.width), out,
+                        out_row);
+            table.add_lost(weights, row, count, first, n, out, out_row);
+        };
+        add(first_row(), end_row() - first_row(), column(first_row()));
         for (int side = 0; side < 2; side++)
-            for (Index m = 0; m < count && is_beyond(side); m++)
-                Weights::add_row(beyond(m, side), table + edge(side) * table_row, width, out + m * out_row);
+            if (is_beyond(side)) add(edge(side), 1, of(0) + last(side));
     }
 
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
@@ -208,7 +211,8 @@ private:
     bool is_beyond(int side) const {
         return x.clip && (side ? places.reach.high == x.rows - x.left : places.reach.low == -x.left - 1);
     }
-    Real beyond(Index m, int side) const { return of(m)[side ? places.reach.count() - 1 : 0]; }
+    Index last(int side) const { return side ? places.reach.count() - 1 : 0; }
+    Real beyond(Index m, int side) const { return of(m)[last(side)]; }
 };
 
 }  // namespace

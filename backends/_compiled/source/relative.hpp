@@ -69,23 +69,42 @@ inline bool finite(const Real *x, Index width) {
     return nothing == 0;
 }
 
-// Rows of an array, padded to whole vectors: a copy only where they are not.
+// Rows of an array, padded to whole vectors. Where labels hide some in the midst of others, those that are not finite
+// are zeros here, and are added only to what queries make of them that see them: 0 · NaN is not 0. A copy only where
+// there are such rows, or no whole vectors.
 struct Rows {
     Reals copy;
-    const Real *at = nullptr;
-    Index row = 0;
+    std::unique_ptr<Index[], Free> lost;
+    const Real *at = nullptr, *given = nullptr;
+    Index row = 0, given_row = 0, width = 0, lost_count = 0;
 
-    bool make(Index rows, Index width) {
-        if (padded(width) != width) copy = zeros(rows * padded(width));
-        return copy || padded(width) == width;
+    bool make(Index rows, Index entries, bool labelled = false) {
+        width = entries;
+        const bool copied = labelled || padded(width) != width;
+        if (copied) copy = zeros(rows * padded(width));
+        if (labelled) lost.reset(static_cast<Index *>(std::calloc(rows, sizeof(Index))));
+        return (copy || !copied) && (lost || !labelled);
     }
 
-    void take(const Real *from, Index from_row, Index rows, Index width) {
-        at = from, row = from_row;
-        if (!copy) return;
-        for (Index j = 0; j < rows; j++)
-            std::memcpy(copy.get() + j * padded(width), from + j * from_row, width * sizeof(Real));
+    void take(const Real *from, Index from_row, Index rows) {
+        at = given = from, row = given_row = from_row, lost_count = 0;
+        for (Index j = 0; lost && j < rows; j++)
+            if (!finite(from + j * from_row, width)) lost[lost_count++] = j;
+        if (padded(width) == width && !lost_count) return;
         at = copy.get(), row = padded(width);
+        for (Index j = 0; j < rows; j++) std::memcpy(copy.get() + j * row, from + j * from_row, width * sizeof(Real));
+        for (Index i = 0; i < lost_count; i++) std::fill_n(copy.get() + lost[i] * row, width, 0);
+    }
+
+    // Add those first … first + n - 1 that are not finite, times the weights of some queries.
+    void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Real *out,
+                  Index out_row) const {
+        for (Index i = 0; i < lost_count; i++) {
+            const Index j = lost[i] - first;
+            for (Index m = 0; m < count && 0 <= j && j < n; m++)
+                if (const Real weight = weights[m * weights_row + j]; weight != 0)
+                    for (Index d = 0; d < width; d++) out[m * out_row + d] += weight * given[lost[i] * given_row + d];
+        }
     }
 };
 
