@@ -185,7 +185,7 @@ def others(empty: str) -> Iterator[tuple[Callable[..., Any], list[tuple[int, ...
     yield relative_logits_2d, [q, table, (h, *table)], square, (b, h, n, m)
     yield toeplitz_2d, [(h, 5, 5)], square, (h, n, m)
     yield relative_attention_2d, [q, k, v, table, table], square, (b, h, n, dv)
-    prefixed = [(b, h, n + 1, width), (b, h or 1, m + 1, width), (b, h or 1, m + 1, dv)]
+    prefixed: list[tuple[int, ...]] = [(b, h, n + 1, width), (b, h or 1, m + 1, width), (b, h or 1, m + 1, dv)]
     yield relative_attention_2d, prefixed, {**square, "prefix": (1, 1)}, (b, h, n + 1, dv)
     yield merged, [(b, h, n, dv), (b, h, n, dv), (b, h, n), (b, h, n)], {}, (b, h, n, dv)
     yield skew, [(b, h, n, n + m - 1)], {}, (b, h, n, m)
