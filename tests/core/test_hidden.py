@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oracles
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, Library, of_name
 from relskew_core import Span, relative_attention, relative_attention_vjp
 
 ROWS = [row for row in LIBRARIES if row.name in ("numpy", "array-api-strict, strictest flags", "torch, CPU", "jax.jit")]
@@ -99,3 +99,38 @@ def test_what_no_query_sees_may_be_anything(row: Library, how: str) -> None:
         wanted = results(0.0)
         for x, like in zip(results(rng.choice([np.nan, np.inf, -np.inf])), wanted, strict=True):
             np.testing.assert_allclose(x, like, rtol=1e-9, atol=1e-9, err_msg=f"seed {seed}: {options}")
+
+
+BLOCKS = [
+    {"offset": -1, "block_size": 2, "blocks_before": 0, "n": 2, "m": 1},
+    {"offset": -20, "block_size": 16, "blocks_before": 0, "n": 40, "m": 1},
+    {"offset": -20, "block_size": 7, "blocks_before": 1, "n": 40, "m": 2},
+    {"offset": 45, "block_size": 7, "blocks_before": 1, "n": 40, "m": 50},
+    {"offset": 45, "block_size": 7, "causal": True, "n": 40, "m": 50},
+]
+
+
+@pytest.mark.parametrize("tables", [("rel_k", "rel_v", "rel_bias"), ("rel_v", "key_table")], ids=str)
+@pytest.mark.parametrize("options", BLOCKS, ids=str)
+@pytest.mark.parametrize("name", ["numpy", "torch, CPU"])
+def test_rows_that_no_block_sees_may_be_anything(name: str, options: dict[str, Any], tables: tuple[str, ...]) -> None:
+    row, (options, n, m) = of_name(name), (dict(options), options["n"], options["m"])
+    del options["n"], options["m"]
+    rng, span = np.random.default_rng(0), Span.full(70)
+    arrays = {key: rng.standard_normal((2, size, 4)) for key, size in (("q", n), ("k", m), ("v", m), ("d_out", n))}
+    tall = {key: rng.standard_normal((span.rows, 4)[: 1 if key == "rel_bias" else 2]) for key in tables}
+    pairs = [(i, j) for i, j in np.ndindex(n, m) if oracles.sees(i, j, **options)]
+    rows = {j - i - options["offset"] + span.left for i, j in pairs}
+    assert rows
+    unseen = [at for at in range(span.rows) if at not in rows]
+    found = []
+    for number in (0.0, np.nan):
+        for table in tall.values():
+            table[unseen] = number
+        given = {key: row.asarray(x) for key, x in {**arrays, **tall}.items()}
+        d_out = given.pop("d_out")
+        out = relative_attention(**given, span=span, **options)
+        gradients = relative_attention_vjp(d_out, **given, span=span, **options)
+        found.append([row.to_numpy(x) for x in (out, *gradients) if x is not None])
+    for want, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

@@ -108,15 +108,17 @@ struct Rows {
     }
 };
 
-// The rows of a table, and the relative positions that are met: row c is for c - left.
+// The rows of a table, and the relative positions that are met: row c is for c - left. Of blocks, if there are any,
+// those that are seen from one.
 struct Span {
     Index rows, left, before, after;
     bool clip;
+    Index block, behind, ahead;
 
-    static Span of(const Problem &x) { return {x.rows, x.left, x.before, x.after, x.clip != 0}; }
+    static Span of(const Problem &x) { return {x.rows, x.left, x.before, x.after, x.clip != 0, x.block, x.behind, 0}; }
 
     // The same seen from the keys: the last row is the first.
-    Span mirrored() const { return {rows, rows - 1 - left, after, before, clip}; }
+    Span mirrored() const { return {rows, rows - 1 - left, after, before, clip, block, ahead, behind}; }
 };
 
 // Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
@@ -206,9 +208,22 @@ struct Weights {
     const Real *at;
     Index row, count, p, start, low, high;
 
-    // The rows of a table that they may meet.
-    Index first_row(const Span &x) const { return std::max(start + low - (p + count - 1), -x.before) + x.left; }
-    Index end_row(const Span &x) const { return std::min(start + high - 1 - p, x.after) + x.left + 1; }
+    // The rows of a table that they meet, and no others: what stands there may be no number, and 0 · NaN is not 0.
+    Seen met(const Span &x) const {
+        const Index first = start + low, end = start + high;
+        Seen found{first - (p + count - 1), end - p};
+        if (x.block) {  // some of the queries may see none of the keys
+            std::swap(found.low, found.high);
+            for (Index i = p; i < p + count; i++) {
+                const Index own = floored(i, x.block);
+                const Index from = std::max(first, own - x.behind * x.block);
+                const Index to = std::min(end, own + (x.ahead + 1) * x.block);
+                if (from < to) found = {std::min(found.low, from - i), std::max(found.high, to - i)};
+            }
+        }
+        const Index low_row = std::max(found.low, -x.before) + x.left;
+        return {std::max<Index>(0, low_row), std::min(x.rows, std::min(found.high, x.after + 1) + x.left)};
+    }
 
     // Of query i, the weight of all keys that meet what stands before the table, or after it.
     Real beyond(const Span &x, Index i, int side) const {
@@ -224,7 +239,7 @@ struct Weights {
 
     // Add what they make of the rows of a table: a product with their skewed view.
     void mix(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
-        const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
+        const auto [c, stop] = met(x);
         if (c < stop)
             add_product(count, stop - c, {at + (c - x.left + p - start), row + 1, 1}, table + c * table_row, table_row,
                         width, out, out_row);
@@ -235,7 +250,7 @@ struct Weights {
 
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
     void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
-        const Index c = std::max<Index>(0, first_row(x)), stop = std::min(x.rows, end_row(x));
+        const auto [c, stop] = met(x);
         if (c < stop)
             add_product(stop - c, count, {at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
                         table + c * table_row, table_row);
