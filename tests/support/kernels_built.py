@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -48,10 +49,10 @@ UNITS = [
     ),
 ]
 
-COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+COMPILER = os.environ.get("KERNELS_COMPILER") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
-ARM = ("-DHIGH_ROWS=12", "-DPOISON")
-"""Vectors of 4 numbers and products of 12 rows, as on ARM; fresh memory is full of NaN."""
+ARM = ("-DHIGH_ROWS=12", "-DPOISON", *os.environ.get("KERNELS_FLAGS", "").split())
+"""Vectors as short and products as high as on ARM; fresh memory is full of NaN. `make sanitize` asks for more."""
 
 
 @functools.cache
