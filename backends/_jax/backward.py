@@ -15,6 +15,7 @@ from relskew_core._kernel.backward import Cotangents, grouped_outer
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
 from relskew_core._kernel.forward import capped_gradient, grouped_matmul
 from relskew_core._kernel.sums import sum_to
+from relskew_core.backends._jax import key_side
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.columns import Columns
 from relskew_core.backends._jax.explicit import split_by_compiler
@@ -72,6 +73,7 @@ def _step(
     new = {"v": _add(sums.v, chunk.seen(d_v), {-1: place.first})}
     if call.rel_v is not None:
         d_weights = d_weights + chunk.absolute(jnp.matmul(d_rows, chunk.columns(call.rel_v)))
+        d_weights = jnp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that nobody sees
         new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(of_values))
     d_weights = chunk.kept(d_weights)
 
@@ -123,7 +125,8 @@ def _add_key_side(
     chunk: TracedChunk, table: Columns, d_logits: Array, k: Array, sums: Gradients, new: dict[str, Array]
 ) -> Array:
     """Add to the gradient of ``key_table``, and return that of the keys."""
-    _, pull = jax.vjp(chunk.key_side_logits, k, chunk.key_side_columns(table))
+    met = partial(chunk.key_side_logits, product=key_side.product_of_seen)
+    _, pull = jax.vjp(met, k, chunk.key_side_columns(table))
     d_k, d_columns = pull(d_logits)
     new["key_table"] = _add(sums.key_table, d_columns, {-1: chunk.key_side_start(table)})
     return d_k

@@ -192,9 +192,10 @@ class TracedChunk:
         columns, size = table.columns, key_side.width(self.loop, self.call.options)
         return lax.dynamic_slice_in_dim(columns, self.key_side_start(table), size, axis=columns.ndim - 1)
 
-    def key_side_logits(self, k: Array, columns: Array) -> Array:
+    def key_side_logits(self, k: Array, columns: Array, *, product: key_side.Product = jnp.matmul) -> Array:
         """Return what the table's columns add to the logits."""
-        return key_side.logits(k * self.call.options.rel_scale, columns, self.layout, self.call.operands.q.shape[-3])
+        heads = self.call.operands.q.shape[-3]
+        return key_side.logits(k * self.call.options.rel_scale, columns, self.layout, heads, product=product)
 
     def weights(self, logits: Array, *, lse: bool) -> tuple[Array, Array | None]:
         """Return the softmax over what may be seen and, if asked for, the log-sum-exp."""

@@ -6,6 +6,9 @@ A chunk's keys are cut into blocks of as many as it has queries. All blocks are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,8 +19,11 @@ from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.key_side import by_query_head
 from relskew_core._positions.skew import skew_from
+from relskew_core._positions.table import weighed
 from relskew_core.backends._jax.columns import Columns
 from relskew_core.backends._jax.loops import ChunkPlace, Loop, LoopPlan
+
+Product = Callable[[Array, Array], Array]
 
 
 def width(loop: Loop, options: Options) -> int:
@@ -41,13 +47,36 @@ def start(loop: Loop, place: ChunkPlace, options: Options, table: Columns) -> Ar
     return place.start - place.first + (options.visibility.offset - _blocks(loop.n, loop.m) * loop.n - table.low)
 
 
-def logits(k: Array, columns: Array, chunk: Chunk, heads: int) -> Array:
-    """Return ``k_j · e_r``, (..., H, n, m), for a chunk's keys (..., Hkv, m, D) and columns (..., D, width)."""
+@jax.custom_vjp
+def product_of_seen(keys: Array, columns: Array) -> Array:
+    """Return a product of keys with columns, of which those that no gradient leads to have no part in the keys'."""
+    return jnp.matmul(keys, columns)
+
+
+def _forward(keys: Array, columns: Array) -> tuple[Array, tuple[Array, Array]]:
+    return jnp.matmul(keys, columns), (keys, columns)
+
+
+def _backward(given: tuple[Array, Array], d_product: Array) -> tuple[Array, Array]:
+    keys, columns = given
+    _, pull = jax.vjp(jnp.matmul, keys, weighed(columns, d_product, xp=jnp))
+    gradients: tuple[Array, Array] = pull(d_product)
+    return gradients
+
+
+product_of_seen.defvjp(_forward, _backward)
+
+
+def logits(k: Array, columns: Array, chunk: Chunk, heads: int, *, product: Product) -> Array:
+    """Return ``k_j · e_r``, (..., H, n, m), for a chunk's keys (..., Hkv, m, D) and columns (..., D, width).
+
+    ``product`` is what multiplies both where columns are looked up: some may be seen by nobody.
+    """
     n, m = chunk.stop, chunk.end
     by_head = columns.ndim > 2
     k = by_query_head(k, heads, xp=jnp) if by_head else k
     look_up = chunk.mirrored(0, m, xp=jnp) if isinstance(chunk, LookUpChunk) else None
-    found = _skewed(k, columns, n) if look_up is None else _looked_up(k, columns, n, look_up)
+    found = _skewed(k, columns, n) if look_up is None else _looked_up(k, columns, n, look_up, product)
     found = jnp.matrix_transpose(found[..., :m, :])
     return found if by_head else by_query_head(found, heads, xp=jnp)
 
@@ -75,7 +104,7 @@ def _skewed(k: Array, columns: Array, n: int) -> Array:
     return _joined(skew_from(jnp.matmul(_cut(k, n), windows), n_keys=n, first=n, xp=jnp))
 
 
-def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk) -> Array:
+def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk, product: Product) -> Array:
     """Look up block by block: the whole product would have all columns of the table for every key."""
 
     def blocks(x: Array) -> Array:
@@ -83,7 +112,7 @@ def _looked_up(k: Array, columns: Array, n: int, chunk: LookUpChunk) -> Array:
 
     def one(block: tuple[Array, Array, Array | None]) -> Array:
         keys, index, there = block
-        found = gather(jnp.matmul(keys, columns), index, xp=jnp)
+        found = gather(product(keys, columns), index, xp=jnp)
         return found if there is None else jnp.where(there, found, 0.0)
 
     there = None if chunk.there is None else blocks(chunk.there)

@@ -83,7 +83,6 @@ def _write_relative(call: HeadwiseCall, batch: int, head: int, chunk: Chunk, sca
 
 def _hide(call: HeadwiseCall, batch: int, head: int, views: Views, hidden: Hidden) -> None:
     """Add an additive mask, and put ``-inf`` where a query may not see."""
-    hidden.put(-math.inf, views.logits)
     if call.mask is not None:
         chunk, logits = views.chunk, views.logits
         mask = call.mask[batch, head, chunk.start : chunk.stop, chunk.first : chunk.end]
@@ -92,3 +91,4 @@ def _hide(call: HeadwiseCall, batch: int, head: int, views: Views, hidden: Hidde
         else:
             logits += mask
             np.copyto(logits, -math.inf, where=mask == -math.inf)  # where the products are not finite
+    hidden.put(-math.inf, views.logits)  # after the mask, which may be anything there, too

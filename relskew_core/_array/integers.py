@@ -10,7 +10,7 @@ from relskew_core._array.typing import Array, Namespace
 
 def integer(xp: Namespace) -> Any:
     """Return the dtype; small and unsigned integers, of which calls take sums and differences, would wrap."""
-    return xp.asarray(0).dtype
+    return xp.asarray(0).dtype if xp.__name__ == "jax.numpy" else xp.int64
 
 
 def integers(start: int, stop: int, *, device: object, xp: Namespace) -> Array:

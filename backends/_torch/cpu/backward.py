@@ -47,7 +47,8 @@ def attention_vjp(
     if compiled.serves_backward(operands, options, wanted):
         with undisturbed():
             return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
-    if is_short(operands):
+    labelled = operands.k_segments is not None or operands.k_positions is not None
+    if labelled or is_short(operands):  # what no query of an item sees has no part in gradients there
         with undisturbed():
             return portable(d_out, operands, options, out=out, lse=lse, d_lse=d_lse, xp=xp)
     whole = Whole.of(flattened(operands), options, d_out, out, lse, d_lse, mask_gradient="mask" in wanted)

@@ -171,7 +171,6 @@ def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | 
     write_sums(call, views, stack)
     if softcap is not None:
         cap(logits, softcap, slope)
-    views.hide(-math.inf)
     if stack.mask is not None:
         mask = stack.mask[(slice(None), *views.chunk.of_mask(stack.mask))]
         if mask.dtype == torch.bool:
@@ -180,6 +179,7 @@ def write_logits(call: StackedCall, views: Views, stack: Stack, slope: Tensor | 
             logits.add_(mask)
             if stack.mask.shape[-2] > 1:
                 logits.masked_fill_(mask == -math.inf, -math.inf)  # where the products are not finite
+    views.hide(-math.inf)  # after the mask, which may be anything there, too
     if stack.bound is not None:  # a fifth of the time that filling takes
         logits.nan_to_num_(math.inf, math.inf, -math.inf)  # a NaN is the largest: its row stays NaN where it is seen
         torch.minimum(logits, stack.bound[(slice(None), *views.chunk.of_mask(stack.bound))], out=logits)
