@@ -45,7 +45,7 @@ class TracedCall:
         leading = g.index("Shape", [given], f"{name}/leading", (self._leading,), start=0, end=self._leading)
         rest = g.index("Shape", [x], f"{name}/rest", (len(x.shape) - 1,), start=1)
         whole = g.dims(f"{name}/shape", leading, rest)
-        return g.tensor(g.compute("Reshape", [x, whole], name, shape, x.dtype))
+        return g.tensor(g.compute("Reshape", [x, whole], name, shape, x.dtype, allowzero=1))
 
     def labels(self, operands: Operands, kind: str) -> Segments | None:
         """Return integers of the queries and of the keys, ``(batch or 1, length)``."""

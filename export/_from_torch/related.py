@@ -92,7 +92,7 @@ class Skewed:
                 if reach is None
                 else FittedWindow(g, seen, StoredTables(flipped, None, None), turned, reach.turned())
             )
-            keys = keys_by_query_head(g, plan, self._call.k, self._options.rel_scale)
+            keys = keys_by_query_head(g, plan, self._call, self._options.rel_scale)
             logits = relative_logits(g, seen, keys, window, turned)
             return g.compute("Transpose", [logits], "turned", shape, perm=[0, 1, 3, 2])
 
@@ -181,7 +181,7 @@ class LookedUp:
 
     def _of_keys(self) -> Value:
         g, (batch, heads, n, m) = self._g, self._pairs
-        keys = keys_by_query_head(g, self._plan, self._call.k, self._options.rel_scale)
+        keys = keys_by_query_head(g, self._plan, self._call, self._options.rel_scale)
         product = g.compute("MatMul", [keys, self._turned("key_table")], "keys/product", (batch, heads, m, self._width))
         perm = [0, 1, 3, 2]
         columns = g.index("Transpose", [self._columns], "keys/columns", (batch, heads, m, n), perm=perm)
@@ -307,15 +307,15 @@ def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:
     return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
 
 
-def keys_by_query_head(g: TracedEmitter, plan: GraphPlan, keys: Value, scale: float) -> Value:
+def keys_by_query_head(g: TracedEmitter, plan: GraphPlan, call: TracedCall, scale: float) -> Value:
     """Return scaled keys, repeated for the query heads of their groups: ``(batch, H, keys, D)``."""
-    spec, (batch, groups, m, width) = plan.spec, keys.shape
-    x = scaled(g, keys, scale, "keys/scaled")
+    spec, (batch, groups, m, width) = plan.spec, call.k.shape
+    x = scaled(g, call.k, scale, "keys/scaled")
     size = spec.num_heads // spec.num_kv_heads
     if size == 1:
         return x
     apart = g.compute("Unsqueeze", [x, g.constant([2])], "keys/groups", (batch, groups, 1, m, width))
     repeated = g.constant([1, 1, size, 1, 1])
     wide = g.compute("Expand", [apart, repeated], "keys/repeated", (batch, groups, size, m, width))
-    merged = g.constant([0, spec.num_heads, -1, int(width)])
+    merged = g.dims("keys/by_query_head_shape", 0, spec.num_heads, call.lengths.keys, int(width))
     return g.compute("Reshape", [wide, merged], "keys/by_query_head", (batch, spec.num_heads, m, width))

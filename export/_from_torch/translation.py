@@ -135,12 +135,12 @@ def _attention(
         if plan.dead_rows and condition is not None:
             out = without_dead_rows(g, plan, out, condition)
         return call.result(out, "out"), nothing
-    shape = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2])
+    shape, n = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2]), call.lengths.queries
     keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
-    logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits)
+    logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
     logits = _with_additive(g, call, _capped(g, logits, options.softcap))
     softmax = softmax_weights(g, plan, logits, condition)
-    out = grouped_product(g, plan, softmax.weights, call.v, "attention/values", call.out_shape)
+    out = grouped_product(g, plan, softmax.weights, call.v, n, "attention/values", call.out_shape)
     if operands.rel_v is not None:
         relative = related.values(softmax.weights)
         out = g.compute("Add", [out, relative], "attention/add_relative_values", call.out_shape)

@@ -91,8 +91,9 @@ def _grouped(
     g: Emitter, plan: GraphPlan, inputs: AttentionInputs, queries: Value, bias: Value
 ) -> tuple[Value, Present | None]:
     """Attention by onnxruntime's operator; every row of the batch has the same length."""
-    total = inputs.lengths.keys
-    last = g.dim(g.minus(total, 1, "attention/last"))
     batch = g.dim(g.length(queries, 0, "batch"))
-    lasts = g.index("Expand", [last, batch], "attention/last_of_rows", (queries.shape[0],))
+    totals = g.index("Expand", [g.dim(inputs.lengths.keys), batch], "attention/totals", (queries.shape[0],))
+    lasts = g.index("Sub", [totals, g.constant([1])], "attention/lasts", totals.shape)
+    # The operator divides by the batch, and ends the process where it is empty: the first of nothing fails before.
+    total = g.index("Gather", [totals, g.constant(0)], "attention/total", (), axis=0)
     return attend_grouped(g, plan, inputs.projected, bias, inputs.past, lasts, total)

@@ -45,7 +45,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
     batch, length = heads.queries.shape[0], inputs.lengths.query_symbol
     width = group * spec.head_dim
     # Said again for onnx's reference evaluator, which joins a loop's results along their first axis.
-    stack = g.dims("heads/by_turn_shape", spec.num_kv_heads, g.length(heads.queries, 0, "heads/batch"), -1, width)
+    stack = g.dims("heads/by_turn_shape", spec.num_kv_heads, -1, inputs.lengths.queries, width)
     stacked = g.compute("Reshape", [turns, stack], "heads/by_turn", (spec.num_kv_heads, batch, length, width))
     shape = (batch, length, spec.num_kv_heads, width)
     turned = g.compute("Transpose", [stacked], "heads/turned", shape, perm=[1, 2, 0, 3])

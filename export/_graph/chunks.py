@@ -80,13 +80,15 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     iterations, batch, _, width = turns.shape
     # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
-    stack = g.dims("chunks/by_turn_shape", -1, g.length(heads.queries, 0, "chunks/batch"), size, int(width))
+    stack = g.dims("chunks/by_turn_shape", count, -1, size, int(width))
     stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
     shape = (batch, iterations, "chunk", width)
     turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 0, 2, 3])
     joined_shape = (batch, "chunked_length", width)
-    joined = g.compute("Reshape", [turned, g.constant([0, -1, int(width)])], "chunks/joined", joined_shape)
-    before = g.index("Mul", [g.index("Sub", [count, g.constant([1])], "chunks/full"), size], "chunks/before_last")
+    whole = g.index("Mul", [count, size], "chunks/chunked_length")
+    by_batch = g.dims("chunks/joined_shape", -1, whole, int(width))
+    joined = g.compute("Reshape", [turned, by_batch], "chunks/joined", joined_shape)
+    before = g.index("Sub", [whole, size], "chunks/before_last")
     rest = g.index("Sub", [before, n], "chunks/rest_from_end")
     axis = g.constant([1])
     head_bounds = [g.constant([0]), before, axis]

@@ -46,7 +46,7 @@ class Emitter:
         self._outputs: list[onnx.ValueInfoProto] = []
         self._infos: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
-        self._scalars: dict[str, Value] = {} if outer is None else dict(outer._scalars)
+        self._lengths: dict[tuple[Any, ...], Value] = {} if outer is None else dict(outer._lengths)
         # Tensors are put where they stay, since each copy of a large model counts. Loops and branches share them.
         self._model: onnx.ModelProto = onnx.ModelProto() if outer is None else outer._model
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
@@ -116,11 +116,13 @@ class Emitter:
         dtype: np.dtype[Any] = INT64,
         **attributes: Any,
     ) -> Value:
-        """Add a node on lengths and positions, int64 of shape (1,) unless said otherwise."""
+        """Add a node on lengths and positions, int64 of shape (1,) unless said otherwise; the same one only once."""
         path = f"relskew/shape/{self.scope}{name}"
-        value = Value(path, shape, dtype)
-        self.node(op_type, inputs, path, [value], **attributes)
-        return value
+        asked = (op_type, *(value.name for value in inputs), shape, repr(attributes))
+        if asked not in self._lengths:
+            self._lengths[asked] = Value(path, shape, dtype)
+            self.node(op_type, inputs, path, [self._lengths[asked]], **attributes)
+        return self._lengths[asked]
 
     def node(
         self,
@@ -189,17 +191,17 @@ class Emitter:
             return a
         return self.index("Sub", [self.dim(a), self.dim(b)], name)
 
+    def times(self, a: Dim, b: int, name: str) -> Dim:
+        """Return ``a * b``."""
+        return a * b if isinstance(a, int) else self.index("Mul", [a, self.constant([b])], name)
+
     def dim(self, value: Dim) -> Value:
         """Return a length as an int64 tensor of shape (1,)."""
         return self.constant([value]) if isinstance(value, int) else value
 
     def scalar(self, value: Dim, name: str) -> Value:
-        """Return a length as an int64 tensor of shape (), made once."""
-        if isinstance(value, int):
-            return self.constant(value)
-        if value.name not in self._scalars:
-            self._scalars[value.name] = self.index("Squeeze", [value], name, ())
-        return self._scalars[value.name]
+        """Return a length as an int64 tensor of shape ()."""
+        return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
 
     def dims(self, name: str, *parts: Dim) -> Value:
         """Return a shape: neighbouring ints become one constant, all ints no node at all."""

@@ -52,7 +52,7 @@ def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Valu
     shape = condition.shape
     seen = g.compute("Cast", [condition], "attention/seen", shape, FLOAT32, to=TensorProto.FLOAT)
     shape = (*shape[:-1], 1)
-    most = g.compute("ReduceMax", [seen, g.constant([-1])], "attention/most_seen", shape, FLOAT32)
+    most = g.compute("ReduceMax", [seen, g.constant([len(shape) - 1])], "attention/most_seen", shape, FLOAT32)
     alive = g.compute("Cast", [most], "attention/alive", shape, BOOL, to=TensorProto.BOOL)
     zero = g.constant(0.0, g.dtype)
     if len(heads.shape) == 4:
@@ -66,4 +66,4 @@ def without_dead_rows(g: Emitter, plan: GraphPlan, heads: Value, condition: Valu
         turned = tuple(alive.shape[axis] for axis in (0, 2, 1, 3))
         alive = g.compute("Transpose", [alive], "attention/alive_by_query", turned, BOOL, perm=[0, 2, 1, 3])
     apart = g.compute("Where", [alive, apart, zero], "attention/dead_rows", shape)
-    return g.compute("Reshape", [apart, g.constant([0, 0, -1])], "attention/together", (batch, length, width))
+    return g.compute("Reshape", [apart, g.constant([0, 0, int(width)])], "attention/together", (batch, length, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from relskew_core.export._graph.emitter import Dim, Emitter, Shape, Value
+from relskew_core.export._graph.emitter import Emitter, Shape, Value
 from relskew_core.export._graph.parts import Present, Projected, merge_heads, split_heads
 from relskew_core.export._plan import GraphPlan
 
@@ -14,11 +14,11 @@ INT32 = np.dtype(np.int32)
 
 
 def attend_grouped(
-    g: Emitter, plan: GraphPlan, projected: Projected, bias: Value, past: Present | None, lasts: Value, total: Dim
+    g: Emitter, plan: GraphPlan, projected: Projected, bias: Value, past: Present | None, lasts: Value, total: Value
 ) -> tuple[Value, Present | None]:
     """Return the heads, laid out as the queries came, and the presents if there is a past.
 
-    ``lasts (batch,)``: the position of every row's last query; ``total``: how many keys the longest row has.
+    ``lasts (batch,)``: the position of every row's last query; ``total ()``: how many keys the longest row has.
     """
     spec = plan.spec
     apart = len(projected.q.shape) == 4
@@ -26,9 +26,8 @@ def attend_grouped(
         merge_heads(g, x, f"{name}/side_by_side") if apart else x
         for x, name in ((projected.q, "q"), (projected.k, "k"), (projected.v, "v"))
     )
-    counts = g.index("Cast", [lasts], "attention/lasts", lasts.shape, INT32, to=TensorProto.INT32)
-    scalar = g.scalar(total, "attention/total")
-    whole = g.index("Cast", [scalar], "attention/total_in_32_bits", (), INT32, to=TensorProto.INT32)
+    counts = g.index("Cast", [lasts], "attention/lasts_in_32_bits", lasts.shape, INT32, to=TensorProto.INT32)
+    whole = g.index("Cast", [total], "attention/total_in_32_bits", (), INT32, to=TensorProto.INT32)
     output = Value(g.path("attention/output"), q.shape, g.dtype)
     length = "query_length" if past is None else past[0].shape[2] if plan.in_place else "total_length"
     shape: Shape = (q.shape[0], spec.num_kv_heads, length, spec.head_dim)

@@ -56,7 +56,8 @@ def attend_in_place(
     if plan.fused and condition is not None:
         bias = hide(g, plan, bias, condition)
     if plan.profile.contrib:
-        heads, present = attend_grouped(g, plan, projected, bias, past, rows.last_positions(), rows.total)
+        total = g.scalar(rows.total, "attention/total")
+        heads, present = attend_grouped(g, plan, projected, bias, past, rows.last_positions(), total)
         assert present is not None
         return heads, present
     present = (Value("present_key", past[0].shape, g.dtype), Value("present_value", past[1].shape, g.dtype))
@@ -74,8 +75,8 @@ def attend_in_place(
         return as_given(g, projected, heads), present
     turned_shape = (*keys.shape[:2], spec.head_dim, keys.shape[2])
     turned = g.compute("Transpose", [keys], "cache/keys_transposed", turned_shape, perm=[0, 1, 3, 2])
-    softmax = softmax_weights(g, plan, content_logits(g, plan, queries, turned, bias), condition)
-    heads = grouped_product(g, plan, softmax.weights, values, "attention/values", queries.shape)
+    softmax = softmax_weights(g, plan, content_logits(g, plan, queries, turned, bias, rows.lengths.queries), condition)
+    heads = grouped_product(g, plan, softmax.weights, values, rows.lengths.queries, "attention/values", queries.shape)
     if spec.rel_values:
         relative = g.compute("MatMul", rows.weights_and_values(softmax.weights), "relative/values", queries.shape)
         heads = g.compute("Add", [heads, relative], "attention/add_relative_values", queries.shape)
@@ -98,7 +99,12 @@ class _Rows:
         assert given.past_lengths is not None
         self._g, self._plan, self._past = g, plan, given.past_lengths
         self._n = n = g.length(queries, 2, "query_length")
-        self._longest = longest = g.index("ReduceMax", [self._past, g.constant([0])], "cache/longest_past", keepdims=1)
+        first, pasts = g.constant([0]), self._past
+        if not plan.profile.contrib:
+            # Of an empty batch the longest past is 0; by itself a maximum of nothing is the lowest number, with which
+            # the check of the columns fails: GroupQueryAttention would end the process.
+            pasts = g.index("Concat", [first, pasts], "cache/pasts_and_0", ("batch_and_1",), axis=0)
+        self._longest = longest = g.index("ReduceMax", [pasts, first], "cache/longest_past", keepdims=1)
         self.total = g.plus(longest, n, "cache/total")
         self._room = given.past[0]
         self.lengths = Lengths(n, self.total, self._past, "query_length", "total_length")
@@ -120,7 +126,7 @@ class _Rows:
         width = g.plus(self.total, other, "relative/width")
         placed = self._placed(whole, width, self._past, plan.masked_value, "relative")
         keys = g.minus(width, 1, "relative/width_less_1")
-        skewed = skew(g, placed, Lengths(n, keys, 0, "query_length", "placed_keys"), one_sided=True)
+        skewed = skew(g, placed, Lengths(n, keys, 0, "query_length", "placed_keys"), one_sided=True, columns=width)
         bounds = [g.dim(self._longest), g.dim(g.plus(self._longest, self.total, "relative/end")), g.constant([3])]
         return g.compute("Slice", [skewed, *bounds], "relative/by_key", (*whole.shape[:3], "total_length"))
 

@@ -37,7 +37,7 @@ def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value
     condition = blocks.condition(inputs.segments)
     given = AttentionInputs(in_blocks, inputs.tables, blocks.lengths, condition=condition, sinks=inputs.sinks)
     heads, _ = attend(g, plan, given)
-    unfold = g.dims("blocks/unfold_shape", blocks.batch, -1, q_width)
+    unfold = g.dims("blocks/unfold_shape", -1, blocks.filled, q_width)
     whole = g.compute("Reshape", [heads, unfold], "blocks/unfolded", (q.shape[0], "filled_length", q_width))
     bounds = [g.constant([0]), g.dim(length), g.constant([1])]
     trimmed = g.compute("Slice", [whole, *bounds], "blocks/trimmed", (*q.shape[:2], q_width))
@@ -54,6 +54,8 @@ class _Blocks:
         self._size = g.index("Min", [g.dim(length), longest], "blocks/size")
         negative = g.index("Neg", [g.dim(length)], "blocks/negative_length")
         self._fill = g.index("Mod", [negative, self._size], "blocks/fill")
+        self.filled = g.plus(length, self._fill, "blocks/filled_length")
+        self._count = g.index("Div", [g.dim(self.filled), self._size], "blocks/count")
         self.batch = g.length(like, 0, "batch")
         self._front = self._wide = self._size
         self._wide_symbol = "block"
@@ -78,7 +80,9 @@ class _Blocks:
         if not before:
             return self.of_queries(x, f"{name}_folded")
         filled = self._filled(x, name, front=True)
-        cut_shape = g.dims(f"blocks/{name}_cut_shape", 0, -1, self._size, width)
+        # As many cuts as blocks and those before the first: a reshape cannot tell beside an empty batch.
+        all_cuts = g.plus(self._count, before, "blocks/count_and_before")
+        cut_shape = g.dims(f"blocks/{name}_cut_shape", 0, all_cuts, self._size, width)
         shape: Shape = (x.shape[0], "blocks", "block", width)
         cuts = (shape[0], f"blocks_and_{before}", *shape[2:])
         cut = g.compute("Reshape", [filled, cut_shape], f"blocks/{name}_cut", cuts, x.dtype)
@@ -144,9 +148,7 @@ class _Blocks:
         What fills up the last block is hidden by causality already, or here.
         """
         g = self._g
-        whole = g.plus(self._length, self._fill, "blocks/filled_length")
-        count = g.index("Div", [g.dim(whole), self._size], "blocks/count")
-        numbers = self._range("block", count, "blocks")
+        numbers = self._range("block", self._count, "blocks")
         firsts = g.index("Mul", [numbers, self._size], "blocks/firsts", ("blocks",))
         if self._before:
             firsts = g.index("Sub", [firsts, self._front], "blocks/first_keys", ("blocks",))
@@ -157,7 +159,7 @@ class _Blocks:
         if not self._plan.one_sided:
             there = g.compute("Less", [positions, g.dim(self._length)], "visible/there", shape, BOOL)
             exists = g.compute("And", [exists, there], "visible/exists_there", shape, BOOL)
-        each = g.dims("visible/exists_shape", self.batch, count, self._wide)
+        each = g.dims("visible/exists_shape", self.batch, self._count, self._wide)
         spread = g.compute("Expand", [exists, each], "visible/each", ("batch", *shape), BOOL)
         folded = g.dims("visible/folded_shape", -1, 1, 1, self._wide)
         return g.compute("Reshape", [spread, folded], "visible/folded", ("batch_blocks", 1, 1, shape[1]), BOOL)

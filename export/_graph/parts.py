@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from onnx import TensorProto
 
-from relskew_core.export._graph.emitter import BOOL, Emitter, Shape, Value, element_type
+from relskew_core.export._graph.emitter import BOOL, Dim, Emitter, Shape, Value, element_type
 from relskew_core.export._graph.skew import skew, unskew
 from relskew_core.export._graph.visible import Segments, broadcast
 from relskew_core.export._graph.window import HeadRange, Lengths, StoredTables, TableWindow
@@ -100,11 +100,11 @@ def weighted_heads(
 ) -> Value:
     """Return the result of each query and head, ``(batch, H, queries, D)``."""
     bias = relative_logits(g, plan, heads.queries, window, lengths)
-    logits = content_logits(g, plan, heads.queries, heads.keys, bias)
+    logits = content_logits(g, plan, heads.queries, heads.keys, bias, lengths.queries)
     softmax = softmax_weights(g, plan, logits, condition)
     weights = softmax.weights
     shape = (*weights.shape[:3], plan.spec.head_dim)
-    out = grouped_product(g, plan, weights, heads.values, "attention/values", shape)
+    out = grouped_product(g, plan, weights, heads.values, lengths.queries, "attention/values", shape)
     if plan.spec.rel_values:
         moved = unskew(g, weights, lengths, one_sided=window.one_sided, symbol=window.symbol)
         relative = g.compute("MatMul", [moved, window.rows()], "relative/values", shape)
@@ -150,7 +150,8 @@ class Softmax(NamedTuple):
 
         The largest share is 1 over the sum of the exponentials, which saves a second pass of them.
         """
-        shape, dtype, last = (*self.logits.shape[:3], 1), self.logits.dtype, g.constant([-1])
+        # Not the axis -1: onnxruntime does not count it from behind where the batch is empty.
+        shape, dtype, last = (*self.logits.shape[:3], 1), self.logits.dtype, g.constant([3])
         top = g.compute("ReduceMax", [self.logits, last], "attention/largest_logit", shape, dtype)
         share = g.compute("ReduceMax", [self.shares, last], "attention/largest_share", shape, dtype)
         log_share = g.compute("Log", [share], "attention/log_share", shape, dtype)
@@ -163,10 +164,10 @@ class Softmax(NamedTuple):
         return g.compute("Where", [dead, nothing, total], "attention/log_sum_of_seen", shape, dtype)
 
 
-def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value) -> Value:
-    """Return the products of queries and keys plus ``bias``."""
+def content_logits(g: Emitter, plan: GraphPlan, queries: Value, keys: Value, bias: Value, count: Dim) -> Value:
+    """Return the products of ``count`` queries and the keys, plus ``bias``."""
     shape: Shape = (*queries.shape[:3], bias.shape[3])
-    logits = grouped_product(g, plan, queries, keys, "attention/content", shape)
+    logits = grouped_product(g, plan, queries, keys, count, "attention/content", shape)
     return g.compute("Add", [logits, bias], "attention/logits", shape)
 
 
@@ -211,17 +212,23 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     return g.compute("Add", [logits, bias], "attention/mask", broadcast(logits.shape, condition.shape))
 
 
-def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, name: str, shape: Shape) -> Value:
-    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix."""
+def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim, name: str, shape: Shape) -> Value:
+    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix.
+
+    ``count`` is how many queries there are: a reshape cannot tell beside an empty batch.
+    """
     spec = plan.spec
     if spec.num_heads == spec.num_kv_heads:
         return g.compute("MatMul", [x, y], name, shape)
     batch = x.shape[0]
     rows: Shape = (batch, spec.num_kv_heads, "group_queries", x.shape[3])
-    # A zero keeps the dimension at its place, the last one here.
-    grouped = g.compute("Reshape", [x, g.constant([0, spec.num_kv_heads, -1, 0])], f"{name}/group", rows)
+    # A zero keeps the dimension at its place, the first and the last one here.
+    together = g.times(count, spec.num_heads // spec.num_kv_heads, "attention/group_queries")
+    group = g.dims("attention/group_shape", 0, spec.num_kv_heads, together, 0)
+    grouped = g.compute("Reshape", [x, group], f"{name}/group", rows)
     product = g.compute("MatMul", [grouped, y], name, (*rows[:3], shape[3]))
-    return g.compute("Reshape", [product, g.constant([0, spec.num_heads, -1, 0])], f"{name}/ungroup", shape)
+    ungroup = g.dims("attention/ungroup_shape", 0, spec.num_heads, count, 0)
+    return g.compute("Reshape", [product, ungroup], f"{name}/ungroup", shape)
 
 
 def merge_heads(g: Emitter, heads: Value, name: str = "merge") -> Value:

@@ -116,14 +116,14 @@ def test_form_of_the_file(form: str, profile: str) -> None:
 
 
 NODES = {
-    "full": (24, 38, 28),
-    "causal": (20, 42, 31),
-    "cache": (22, 47, 42),
-    "cross": (25, 39, 29),
-    "clip": (30, 47, 38),
-    "full, grouped": (24, 47, 28),
-    "full, values": (51, 59, 59),
-    "blocks": (75, 88, 79),
+    "full": (25, 38, 29),
+    "causal": (20, 37, 28),
+    "cache": (24, 45, 41),
+    "cross": (26, 39, 30),
+    "clip": (31, 48, 39),
+    "full, grouped": (25, 45, 29),
+    "full, values": (49, 53, 53),
+    "blocks": (78, 91, 82),
 }
 
 

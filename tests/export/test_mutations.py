@@ -88,24 +88,27 @@ def test_tables(form: str, how: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_skew_off_by_one(form: str) -> None:
     """Drop one entry too few in front and one more behind, so that every shape stays right."""
-    name = f"relskew/compute/{SCOPES.get(form, '')}skew/flatten"
+    start = f"relskew/compute/{SCOPES.get(form, '')}skew/rows"
 
     def mutate(model: onnx.ModelProto) -> None:
-        (shifted,) = (node for node in nodes(model) if node.name == name)
-        (owner,) = (graph for graph in graphs(model) if any(node.name == name for node in graph.node))
+        (shifted,) = (node for node in nodes(model) if node.name.startswith(start))
+        (owner,) = (graph for graph in graphs(model) if any(node.name == shifted.name for node in graph.node))
         place = [node.name for node in owner.node].index(shifted.name)
         kept = shifted.output[0]
         owner.node[place].output[0] = "rolled/whole"
-        numbers = {"first": [0], "second": [1], "end": [2**62], "axis": [2]}
+        numbers = {"flat": [0, 0, -1], "first": [0], "second": [1], "end": [2**62], "axis": [2]}
         made = [
             onnx.helper.make_node("Constant", [], [f"rolled/{name}"], value_ints=value)
             for name, value in numbers.items()
         ]
         cut = [f"rolled/{name}" for name in ("second", "end", "axis")]
-        made.append(onnx.helper.make_node("Slice", ["rolled/whole", *cut], ["rolled/rest"]))
+        made.append(onnx.helper.make_node("Shape", ["rolled/whole"], ["rolled/shape"]))
+        made.append(onnx.helper.make_node("Reshape", ["rolled/whole", "rolled/flat"], ["rolled/entries"]))
+        made.append(onnx.helper.make_node("Slice", ["rolled/entries", *cut], ["rolled/rest"]))
         cut = [f"rolled/{name}" for name in ("first", "second", "axis")]
-        made.append(onnx.helper.make_node("Slice", ["rolled/whole", *cut], ["rolled/one"]))
-        made.append(onnx.helper.make_node("Concat", ["rolled/rest", "rolled/one"], [kept], axis=2))
+        made.append(onnx.helper.make_node("Slice", ["rolled/entries", *cut], ["rolled/one"]))
+        made.append(onnx.helper.make_node("Concat", ["rolled/rest", "rolled/one"], ["rolled/all"], axis=2))
+        made.append(onnx.helper.make_node("Reshape", ["rolled/all", "rolled/shape"], [kept]))
         for index, node in enumerate(made):
             owner.node.insert(place + 1 + index, node)
 

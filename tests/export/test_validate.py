@@ -85,17 +85,12 @@ def swap_heads(model: onnx.ModelProto) -> None:
     change(model, "rel_k", lambda table: table[::-1])
 
 
-def drop_too_many(model: onnx.ModelProto) -> None:
-    """Make the skew off by one, shapes unchanged."""
+def drop_the_wrong_row(model: onnx.ModelProto) -> None:
+    """Make the skew off by one position, shapes unchanged: the last row is dropped instead of the first."""
     skew = node(model, "skew/drop")
-    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
-    less = helper.make_node("Sub", [skew.input[1], "one"], ["less"], name="relskew/shape/less")
-    ends = helper.make_node("Sub", ["flat_size", "one"], ["ends"], name="relskew/shape/ends")
-    size = helper.make_node("Shape", [skew.input[0]], ["flat_size"], name="relskew/shape/size", start=2, end=3)
-    skew.input[1], skew.input[2] = "less", "ends"
-    position = list(model.graph.node).index(skew)
-    for added in (ends, size, less):
-        model.graph.node.insert(position, added)
+    for place, name, value in ((1, "first", 0), (2, "before_last", -1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
+        skew.input[place] = name
 
 
 def lose_causality(model: onnx.ModelProto) -> None:
@@ -111,7 +106,7 @@ def unscaled_queries(model: onnx.ModelProto) -> None:
     scaled(model, "q_proj.bias", 2.0)
 
 
-MUTATIONS = [flip_table, shift_table, swap_heads, drop_too_many, lose_causality, wrong_scale, unscaled_queries]
+MUTATIONS = [flip_table, shift_table, swap_heads, drop_the_wrong_row, lose_causality, wrong_scale, unscaled_queries]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)

@@ -73,6 +73,7 @@ def test_right_or_refused(form: str, beyond: Beyond) -> None:
                 table,
                 spec.span,
                 causal=spec.causal,
+                offset=0,
                 window=spec.window,
                 block_size=spec.block_size,
             )

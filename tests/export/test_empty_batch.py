@@ -1,0 +1,108 @@
+"""A batch of nothing gives nothing: every form in every profile, but where onnxruntime refuses it itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.ops import op_attention
+
+from export_forms import FORMS, IN_PLACE, PROFILES, made, random_weights
+from relskew_core import BlockSpec, Span
+from relskew_core.export import caches_in_place, to_onnx
+from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._validate.trials import Trial, make_inputs, make_trials
+
+CHUNKS = {"chunk_size": 3}
+CASES = [
+    *((form, {"profile": profile}) for form in FORMS for profile in PROFILES),
+    *((form, {"profile": profile} | CHUNKS) for form, (spec, _) in FORMS.items() if spec.block_size is None
+      for profile in ("ort", "portable")),
+    *((form, {"profile": "ort"}) for form in IN_PLACE),
+]  # fmt: skip
+case = pytest.mark.parametrize(
+    ("form", "options"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
+REFUSALS = re.compile(r"running (\w+) node\. Name:'([^']*)'")
+
+
+class Attention(op_attention.Attention):  # whose name says which operator it stands for
+    """Takes an empty batch, which the evaluator's own cannot: as one item, of whose results none is kept."""
+
+    def _run(self, *given: Any, **attributes: Any) -> Any:
+        one: list[Any] = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
+        return tuple(x[:0] for x in super()._run(*one, **attributes))
+
+
+def exported(form: str, options: dict[str, Any]) -> tuple[onnx.ModelProto, GraphPlan, Trial]:
+    """Return a graph, its plan, and an input of several positions with a batch of 0."""
+    spec, own, weights = made(form)
+    plan = make_plan(spec, np.dtype(np.float32), **own, **options)
+    trials = [trial for trial, _ in make_trials(plan, None, (1,), 0) if trial.fits and trial.queries < 20]
+    longest = max(trials, key=lambda trial: (trial.queries, trial.past))
+    return to_onnx(spec, weights, **own, **options), plan, replace(longest, batch=0)
+
+
+def session(model: onnx.ModelProto) -> Any:
+    """Load a graph in onnxruntime, without a word about what fails."""
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"]).run
+
+
+def shapes(plan: GraphPlan, trial: Trial) -> list[tuple[int, ...]]:
+    """Return what the outputs should be like."""
+    spec, width = plan.spec, plan.spec.head_dim
+    heads = (0, spec.num_heads, trial.queries, width)
+    cache = (0, spec.num_kv_heads, trial.cache or trial.keys, width)
+    return [(0, trial.queries, spec.embed_dim) if plan.projections else heads, *([cache] * 2 if plan.past else [])]
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_table": True}, {"rel_keys": False, "rel_bias": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"past": True}, {"past": True, "in_place": True}], ids=str)
+def test_grouped_attention_is_kept_from_an_empty_batch(options: dict[str, Any], changes: dict[str, Any]) -> None:
+    """It divides by the batch: the process would end."""
+    spec = replace(BlockSpec(16, 2, Span.causal(9), causal=True), **changes)
+    run = session(to_onnx(spec, random_weights(spec), profile="ort-contrib", **options))
+    plan = make_plan(spec, np.dtype(np.float32), profile="ort-contrib", **options)
+    past = 3 if plan.past else 0
+    for queries in (1, 2):
+        trial = Trial(0, queries, past + queries, past, True, 8 if plan.in_place else None)
+        with pytest.raises(Exception, match=r"relskew/(shape/attention/total|compute/relative/(logits|named))"):
+            run(None, make_inputs(plan, trial, 0))
+
+
+def test_grouped_attention_of_changed_caches_is_kept_from_an_empty_batch() -> None:
+    spec = BlockSpec(16, 2, Span.causal(9), causal=True, shared_table=True)
+    growing = to_onnx(spec, random_weights(spec), profile="trt", opset=24, past=True)
+    run = session(caches_in_place(growing, past="past_", present="present_", contrib=True))
+    cache, past = np.zeros((0, 2, 8, 8), np.float32), np.array([3])
+    with pytest.raises(Exception, match="side_by_side"):
+        run(None, {"x": np.zeros((0, 1, 16), np.float32), "past_key": cache, "past_value": cache, "past_length": past})
+
+
+@pytest.mark.no_cover
+@case
+def test_an_empty_batch(form: str, options: dict[str, Any]) -> None:
+    """By the standard always; what onnxruntime refuses is told in `docs/export.md`."""
+    model, plan, trial = exported(form, options)
+    feeds = make_inputs(plan, trial, 0)
+    results = list[Any](ReferenceEvaluator(model, new_ops=[Attention]).run(None, feeds))
+    assert [result.shape for result in results] == shapes(plan, trial)
+    refusal = ""
+    try:
+        results = session(model)(None, feeds)
+    except Exception as error:  # which class it is, is not said
+        refusal = str(error)
+    if not refusal:
+        assert [result.shape for result in results] == shapes(plan, trial)
+        return
+    op_type, name = REFUSALS.findall(refusal)[-1]
+    table_by_head = not plan.spec.shared_table and ("/relative/logits" in name or "/relative/values" in name)
+    assert op_type == "Attention" or (table_by_head and op_type in ("MatMul", "FusedMatMul")), refusal
