@@ -50,7 +50,7 @@ def test_the_same_numbers(form: str, queries: int) -> None:
     held = {key: ndonnx.asarray(table) for key, table in tables.items()}
     out: Any = relative_attention(
         traced["q"], traced["k"], traced["v"], held.get("rel_k"), spec.span, rel_v=held.get("rel_v"),
-        rel_bias=held.get("rel_bias"), causal=spec.causal, window=spec.window, block_size=spec.block_size,
+        rel_bias=held.get("rel_bias"), causal=spec.causal, window=spec.window, block_size=spec.block_size, offset=0,
     )  # fmt: skip
     theirs = ndonnx.build(traced, {"out": out}).SerializeToString()
     for profile in ("ort", "portable"):
