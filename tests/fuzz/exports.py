@@ -59,15 +59,18 @@ def specs(draw: st.DrawFn) -> BlockSpec:
     """Draw any block that there can be."""
     kv_heads, kind = draw(st.integers(1, 2)), draw(st.sampled_from(["all", "causal", "cross", "blocks", "stream"]))
     tables = draw(st.sampled_from(["rel_keys", "rel_values", "rel_bias"]))
+    causal = kind in ("causal", "blocks") or draw(st.booleans())
+    window, left = draw(st.none() | st.tuples(sides, sides)), draw(st.integers(0, 9))
+    said = causal or kind == "cross" or left == 0 or (window is not None and window[1] is not None)  # of the future
     return BlockSpec(
         draw(st.integers(1, 5)),
         kv_heads * draw(st.integers(1, 3)),
-        Span(draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.sampled_from(["error", "clip", "zero"]))),
+        Span(left, draw(st.integers(0 if said else 1, 9)), draw(st.sampled_from(["error", "clip", "zero"]))),
         num_kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 4)),
-        causal=kind in ("causal", "blocks") or draw(st.booleans()),
+        causal=causal,
         cross=kind == "cross",
-        window=draw(st.none() | st.tuples(sides, sides)),
+        window=window,
         block_size=draw(st.integers(1, 4)) if kind in ("blocks", "stream") else None,
         blocks_before=draw(st.integers(0, 3)) if kind == "stream" else None,
         sinks=draw(st.booleans()),

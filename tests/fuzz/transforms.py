@@ -157,7 +157,8 @@ def backward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_ou
     """Go back through it, whatever it sees."""
     given = {name: x.detach().requires_grad_() if name in example.chosen else x for name, x in arrays.items()}
     out = attend(**given)
-    out.backward(d_out.to(out.dtype))
+    if out.requires_grad or attend != example.formula:  # the formula may need nothing of what is chosen
+        out.backward(d_out.to(out.dtype))
     return {"out": out, **{name: _or_zeros(given[name].grad, given[name]) for name in example.chosen}}
 
 
