@@ -16,6 +16,7 @@ import oracles
 import strategies
 from dense import Case
 from relskew_core import Span, relative_attention, relative_attention_vjp, relative_logits
+from relskew_core.backends import _compiled
 
 CASES = [
     Case("keys alone", n=5, m=8, tables="key_table"),
@@ -152,7 +153,7 @@ def test_what_nobody_sees_may_be_anything() -> None:
     np.testing.assert_array_equal(poisoned.k[..., :23, :], gradients.k[..., :23, :])
 
 
-def test_refused() -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     k, table = np.zeros((2, 7, 4)), np.zeros((2, 13, 4))
     with pytest.raises(ValueError, match="`n_keys` is the length of `q` with side='key' and must be None, got int 7"):
         relative_logits(k, table, n_keys=7, side="key")
@@ -166,5 +167,6 @@ def test_refused() -> None:
         relative_logits(np.zeros((2, 8, 4)), table, n_queries=7, offset=0, side="key")
     with pytest.raises(ValueError, match="`key_table` must have the width of `k`, 4, got"):
         relative_attention(k, k, k, key_table=np.zeros((13, 5)))
+    monkeypatch.setattr(_compiled, "kernels", None)
     with pytest.raises(ValueError, match="no native path for this call: numpy's does not take `key_table`"):
         relative_attention(k, k, k, key_table=table, impl="native")

@@ -272,10 +272,10 @@ def test_diagonal_attention(library: Library, by_head: bool, n: int, m: int, lon
     arrays = attention_arrays(n, m, 2 * longest - 1, by_head=by_head)
     ascending = {**arrays, "rel_k": np.flip(arrays["rel_k"], axis=-2).copy()}
     literal = run(library, papers.diagonal_attention, arrays)
-    ours = run(library, relative_attention, ascending, span=Span.full(longest))
+    ours = run(library, relative_attention, ascending, span=Span.full(longest), offset=0)
     assert oracles.relative_error(ours, literal) < GATES["float64"]
     logits = run(library, papers.diagonal_logits, {"q": arrays["q"], "rel_k": arrays["rel_k"]}, n_keys=m)
-    ours = run(library, relative_logits, {"q": arrays["q"], "table": ascending["rel_k"]}, n_keys=m)
+    ours = run(library, relative_logits, {"q": arrays["q"], "table": ascending["rel_k"]}, n_keys=m, offset=0)
     assert oracles.relative_error(ours, logits) < GATES["float64"]
 
 

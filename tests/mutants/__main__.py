@@ -26,6 +26,10 @@ def _tests(names: str) -> tuple[str, ...]:
 
 SUITES = {  # the modules, and the tests that are to notice their mutants
     "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core", "tests/backends/test_short.py")),
+    "kernels": (
+        ("relskew_core/backends/_compiled", "relskew_core/backends/_numpy/compiled", "relskew_core/backends/_in_place"),
+        ("tests/backends/test_compiled.py", "tests/backends/test_way_of_a_call.py", "tests/core/test_hidden.py"),
+    ),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
         (f"{EXPORT}validate",),
