@@ -10,7 +10,9 @@ from relskew_core._array.typing import Array, Namespace
 
 def integer(xp: Namespace) -> Any:
     """Return the dtype; small and unsigned integers, of which calls take sums and differences, would wrap."""
-    return xp.asarray(0).dtype if xp.__name__ == "jax.numpy" else xp.int64
+    if xp.__name__.endswith("torch"):  # whose compiler would trace an array
+        return xp.int64
+    return xp.asarray(0).dtype
 
 
 def integers(start: int, stop: int, *, device: object, xp: Namespace) -> Array:

@@ -124,7 +124,7 @@ def test_no_other_function(setting: Callable[[], Any], dtype: str) -> None:
         (relskew.attention_weights, Case("weights", weighed)),
         (relskew.relative_attention_2d, Case("grid", {**sequences, **tables}, grid)),
         (relskew.relative_logits_2d, Case("logits of a grid", {"q": (2, 6, 4), **tables}, grid)),
-        (relskew.toeplitz, Case("toeplitz", {"bias": (2, 3)}, {"span": Span.clipped(1), "n_queries": 4, "n_keys": 5})),
+        (relskew.toeplitz, Case("toeplitz", {"bias": (2, 3)}, {"span": Span.clipped(1), "n_queries": 5, "n_keys": 5})),
         (relskew.skew, Case("skew", {"x": (2, 3, 6)})),
         (relskew.resize_table, Case("resize", {"table": (5, 4)}, {"rows": 9})),
     ]
