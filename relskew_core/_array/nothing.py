@@ -1,21 +1,27 @@
-"""Results of arrays of which nothing counts, which autograd has to know as results nevertheless."""
+"""Arrays that count for nothing, which autograd has to know as arguments of the results nevertheless."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from relskew_core._array.namespace import device, is_torch
 from relskew_core._array.typing import Array, Namespace
 
 
 def nothing(shape: tuple[int, ...], of: Iterable[Array | None], *, value: float = 0, xp: Namespace) -> Array:
-    """Return an array of one value, of the dtype and on the device of the first array.
-
-    torch's graph is drawn by what is computed: sums of none of their entries make it depend on all that can be learned.
-    """
+    """Return an array of one value, of the dtype and on the device of the first array, that depends on all of them."""
     arrays = [x for x in of if x is not None]
     made = xp.full(shape, value, dtype=arrays[0].dtype, device=device(arrays[0]))
-    for x in arrays if is_torch(arrays[0]) else ():
-        if x.dtype.is_floating_point:
-            made = made + xp.sum(x[:0, ...])
-    return made
+    return depending(made, arrays, xp=xp)
+
+
+def depending(x: Array, others: Iterable[Any], *, xp: Namespace) -> Array:
+    """Return an array whose numbers stay as they are, and that depends on those of the others that can be learned.
+
+    torch goes by what is computed, and takes sums of none of their entries for it; other libraries go by arguments.
+    """
+    for other in others if is_torch(x) else ():
+        if is_torch(other) and other.dtype.is_floating_point:
+            x = x + xp.sum(other[None, ...][:0, ...])
+    return x

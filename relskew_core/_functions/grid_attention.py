@@ -12,6 +12,7 @@ from relskew_core._array.checks import check_bool, check_int, check_real, descri
 from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
+from relskew_core._array.nothing import depending
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
@@ -219,6 +220,7 @@ def relative_attention_2d(
     arrays = (q, k, v, table_h, table_w, rel_bias, prefix_bias, mask)  # sums are made here as within one call
     q, k, v, table_h, table_w, rel_bias, prefix_bias, mask = widened(arrays, dtype, xp=xp)
     factor, related = (cast(x, q.dtype, xp=xp) if is_array(x) else x for x in (factor, related))
+    q = depending(q, [None if any(prefix) else prefix_bias, related if table_h is None else None], xp=xp)
     positions = _Positions(
         table_h, table_w, rel_bias, prefix_bias, span_h, span_w, q_grid, k_grid, prefix, offset,
         q_step, k_step, by_head(related, q),

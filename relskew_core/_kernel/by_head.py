@@ -12,6 +12,7 @@ from typing import Any
 from relskew_core._array.checks import check_real, describe, is_array, layout_hint
 from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
+from relskew_core._array.nothing import depending
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.softmax import share_of, softmax
@@ -62,6 +63,8 @@ class HeadScales:
     def applied(self, given: Arguments) -> Arguments:
         """Return a call whose factors are numbers."""
         changed: dict[str, Any] = {"q": self._times(given.q, self.scale)}
+        if given.rel_k is None and given.key_table is None and not self.alike:
+            changed["q"] = depending(changed["q"], [self.rel_scale], xp=self.xp)  # it has nothing to multiply
         if given.rel_k is not None and self._has_own_queries(given):
             changed["rel_q"] = self._times(given.q if given.rel_q is None else given.rel_q, self.rel_scale)
         if given.key_table is not None and self.rel_scale is not None:

@@ -66,6 +66,17 @@ OTHERS: dict[str, Case] = {
 }
 
 
+IDLE: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "relative scale": (relskew.relative_attention, "rel_scale", {}),
+    "relative scale, portable": (relskew.relative_attention, "rel_scale", {"impl": "portable"}),
+    "relative scale beside one": (relskew.relative_attention, "rel_scale", {"scale": torch.ones(2), "causal": True}),
+    "relative scale of rel_v": (relskew.relative_attention, "rel_scale", {"rel_v": torch.ones(7, 3)}),
+    "relative scale of a bias": (relskew.relative_attention, "rel_scale", {"rel_bias": torch.ones(7)}),
+    "relative scale of a grid": (relskew.relative_attention_2d, "rel_scale", GRID),
+    "prefix bias": (relskew.relative_attention_2d, "prefix_bias", {**GRID, "rel_bias": torch.ones(3, 3)}),
+}
+
+
 def check(function: Callable[..., Any], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, **options: Any) -> None:
     """Differentiate each result, in all arguments."""
     given = {name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()}
@@ -90,6 +101,24 @@ def test_attention(dtype: torch.dtype, impl: str, name: str) -> None:
 def test_other_functions(name: str) -> None:
     function, shapes, options = OTHERS[name]
     check(function, shapes, torch.float64, **options)
+
+
+@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_arrays_with_nothing_to_count_for(dtype: torch.dtype, name: str) -> None:
+    function, idle, options = IDLE[name]
+    given = {each: torch.randn(2, 4, 3, dtype=dtype) for each in "qkv"}
+    given |= {each: x.to(dtype) for each, x in options.items() if isinstance(x, Tensor)}
+    for shape in ((3,), (2, 3)) if idle == "prefix_bias" else ((), (2,)):
+        learned = torch.full(shape, torch.nan, dtype=dtype, requires_grad=True)
+        for out, like in zip(
+            function(**{**options, **given, idle: learned}, return_lse=True),
+            function(**{**options, **given}, return_lse=True),
+            strict=True,
+        ):
+            assert torch.equal(out, like)
+            [gradient] = torch.autograd.grad(out.sum(), learned, retain_graph=True)
+            assert not gradient.any()
 
 
 def test_values_that_are_not_finite_are_no_part_of_it() -> None:

@@ -70,9 +70,7 @@ def examples(draw: st.DrawFn) -> Example:
     call = draw(strategies.edge_calls())
     rng = np.random.default_rng(draw(strategies.seeds))
     how = draw(st.sampled_from(draw(st.sampled_from([sorted(set(HOW) - {"compile"})] * 59 + [["compile"]]))))
-    unused = set() if "rel_k" in call.arrays else {"rel_scale"}
-    known = sorted(set(dense.floating(call.arrays)) - unused)
-    chosen = draw(st.lists(st.sampled_from(known), min_size=1, unique=True).map(sorted))
+    chosen = draw(st.lists(st.sampled_from(sorted(dense.floating(call.arrays))), min_size=1, unique=True).map(sorted))
     return Example(
         call,
         rng.standard_normal((*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])),
