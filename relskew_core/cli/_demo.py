@@ -11,20 +11,22 @@ from rich.text import Text
 
 from relskew_core import BlockSpec, attention_block
 from relskew_core._reference import TOLERANCES
-from relskew_core.cli import _text, _verify, _verify_table
+from relskew_core.cli import _verify, _verify_table
 from relskew_core.cli._console import progress
-from relskew_core.cli._errors import need
+from relskew_core.cli._drawn import show
+from relskew_core.cli._errors import CliError, need
 from relskew_core.cli._export import show_export, show_report
 from relskew_core.cli._melody import Melody, melody, melody_block
-from relskew_core.cli._picture import picture
-from relskew_core.cli._png import check_png, save_png
+from relskew_core.cli._stripes import picture, shown
 
 
 def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bool, console: Console) -> int:
     """Run the demo and return its exit status: 1 if a gate failed anywhere."""
     tune = melody(tune_name)
     if png is not None:
-        check_png(png)  # before the work
+        if png.suffix.lower() != ".png":
+            raise CliError(f"--png must be a path ending in .png, got {png}")
+        need("matplotlib", "'relskew-core[plot]'", "drawing a PNG")  # before the work
     ok = True
     if not picture_only:
         need("onnx", "'relskew-core[onnx]'", "the demo")
@@ -37,10 +39,14 @@ def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bo
         ok = found.ok
         console.print()
         console.rule("2. What the skew does to a melody", align="left")
-    _text.show(picture(tune), console)
+    console.print(Text("  ".join(tune.pitch_name(i) for i in range(len(tune.notes)))), style="dim")
+    drawn = picture(shown(tune))
+    show(drawn, console)
     if png is not None:
-        png.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"The picture is in {save_png(picture(tune), png)}", soft_wrap=True)
+        try:
+            console.print(f"The picture is in {drawn.save(png)}", soft_wrap=True)
+        except OSError as error:
+            raise CliError(f"--png {png}: {error.strerror}") from error
     if not picture_only:
         console.print()
         console.rule("3. The melody's block as an ONNX graph", align="left")

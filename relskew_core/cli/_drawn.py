@@ -1,18 +1,33 @@
-"""A picture in the terminal: numbers in colour where they fit, else half blocks."""
+"""A picture in the terminal: numbers in colour where they fit, else two rows a line.
+
+These are half blocks in colour, or shades that need none.
+"""
 
 from __future__ import annotations
+
+from itertools import zip_longest
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relskew_core.cli._half_blocks import Spot, half_blocks
 from relskew_core.draw._colours import LIGHT, on
 from relskew_core.draw._picture import Cell, Panel, Picture
 
 BETWEEN = 3
 NUMBERS = 16
 """More columns are drawn without their numbers."""
+
+SHADES = "·░▒▓█"
+EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: where the next shade begins
+
+
+class Spot(NamedTuple):
+    """A place of a grid: its colour as ``#rrggbb``, and how much it stands out, 0 … 1, where there are no colours."""
+
+    colour: str
+    strength: float
 
 
 def show(picture: Picture, console: Console) -> None:
@@ -70,10 +85,13 @@ def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
         ]
         for row in panel.cells[::step]
     ]
-    lines = half_blocks(rows, colour=colour)
+    pairs = zip_longest(rows[::2], rows[1::2], fillvalue=[None] * len(rows[0]) if rows else [])
+    paint = _blocks if colour else _shade
+    lines = [Text.assemble(*(paint(*spots) for spots in zip(*pair, strict=True))) for pair in pairs]
     names = [panel.rows[2 * step * k] if k % 4 == 0 else "" for k in range(len(lines))]
     found = [Text.assemble((f"{name:>{margin - 1}} ", "dim"), line) for name, line in zip(names, lines, strict=True)]
-    told = f"{len(panel.columns)} columns" + (f", {step} a place, and one of {step} rows" if step > 1 else "")
+    told = f"{len(panel.columns)} columns, {panel.columns[0]} … {panel.columns[-1]}"
+    told += f", {step} a place, and one of {step} rows" if step > 1 else ""
     return [*found, Text(" " * margin + told, style="dim")]
 
 
@@ -81,4 +99,17 @@ def _spot(panel: Panel, cell: Cell) -> Spot | None:
     if cell.tone is None:
         return None
     # What is near a query stands out in a terminal without colours, and what is heavy.
-    return Spot(on(LIGHT["paper"], panel.paint(cell)), cell.tone if panel.weights else 1 - 0.8 * abs(cell.tone))
+    strength = abs(cell.tone) if panel.weights else 1 - 0.8 * abs(cell.tone)
+    return Spot(on(LIGHT["paper"], panel.paint(cell)), strength)
+
+
+def _shade(upper: Spot | None, lower: Spot | None) -> str:
+    """Return the shade of the stronger of two rows: so a stripe stays whole."""
+    strengths = [spot.strength for spot in (upper, lower) if spot is not None]
+    return SHADES[sum(max(strengths) >= edge for edge in EDGES)] if strengths else " "
+
+
+def _blocks(upper: Spot | None, lower: Spot | None) -> tuple[str, str]:
+    if upper is None:
+        return (" ", "") if lower is None else ("▄", lower.colour)
+    return ("▀", upper.colour) if lower is None else ("▀", f"{upper.colour} on {lower.colour}")

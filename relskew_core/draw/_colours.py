@@ -32,8 +32,8 @@ def of_position(tone: float) -> Paint:
 
 
 def of_weight(tone: float) -> Paint:
-    """Return the colour of a weight, from 0 to 1."""
-    return Paint("weight", MOST * min(1.0, max(0.0, tone)))
+    """Return the colour of a weight, from 0 to 1; one that is marked is negative."""
+    return Paint("weight" if tone >= 0 else "future", MOST * min(1.0, abs(tone)))
 
 
 def rgb(colour: str) -> tuple[int, int, int]:

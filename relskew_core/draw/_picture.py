@@ -51,7 +51,7 @@ class Panel:
     columns: list[str]
     row_axis: str = "query i"
     column_axis: str = "key j"
-    weights: bool = False  # colours from 0 to 1, instead of from the past to the future
+    weights: bool = False  # colours from 0 to 1, marked ones below 0, instead of from the past to the future
 
     def axes(self) -> str:
         """Return the line that names the sides."""

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from relskew_core import attention_block
-from relskew_core.cli import _demo, _melody, _picture, _text, _verify, main
+from relskew_core.cli import _demo, _drawn, _melody, _verify, main
+from relskew_core.cli._drawn import Spot
 from relskew_core.cli._melody import Melody, features, melodies, melody, melody_block, recurrence
-from relskew_core.cli._picture import Stripe, picture, stripes
+from relskew_core.cli._stripes import Stripe, main_stripes, picture, shown, stripes
 
 TUNES = list(melodies())
 EXAMPLE = Path(__file__).parents[2] / "examples" / "melody.py"
@@ -109,51 +110,53 @@ def test_the_table_counts_recurrences_beyond_chance() -> None:
 
 @pytest.mark.parametrize("name", TUNES)
 def test_both_layouts_hold_the_same_numbers(name: str) -> None:
-    shown = picture(melody(name))
-    n = len(shown.tune.notes)
+    numbers = shown(melody(name))
+    n = len(numbers.tune.notes)
     for i in range(n):
         for j in range(n):
             if j > i:
-                assert np.isnan(shown.after[i, j])
-                assert np.isnan(shown.attention[i, j])
+                assert np.isnan(numbers.after[i, j])
+                assert np.isnan(numbers.attention[i, j])
             else:
-                assert shown.after[i, j] == pytest.approx(shown.before[i, n - 1 + j - i], abs=1e-12)
-        assert np.isnan(shown.before[i, : n - 1 - i]).all()
-        assert not np.isnan(shown.before[i, n - 1 - i :]).any()
+                assert numbers.after[i, j] == pytest.approx(numbers.before[i, n - 1 + j - i], abs=1e-12)
+        assert np.isnan(numbers.before[i, : n - 1 - i]).all()
+        assert not np.isnan(numbers.before[i, n - 1 - i :]).any()
 
 
 @pytest.mark.parametrize("name", TUNES)
 def test_the_panels_are_what_the_text_says(name: str) -> None:
-    shown = picture(melody(name))
-    embedded = features(shown.tune)
+    numbers = shown(melody(name))
+    embedded = features(numbers.tune)
     table = recurrence(embedded)
     rates = embedded @ table.T
     i, c = np.indices(rates.shape)
     seen = (c >= len(rates) - 1 - i) & (c < len(rates) - 1)
     expected = _melody.GAIN * rates / rates[seen].max()
-    np.testing.assert_allclose(shown.before[seen], expected[seen], atol=1e-9)
-    assert np.all(shown.before[:, -1] < 0)  # a note does not look at itself
-    logits = np.where(c <= i, _melody.GAIN * embedded @ embedded.T + shown.after, -np.inf)
+    np.testing.assert_allclose(numbers.before[seen], expected[seen], atol=1e-9)
+    assert np.all(numbers.before[:, -1] < 0)  # a note does not look at itself
+    logits = np.where(c <= i, _melody.GAIN * embedded @ embedded.T + numbers.after, -np.inf)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(np.nan_to_num(shown.attention), weights / weights.sum(axis=1, keepdims=True), atol=1e-12)
+    np.testing.assert_allclose(
+        np.nan_to_num(numbers.attention), weights / weights.sum(axis=1, keepdims=True), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", TUNES)
 def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
-    shown = picture(melody(name))
-    stripe = shown.stripes[0]
+    numbers = shown(melody(name))
+    stripe = numbers.stripes[0]
     rows = np.arange(stripe.first, stripe.first + stripe.length)
-    n = len(shown.tune.notes)
+    n = len(numbers.tune.notes)
     # Before the skew: of all columns, that of the repetition is the brightest in those rows.
-    columns = np.nanmean(np.where(np.isnan(shown.before[rows]), -np.inf, shown.before[rows]), axis=0)
+    columns = np.nanmean(np.where(np.isnan(numbers.before[rows]), -np.inf, numbers.before[rows]), axis=0)
     assert int(np.argmax(columns)) == n - 1 - stripe.lag
     # After it: the diagonal.
-    diagonals = [shown.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
+    diagonals = [numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
     assert int(np.argmax(diagonals)) == stripe.lag
     # And that is where the block looks: every note of it but the first few, whose context is another.
-    looked_at = np.argmax(np.nan_to_num(shown.attention)[rows], axis=1)
+    looked_at = np.argmax(np.nan_to_num(numbers.attention)[rows], axis=1)
     assert np.array_equal(looked_at[2:], rows[2:] - stripe.lag)
-    assert shown.on_stripe(stripe) > 0.9 > 0.1 > shown.by_chance(stripe)
+    assert numbers.on_stripe(stripe) > 0.9 > 0.1 > numbers.by_chance(stripe)
 
 
 def test_the_block_is_an_ordinary_one() -> None:
@@ -163,30 +166,45 @@ def test_the_block_is_an_ordinary_one() -> None:
     assert x.shape == (1, 54, spec.embed_dim)
 
 
-# As text
+# As a picture
 
 
 def test_shades_without_colour() -> None:
-    values = np.asarray([[np.nan, 0.0, 0.2, 0.5], [np.nan, np.nan, 0.7, 0.1], [1.0, 0.3, -9.0, 0.9]])
-    assert [line.plain for line in _text.heat_map(values, colour=False)] == [" ·▓▒", "█░·█"]
+    strengths = [None, 0.0, 0.2, 0.5], [None, None, 0.7, 0.1]
+    upper, lower = ([None if one is None else Spot("", one) for one in row] for row in strengths)
+    assert "".join(map(_drawn._shade, upper, lower)) == " ·▓▒"
 
 
 def test_half_blocks_with_colour() -> None:
-    values = np.asarray([[np.nan, 0.0, 1.0], [np.nan, 1.0, np.nan], [2.0, np.nan, np.nan], [0.0, 1.0, np.nan]])
-    first, second = _text.heat_map(values, colour=True)
-    assert first.plain == " ▀▀"
-    black, bright = "#000004", "#fcfdbf"
-    assert [str(span.style) for span in first.spans if span.style] == [f"{black} on {bright}", bright]
-    assert second.plain == "▀▄ "
-    assert [str(span.style) for span in second.spans if span.style] == [f"{bright} on {black}", bright]
+    one, other = Spot("#000004", 0.0), Spot("#fcfdbf", 1.0)
+    assert _drawn._blocks(one, other) == ("▀", "#000004 on #fcfdbf")
+    assert _drawn._blocks(one, None) == ("▀", "#000004")
+    assert _drawn._blocks(None, other) == ("▄", "#fcfdbf")
+    assert _drawn._blocks(None, None)[0] == " "
+
+
+def test_repetitions_are_marked_in_every_panel() -> None:
+    found = shown(melody("ah-vous-dirai-je"))
+    before, after, attention = picture(found).panels
+    n = len(found.tune.notes)
+    marked = {
+        (i, i - stripe.lag) for stripe in main_stripes(found) for i in range(stripe.first, stripe.first + stripe.length)
+    }
+    for panel, values, full in ((after, found.after, _melody.GAIN), (attention, found.attention, 1.0)):
+        for i, row in enumerate(panel.cells):
+            for j, cell in enumerate(row):
+                wanted = None if j > i else min(max(values[i, j] / full, 0.0), 1.0)
+                assert cell.tone == (-wanted if wanted and (i, j) in marked else wanted)
+    for i in range(n):
+        assert [cell.tone for cell in before.cells[i]] == [None] * (n - 1 - i) + [
+            cell.tone for cell in after.cells[i][: i + 1]
+        ]
 
 
 def shown_as(tune: str, width: int, *, colour: bool) -> str:
-    console = Console(
-        width=width, force_terminal=colour, color_system="truecolor" if colour else None, record=True, quiet=False
-    )
+    console = Console(width=width, force_terminal=colour, color_system="truecolor" if colour else None)
     with console.capture() as captured:
-        _text.show(picture(melody(tune)), console)
+        _drawn.show(picture(shown(melody(tune))), console)
     return captured.get()
 
 
@@ -195,20 +213,18 @@ def test_panels_stand_side_by_side_where_there_is_room() -> None:
         lines = shown_as("ah-vous-dirai-je", width, colour=False).splitlines()
         return [line for line in lines if "BEFORE" in line or "AFTER" in line or "ATTENTION" in line]
 
-    assert len(titles(150)) == 1
     assert len(titles(100)) == 2
     assert len(titles(60)) == 3
 
 
 def test_the_text_shows_the_stripe_without_colour() -> None:
-    lines = shown_as("ah-vous-dirai-je", 150, colour=False).splitlines()
-    last = next(line for line in lines if line.startswith(" 29 "))
-    below = lines[lines.index(last) + 1 : lines.index(last) + 7]
-    margin, panel = 4, 4 + 42 + 3
-    assert all(line[margin + 13] in "▓█" for line in below)  # the column r = -28
-    for step, line in enumerate(below, start=1):  # the diagonal, two notes a line
-        assert "██" in line[2 * panel + margin + 2 * step - 1 : 2 * panel + margin + 2 * step + 3]
-    assert "-28" in lines[lines.index(last) + 8]
+    lines = shown_as("ah-vous-dirai-je", 60, colour=False).splitlines()
+    before, _, attention = (lines[k + 1 : k + 22] for k, line in enumerate(lines) if line.startswith("   note i ↓"))
+    margin = 3
+    assert all(line[margin + 13] in "▓█" for line in before[14:])  # the column r = -28
+    for step, line in enumerate(attention[14:]):  # the diagonal, two notes a line
+        assert "█" in line[margin + 2 * step : margin + 2 * step + 2]
+    assert "42 columns, −41 … 0" in lines[lines.index(before[-1]) + 1]
 
 
 def test_colours_only_where_the_console_has_them() -> None:
@@ -233,7 +249,7 @@ def test_png(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main(["demo", "--picture-only", "--tune", name, "--png", "folder/picture.png"]) == 0
     assert "folder/picture.png" in capsys.readouterr().out
     pixels = matplotlib_image.imread("folder/picture.png")
-    assert pixels.shape == (1080, 1800, 4)
+    assert pixels.shape[1] == 1200
     assert pixels[..., :3].std() > 0.05
 
 
@@ -296,14 +312,6 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].index("^") == 13
 
 
-def test_marks_stand_under_their_columns() -> None:
-    before, after, _ = _text._marks(picture(melody("ah-vous-dirai-je")))
-    assert [c for c, mark in enumerate(before[0]) if mark == "▲"] == [13, 34, 41]
-    assert before[1].split() == ["-28", "-7", "0"]
-    assert [c for c, mark in enumerate(after[0]) if mark == "▲"] == [0, 14, 28]
-    assert after[1].split() == ["1", "15", "29"]
-
-
 def test_only_a_few_repetitions_are_named() -> None:
-    assert _picture.main_stripes(picture(melody("ah-vous-dirai-je"))) == [Stripe(28, 28, 14), Stripe(7, 21, 7)]
-    assert len(_picture.main_stripes(picture(melody("nun-danket")))) == 3
+    assert main_stripes(shown(melody("ah-vous-dirai-je"))) == [Stripe(28, 28, 14), Stripe(7, 21, 7)]
+    assert len(main_stripes(shown(melody("nun-danket")))) == 3

@@ -107,7 +107,7 @@ def test_many_columns_are_half_blocks_and_too_many_are_told() -> None:
     assert "40 columns" in told
     narrow = printed(draw_call(200, causal=True), 60)
     assert max(map(len, narrow.splitlines())) <= 60
-    assert "200 columns, 4 a place, and one of 4 rows" in narrow
+    assert "200 columns, 0 … 199, 4 a place, and one of 4 rows" in narrow
     assert sum(any(shade in line for shade in "·░▒▓█") for line in narrow.splitlines()) == 200 / 4 / 2
     shades = printed(draw_weights(np.eye(20)), 60)
     assert sum(line.count("█") for line in shades.splitlines()) == 20

@@ -32,7 +32,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("mode", [LIGHT, DARK], ids=["light", "dark"])
 def test_text_is_readable_on_every_colour(mode: dict[str, str]) -> None:
-    paints = [of_position(tone / 10) for tone in range(-10, 11)] + [of_weight(tone / 10) for tone in range(11)]
+    paints = [of_position(tone / 10) for tone in range(-10, 11)] + [of_weight(tone / 10) for tone in range(-10, 11)]
     assert {on(mode["paper"], paint) for paint in paints if paint.cover} > {on(mode["paper"], of_position(1))}
     worst = min(contrast(mode["ink"], on(mode["paper"], paint)) for paint in paints)
     assert worst >= 4.5
