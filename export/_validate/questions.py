@@ -12,7 +12,7 @@ from relskew_core._reference import TOLERANCES, reference_attention, reference_b
 from relskew_core.export._plan import GraphPlan
 from relskew_core.export._validate.inspect import Subject
 from relskew_core.export._validate.report import Check
-from relskew_core.export._validate.runtimes import Feeds, Runner, UnavailableError
+from relskew_core.export._validate.runtimes import Feeds, Runner, UnavailableError, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs
 
 # Rows of a long input that the reference works out; each costs a pass over all keys.
@@ -49,8 +49,10 @@ class Questions:
         try:
             results = self._runner.run(feeds)
         except Exception as error:
-            name = self._subject.outputs[0] if trial.fits else "too long fails"
-            self._add(name, str(trial), not trial.fits, reason(error) if trial.fits else "raised")
+            if trial.fits:
+                self._failed(self._subject.outputs[0], trial, error)
+            else:
+                self._add("too long fails", str(trial), True, "raised")
             return
         if not trial.fits:
             silent = np.isfinite(results[0]).any()
@@ -87,12 +89,18 @@ class Questions:
         try:
             plain = self._runner.unoptimised(feeds)
         except Exception as error:
-            self._add("optimiser off", str(trial), False, reason(error))
+            self._failed("optimiser off", trial, error)
             return
         for name, *pair in zip(self._subject.outputs, results, plain, strict=True):
             if name != self._subject.outputs[0]:
                 pair = [self._filled(np.asarray(array), feeds) for array in pair]
             self._compare("optimiser off", str(trial), pair[0], pair[1], tolerance)
+
+    def _failed(self, name: str, trial: Trial, error: Exception) -> None:
+        """Tell an exception, which is right where the runtime has nothing that takes an empty batch."""
+        operator = "" if trial.batch else refuses_empty_batch(error)
+        told = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
+        self._add(name, str(trial), bool(operator), told)
 
     def _filled(self, cache: np.ndarray, feeds: Feeds) -> np.ndarray:
         """Return a cache with zeros behind its rows' ends, if what writes it copies no more than them."""
@@ -147,7 +155,7 @@ class Questions:
         true = wanted.astype(np.float64)  # whose norm half precision could not hold
         difference = result.astype(np.float64) - true
         error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(true)), 1e-30))
-        largest = float(np.max(np.abs(difference)))
+        largest = float(np.max(np.abs(difference), initial=0.0))
         atol = self._atol * tolerance / self._tolerance  # as much wider as the tolerance, where logits are large
         far = f", more than atol {atol:g}" if largest > atol else ""
         self._add(
@@ -168,6 +176,10 @@ class Questions:
 
 def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:
     """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit's size."""
+    if not all(map(len, feeds.values())):  # an empty batch has what one item has, and no item of it
+        one = {name: x if len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for name, x in feeds.items()}
+        outputs, _ = expected_outputs(subject, one, rows)
+        return [x[:0] for x in outputs], 0.0
     if subject.plan.in_place:
         return _expected_by_row(subject, feeds, rows)
     past = (feeds["past_key"], feeds["past_value"]) if subject.plan.past else None

@@ -11,7 +11,7 @@ from relskew_core.export._validate.inspect import Subject, inspect_model
 from relskew_core.export._validate.questions import Questions, reason
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Provider, opener, provider_name
-from relskew_core.export._validate.trials import Trial, make_trials
+from relskew_core.export._validate.trials import Trial, empty_batch, make_trials
 
 # Longest input fed in pieces.
 _DECODED = 64
@@ -88,3 +88,6 @@ def _in_runtime(
     if subject.plan.past and whole:  # lengths that were asked for may all be too long
         progress(f"{runtime}: decoding in pieces")
         questions.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))
+    if runner.empty_batch and request.batches is None and (empty := empty_batch(trials)) is not None:
+        progress(f"{runtime}: {empty}")
+        questions.trial(empty, 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,7 +50,7 @@ class Runner:
     unoptimised: Callable[[Feeds], list[np.ndarray]] | None = None
     misplaced: tuple[str, ...] = ()
     detail: str = ""
-    extra: Mapping[str, str] = field(default_factory=dict)
+    empty_batch: bool = False  # whether it is asked for one: kernels of devices need not take it
 
 
 def open_onnxruntime(source: Source, provider: Provider) -> Runner:
@@ -82,7 +83,20 @@ def open_onnxruntime(source: Source, provider: Provider) -> Runner:
         _onnxruntime_call(runtime, plain),
         misplaced,
         "; ".join([placed, *(f"{key}={value}" for key, value in used.items())]),
+        # GroupQueryAttention divides by the batch, which ends the process.
+        name == "CPUExecutionProvider" and not _has_operator(source.model, "GroupQueryAttention"),
     )
+
+
+def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
+    return any(node.op_type == op_type for part in (model.graph, *model.functions) for node in part.node)
+
+
+def refuses_empty_batch(error: Exception) -> str:
+    """Return which operator of onnxruntime raised, if it is one that takes no empty batch, whatever the graph."""
+    *_, last = str(error).split("while running ")  # loops run others
+    found = re.match(r"Attention(?= node)|(Fused)?MatMul(?= node.*cannot broadcast on dim 0)", last, re.DOTALL)
+    return "" if found is None else found[0]
 
 
 def _placement(session: Any, name: str) -> tuple[tuple[str, ...], str]:
@@ -131,13 +145,27 @@ def _from_ort_value(value: Any) -> np.ndarray:
 def open_reference(source: Source, provider: Provider) -> Runner:
     """Load a model in onnx's reference evaluator, which has no providers."""
     del provider
-    evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator(source.model)
+    evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator(source.model, new_ops=[_attention()])
 
     def run(feeds: Feeds) -> list[np.ndarray]:
         with np.errstate(all="ignore"):
             return list(evaluator.run(None, dict(feeds)))
 
-    return Runner(f"onnx reference {onnx.__version__}", "NumPy", run)
+    return Runner(f"onnx reference {onnx.__version__}", "NumPy", run, empty_batch=True)
+
+
+def _attention() -> type:
+    """Return the evaluator's attention, which by itself cannot take an empty batch, as one that can."""
+    own = importlib.import_module("onnx.reference.ops.op_attention").Attention
+
+    def run(self: Any, *given: Any, **attributes: Any) -> Any:
+        """Take an empty batch as one item, of whose results none is kept."""
+        if all(x is None or len(x) for x in given):
+            return own._run(self, *given, **attributes)
+        one = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
+        return tuple(x[:0] for x in own._run(self, *one, **attributes))
+
+    return type("Attention", (own,), {"_run": run})  # its name says which operator it stands for
 
 
 def open_openvino(source: Source, provider: Provider) -> Runner:
@@ -153,7 +181,7 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
         results = compiled(tensors)
         return [_from_openvino(results[output]) for output in compiled.outputs]
 
-    return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run)
+    return Runner(f"OpenVINO {openvino.__version__.split('-')[0]}", "CPU", run, empty_batch=True)
 
 
 def import_openvino() -> Any:

@@ -68,6 +68,14 @@ def make_trials(
     return sorted(seeds.items(), key=lambda item: not item[0].fits)
 
 
+def empty_batch(trials: Sequence[tuple[Trial, int]]) -> Trial | None:
+    """Return an input without items, of several positions behind a past if that is tried; ``None`` if nothing fits."""
+    fits = [trial for trial, _ in trials if trial.fits]
+    short = [trial for trial in fits if trial.keys <= max(LENGTHS)] or fits[:1]
+    some = max(short, key=lambda trial: (min(trial.queries, 2), min(trial.past, 1), trial.keys), default=None)
+    return None if some is None else replace(some, batch=0, large_logits=False)
+
+
 def longest(plan: GraphPlan) -> tuple[int | None, int | None]:
     """Return the most queries (cross) or positions (self) and the most keys that the stored table serves."""
     left = plan.left.rows + 1 if plan.left.past_edge == "limited" else None

@@ -64,7 +64,8 @@ def validate(
         Lengths to try; by default short ones, every length at an edge of the table or a chunk, the longest, and some
         that are drawn.
     batches : sequence of int, optional
-        Batch sizes to try; by default 1, 2 and 3, and larger ones with the lengths that are drawn.
+        Batch sizes to try; by default 1, 2 and 3, larger ones with the lengths that are drawn, and on CPUs an empty
+        batch.
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
         Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO.
     atol : float, optional
@@ -97,7 +98,8 @@ def validate(
     Asked are: the file's form and its inputs and outputs; the stored weights, bit for bit; and in each runtime: where
     the nodes run, every output by its relative L2 error (float64 1e-12, float32 2e-6, float16 3e-3, bfloat16 2e-2; more
     in proportion where logits exceed 16, since rounding such a logit alone costs that), that inputs past the table's
-    reach fail, that decoding in pieces equals decoding at once, and that the runtime's optimiser changes nothing.
+    reach fail, that decoding in pieces equals decoding at once, that an empty batch gives empty outputs, unless
+    onnxruntime has nothing that takes it, and that the runtime's optimiser changes nothing.
     Some inputs have large logits, which tell a hidden key from one that is only unlikely.
 
     Examples

@@ -215,6 +215,61 @@ def test_a_runtime_that_raises() -> None:
     assert len(asked.checks) == 6
 
 
+EMPTY = Trial(0, 3, 5, 2, True)
+
+
+def test_an_empty_batch() -> None:
+    for spec, options in FORMS.values():
+        asked = Asked(spec, **options)
+        plan = asked.subject.plan
+        trial = Trial(0, 3, 3 + 2 * plan.past, 2 * plan.past, True, 8 if plan.in_place else None)
+        asked.about(unoptimised=asked.right).trial(trial, 0)
+        assert len(asked.checks) == 2 * len(asked.subject.outputs)
+        assert all((check.ok, check.error, check.case) == (True, 0, str(trial)) for check in asked.checks)
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        (lambda x: x[:, :-1], "shape (0, 2, 8), expected (0, 3, 8)"),
+        (lambda x: np.zeros((1, 3, 8), x.dtype), "shape (1, 3, 8), expected (0, 3, 8)"),
+        (lambda x: x.astype(np.float64), "dtype float64, expected float32"),
+    ],
+)
+def test_an_empty_batch_of_which_comes_something_else(change: Callable[[Any], Any], detail: str) -> None:
+    asked = Asked(CAUSAL, **PAST)
+    asked.about(lambda results: [change(results[0]), *results[1:]]).trial(EMPTY, 0)
+    assert [check.detail for check in asked.checks if not check.ok] == [detail]
+
+
+REFUSALS = {
+    "running Attention node. Name:'attention' Status Message: no": "Attention",
+    "running MatMul node. Name:'a' Status Message: left operand cannot broadcast on dim 0": "MatMul",
+    "running Loop node. while running FusedMatMul node. operand cannot broadcast on dim 0": "FusedMatMul",
+    "running MatMul node. Name:'a' Status Message: left operand cannot broadcast on dim 1": "",
+    "running Attention node. Status Message: while running Reshape node. Name:'a'": "",
+    "running Reshape node. Name:'a' Status Message: cannot broadcast on dim 0": "",
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_an_empty_batch_that_is_refused(message: str) -> None:
+    """By onnxruntime, in whatever graph, or by the graph; and only if it is empty."""
+
+    def refuse(*given: Any) -> Results:
+        raise RuntimeError(f"Non-zero status code while {message}")
+
+    for trial in (EMPTY, TRIAL):
+        asked = Asked(CAUSAL, **PAST)
+        asked.about(refuse).trial(trial, 0)
+        asked.about(unoptimised=refuse).trial(trial, 0)
+        operator = "" if trial is TRIAL else REFUSALS[message]
+        told = [check for check in asked.checks if check.error is None]
+        assert [(check.name, check.ok) for check in told] == [("y", bool(operator)), ("optimiser off", bool(operator))]
+        for check in told:
+            assert check.detail == f"refused by {operator} of fake 1" if operator else message[:9] in check.detail
+
+
 def test_an_optimiser_is_held_against_none() -> None:
     for index in range(3):
         asked = Asked(CAUSAL, **PAST)

@@ -14,7 +14,7 @@ from relskew_core import BlockSpec, Span
 from relskew_core.export import to_onnx
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._validate import trials
-from relskew_core.export._validate.trials import Trial, longest, make_inputs, make_trials
+from relskew_core.export._validate.trials import Trial, empty_batch, longest, make_inputs, make_trials
 
 SEED = 10**6  # what is drawn has seeds from here on
 CACHE = {"past": True}
@@ -234,6 +234,29 @@ def test_drawn_batches_are_among_those_asked_for() -> None:
     found = drawn(plan(BlockSpec(8, 2, Span.causal(1000), causal=True)), (7, 5))
     assert {trial.batch for trial in found if trial.keys <= 132} == {5, 7}
     assert {trial.batch for trial in found if trial.keys > 132} == {5}
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "lengths", "expected"),
+    [
+        (CAUSAL, {}, None, "9"),
+        (CAUSAL, CACHE, None, "2/9+7"),
+        (CAUSAL, IN_PLACE, None, "2/9+7<9"),
+        (BlockSpec(8, 2, Span(9, 1, "clip")), {}, None, "33"),
+        (BlockSpec(8, 2, Span(8, 6), cross=True), {}, None, "7"),
+        (CAUSAL, {}, [1], "1"),
+        (BlockSpec(8, 2, Span(9, 1, "clip")), {}, [500, 400], "500"),
+    ],
+)
+def test_an_empty_batch(spec: BlockSpec, options: dict[str, Any], lengths: list[int] | None, expected: str) -> None:
+    """Several positions behind a past, and no more than shows what there is to see."""
+    found = empty_batch(make_trials(plan(spec, **options), lengths, None, SEED))
+    assert found is not None
+    assert (text(found), found.batch, found.fits, found.large_logits) == (expected, 0, True, False)
+
+
+def test_no_empty_batch_where_no_length_fits() -> None:
+    assert empty_batch([(Trial(1, 8, 8, 0, False), 0)]) is None
 
 
 def test_a_trial_in_words_and_its_pasts() -> None:

@@ -272,6 +272,48 @@ def test_lengths_and_batches_on_request() -> None:
         assert refused.failures == (Check("validation", "", "", "", False, detail=told),)
 
 
+SHARED = BlockSpec(8, 2, Span.causal(9), causal=True, shared_table=True)
+
+
+def test_an_empty_batch_is_tried() -> None:
+    """Last, unless batches are asked for: by all that run a graph on CPUs."""
+    weights, steps = random_weights(SHARED), list[str]()
+    model = to_onnx(SHARED, weights, profile="portable", past=True)
+    asked: dict[str, Any] = {"lengths": [3], "runtimes": ["onnxruntime", "reference", "openvino"]}
+    report = validate(model, SHARED, weights, **asked, progress=steps.append)
+    assert report.ok, report.table()
+    (empty,) = {step.split(": ")[1] for step in steps if "batch 0" in step}
+    assert empty == "batch 0, queries 3, keys 4, past 1"
+    assert steps[-1] == f"openvino: {empty}"
+    found = [check for check in report.checks if check.case == empty]
+    assert [check.name for check in found if check.name != "optimiser off"] == [
+        value.name for value in model.graph.output
+    ] * 3
+    assert all(check.error == 0 for check in found)
+    assert "batch 0" not in validate(model, SHARED, weights, lengths=[3], batches=(1,)).to_json()
+
+
+def test_an_empty_batch_that_a_graph_refuses() -> None:
+    weights = random_weights(SHARED)
+    model = to_onnx(SHARED, weights, profile="portable")
+    model.graph.node[-1].output[0] = "elsewhere"
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, -1, 8]), "guessed"))
+    model.graph.node.append(helper.make_node("Reshape", ["elsewhere", "guessed"], ["y"], "relskew/compute/guessed"))
+    report = validate(model, SHARED, weights, lengths=[3], runtimes=["onnxruntime", "reference"])
+    assert [check.case[:7] for check in report.failures] == ["batch 0"] * len(report.failures)
+    assert {check.runtime.split()[0] for check in report.failures} == {"onnxruntime", "onnx"}
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_an_empty_batch_is_no_question_to_grouped_attention(past: bool) -> None:
+    """Without a guard it ends the process."""
+    spec, steps = BlockSpec(16, 2, Span.causal(9), causal=True), list[str]()
+    weights = random_weights(spec)
+    model = to_onnx(spec, weights, profile="ort-contrib", past=past)
+    assert validate(model, spec, weights, lengths=[3], progress=steps.append).ok
+    assert not any("batch 0" in step for step in steps)
+
+
 def weaker_mask(model: onnx.ModelProto) -> None:
     """Hide by -60, which large logits overcome."""
     hidden = [tensor.name for tensor in model.graph.initializer if np.any(numpy_helper.to_array(tensor) == HIDDEN)]
