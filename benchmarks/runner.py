@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class Benchmark:
     """Whether each contender takes turns with the first one alone, since all at once would need too much memory."""
     fallible = False
     """Whether it is a result, too, that a contender fails."""
-    small: Case = {}  # noqa: RUF012 -- nobody writes into it
+    small: ClassVar[Case] = {}
     """What makes a case cheap: to warm up a fresh process."""
 
     def begin(self) -> None:

@@ -571,12 +571,16 @@ def test_what_torch_to_onnx_refuses(inputs: Any, options: dict[str, Any], error:
         torch_to_onnx(nn.Linear(3, 4), inputs, **options)
 
 
-def test_without_a_translation_the_error_says_how() -> None:
+@pytest.mark.parametrize("options", [{}, {"report": True, "verify": True, "dump_exported_program": True}], ids=str)
+def test_without_a_translation_the_error_says_how(options: dict[str, Any], tmp_path: Path) -> None:
     model = convert.Flat(Bare(), (torch.zeros(2, 3, dtype=torch.int64), Bare().empty_cache(2)), {})
     with pytest.raises(
         Exception, match=r"relskew_core\.export\.torch_to_onnx does it, or pass custom_translation_table="
     ):
-        torch.onnx.export(model.eval(), model.inputs(), dynamo=True, opset_version=23, verbose=False)
+        torch.onnx.export(
+            model.eval(), model.inputs(), tmp_path / "model.onnx",
+            dynamo=True, opset_version=23, verbose=False, artifacts_dir=tmp_path, **options,
+        )  # fmt: skip
 
 
 def test_genai_takes_caches_of_one_kind() -> None:

@@ -368,7 +368,7 @@ def test_memory_reports_what_a_child_says_when_it_fails() -> None:
 def test_a_child_warms_up_on_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     benchmark = Counting()
-    benchmark.small = {"size": 2}
+    monkeypatch.setattr(Counting, "small", {"size": 2})
 
     def prepared(case: Case, name: str) -> Callable[[], None]:
         made.append(case["size"])
