@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from relskew_core._array.checks import describe
+from relskew_core._array.checks import check_int, describe
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 
@@ -56,3 +56,23 @@ def check_cached(name: str, value: Any, length: int, new: Array) -> None:
         )
     if value.dtype != new.dtype:
         raise TypeError(f"`{name}` must have the dtype of the new keys and values, {new.dtype}, got {describe(value)}")
+
+
+def check_room(
+    spec: BlockSpec, batch: int | tuple[int, ...], length: int | None, keep: int | None
+) -> tuple[tuple[int, ...], int | None, int | None]:
+    """Return the leading axes of an empty cache, and how many positions it has room for or keeps, if it is so asked."""
+    if spec.cross or not spec.causal:
+        raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
+    if length is not None and keep is not None:
+        raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
+    if keep is not None and spec.block_size is not None:
+        raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
+    lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+    if length is not None:
+        return lead, check_int("length", length, minimum=1), None
+    if keep is not None:
+        left = None if spec.window is None else spec.window[0]
+        keep = check_int("keep", keep, minimum=0)
+        keep = keep if left is None else min(keep, left)
+    return lead, None, keep

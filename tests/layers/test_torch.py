@@ -131,7 +131,7 @@ def test_an_unbatched_sequence_and_its_padding() -> None:
 )
 def test_padding_that_does_not_fit_is_refused(padding: Any) -> None:
     module = made(SPECS["causal"])
-    with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean tensor of shape \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"`key_padding_mask` must be a boolean array of shape \(2, 9\)"):
         module(*inputs(module.spec), key_padding_mask=padding)
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from relskew_core._array.checks import check_bool, check_choice, describe
+from relskew_core._block.masks import check_padding
 from relskew_core.distributed._layout import LAYOUTS, Layout
 from relskew_core.distributed.torch._attention import METHODS, Method, context_parallel_attention
 from relskew_core.distributed.torch._ranks import distributed, groups
 from relskew_core.layers.torch._attention import TableAttention
-from relskew_core.layers.torch._masks import check_padding
 
 
 class ContextParallel(ParallelStyle):
@@ -88,7 +89,7 @@ def _attend(
             "`past` must be None where a sequence is split over processes, each of which has a share of it"
         )
     if key_padding_mask is not None:
-        segments = _without_padding(check_padding(key_padding_mask, k), segments, q)
+        segments = _without_padding(check_padding(key_padding_mask, k, xp=xp), segments, q)
     if module.training and module.dropout:
         options |= {"dropout": module.dropout, "seed": _seed_of_all(group, q)}
     options |= {**module.tables_of(q), "impl": module.impl, "chunk_size": module.chunk_size}

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import export
 from jax.core import Tracer
 
-from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
-from relskew_core._block.cache import Growing, check_cached
+from relskew_core._block.cache import Growing, check_cached, check_room
 from relskew_core._block.spec import BlockSpec
 
 
@@ -126,22 +125,9 @@ def empty_cache(
     spec: BlockSpec, batch: int | tuple[int, ...], *, length: int | None, keep: int | None, dtype: Any
 ) -> Cache:
     """Return the cache of a first call: no keys and no values, and perhaps room."""
-    if spec.cross or not spec.causal:
-        raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
-    if length is not None and keep is not None:
-        raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
-    if keep is not None and spec.block_size is not None:
-        raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
-    lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
-
-    def room(places: int) -> tuple[Array, Array]:
-        keys, values = (jnp.zeros((*lead, spec.num_kv_heads, places, spec.head_dim), dtype) for _ in range(2))
-        return keys, values
-
-    if length is not None:
-        return FixedCache(*room(check_int("length", length, minimum=1)), jnp.zeros((), jnp.int32))
-    if keep is not None:
-        left = None if spec.window is None else spec.window[0]
-        keep = check_int("keep", keep, minimum=0)
-        return SlidingCache(*room(keep if left is None else min(keep, left)), jnp.zeros((), jnp.int32))
-    return Growing(*room(0))
+    lead, length, keep = check_room(spec, batch, length, keep)
+    shape = (*lead, spec.num_kv_heads, length or keep or 0, spec.head_dim)
+    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
+    if length is keep is None:
+        return Growing(keys, values)
+    return (SlidingCache if length is None else FixedCache)(keys, values, jnp.zeros((), jnp.int32))

@@ -10,13 +10,14 @@ from flax import nnx
 
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
+from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core.layers._jax.block import Settings, call_block
-from relskew_core.layers._jax.caches import Cache, empty_cache
+from relskew_core.layers._jax.block import JaxBlock
+from relskew_core.layers._jax.caches import Cache
 from relskew_core.layers._jax.weights import drawn, taken
 
 
-class RelativeMultiheadAttention(nnx.Module):
+class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a module of flax.nnx.
 
     The projections are called as modules, so that what replaces them takes part. Dropout, ``deterministic`` and
@@ -170,42 +171,6 @@ class RelativeMultiheadAttention(nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def empty_cache(
-        self,
-        batch: int | tuple[int, ...],
-        *,
-        length: int | None = None,
-        keep: int | None = None,
-        dtype: Any = None,
-    ) -> Cache:
-        """Return the ``past`` of a first call: no keys and no values.
-
-        Parameters
-        ----------
-        batch : int or tuple of int
-            The leading axes of the inputs.
-        length : int, optional
-            Make room for this many positions at once: every step has the same shapes, as ``jax.lax.scan`` asks for.
-        keep : int, optional
-            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
-            constant memory. No more are kept than ``spec.window`` lets a query see.
-        dtype : dtype, optional
-            Of the keys and values; by default what the module computes in, or the dtype of its tables.
-
-        Returns
-        -------
-        Growing, FixedCache or SlidingCache
-            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
-        """
-        if dtype is None:
-            dtype = next(iter(self._tables().values())).dtype if self.dtype is None else self.dtype
-        return empty_cache(self.spec, batch, length=length, keep=keep, dtype=dtype)
-
     @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,
@@ -255,22 +220,13 @@ class RelativeMultiheadAttention(nnx.Module):
         ValueError, TypeError
             If an argument does not fit; the message names it.
         """
-        key = self._dropout_key(deterministic, rngs)
-        return call_block(
-            x,
-            memory,
-            self.spec,
-            self.settings,
-            project=lambda name, of: getattr(self, name)(of),
-            tables=self._tables(),
-            key=key,
-            past=past,
-            mask=mask,
-            key_padding_mask=key_padding_mask,
-            offset=offset,
-            segments=segments,
-            positions=positions,
-        )
+        return self._call(
+            x, memory, self._dropout_key(deterministic, rngs), past=past, mask=mask,
+            key_padding_mask=key_padding_mask, offset=offset, segments=segments, positions=positions,
+        )  # fmt: skip
+
+    def _project(self, name: str, x: Array) -> Array:
+        return getattr(self, name)(x)
 
     def _tables(self) -> dict[str, Array]:
         return {name: table[...] for name in ATTENDED if (table := getattr(self, name)) is not None}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from relskew_core._array.checks import check_choice, check_int, check_real
+from relskew_core._block.masks import check_padding, without_keys
+from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
 from relskew_core.layers.torch._local import local_table
-from relskew_core.layers.torch._masks import check_padding, without_keys
 
 
 class TableAttention(nn.Module):
@@ -26,14 +27,8 @@ class TableAttention(nn.Module):
         self, spec: BlockSpec, *, dropout: float, impl: str, chunk_size: int | None, device: Any, dtype: Any
     ) -> None:
         super().__init__()
-        dropout = check_real("dropout", dropout)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
-        check_choice("impl", impl, ("auto", "portable", "native"))
         self.spec = spec
-        self.dropout = dropout
-        self.impl = impl
-        self.chunk_size = None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1)
+        self.dropout, self.impl, self.chunk_size = Settings.of(spec, dropout, impl, chunk_size)
         shapes = spec.weight_shapes(projections=False)
         for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
@@ -76,10 +71,8 @@ class TableAttention(nn.Module):
         **options: Any,
     ) -> Any:
         """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden."""
-        if key_padding_mask is not None:
-            mask = without_keys(check_padding(key_padding_mask, k), mask, q, k)
-        if unfilled is not None:
-            mask = without_keys(unfilled, mask, q, k)
+        padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
+        mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
         if self.training and self.dropout:
             options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
         options.update(self.tables_of(q), impl=self.impl, chunk_size=self.chunk_size)

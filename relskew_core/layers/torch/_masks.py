@@ -1,37 +1,14 @@
-"""Masks: what hides keys, in torch's convention and in ours."""
+"""Masks in torch's convention, as ours."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
-from relskew_core._kernel.shapes import check_mask
-
-
-def without_keys(hidden: Tensor, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-    """Return a mask that hides some keys (..., Lk) from all heads and queries, besides what ``mask`` hides."""
-    hidden = hidden[..., None, None, :]
-    if mask is None:
-        return ~hidden
-    mask = check_mask(autocast({"mask": mask})["mask"], q, k, xp=xp)
-    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
-
-
-def check_padding(padding: Any, k: Tensor) -> Tensor:
-    """Return which keys are padding, if it is that."""
-    shape = (*k.shape[:-3], k.shape[-2])
-    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != shape:
-        raise ValueError(
-            f"`key_padding_mask` must be a boolean tensor of shape {tuple(shape)}, True where a key is padding, "
-            f"got {describe(padding)}"
-        )
-    return padding
 
 
 def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:

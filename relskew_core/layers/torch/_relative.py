@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.autocast import autocast
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._block.block import apply_block, check_inputs
-from relskew_core._block.cache import PAST, Growing
+from relskew_core._block.cache import PAST, Growing, check_room
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
@@ -88,8 +88,6 @@ class RelativeMultiheadAttention(TableAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(spec, BlockSpec):
-            raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
         super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
         shapes = spec.weight_shapes()
         for name in PROJECTIONS:
@@ -209,30 +207,17 @@ class RelativeMultiheadAttention(TableAttention):
         True
         """
         spec = self.spec
-        if spec.cross or not spec.causal:
-            raise ValueError(f"a cache needs `spec.causal`, and no `spec.cross`, got {spec}")
-        if length is not None and keep is not None:
-            raise ValueError(f"`keep` must be None with `length`, got {keep} and {length}")
-        if keep is not None and spec.block_size is not None:
-            raise ValueError(f"`keep` must be None because `spec.block_size` is {spec.block_size}, got {keep}")
-        lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+        lead, length, keep = check_room(spec, batch, length, keep)
         weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
         like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else self.table_parameters()[0]
         new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
         new = autocast({"new": new})["new"]
-
-        def room(n: int) -> tuple[Tensor, Tensor]:
-            shape = (*lead, spec.num_kv_heads // self.processes, n, spec.head_dim)
-            return new.new_zeros(shape), new.new_zeros(shape)
-
+        shape = (*lead, spec.num_kv_heads // self.processes, length or keep or 0, spec.head_dim)
+        keys, values = new.new_zeros(shape), new.new_zeros(shape)
+        if length is keep is None:
+            return Growing(keys, values)
         none = torch.zeros((), dtype=torch.int64, device=new.device)
-        if length is not None:
-            return FixedCache(*room(check_int("length", length, minimum=1)), none)
-        if keep is not None:
-            left = None if spec.window is None else spec.window[0]
-            keep = check_int("keep", keep, minimum=0)
-            return SlidingCache(*room(keep if left is None else min(keep, left)), none)
-        return Growing(*room(0))
+        return (SlidingCache if length is None else FixedCache)(keys, values, none)
 
     @explains(
         hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "

@@ -1,0 +1,27 @@
+"""What a module is told beside its block."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from relskew_core._array.checks import check_choice, check_int, check_real, describe
+from relskew_core._block.spec import BlockSpec
+
+
+class Settings(NamedTuple):
+    """A module's options that are no arrays."""
+
+    dropout: float
+    impl: str
+    chunk_size: int | None
+
+    @classmethod
+    def of(cls, spec: Any, dropout: float, impl: str, chunk_size: int | None) -> Settings:
+        """Return what a caller chose, if it can be chosen."""
+        if not isinstance(spec, BlockSpec):
+            raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+        dropout = check_real("dropout", dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
+        check_choice("impl", impl, ("auto", "portable", "native"))
+        return cls(dropout, impl, None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1))
