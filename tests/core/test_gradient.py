@@ -84,6 +84,29 @@ def test_jax_has_them_too(case: dense.Case) -> None:
     )
 
 
+@pytest.mark.no_cover
+@pytest.mark.parametrize("beyond", ["error", "clip", "zero"])
+def test_tables_by_head_in_a_compiled_program(beyond: Any) -> None:
+    """By JAX's derivative of the portable code and by the gradient's own function; some rows are of no use."""
+    jax = pytest.importorskip("jax")
+    span = Span(7, 6) if beyond == "error" else Span(3, 1, beyond)
+    case = dense.Case(
+        "by head", n=6, m=9, heads=4, kv_heads=2, dv=2, span=span, tables="rel_k rel_v rel_bias key_table",
+        options={"offset": 1, "window": (4, 2), "chunk_size": 3},
+    )  # fmt: skip
+    arrays, options, d_out = case.arrays(), case.call(), case.d_out()
+
+    def total(given: dict[str, Any]) -> Any:
+        out: Any = relative_attention(**given, **options, impl="portable")
+        return (out * d_out).sum()
+
+    found = jax.jit(jax.grad(total))({name: JAX.asarray(x) for name, x in arrays.items()})
+    del options["chunk_size"]
+    expected = dense.vjp(d_out, arrays, options)
+    check({name: JAX.to_numpy(x) for name, x in found.items()}, expected)
+    check(gradients_on(JAX, d_out, arrays, options | {"chunk_size": 3}), expected)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
 def test_the_native_path_has_them_too(case: dense.Case, chunk_size: int) -> None:
