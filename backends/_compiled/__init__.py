@@ -7,7 +7,7 @@ stays with the library's own path, as does everything where nothing was compiled
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, names_of, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
+from relskew_core._kernel.sums import sum_to
 from relskew_core.backends import _parallel
 from relskew_core.backends._path import OPTIONS
 
@@ -52,7 +53,7 @@ _arrays = itemgetter(*(Operands._fields.index(name) for name in ARRAYS or Operan
 ALONE = (0, 1, 1, 0, 1)
 """Of a call that is one part, with one sum of gradients and one thread: what comes last."""
 
-LABELS = names_of(Kind.LABEL)
+LABELS, SEQUENCES = names_of(Kind.LABEL), frozenset(names_of(Kind.SEQUENCE))
 NO_INTEGERS = (None,) * len(INTEGERS)
 """Of calls that have no labels, and of which nothing is dropped."""
 
@@ -114,6 +115,11 @@ def has_tables(x: Operands) -> bool:
     return any(getattr(x, name) is not None for name in TABLES)
 
 
+def has_additive_mask(x: Operands) -> bool:
+    """Whether a call has a mask that is added, which has a gradient."""
+    return x.mask is not None and bool(x.mask.dtype == x.q.dtype)
+
+
 def _ends(of_queries: Any, of_keys: Any) -> tuple[int, ...]:
     """Return the least and the greatest integer of queries, and of keys."""
     return tuple(map(int, (of_queries.min(), of_queries.max(), of_keys.min(), of_keys.max())))
@@ -150,7 +156,7 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
         "width": width, "rel_width": 0 if x.rel_k is None else x.rel_k.shape[-1], "value_width": value_width,
         "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
         "before": before, "after": after, "block": block, "behind": behind,
-        "mask_adds": x.mask is not None and x.mask.dtype == x.q.dtype, "threshold": threshold(options.dropout),
+        "mask_adds": has_additive_mask(x), "threshold": threshold(options.dropout),
         "scale": options.scale, "rel_scale": options.rel_scale,
         "softcap": options.softcap or 0.0, "kept": 1 - options.dropout,
     }  # fmt: skip
@@ -239,20 +245,29 @@ def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: N
 
 
 def pull_back(
-    d_out: Any, x: Operands, call: Call, out: Any, lse: Any, d_lse: Any, *, library: Library
+    d_out: Any,
+    x: Operands,
+    call: Call,
+    out: Any,
+    lse: Any,
+    d_lse: Any,
+    *,
+    library: Library,
+    wanted: Container[str] = GRADIENTS,
 ) -> dict[str, Any]:
-    """Return the gradients of a call's arrays by name, but for the mask's.
+    """Return the gradients of a call's arrays by name; of those that are not ``wanted`` the mask's alone is left out.
 
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
+    learned = has_additive_mask(x) and "mask" in wanted
     try:
-        return _pull_back((d_out, out, lse, d_lse), x, call, library)
+        return _pull_back((d_out, out, lse, d_lse), x, call, library, learned)
     except BufferError:
         given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
-        return _pull_back(given, Operands(*map(library.in_rows, x)), call, library)
+        return _pull_back(given, Operands(*map(library.in_rows, x)), call, library, learned)
 
 
-def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library) -> dict[str, Any]:
+def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:
     work, lent = call.work, library.lent
     pairs = x.k.shape[0] * x.k.shape[1]
     sums = 1 if work <= library.shared else min(library.threads(), pairs)
@@ -260,20 +275,38 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
     found = {}
     for name in GRADIENTS:
         array = getattr(x, name)
-        if array is not None and name not in TABLES:
+        if array is None or (name == "mask" and not learned):
+            continue
+        if KINDS[name] is Kind.SEQUENCE:
             found[name] = library.empty(array.shape, dtype=array.dtype)
-        elif array is not None:  # sums by head
-            axes = 2 if KINDS[name] is Kind.BIAS else 3
-            shape = array.shape if array.ndim == axes else (1, *array.shape)
-            found[name] = library.zeros((sums, *shape), dtype=array.dtype)
+        else:
+            found[name] = library.zeros(_sums_of(name, array, x, sums), dtype=array.dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
     given = (*call[:3], *arrays, *integers, *lent(given), sums, *gradients)
     _run(kernels.pull_back, given, parts, sums, library)
-    for name in found.keys() & TABLES:
-        of_each = found[name]
-        found[name] = (of_each[0] if sums == 1 else of_each.sum(0)).reshape(getattr(x, name).shape)
+    for name in found.keys() - SEQUENCES:
+        of_each = found[name].reshape((-1, *getattr(x, name).shape))
+        found[name] = of_each[0] if len(of_each) == 1 else of_each.sum(0)
     return found
+
+
+def _sums_of(name: str, array: Any, x: Operands, sums: int) -> tuple[int, ...]:
+    """Return the shape of the sums of a gradient; a mask has one where each head of each item has its own entries."""
+    if KINDS[name] is Kind.MASK:
+        items, *of_item = array.shape
+        return (items if array.shape[:2] == x.q.shape[:2] else sums * items, *of_item)
+    axes = 2 if KINDS[name] is Kind.BIAS else 3
+    return (sums, *(1,) * (axes - array.ndim), *array.shape)
+
+
+def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict[str, Any]:
+    """Return the gradients of arrays with one batch axis in the shapes of a call's own arrays."""
+    mask, own = found.get("mask"), operands.mask
+    if mask is not None and own is not None and mask.shape[0] > 1:  # it may broadcast along some of the batch axes
+        mask = mask.reshape((*operands.q.shape[:-3], *mask.shape[1:]))
+        found = {**found, "mask": sum_to(mask, own.shape[:-2], xp=xp)}
+    return {name: array.reshape(getattr(operands, name).shape) for name, array in found.items()}
 
 
 def _run(kernel: Any, given: tuple[Any, ...], parts: int, together: int, library: Library) -> None:

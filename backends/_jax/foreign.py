@@ -44,7 +44,7 @@ def known() -> bool:
 
 def pulled(arrays: dict[str, Any]) -> list[str]:
     """Return the names of the arrays that have gradients, in their order."""
-    return [name for name in _compiled.GRADIENTS if arrays.get(name) is not None]
+    return [name for name in _compiled.GRADIENTS if name != "mask" and arrays.get(name) is not None]
 
 
 def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options, maps: int) -> list[Array]:
@@ -109,7 +109,7 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
 
 def _of_gradient(name: str, x: Operands, entries: int) -> tuple[int, ...] | None:
     array = getattr(x, name)
-    if array is None:
+    if array is None or name == "mask":
         return None
     return (entries, *array.shape[1:]) if name in TABLES else array.shape
 

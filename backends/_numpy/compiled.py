@@ -24,8 +24,8 @@ def serves(x: Operands, options: Options) -> bool:
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call's backward pass, which gives no gradient of a mask."""
-    return serves(x, options) and (x.mask is None or x.mask.dtype == bool)
+    """Whether the kernels take a call's backward pass."""
+    return serves(x, options)
 
 
 def call_of(operands: Operands, options: Options) -> Call | None:
@@ -68,7 +68,7 @@ def attention_vjp(
     d_lse = None if d_lse is None else d_lse.reshape(rows)
     library, lse = NUMPY if library is None else library, lse.reshape(rows)
     found = _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=library)
-    return Gradients(**{name: array.reshape(getattr(operands, name).shape) for name, array in found.items()})
+    return Gradients(**_compiled.of_call(found, operands, xp=xp))
 
 
 def _in_rows(x: Array | None) -> Array | None:

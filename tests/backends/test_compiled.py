@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,7 @@ from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Operands
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
+from relskew_core.backends._numpy import compiled as of_numpy
 from relskew_core.backends._torch.cpu import compiled as of_torch
 
 kernels = _compiled.kernels
@@ -106,12 +110,12 @@ def test_gradients_equal_those_of_the_portable_code(case: dense.Case, dtype: str
 
 
 @pytest.mark.parametrize("n", [1, 3, 20, 200], ids="{} queries".format)
-@pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("mask", ["", "boolean", "additive"], ids="{} mask".format)
 @dtypes
-def test_torch_trains_with_them(n: int, mask: bool, dtype: str) -> None:
+def test_torch_trains_with_them(n: int, mask: str, dtype: str) -> None:
     case = dense.Case("training", n=n, m=n + 2, d=16, span=Span(7, 4, "clip"), tables="rel_k rel_v rel_bias",
                       options={"softcap": 5.0, "offset": 2})  # fmt: skip
-    case = replace(case, mask="boolean") if mask else case
+    case = replace(case, mask=mask) if mask else case
     arrays = {name: as_torch(x) for name, x in case.arrays().items()}
     results = []
     for as_type, impl in ((getattr(torch, dtype), "auto"), (torch.float64, "portable")):
@@ -121,6 +125,126 @@ def test_torch_trains_with_them(n: int, mask: bool, dtype: str) -> None:
         results.append([out.detach().numpy(), *(x.grad.numpy() for x in given.values() if x.requires_grad)])
     for x, y in zip(*results, strict=True):
         close(x, y)
+
+
+BROADCAST = [shape for shape in product((2, 1), (4, 1), (100, 1), (270, 1)) if shape != (1, 1, 1, 1)]
+"""Masks of every shape that broadcasts."""
+
+LEARNED = [
+    dense.Case("softcap, a window", span=Span(30, 20, "clip"), tables="rel_k rel_v",
+               options={"softcap": 2.0, "window": (90, 70)}),
+    dense.Case("keys that meet a table", span=Span(40, 40, "clip"), tables="rel_k key_table"),
+    dense.Case("positions", span=Span(30, 30, "clip"), rel_q_width=8, tables="rel_k rel_bias", options={"causal": True},
+               labels={"positions": tuple(np.cumsum(np.arange(n) % 3).tolist() for n in (100, 270))}),
+    dense.Case("documents, blocks", span=Span(9, 9, "zero"), options={"block_size": 40, "blocks_before": 1},
+               labels={"segments": tuple((np.arange(n) // 50).tolist() for n in (100, 270))}),
+    dense.Case("dropout", span=Span(9, 9, "clip"), tables="rel_v", options={"dropout": 0.4, "seed": 7}),
+    dense.Case("few queries", span=Span(9, 9, "clip"), options={"softcap": 3.0}),
+]  # fmt: skip
+
+
+def learned(case: dense.Case, mask: tuple[int, ...]) -> dense.Case:
+    """Return a case with a mask of so many items, heads, queries and keys, in which some are hidden."""
+    sizes = {"dropout": (40, 50), "few queries": (3, 270)}.get(case.name, (100, 270))
+    lengths = tuple(min(size, most) for size, most in zip(mask[2:], sizes, strict=True))
+    options = {"offset": 20, **case.options} if not case.labels else case.options
+    return replace(case, n=sizes[0], m=sizes[1], heads=4, kv_heads=2, d=8, mask="hiding",
+                   mask_shape=(*mask[:2], *lengths), options=options)  # fmt: skip
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("mask", BROADCAST, ids=str)
+@pytest.mark.parametrize("case", LEARNED, ids=str)
+def test_gradients_of_masks_equal_the_oracles(case: dense.Case, mask: tuple[int, ...]) -> None:
+    expected, case = gradients_of_formula(case.name, mask), learned(case, mask)
+    for dtype, threads in product(DTYPES, (1, 2)):
+        given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
+        with on_threads(threads):
+            found = relative_attention_vjp(narrow(case.d_out(), dtype), **given, **case.call(), impl="native")
+            again = relative_attention_vjp(narrow(case.d_out(), dtype), **given, **case.call(), impl="native")
+            tensors = {name: as_torch(x) for name, x in given.items()}
+            of_torch: Any = relative_attention_vjp(as_torch(narrow(case.d_out(), dtype)), **tensors, **case.call())
+        np.testing.assert_array_equal(found.mask, again.mask)
+        for name, x in expected.items():
+            close(getattr(found, name), x, name)
+            close(getattr(of_torch, name).numpy(), x, f"{name}, torch")
+        np.testing.assert_array_equal(np.asarray(found.mask)[given["mask"] == -np.inf], 0)
+
+
+@functools.cache
+def gradients_of_formula(name: str, mask: tuple[int, ...]) -> dict[str, Any]:
+    """Return what is expected, once for all kinds of processors."""
+    case = learned(next(case for case in LEARNED if case.name == name), mask)
+    return dense.vjp(case.d_out(), case.arrays(), case.call())
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Work on so many threads, however little there is to do."""
+    before = torch.get_num_threads()
+    backends.set_numpy_threads(count)
+    torch.set_num_threads(count)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
+            patch.setattr(of_torch, "TORCH", of_torch.TORCH._replace(shared=0))
+            yield
+    finally:
+        backends.set_numpy_threads(None)
+        torch.set_num_threads(before)
+
+
+@dtypes
+def test_a_mask_that_hides_whole_items_has_gradients_of_what_it_leaves(dtype: str) -> None:
+    case = dense.Case("padding", n=50, m=300, heads=2, d=8, lead=(2, 3), span=Span(9, 9, "clip"), mask="additive",
+                      mask_shape=(2, 3, 1, 1, 300), options={"offset": 250})  # fmt: skip
+    arrays = case.arrays()
+    for item, (first, end) in zip(np.ndindex(2, 3), [(0, 300), (0, 200), (0, 200), (0, 0), (90, 100), (7, 300)],
+                                  strict=True):  # fmt: skip
+        arrays["mask"][item][..., :first] = arrays["mask"][item][..., end:] = -np.inf
+    for shape in ((2, 3, 1, 1, 300), (3, 1, 1, 300), (1, 3, 1, 1, 300), (2, 1, 1, 1, 300)):
+        first_items = tuple(slice(size) for size in (1, *shape)[-5:])
+        given = {**arrays, "mask": arrays["mask"][first_items].reshape(shape)}
+        expected = dense.vjp(case.d_out(), given, case.call())
+        tensors = {name: as_torch(narrow(x, dtype)).requires_grad_() for name, x in given.items()}
+        out: Any = relative_attention(**tensors, **case.call())
+        out.backward(as_torch(narrow(case.d_out(), dtype)))
+        own = {name: narrow(x, dtype) for name, x in given.items()}
+        of_arrays = relative_attention_vjp(narrow(case.d_out(), dtype), **own, **case.call(), impl="native")
+        for name, x in expected.items():
+            close(tensors[name].grad.numpy(), x, f"{name}, torch")
+            close(getattr(of_arrays, name), x, name)
+
+
+@pytest.mark.parametrize("n", [4, 60], ids="{} queries".format)
+@pytest.mark.parametrize(
+    ("shape", "sums"), [((2, 4), (2, 4)), ((1, 4), (2, 4)), ((2, 1), (4, 1)), ((1, 1), (2, 1))], ids=str
+)
+def test_gradients_of_masks_are_made_where_they_are_wanted(
+    n: int, shape: tuple[int, int], sums: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, ...] | None] = []
+    place = len(kernels.GRADIENTS) - kernels.GRADIENTS.index("mask") + 5
+
+    def pull_back(*args: Any) -> None:
+        gradient = args[-place]
+        found[:] = [gradient if gradient is None else getattr(gradient, "shape", ())]
+        kernels.pull_back(*args)
+
+    monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), "pull_back": pull_back}))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 4, n, 8)).astype(np.float32) for _ in range(3))
+    mask = rng.standard_normal((*shape, n, n)).astype(np.float32)
+    with on_threads(2):
+        relative_attention_vjp(q, q, k, v, mask=mask)
+        assert found == [(*sums, n, n)]
+        relative_attention_vjp(q, q, k, v, mask=mask > 0)
+        assert found == [None]
+        for trains in (False, True):
+            tensors: list[Any] = [torch.from_numpy(x).clone().requires_grad_() for x in (q, k, v)]
+            out: Any = relative_attention(*tensors, mask=torch.from_numpy(mask).clone().requires_grad_(trains))
+            out.sum().backward()
+            assert found == [() if trains else None]  # a capsule
 
 
 ODD = {
@@ -393,13 +517,14 @@ def test_memory_is_given_back(dtype: str) -> None:
 
 
 EVERYTHING = dense.Case("everything", n=6, m=7, lead=(2,), heads=4, kv_heads=2, d=8, dv=4, span=Span(3, 2, "clip"),
-                        tables="rel_k rel_v rel_bias key_table", rel_q_width=8, mask="boolean", mask_shape=(2, 1, 6, 7),
+                        tables="rel_k rel_v rel_bias key_table", rel_q_width=8, mask_shape=(2, 1, 6, 7),
                         options={"dropout": 0.4, "seed": 7})  # fmt: skip
 
 
 @pytest.fixture
-def handed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+def handed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     """Return all that a call of either kind hands to the kernels: every array, as NumPy's, that there may be."""
+    everything = replace(EVERYTHING, mask=getattr(request, "param", "additive"))
     found: dict[str, list[Any]] = {}
 
     def watch(name: str) -> Any:
@@ -411,11 +536,11 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     watching = SimpleNamespace(**{**vars(kernels), "attend": watch("attend"), "pull_back": watch("pull_back")})
     monkeypatch.setattr(_compiled, "kernels", watching)
-    arrays = {name: narrow(x) for name, x in EVERYTHING.arrays().items()}
+    arrays = {name: narrow(x) for name, x in everything.arrays().items()}
     labels: dict[str, Any] = {"segments": (np.zeros((2, 6), np.int32), np.zeros((2, 7), np.int32))}
-    out, lse = relative_attention(**arrays, **labels, **EVERYTHING.call(), return_lse=True)
-    d_out, d_lse = narrow(EVERYTHING.d_out()), np.ones_like(lse)
-    relative_attention_vjp(d_out, **arrays, **labels, **EVERYTHING.call(), out=out, lse=lse, d_lse=d_lse)
+    out, lse = relative_attention(**arrays, **labels, **everything.call(), return_lse=True)
+    d_out, d_lse = narrow(everything.d_out()), np.ones_like(lse)
+    relative_attention_vjp(d_out, **arrays, **labels, **everything.call(), out=out, lse=lse, d_lse=d_lse)
     return found
 
 
@@ -434,7 +559,12 @@ GIVEN = [
 ]
 """Every array of a call: what it goes to, its place there, and its name."""
 
-every_array = pytest.mark.parametrize(("function", "place", "name"), GIVEN, ids=[f"{f} {n}" for f, _, n in GIVEN])
+EITHER_MASK = [("additive", *each) for each in GIVEN] + [("boolean", *each) for each in GIVEN if each[2] == "mask"]
+
+every_array = pytest.mark.parametrize(
+    ("handed", "function", "place", "name"), EITHER_MASK, ids=[f"{f} {n} {mask}" for mask, f, _, n in EITHER_MASK],
+    indirect=["handed"],
+)  # fmt: skip
 
 
 def test_a_call_is_handed_over_by_the_names_that_the_kernels_say() -> None:
@@ -500,9 +630,11 @@ RESULTS = {("attend", "out"), ("attend", "lse")}
 @every_array
 def test_arrays_that_are_needed_are_there(handed: dict[str, list[Any]], function: str, place: int, name: str) -> None:
     args = handed[function]
-    alone = "q_segments", "query_hashes", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "lse", "d_lse"
+    alone = ("q_segments", "query_hashes", "rel_k", "rel_v", "rel_bias", "rel_q", "mask", "key_table", "lse", "d_lse",
+             "d_mask")  # fmt: skip
     if name in alone and (function, name) != ("pull_back", "lse"):
-        if name in ("q_segments", "query_hashes") or (function == "pull_back" and name not in ("mask", "d_lse")):
+        has_gradient = name not in ("d_lse", "d_mask") and args[place].dtype != bool
+        if name in ("q_segments", "query_hashes") or (function == "pull_back" and has_gradient):
             with pytest.raises(TypeError, match="no place"):
                 getattr(kernels, function)(*args[:place], None, *args[place + 1 :])
         return

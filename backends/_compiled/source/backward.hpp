@@ -50,7 +50,7 @@ struct Backward {
     const Places &places;
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
     Rows keys, rel_k, key_table;
-    Reals key_panels, value_panels, d_outs, weights, d_logits, slopes;
+    Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
@@ -81,13 +81,14 @@ struct Backward {
         d_outs = zeros(height * value_width);
         weights = reals(height * logits_row);
         d_logits = reals(height * logits_row);
-        slopes = reals(logits_row);
+        slopes = reals(logits_row), d_added = reals(logits_row);
         const Index columns = std::max(logits_row, columns_anywhere(x));
-        return key_panels && value_panels && d_outs && weights && d_logits && slopes && queries.make(height) &&
-               relative.make(height, columns) && relative_values.make(height, columns) && key_side.make() &&
-               sight.make() && (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
-               keys.make(x.keys, x.width, static_cast<bool>(sight)) && d_q.make(height, x.width) &&
-               d_k.make(x.keys, x.width) && d_v.make(x.keys, x.value_width) && make_tables();
+        return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
+               queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
+               key_side.make() && sight.make() && (!relative || changed_by_row.make(height)) &&
+               (!x.rel_v || mixed_by_row.make(height)) && keys.make(x.keys, x.width, static_cast<bool>(sight)) &&
+               d_q.make(height, x.width) && d_k.make(x.keys, x.width) && d_v.make(x.keys, x.value_width) &&
+               make_tables();
     }
 
     bool make_tables() {
@@ -265,25 +266,43 @@ struct Backward {
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
-            const Real sum = *x.given_lse.of(item, head, first + m);
+            const Real log_sum = *x.given_lse.of(item, head, first + m);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
-            const Real origin = lost[m] ? NAN : sum == -INF ? INF : sum;
+            const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
+            const Row uncapped{x.d_added ? d_added.get() + margin : nullptr, row.low, row.high};
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) : splat(1);
-                Vec change = load(d + j) * here - delta[m];
-                if (x.softcap != 0) change = change * load(slopes.get() + margin + j);
+                Vec change = weight * (load(d + j) * here - delta[m]);
+                change = weight == Vec{} ? Vec{} : change;  // what is hidden may be anything
+                if (uncapped.at) store(uncapped.at + j, change);
+                if (x.softcap != 0) change = weight == Vec{} ? Vec{} : change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
-                store(d + j, weight == Vec{} ? Vec{} : weight * change);  // what is hidden may be anything
+                store(d + j, change);
             }
+            if (uncapped.at) add_to_mask(x.gradient_of_mask(sum, item, head, first + m), uncapped, start);
         }
         if (lost[m]) row.put_around(0), changed.put_around(0);
         if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);
         if (mixed_by_row && row.low < row.high) mixed_by_row.add(m, row, start);
         row.clear_around(s + (all.low - margin), s + (all.high + margin));
         changed.clear_around(d + (all.low - margin), d + (all.high + margin));
+    }
+
+    // Add a row of the logits' gradients to a mask's; `first` is the key that column 0 stands for.
+    void add_to_mask(Real *to, const Row &row, Index first) const {
+        if (x.d_added.column == 0) {  // around the row are zeros
+            Vec total{};
+            for (Index j = row.start(); j < row.end(); j += LANES) total += load(row.at + j);
+            *to += ::sum(total);
+            return;
+        }
+        to += first;
+        Index j = row.low;
+        for (; j + LANES <= row.high; j += LANES) store(to + j, load(to + j) + load(row.at + j));
+        for (; j < row.high; j++) to[j] += row.at[j];
     }
 
     // Keep by how much each logit follows its product through a softcap.

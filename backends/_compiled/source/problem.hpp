@@ -15,6 +15,7 @@ template <class T>
 struct Array {
     T *at = nullptr;
     Index item = 0, head = 0, row = 0, column = 0;  // steps; 0 along an axis of one, which may stand for many
+    Index sizes[4] = {1, 1, 1, 1};                  // of its axes, as it came
 
     explicit operator bool() const { return at != nullptr; }
     T *of(Index i, Index h, Index r = 0) const { return at + i * item + h * head + r * row; }
@@ -48,7 +49,7 @@ struct ProblemOf {
 
     Index entries = 1;  // of a mapped call: each has so many of the items, and tables of its own
     Index sums = 1;     // gradients of tables are added to, in one of some sums: parts that follow one another have
-                        // others, so that nobody has to wait
+                        // others, so that nobody has to wait. So are those of masks, unless each head has its own
 
     Array<const Real> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
     Array<const unsigned char> seen;  // a boolean mask
@@ -62,7 +63,7 @@ struct ProblemOf {
 
     // What the backward pass is given, and gives.
     Array<const Real> d_out, given_out, given_lse, d_lse;
-    Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table;
+    Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added;
 
     Index group() const { return heads / key_heads; }
 
@@ -127,7 +128,14 @@ struct ProblemOf {
                visit("rel_v", d_rel_v, as(rel_v), sums_of({rows}, value_width)) &&
                visit("rel_bias", d_bias, as(bias), sums_of(NONE, rows)) &&
                visit("rel_q", d_rel_q, as(rel_q), rows_of(rel_width)) &&
-               visit("key_table", d_key_table, as(key_table), sums_of({rows}, width));
+               visit("key_table", d_key_table, as(key_table), sums_of({rows}, width)) &&
+               visit("mask", d_added, added ? Need::MAY : Need::NOT, sums_of_mask());
+    }
+
+    // Return where the gradient of the mask is, of the keys of a query, in one of the sums.
+    Real *gradient_of_mask(Index sum, Index item, Index head, Index query) const {
+        const Index first = has_sums_of_mask() ? sum * added.sizes[0] : 0;
+        return d_added.of(first + (added.sizes[0] > 1 ? item : 0), head, query);
     }
 
     // Say what is wrong with the numbers, if anything is: what is computed with them must not overflow.
@@ -177,6 +185,11 @@ private:
     Axes sums_of(Axis row, Index columns) const {
         return {{entries * sums, Axis::OF_ENTRY}, any(heads), row, {columns}};
     }
+    bool has_sums_of_mask() const { return added.sizes[0] != items || added.sizes[1] != heads; }
+    Axes sums_of_mask() const {
+        const auto &[of_items, of_heads, rows, columns] = added.sizes;
+        return {{(has_sums_of_mask() ? sums : 1) * of_items}, {of_heads}, {rows}, {columns}};
+    }
 
     template <class T>
     static Need as(const Array<T> &other) {
@@ -204,7 +217,7 @@ const char *place(const View &from, const Axes &axes, Array<T> &to) {
         const Index size = next < 0 ? 1 : from.sizes[next], step = next < 0 ? 0 : from.steps[next];
         if (size != wanted[i]->size && (size != 1 || wanted[i]->kind == Axis::WHOLE))
             return "has another size than its call says";
-        *steps[i] = size == 1 ? 0 : step;
+        *steps[i] = size == 1 ? 0 : step, to.sizes[i] = size;
         empty = empty || size == 0;
         next--;
     }

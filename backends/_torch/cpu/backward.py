@@ -46,7 +46,7 @@ def attention_vjp(
     """
     if compiled.serves_backward(operands, options, wanted):
         with undisturbed():
-            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
+            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse, wanted))
     labelled = operands.k_segments is not None or operands.k_positions is not None
     if labelled or is_short(operands):  # what no query of an item sees has no part in gradients there
         with undisturbed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, and not among what is exported
 
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Kind, Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
@@ -57,12 +57,18 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
 
 
 def pull_back(
-    d_out: Tensor, operands: Operands, call: Call, out: Tensor, lse: Tensor, d_lse: Tensor | None = None
+    d_out: Tensor,
+    operands: Operands,
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None = None,
+    wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients of every operand but the mask, by name, of a call that is known."""
+    """Return the gradients by name, of a call that is known; of those that are not wanted the mask's is left out."""
     if flattened(operands) is operands:
         return _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
-    return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse)
+    return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse, wanted)
 
 
 def attention_vjp(
@@ -72,31 +78,30 @@ def attention_vjp(
     out: Tensor | None,
     lse: Tensor | None,
     d_lse: Tensor | None,
+    wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients of every operand but the mask, by name."""
+    """Return the gradients by name; of those that are not wanted the mask's is left out."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
     out, lse = _compiled.results(out, lse, partial(_results, whole, options), xp=xp)
     d_out, d_lse = d_out.reshape(*rows, -1), None if d_lse is None else d_lse.reshape(rows)
     if whole.mask is None:
-        found = _pull_back(whole, options, d_out, out, lse, d_lse)
+        found = _pull_back(whole, options, d_out, out, lse, d_lse, wanted)
     else:
         found = {}
         for part in parts(whole, options):
             own = part.cut("q", d_out), part.cut("q", out), part.cut("q", lse), part.cut("q", d_lse)
-            for name, gradient in _pull_back(part.operands, part.options, *own).items():
+            for name, gradient in _pull_back(part.operands, part.options, *own, wanted).items():
                 _put(found, name, gradient, part, getattr(whole, name))
-        found = with_zeros(found, whole, _compiled.GRADIENTS)
-    if operands.q.ndim == 4:
-        return found
-    return {name: gradient.view(getattr(operands, name).shape) for name, gradient in found.items()}
+        learned = _compiled.has_additive_mask(whole) and "mask" in wanted
+        found = with_zeros(found, whole, [name for name in _compiled.GRADIENTS if name != "mask" or learned])
+    return _compiled.of_call(found, operands, xp=xp)
 
 
 def serves_backward(x: Operands, options: Options, wanted: frozenset[str]) -> bool:
-    """Whether the kernels take a call's backward pass, which gives no gradient of a mask."""
-    learned = "mask" in wanted and x.mask is not None and x.mask.dtype != torch.bool
-    return serves(x, options) and not learned
+    """Whether the kernels take a call's backward pass."""
+    return serves(x, options)
 
 
 def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
@@ -109,14 +114,20 @@ def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _pull_back(
-    x: Operands, options: Options, d_out: Tensor, out: Tensor, lse: Tensor, d_lse: Tensor | None
+    x: Operands,
+    options: Options,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+    wanted: Container[str],
 ) -> dict[str, Tensor]:
-    return _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=TORCH)
+    return _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=TORCH, wanted=wanted)
 
 
 def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
     """Put the gradient of a part where it belongs; those of tables are sums."""
-    if KINDS[name] is not Kind.SEQUENCE:
+    if KINDS[name] not in (Kind.SEQUENCE, Kind.MASK):
         found[name] = found[name] + gradient if name in found else gradient
     elif gradient.shape == like.shape:
         found[name] = gradient

@@ -71,9 +71,10 @@ def is_short(shape: Sequence[int], keys: int) -> bool:
 
 def takes(x: Operands, plan: Plan | Call) -> bool:
     """Whether a call of such a plan is for these kernels: they have all the gradients that are asked for."""
-    has_gradients = isinstance(plan, Call) or (plan.options.softcap is None and not plan.options.return_lse)
+    if isinstance(plan, Call) or not asks_for_gradients(x):
+        return True
     learned = x.mask is not None and x.mask.requires_grad
-    return (has_gradients and not learned) or not asks_for_gradients(x)
+    return plan.options.softcap is None and not plan.options.return_lse and not learned
 
 
 def attention(x: Operands, plan: Plan | Call) -> tuple[Tensor, Tensor | None]:

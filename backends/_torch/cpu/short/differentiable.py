@@ -90,7 +90,8 @@ class _Compiled(torch.autograd.Function):
         """Return the gradients; where these are to be differentiated again, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x, call = Operands(*operands), ctx.call
-        compute = partial(kernels.pull_back, d_out, x, call, out, lse, d_lse)
+        wanted = () if not ctx.needs_input_grad[1 + Operands._fields.index("mask")] else ("mask",)
+        compute = partial(kernels.pull_back, d_out, x, call, out, lse, d_lse, wanted)
         return _wanted(ctx, d_out, x, call.own_options, compute, out, lse, d_lse)
 
 
