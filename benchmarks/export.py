@@ -17,6 +17,7 @@ from benchmarks.page import as_time, markdown, pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, Row, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core.export._graph.functions import all_graphs
 
 DECODING = "decoding"
 FORMS = ("causal", "full", "clip", "blocks", DECODING)
@@ -50,7 +51,7 @@ def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case
         warnings.simplefilter("ignore")  # torch's exporters warn of what the rows show
         content = form_of(name, width, reach)[2][label]()
     seconds = time.perf_counter() - began
-    nodes = count_nodes(onnx.load_from_string(content).graph)
+    nodes = sum(len(graph.node) for graph in all_graphs(onnx.load_from_string(content).graph))
     return content, {"nodes": nodes, "file_bytes": len(content), "export_seconds": seconds}
 
 
@@ -142,12 +143,6 @@ def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], p
         return y.numpy()
 
     return call
-
-
-def count_nodes(graph: onnx.GraphProto) -> int:
-    """Return the nodes of a graph and of the loops in it."""
-    inner = (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
-    return len(graph.node) + sum(count_nodes(one) for one in inner)
 
 
 def open_session(content: bytes) -> onnxruntime.InferenceSession:

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
+from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._save import save
 
 KINDS = ("dynamic", "static", "weights-8", "weights-4")
@@ -124,19 +125,10 @@ def _move(model: onnx.ModelProto) -> None:
         graph.initializer.append(numpy_helper.from_array(results[0], node.output[0]))
     del graph.node[:]
     graph.node.extend(nodes)
-    read = {name for part in _graphs(graph) for node in part.node for name in node.input} | outputs
+    read = {name for part in all_graphs(graph) for node in part.node for name in node.input} | outputs
     stored = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(stored)
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Walk a graph, and those of its branches and loops."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
 
 
 @contextmanager
@@ -226,7 +218,7 @@ def _tables(model: onnx.ModelProto) -> None:
     stored = {tensor.name: tensor for tensor in graph.initializer}
     constants = {name: numpy_helper.to_array(tensor) for name, tensor in stored.items() if len(tensor.dims) == 1}
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for part in _graphs(graph):
+    for part in all_graphs(graph):
         for node in part.node:
             for name in node.input:
                 readers.setdefault(name, []).append(node)
@@ -238,7 +230,7 @@ def _tables(model: onnx.ModelProto) -> None:
             axes = {axis % rank for one in found for axis in one}
             if whole := {0, rank - 1} - axes:  # where scales may be
                 cut[name] = 0 if 0 in whole else -1
-    for part in _graphs(graph):
+    for part in all_graphs(graph):
         _cut_as_int8(part, cut)
     for name, axis in cut.items():
         table = numpy_helper.to_array(stored[name])

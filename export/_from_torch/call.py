@@ -144,8 +144,7 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
     start, stop = plan.kept_rows
 
     def cut(x: Value, first: int, last: int, part: str) -> Value:
-        bounds = [g.constant([first]), g.constant([last]), g.constant([axis])]
-        return g.compute("Slice", [x, *bounds], f"{name}/{part}", with_rows(last - first))
+        return g.cut(x, axis, first, last, last - first, f"{name}/{part}")
 
     def with_rows(rows: int) -> Shape:
         return (*shape[:axis], rows, *shape[axis + 1 :])

@@ -206,9 +206,7 @@ class LookedUp:
         first = self._low + self._options.span.left
         if (first, self._width) == (0, table.shape[axis]):
             return table
-        shape = (*table.shape[:axis], self._width, *table.shape[axis + 1 :])
-        bounds = [g.constant([number]) for number in (first, first + self._width, axis)]
-        return g.compute("Slice", [table, *bounds], f"{name}/kept", shape)
+        return g.cut(table, axis, first, first + self._width, self._width, f"{name}/kept")
 
     def _turned(self, name: str) -> Value:
         rows = self._table(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relskew_core.export._graph.chunks import Chunks, attend_chunks, cut
+from relskew_core.export._graph.chunks import Chunks, attend_chunks
 from relskew_core.export._graph.emitter import Emitter, Value
 from relskew_core.export._graph.parts import AttentionInputs, Heads
 from relskew_core.export._graph.window import HeadRange
@@ -22,7 +22,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
 
     def turn(body: Emitter, iteration: Value) -> Value:
         def take(x: Value, axis: int, bounds: HeadRange, name: str) -> Value:
-            return cut(body, x, axis, bounds.first, bounds.stop, bounds.size, name)
+            return body.cut(x, axis, bounds.first, bounds.stop, bounds.size, name)
 
         key_head = _range(body, iteration, 1, "key_head")
         query_heads = key_head if group == 1 else _range(body, iteration, group, "query_heads")
@@ -36,7 +36,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
         if mask is not None:  # a mask for all heads stays as it is
             final = body.minus(body.length(mask, 1, "head/mask_heads"), 1, "head/mask_final")
             first = body.index("Min", [query_heads.first, body.dim(final)], "head/mask_first")
-            mask = cut(body, mask, 1, first, query_heads.stop, "mask_head", "head/mask")
+            mask = body.cut(mask, 1, first, query_heads.stop, "mask_head", "head/mask")
         own_tables = None if spec.shared_table else query_heads
         return attend_chunks(body, of_turn, replace(inputs, mask=mask, heads=own_tables), own, chunks)
 

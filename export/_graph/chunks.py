@@ -47,7 +47,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         step = body.index("Mul", [size, iteration], "chunk/step")
         start = body.index("Min", [step, last], "chunk/start")
         end = body.index("Add", [start, size], "chunk/end")
-        rows = cut(body, heads.queries, 2, start, end, "chunk", "chunk/queries")
+        rows = body.cut(heads.queries, 2, start, end, "chunk", "chunk/queries")
         first, stop = _keys_of(body, plan, lengths, start, end)
         seen = Lengths(
             size,
@@ -59,22 +59,22 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
         whole = first == 0 and stop is lengths.keys
         if whole:
             seen = Lengths(size, lengths.keys, seen.past, "chunk", lengths.key_symbol)
-        k = heads.keys if whole else cut(body, heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
-        v = heads.values if whole else cut(body, heads.values, 2, first, stop, "chunk_keys", "chunk/values")
+        k = heads.keys if whole else body.cut(heads.keys, 3, first, stop, "chunk_keys", "chunk/keys")
+        v = heads.values if whole else body.cut(heads.values, 2, first, stop, "chunk_keys", "chunk/values")
         window = TableWindow(body, plan, inputs.tables, seen, inputs.heads)
         mask = _mask_of(body, inputs.mask, start, end, first, stop)
         segments = None
         if inputs.segments is not None:
             of_keys = inputs.segments.keys
             segments = Segments(
-                cut(body, inputs.segments.queries, 1, start, end, "chunk", "chunk/segments_of_queries"),
-                of_keys if whole else cut(body, of_keys, 1, first, stop, "chunk_keys", "chunk/segments_of_keys"),
+                body.cut(inputs.segments.queries, 1, start, end, "chunk", "chunk/segments_of_queries"),
+                of_keys if whole else body.cut(of_keys, 1, first, stop, "chunk_keys", "chunk/segments_of_keys"),
             )
         if causal is None:
             condition = visible(body, plan, seen, mask, segments)
         else:
             columns = body.minus(lengths.keys, seen.keys, "chunk/unseen")
-            condition = cut(body, causal, 1, columns, INT64_MAX, "chunk_keys", "chunk/visible")
+            condition = body.cut(causal, 1, columns, INT64_MAX, "chunk_keys", "chunk/visible")
         return merge_heads(body, weighted_heads(body, plan, Heads(rows, k, v, heads.sinks), window, seen, condition))
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
@@ -90,11 +90,8 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
     joined = g.compute("Reshape", [turned, by_batch], "chunks/joined", joined_shape)
     before = g.index("Sub", [whole, size], "chunks/before_last")
     rest = g.index("Sub", [before, n], "chunks/rest_from_end")
-    axis = g.constant([1])
-    head_bounds = [g.constant([0]), before, axis]
-    tail_bounds = [rest, g.constant([INT64_MAX]), axis]
-    head = g.compute("Slice", [joined, *head_bounds], "chunks/head", (batch, "before_last", width))
-    tail = g.compute("Slice", [joined, *tail_bounds], "chunks/tail", (batch, "rest", width))
+    head = g.cut(joined, 1, 0, before, "before_last", "chunks/head")
+    tail = g.cut(joined, 1, rest, INT64_MAX, "rest", "chunks/tail")
     return g.compute("Concat", [head, tail], "chunks/heads", (batch, lengths.query_symbol, width), axis=1)
 
 
@@ -125,13 +122,5 @@ def _mask_of(g: Emitter, mask: Value | None, start: Value, end: Value, first: Di
         if low != 0:
             final = g.minus(g.length(mask, axis, f"chunk/mask_{name}"), 1, f"chunk/mask_final_{name}")
             begin = g.index("Min", [g.dim(low), g.dim(final)], f"chunk/mask_first_{name}")
-        mask = cut(g, mask, axis, begin, high, f"mask_chunk_{name}", f"chunk/mask_{name}")
+        mask = g.cut(mask, axis, begin, high, f"mask_chunk_{name}", f"chunk/mask_{name}")
     return mask
-
-
-def cut(g: Emitter, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
-    """Return the part ``start … end - 1`` of an axis, which has the symbol then."""
-    shape = list(x.shape)
-    shape[axis] = symbol
-    bounds = [g.dim(start), g.dim(end), g.constant([axis])]
-    return g.compute("Slice", [x, *bounds], name, tuple(shape), x.dtype)

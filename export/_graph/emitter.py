@@ -203,6 +203,11 @@ class Emitter:
         """Return a length as an int64 tensor of shape ()."""
         return self.constant(value) if isinstance(value, int) else self.index("Squeeze", [value], name, ())
 
+    def cut(self, x: Value, axis: int, start: Dim, end: Dim, symbol: int | str, name: str) -> Value:
+        """Return the part ``start … end - 1`` of an axis, which has the symbol then."""
+        bounds = [self.dim(start), self.dim(end), self.constant([axis])]
+        return self.compute("Slice", [x, *bounds], name, (*x.shape[:axis], symbol, *x.shape[axis + 1 :]), x.dtype)
+
     def dims(self, name: str, *parts: Dim) -> Value:
         """Return a shape: neighbouring ints become one constant, all ints no node at all."""
         groups: list[list[int] | Value] = []

@@ -16,7 +16,7 @@ def fold_into_functions(model: onnx.ModelProto) -> None:
     graph = model.graph
     functions: list[onnx.FunctionProto] = []
     constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
-    for one in _graphs(graph):
+    for one in all_graphs(graph):
         skew = [node for node in one.node if "/skew/" in node.name]
         if skew:
             _, _, *branch = skew[0].name.partition("/skew/")[0].split("/")
@@ -73,12 +73,13 @@ def _fold(
     return function
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Walk a graph, and those of its branches and loops."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
+                yield from all_graphs(attribute.g)
 
 
 def _used(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:

@@ -127,8 +127,8 @@ class _Rows:
         placed = self._placed(whole, width, self._past, plan.masked_value, "relative")
         keys = g.minus(width, 1, "relative/width_less_1")
         skewed = skew(g, placed, Lengths(n, keys, 0, "query_length", "placed_keys"), one_sided=True, columns=width)
-        bounds = [g.dim(self._longest), g.dim(g.plus(self._longest, self.total, "relative/end")), g.constant([3])]
-        return g.compute("Slice", [skewed, *bounds], "relative/by_key", (*whole.shape[:3], "total_length"))
+        end = g.plus(self._longest, self.total, "relative/end")
+        return g.cut(skewed, 3, self._longest, end, "total_length", "relative/by_key")
 
     def weights_and_values(self, weights: Value) -> list[Value]:
         """Return weights by relative position, ``(batch, H, queries, window)``, and the window of ``rel_v``."""
@@ -138,9 +138,7 @@ class _Rows:
         placed = self._placed(weights, width, behind, 0.0, "unskew")
         lengths = Lengths(n, width, 0, "query_length", "placed")
         moved = unskew(g, placed, lengths, one_sided=True, symbol="placed_and_1")
-        bounds = [g.constant([0]), g.dim(self._columns), g.constant([3])]
-        shape = (*weights.shape[:3], "window")
-        return [g.compute("Slice", [moved, *bounds], "unskew/by_position", shape), self._window.rows()]
+        return [g.cut(moved, 3, 0, self._columns, "window", "unskew/by_position"), self._window.rows()]
 
     def last_positions(self) -> Value:
         """Return where each row's last query stands, ``(batch,)``."""
@@ -150,9 +148,7 @@ class _Rows:
 
     def of_filled(self, x: Value, axis: int, name: str, symbol: str = "total_length") -> Value:
         """Return what the longest row has filled of an axis of the cache's length."""
-        g = self._g
-        bounds = [g.constant([0]), g.dim(self.total), g.constant([axis])]
-        return g.compute("Slice", [x, *bounds], name, (*x.shape[:axis], symbol, *x.shape[axis + 1 :]), x.dtype)
+        return self._g.cut(x, axis, 0, self.total, symbol, name)
 
     def _checked(self, x: Value) -> Value:
         """Name the number of columns, so that a row too long for the table fails here, and one too long for its cache.

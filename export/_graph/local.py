@@ -27,20 +27,17 @@ def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value
     both = g.compute("Concat", [k, v], "blocks/keys_values", (*k.shape[:2], both_width), axis=2)
     folded = blocks.of_keys(both, "keys_values")
 
-    def part(start: int, end: int, name: str) -> Value:
-        bounds = [g.constant([start]), g.constant([end]), g.constant([2])]
-        return g.compute("Slice", [folded, *bounds], f"blocks/{name}", (*folded.shape[:2], end - start))
-
     k_width, q_width = int(k.shape[2]), int(q.shape[2])
     queries = blocks.of_queries(q, "queries")
-    in_blocks = Projected(queries, part(0, k_width, "keys"), part(k_width, both_width, "values"))
+    keys = g.cut(folded, 2, 0, k_width, k_width, "blocks/keys")
+    values = g.cut(folded, 2, k_width, both_width, both_width - k_width, "blocks/values")
+    in_blocks = Projected(queries, keys, values)
     condition = blocks.condition(inputs.segments)
     given = AttentionInputs(in_blocks, inputs.tables, blocks.lengths, condition=condition, sinks=inputs.sinks)
     heads, _ = attend(g, plan, given)
     unfold = g.dims("blocks/unfold_shape", -1, blocks.filled, q_width)
     whole = g.compute("Reshape", [heads, unfold], "blocks/unfolded", (q.shape[0], "filled_length", q_width))
-    bounds = [g.constant([0]), g.dim(length), g.constant([1])]
-    trimmed = g.compute("Slice", [whole, *bounds], "blocks/trimmed", (*q.shape[:2], q_width))
+    trimmed = g.cut(whole, 1, 0, length, q.shape[1], "blocks/trimmed")
     return split_heads(g, trimmed, plan.spec.num_heads, plan.spec.head_dim, "out") if apart else trimmed
 
 
@@ -89,8 +86,7 @@ class _Blocks:
         pieces = []
         for first in range(before + 1):
             end = INT64_MAX if first == before else first - before
-            bounds = [g.constant([first]), g.constant([end]), g.constant([1])]
-            pieces.append(g.compute("Slice", [cut, *bounds], f"blocks/{name}_{before - first}_before", shape, x.dtype))
+            pieces.append(g.cut(cut, 1, first, end, shape[1], f"blocks/{name}_{before - first}_before"))
         wide = (*shape[:2], self._wide_symbol, width)
         joined = g.compute("Concat", pieces, f"blocks/{name}_joined", wide, x.dtype, axis=2)
         folded = g.dims(f"blocks/{name}_folded_shape", -1, self._wide, width)

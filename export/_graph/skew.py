@@ -23,16 +23,15 @@ def skew(
         columns = g.plus(m, 1 if one_sided else n, "skew/columns")
     by_queries = g.dims("skew/rows_shape", 0, 0, columns, n)
     rows = g.compute("Reshape", [x, by_queries], f"skew/rows{reach}", (batch, heads, x.shape[3], n_symbol))
-    bounds = [g.constant([1]), g.constant([INT64_MAX]), g.constant([2])]
     out: Shape = (batch, heads, n_symbol, lengths.key_symbol)
     if one_sided and n == m:  # a square: its rows have the new length already
-        return g.compute("Slice", [rows, *bounds], "skew/drop", out)
-    dropped = g.compute("Slice", [rows, *bounds], "skew/drop", (batch, heads, "later_rows", n_symbol))
+        return g.cut(rows, 2, 1, INT64_MAX, n_symbol, "skew/drop")
+    dropped = g.cut(rows, 2, 1, INT64_MAX, "later_rows", "skew/drop")
     if one_sided:
         return g.compute("Reshape", [dropped, g.dims("skew/keys_shape", 0, 0, n, m)], "skew/keys", out)
     by_diagonals = g.dims("skew/diagonals_shape", 0, 0, n, g.minus(columns, 1, "skew/diagonals_count"))
     whole = g.compute("Reshape", [dropped, by_diagonals], "skew/diagonals", (batch, heads, n_symbol, "diagonals"))
-    return g.compute("Slice", [whole, g.constant([0]), g.dim(m), g.constant([3])], "skew/keys", out)
+    return g.cut(whole, 3, 0, m, lengths.key_symbol, "skew/keys")
 
 
 def unskew(g: Emitter, weights: Value, lengths: Lengths, *, one_sided: bool, symbol: int | str) -> Value:
