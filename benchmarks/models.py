@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=start == 0)
 
 
-class Textbook(Attention):
+class PadReshapeSlice(Attention):
     """Huang et al. 2018: pad, reshape, slice."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -84,13 +84,13 @@ PLAIN, GRAPHS = "no positions", "graphs"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     PLAIN: Attention,
     "RelativeMultiheadAttention": ours,
-    "pad, reshape, slice": Textbook,
+    "pad, reshape, slice": PadReshapeSlice,
     "a row for each pair": Gather,
 }
 LONGEST = {"a row for each pair": 1024}
 
 
-class Model(nn.Module):
+class CausalModel(nn.Module):
     """Layers with norms first, as people write them."""
 
     def __init__(self, attention: Callable[[int], nn.Module], length: int) -> None:
@@ -125,7 +125,7 @@ class Model(nn.Module):
 
 def step(name: str, length: int, batch: int) -> Callable[[], None]:
     """Return forward, loss and backward of a batch."""
-    model = Model(MODELS[name], length)
+    model = CausalModel(MODELS[name], length)
     tokens = torch.randint(VOCABULARY, (batch, length))
 
     def call() -> None:
@@ -138,7 +138,7 @@ def step(name: str, length: int, batch: int) -> Callable[[], None]:
 
 def decode(name: str, prompt: int, new: int = 20) -> Callable[[], None]:
     """Return greedy decoding of some tokens after a prompt, which is not counted."""
-    model = Model(MODELS[name], prompt + new).eval()
+    model = CausalModel(MODELS[name], prompt + new).eval()
     tokens = torch.randint(VOCABULARY, (1, prompt))
     with torch.inference_mode():
         _, filled = model(tokens, model.empty_cache(prompt + new))

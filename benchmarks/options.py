@@ -23,7 +23,7 @@ HEADS, DIM, REACH, DROPOUT, SOFTCAP = 8, 64, 64, 0.1, 30.0
 LENGTHS = (1024, 4096)
 
 
-class Inputs(NamedTuple):
+class OptionInputs(NamedTuple):
     """The arrays of one problem."""
 
     q: Tensor
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     stamps: Tensor
 
     @classmethod
-    def draw(cls, length: int, *, gradients: bool) -> Inputs:
+    def draw(cls, length: int, *, gradients: bool) -> OptionInputs:
         generator = torch.Generator().manual_seed(0)
 
         def floats(*shape: int) -> Tensor:
@@ -53,70 +53,70 @@ class Inputs(NamedTuple):
         )
 
 
-def _rows(x: Inputs, stamps: Tensor | None = None) -> Tensor:
+def _rows(x: OptionInputs, stamps: Tensor | None = None) -> Tensor:
     steps = torch.arange(x.q.shape[-2]) if stamps is None else stamps
     return (steps[None, :] - steps[:, None]).clamp(-REACH, REACH) + REACH
 
 
-def _bias(x: Inputs, hidden: Tensor, rows: Tensor, scale: Any = DIM**-0.5) -> Tensor:
+def _bias(x: OptionInputs, hidden: Tensor, rows: Tensor, scale: Any = DIM**-0.5) -> Tensor:
     return picked(x.q * scale, x.table, rows).masked_fill(hidden, -torch.inf)
 
 
-def _future(x: Inputs) -> Tensor:
+def _future(x: OptionInputs) -> Tensor:
     return future(x.q.shape[-2])
 
 
-def _sdpa(x: Inputs, bias: Tensor, **options: Any) -> Tensor:
+def _sdpa(x: OptionInputs, bias: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=bias, **options)
 
 
-def _ours(x: Inputs, **options: Any) -> Any:
+def _ours(x: OptionInputs, **options: Any) -> Any:
     return relative_attention(x.q, x.k, x.v, x.table, Span.clipped(REACH), **options)
 
 
-def _dense_sinks(x: Inputs) -> Tensor:
+def _dense_sinks(x: OptionInputs) -> Tensor:
     logits = x.q @ x.k.mT * DIM**-0.5 + _bias(x, _future(x), _rows(x))
     sinks = x.sinks[:, None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ x.v
 
 
-def _dense_softcap(x: Inputs) -> Tensor:
+def _dense_softcap(x: OptionInputs) -> Tensor:
     sums = x.q @ x.k.mT * DIM**-0.5 + picked(x.q * DIM**-0.5, x.table, _rows(x))
     return attended((sums / SOFTCAP).tanh() * SOFTCAP, x.v, _future(x))
 
 
-def _dense_key_table(x: Inputs) -> Tensor:
+def _dense_key_table(x: OptionInputs) -> Tensor:
     return _sdpa(x, picked(x.q * DIM**-0.5, x.table, _rows(x)) + picked(x.k * DIM**-0.5, x.table, _rows(x).mT).mT)
 
 
-def _offsets(x: Inputs, offset: Any) -> Any:
+def _offsets(x: OptionInputs, offset: Any) -> Any:
     """Attend with the heads as the items of a batch."""
     q, k, v = (y.movedim(1, 0) for y in (x.q, x.k, x.v))
     out: Any = relative_attention(q, k, v, x.table, Span.clipped(REACH), causal=True, offset=offset)
     return out.movedim(0, 1)
 
 
-def _dense_offsets(x: Inputs) -> Tensor:
+def _dense_offsets(x: OptionInputs) -> Tensor:
     steps = torch.arange(x.q.shape[-2])
     r = steps[None, :] - (steps + torch.arange(HEADS)[:, None])[..., None]
     return _sdpa(x, _bias(x, r > 0, r.clamp(-REACH, REACH) + REACH))
 
 
-def _padding(x: Inputs) -> Tensor:
+def _padding(x: OptionInputs) -> Tensor:
     return (torch.arange(x.q.shape[-2]) < x.q.shape[-2] * 7 // 8)[None, None, None]
 
 
-def _dense_blocks(x: Inputs) -> Tensor:
+def _dense_blocks(x: OptionInputs) -> Tensor:
     block = torch.arange(x.q.shape[-2]) // 128
     behind = block[:, None] - block[None, :]
     return _sdpa(x, _bias(x, (behind < 0) | (behind > 2), _rows(x)))
 
 
-def _dense_positions(x: Inputs) -> Tensor:
+def _dense_positions(x: OptionInputs) -> Tensor:
     return _sdpa(x, _bias(x, x.stamps[None, :] > x.stamps[:, None], _rows(x, x.stamps)))
 
 
-def _dense_scales(x: Inputs) -> Tensor:
+def _dense_scales(x: OptionInputs) -> Tensor:
     scale = x.scale[:, None, None]
     scaled = x._replace(q=x.q * scale)
     return F.scaled_dot_product_attention(
@@ -129,8 +129,8 @@ class Option:
     """An option, ours and what it is written as today."""
 
     call: str
-    ours: Callable[[Inputs], Any]
-    dense: Callable[[Inputs], Tensor]
+    ours: Callable[[OptionInputs], Any]
+    dense: Callable[[OptionInputs], Tensor]
     exact: bool = True  # both compute the same numbers
 
 
@@ -182,7 +182,7 @@ class OptionsOfCalls(Benchmark):
         return "ours", "dense"
 
     def prepare(self, case: Case, contender: str) -> Call:
-        x = Inputs.draw(case["length"], gradients=case["backward"])
+        x = OptionInputs.draw(case["length"], gradients=case["backward"])
         function = getattr(OPTIONS[case["option"]], contender)
         if not case["backward"]:
             return lambda: function(x)

@@ -91,7 +91,7 @@ def make_inputs(shape: Shape) -> Inputs:
     return Inputs(shape, q, k, v, table(shape.span.rows), table(2 * CLIP + 1), d_out)
 
 
-class Reference(NamedTuple):
+class Expected(NamedTuple):
     """Results of some queries of every head of the first item, spread over the sequence: cheap at every length."""
 
     rows: Tensor
@@ -106,7 +106,7 @@ class Reference(NamedTuple):
 
 
 @functools.lru_cache(maxsize=3)
-def reference(shape: Shape, kind: str, count: int = 16) -> Reference:
+def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
     """Attend by the plain formula in float64, with the table, the ``"clipped"`` one, or ``"plain"`` without."""
     x = make_inputs(shape).to_torch()
     rows = torch.linspace(0, shape.length - 1, min(count, shape.length), device=x.q.device).long().unique()
@@ -126,7 +126,7 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Reference:
         d_logits = weights * ((v @ d_out[..., None])[..., 0] - (d_out * out).sum(-1, keepdim=True))
         outs.append(out)
         d_qs.append((d_logits[:, None] @ meets)[:, 0] * scale)
-    return Reference(rows, torch.stack(outs, 1), torch.stack(d_qs, 1))
+    return Expected(rows, torch.stack(outs, 1), torch.stack(d_qs, 1))
 
 
 def visible(shape: Shape, i: Any, r: Tensor) -> Tensor:

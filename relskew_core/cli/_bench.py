@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relskew_core import Span, papers, relative_attention
 from relskew_core.cli._console import as_bytes, as_time
-from relskew_core.cli._libraries import Library
+from relskew_core.cli._libraries import ArrayLibrary
 from relskew_core.cli._measure import Measured, measure_in_turns
 
 HEADS, DIM, CLIP, DTYPE = 4, 64, 64, "float32"
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
 }
 
 
-def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = lambda step: None) -> list[Entry]:
+def bench(library: ArrayLibrary, lengths: list[int], tell: Callable[[str], None] = lambda step: None) -> list[Entry]:
     """Time every method at every length; ``difference`` is the relative L2 distance from ours."""
     entries = []
     rng = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def bench(library: Library, lengths: list[int], tell: Callable[[str], None] = la
     return entries
 
 
-def _measured(library: Library, methods: dict[str, Method], arrays: tuple[Any, ...]) -> dict[str, Measured]:
+def _measured(library: ArrayLibrary, methods: dict[str, Method], arrays: tuple[Any, ...]) -> dict[str, Measured]:
     def finished(method: Method) -> Callable[[], Any]:
         function = library.compiled(method)
         return lambda: library.finish(function(*arrays))

@@ -45,7 +45,7 @@ def cases() -> list[Case]:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class CaseInputs:
     """What a case gives to every library: float64 numbers that the dtype holds exactly, and the right answer."""
 
     weights: dict[str, F64]
@@ -55,7 +55,7 @@ class Inputs:
     expected: list[F64]
 
 
-def inputs(case: Case, dtype: str) -> Inputs:
+def inputs(case: Case, dtype: str) -> CaseInputs:
     """Draw the inputs of a case and compute the answer in float64."""
     spec = case.spec
     rng = np.random.default_rng(len(case.name))
@@ -72,7 +72,7 @@ def inputs(case: Case, dtype: str) -> Inputs:
         y, *present, _ = reference_block(spec, weights, x, memory, past=past)
         return y if past is None else (y, tuple(present))
 
-    return Inputs(weights, x, memory, past, call(case, reference, x, memory, past))
+    return CaseInputs(weights, x, memory, past, call(case, reference, x, memory, past))
 
 
 def call(case: Case, block: BlockFunction, x: Any, memory: Any, past: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from relskew_core.cli._errors import CliError, reason
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class ArrayLibrary:
     """An array library on one device.
 
     ``make`` turns a NumPy float64 array into one of the library in a dtype given by name, ``finish`` waits until a list
@@ -51,26 +51,26 @@ class Missing:
 ALL = ("float64", "float32", "float16", "bfloat16")
 
 
-def _numpy() -> Iterator[Library]:
+def _numpy() -> Iterator[ArrayLibrary]:
     path = numpy_path()
-    yield Library(
+    yield ArrayLibrary(
         "numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=numpy_on_one_thread, path=path
     )
 
 
-def _strict() -> Iterator[Library]:
+def _strict() -> Iterator[ArrayLibrary]:
     xp = importlib.import_module("array_api_strict")
 
     def make(array: Any, dtype: str) -> Any:
         return xp.asarray(array, dtype=getattr(xp, dtype))
 
-    yield Library("array-api-strict", "cpu", xp.__version__, ALL[:2], make, _float64)
+    yield ArrayLibrary("array-api-strict", "cpu", xp.__version__, ALL[:2], make, _float64)
 
 
-def _torch() -> Iterator[Library | Missing]:
+def _torch() -> Iterator[ArrayLibrary | Missing]:
     torch = importlib.import_module("torch")
 
-    def on(device: str, **more: Any) -> Library:
+    def on(device: str, **more: Any) -> ArrayLibrary:
         def make(array: Any, dtype: str) -> Any:
             # A copy: torch warns about sharing memory that it may not write to.
             return torch.asarray(array, dtype=getattr(torch, dtype), device=device, copy=True)
@@ -78,7 +78,7 @@ def _torch() -> Iterator[Library | Missing]:
         def to_numpy(tensor: Any) -> Any:
             return tensor.to(device="cpu", dtype=torch.float64).numpy()
 
-        return Library("torch", device, torch.__version__, ALL, make, to_numpy, setting=torch.no_grad, **more)
+        return ArrayLibrary("torch", device, torch.__version__, ALL, make, to_numpy, setting=torch.no_grad, **more)
 
     @contextmanager
     def one_thread() -> Iterator[None]:
@@ -109,12 +109,12 @@ def _torch() -> Iterator[Library | Missing]:
         yield on("cuda", finish=finish, peak_of=peak_of)
 
 
-def _cupy() -> Iterator[Library]:
+def _cupy() -> Iterator[ArrayLibrary]:
     cp = importlib.import_module("cupy")
     yield from _on_cupy(cp)  # pragma: gpu only
 
 
-def _on_cupy(cp: Any) -> Iterator[Library]:  # pragma: gpu only
+def _on_cupy(cp: Any) -> Iterator[ArrayLibrary]:  # pragma: gpu only
     cp.cuda.runtime.getDeviceCount()  # raises where there is no device or no driver
     pool = cp.get_default_memory_pool()
 
@@ -131,10 +131,10 @@ def _on_cupy(cp: Any) -> Iterator[Library]:  # pragma: gpu only
     def to_numpy(array: Any) -> Any:
         return _float64(array.get())
 
-    yield Library("cupy", "cuda", cp.__version__, ALL[:3], cp.asarray, to_numpy, finish, peak_of)
+    yield ArrayLibrary("cupy", "cuda", cp.__version__, ALL[:3], cp.asarray, to_numpy, finish, peak_of)
 
 
-def _jax() -> Iterator[Library]:
+def _jax() -> Iterator[ArrayLibrary]:
     jax = importlib.import_module("jax")
     jnp = importlib.import_module("jax.numpy")
 
@@ -149,10 +149,10 @@ def _jax() -> Iterator[Library]:
 
     # Compiled: eager JAX compiles every operation by itself, which takes longer than everything else here.
     more = {"finish": jax.block_until_ready, "compiled": jax.jit, "setting": setting}
-    yield Library("jax jit", jax.default_backend(), jax.__version__, ALL, make, _float64, **more)
+    yield ArrayLibrary("jax jit", jax.default_backend(), jax.__version__, ALL, make, _float64, **more)
 
 
-def _dask() -> Iterator[Library]:
+def _dask() -> Iterator[ArrayLibrary]:
     da = importlib.import_module("dask.array")
     dask = importlib.import_module("dask")
 
@@ -162,11 +162,11 @@ def _dask() -> Iterator[Library]:
     def finish(result: Any) -> Any:
         return dask.compute(result)[0]
 
-    yield Library("dask", "cpu", dask.__version__, ALL[:2], make, _float64, finish)
+    yield ArrayLibrary("dask", "cpu", dask.__version__, ALL[:2], make, _float64, finish)
 
 
 # Each entry yields the library once a device; its import may fail in as many ways as there are installations.
-PROBES: dict[str, Callable[[], Iterator[Library | Missing]]] = {
+PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
     "numpy": _numpy,
     "array-api-strict": _strict,
     "torch": _torch,
@@ -176,9 +176,9 @@ PROBES: dict[str, Callable[[], Iterator[Library | Missing]]] = {
 }
 
 
-def libraries(only: tuple[str, ...] = ()) -> tuple[list[Library], list[Missing]]:
+def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Missing]]:
     """Return the array libraries of this machine, or the named ones, and those that are missing with the reason."""
-    found: list[Library] = []
+    found: list[ArrayLibrary] = []
     missing: list[Missing] = []
     for name, probe in PROBES.items():
         if only and name not in only:
@@ -194,7 +194,7 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[Library], list[Missing]]
     return found, missing
 
 
-def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[Library]:
+def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrary]:
     """Return the libraries of these names; one that is missing is an error if a person ``named`` it."""
     for name in names:
         if name not in PROBES:

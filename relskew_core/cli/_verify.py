@@ -11,9 +11,9 @@ import numpy as np
 
 from relskew_core import __version__, attention_block
 from relskew_core._reference import TOLERANCES
-from relskew_core.cli._cases import Case, Inputs, call, cases, inputs, relative_error
+from relskew_core.cli._cases import Case, CaseInputs, call, cases, inputs, relative_error
 from relskew_core.cli._errors import CliError, reason
-from relskew_core.cli._libraries import PROBES, Library, Missing, libraries
+from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
 from relskew_core.cli._measure import measure
 from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
 from relskew_core.cli._runtimes import Runtime, runtimes
@@ -23,7 +23,7 @@ FEW = ("causal", "clip+values")  # between them they use all of the kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Finding:
     """One library, dtype and case: its error against float64, and what it cost."""
 
     library: str
@@ -43,7 +43,7 @@ class Row:
 class Verification:
     """What ``verify`` found."""
 
-    rows: list[Row]
+    rows: list[Finding]
     missing: list[Missing]
 
     @property
@@ -62,10 +62,10 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class VerifyPlan:
     """What there is to verify: each backend in each of its dtypes, with the cases to run."""
 
-    steps: list[tuple[Library | Runtime, str, list[Case]]]
+    steps: list[tuple[ArrayLibrary | Runtime, str, list[Case]]]
     missing: list[Missing]
 
 
@@ -75,7 +75,7 @@ def plan(
     case_names: tuple[str, ...] = (),
     *,
     every: bool = False,
-) -> Plan:
+) -> VerifyPlan:
     """Look for the libraries and runtimes, or the named ones, and choose the cases.
 
     Unless they are named or ``every``, all cases run in float32 and ``FEW`` in the other dtypes.
@@ -96,19 +96,19 @@ def plan(
         few = not (every or dtypes or case_names or dtype == "float32")
         return [known[name] for name in (FEW if few else case_names or known)]
 
-    backends: list[Library | Runtime] = [*found, *more]
+    backends: list[ArrayLibrary | Runtime] = [*found, *more]
     steps = [
         (backend, dtype, chosen(dtype))
         for backend in backends
         for dtype in dtypes or TOLERANCES
         if dtype in backend.dtypes
     ]
-    return Plan(steps, [*missing, *more_missing])
+    return VerifyPlan(steps, [*missing, *more_missing])
 
 
-def verify(what: Plan, tell: Callable[[str], None] = lambda step: None) -> Verification:
+def verify(what: VerifyPlan, tell: Callable[[str], None] = lambda step: None) -> Verification:
     """Run every case of the plan on every backend; whatever fails becomes a row that says why."""
-    given: dict[tuple[str, str], Inputs] = {}
+    given: dict[tuple[str, str], CaseInputs] = {}
     rows = []
     for backend, dtype, chosen in what.steps:
         tell(f"{backend.name} {backend.device} {dtype}")
@@ -120,22 +120,24 @@ def verify(what: Plan, tell: Callable[[str], None] = lambda step: None) -> Verif
     return Verification(rows, what.missing)
 
 
-def _row(backend: Library | Runtime, dtype: str, case: Case, given: Inputs) -> Row:
+def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInputs) -> Finding:
     about = (backend.name, backend.version, backend.device, dtype, case.name)
     gate = TOLERANCES[dtype]
-    run = _on_library if isinstance(backend, Library) else _on_runtime
+    run = _on_library if isinstance(backend, ArrayLibrary) else _on_runtime
     try:
         got, seconds, peak = run(backend, dtype, case, given)  # type: ignore[arg-type]
         error = relative_error(got, given.expected)
     except Exception as failure:  # whatever a library raises is the finding
-        return Row(*about, None, gate, None, None, False, reason(failure))
+        return Finding(*about, None, gate, None, None, False, reason(failure))
     if not np.isfinite(error):
-        return Row(*about, None, gate, seconds, peak, False, "a shape differs, or a number is NaN or inf")
+        return Finding(*about, None, gate, seconds, peak, False, "a shape differs, or a number is NaN or inf")
     detail = "" if error <= gate else "the error is above the gate"
-    return Row(*about, error, gate, seconds, peak, error <= gate, detail)
+    return Finding(*about, error, gate, seconds, peak, error <= gate, detail)
 
 
-def _on_library(library: Library, dtype: str, case: Case, given: Inputs) -> tuple[list[Any], float, int | None]:
+def _on_library(
+    library: ArrayLibrary, dtype: str, case: Case, given: CaseInputs
+) -> tuple[list[Any], float, int | None]:
     def make(array: Any) -> Any:
         return None if array is None else library.make(array, dtype)
 
@@ -157,7 +159,7 @@ def _on_library(library: Library, dtype: str, case: Case, given: Inputs) -> tupl
         return [library.to_numpy(array) for array in measured.value], measured.seconds, measured.peak
 
 
-def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: Inputs) -> tuple[list[Any], float, int | None]:
+def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> tuple[list[Any], float, int | None]:
     export = importlib.import_module("relskew_core.export")
     model = export.to_onnx(case.spec, given.weights, profile=runtime.profile, dtype=dtype, past=given.past is not None)
     session = runtime.load(model)

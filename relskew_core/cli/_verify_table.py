@@ -8,7 +8,7 @@ from rich.text import Text
 
 from relskew_core.cli._console import as_bytes, as_time, count
 from relskew_core.cli._libraries import Missing
-from relskew_core.cli._verify import Row, Verification
+from relskew_core.cli._verify import Finding, Verification
 
 
 def show(found: Verification, console: Console, *, every: bool = False) -> None:
@@ -53,15 +53,15 @@ def show_missing(missing: list[Missing], console: Console) -> None:
         console.print(grid)
 
 
-def _groups(rows: list[Row]) -> list[list[Row]]:
+def _groups(rows: list[Finding]) -> list[list[Finding]]:
     """Return the rows of every library, device and dtype together."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
     for row in rows:
         groups.setdefault((row.library, row.device, row.dtype), []).append(row)
     return list(groups.values())
 
 
-def _line(rows: list[Row]) -> list[str | Text]:
+def _line(rows: list[Finding]) -> list[str | Text]:
     worst = max(rows, key=lambda row: (not row.ok, float("inf") if row.error is None else row.error))
     case = worst.case if len(rows) == 1 else f"{len(rows)} ({worst.case})"
     times = [row.seconds for row in rows if row.seconds is not None]

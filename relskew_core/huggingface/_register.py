@@ -69,14 +69,14 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("register_attention needs transformers: pip install transformers") from error
     known = transformers.AttentionInterface()
-    if name in known and not isinstance(known[name], _Attention):
+    if name in known and not isinstance(known[name], _Registered):
         raise ValueError(f"`name` must not be one of transformers' own, got {name!r}")
-    transformers.AttentionInterface.register(name, _Attention(rel_bias, span))
+    transformers.AttentionInterface.register(name, _Registered(rel_bias, span))
     masking.AttentionMaskInterface.register(name, _masks(masking.sdpa_mask))
     return name
 
 
-class _Attention:
+class _Registered:
     """What transformers calls with heads of queries, keys and values."""
 
     def __init__(self, rel_bias: Bias, span: Span | None) -> None:

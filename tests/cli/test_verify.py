@@ -17,7 +17,7 @@ from relskew_core._reference import reference_block
 from relskew_core.cli import _cases, _console, _measure, _verify, main
 from relskew_core.cli._cases import Case, cases
 from relskew_core.cli._errors import CliError
-from relskew_core.cli._libraries import PROBES, Library, Missing, libraries
+from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
 from relskew_core.cli._runtimes import runtimes
 
 CASES = {case.name: case for case in cases()}
@@ -226,7 +226,7 @@ def test_nothing_to_verify_is_not_ok(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_a_library_that_breaks_when_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Iterator[Library]:
+    def broken() -> Iterator[ArrayLibrary]:
         raise OSError("libcuda.so.1: cannot open shared object file")
         yield
 

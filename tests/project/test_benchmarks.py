@@ -418,7 +418,7 @@ def test_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same weights, at once and token by token; the model without positions differs."""
     monkeypatch.setattr(models, "WIDTH", 32)
     relative = [name for name in models.MODELS if name != models.PLAIN]
-    first, *others = (models.Model(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
+    first, *others = (models.CausalModel(models.MODELS[name], 12).eval() for name in (*relative, models.PLAIN))
     weights = first.state_dict()
     tokens = torch.randint(models.VOCABULARY, (2, 9))
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from relskew_core._kernel.by_head import HeadScales, with_sinks
 from relskew_core._kernel.call import Arguments, takes
 from relskew_core._kernel.problem import problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole
-from relskew_core.distributed.jax._ring import Ring
+from relskew_core.distributed.jax._ring import TracedRing
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     sinks = arguments.sinks
     scales = HeadScales.of(arguments, xp=jnp)
     arguments = replace(arguments if scales is None else scales.applied(arguments), sinks=None)
-    ring = Ring.of(arguments, call.options, size, given.axis_name, given.layout)
+    ring = TracedRing.of(arguments, call.options, size, given.axis_name, given.layout)
     out, lse = ring.attend(arguments)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, xp=jnp)

@@ -47,7 +47,7 @@ class Kinds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class TracedRing:
     """One call of a split sequence."""
 
     options: Arguments  # whose arrays are not those of the call
@@ -60,7 +60,7 @@ class Ring:
     kinds: Sequence[Sequence[Kinds]]  # of a run of queries and a run of keys
 
     @classmethod
-    def of(cls, given: Arguments, options: Options, size: int, axis: str, layout: Layout) -> Ring:
+    def of(cls, given: Arguments, options: Options, size: int, axis: str, layout: Layout) -> TracedRing:
         """Plan a call."""
         pattern = options.visibility
         bounds = (pattern.offset, pattern.left, pattern.right)
@@ -105,7 +105,7 @@ class Ring:
             return jnp.zeros((*shape, x["v"].shape[-1]), wide), jnp.full(shape, -jnp.inf, wide)
 
         def meet(sums: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
-            def one(call: OnePart, sums: Any) -> Any:
+            def one(call: TracedPart, sums: Any) -> Any:
                 more, more_lse = call.attend(x, held)
                 out, lse = sums
                 return merge_attention([out, more], [lse, more_lse])
@@ -128,7 +128,7 @@ class Ring:
         results = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
 
         def meet(state: Any, held: Arrays, source: Any, distances: Sequence[int]) -> Any:
-            def one(call: OnePart, state: Any) -> Any:
+            def one(call: TracedPart, state: Any) -> Any:
                 return call.pull_back(x, held, results, *state)
 
             for a, row in enumerate(self.kinds):
@@ -189,7 +189,7 @@ class Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, there), tree)
 
     def _switch(
-        self, a: int, b: int, source: Any, distances: Sequence[int], one: Callable[[OnePart, Any], Any], sums: Any
+        self, a: int, b: int, source: Any, distances: Sequence[int], one: Callable[[TracedPart, Any], Any], sums: Any
     ) -> Any:
         """Take the branch of the kind that two runs are here and now; nothing is done where they see nothing."""
         kinds, rank = self.kinds[a][b], lax.axis_index(self.axis)
@@ -201,7 +201,7 @@ class Ring:
             pairs = kinds.kinds[kind]
             if pairs is None:
                 return lambda sums: sums
-            call = OnePart(self, pairs, self.queries[0][a], self.keys[0][b], zero, start)
+            call = TracedPart(self, pairs, self.queries[0][a], self.keys[0][b], zero, start)
             return lambda sums: one(call, sums)
 
         branches = [branch(kind) for kind in possible]
@@ -221,10 +221,10 @@ def _held(x: Arrays) -> Arrays:
 
 
 @dataclass(frozen=True, slots=True)
-class OnePart:
+class TracedPart:
     """A run of queries against a run of keys: a call of its own, but for where the tables begin."""
 
-    ring: Ring
+    ring: TracedRing
     pairs: Pairs
     queries: Run  # where they lie
     keys: Run

@@ -19,7 +19,7 @@ from relskew_core._kernel.problem import Problem, problem
 from relskew_core.distributed._layout import LAYOUTS, Layout, check_whole, needed, runs
 from relskew_core.distributed.torch._agreement import agreed
 from relskew_core.distributed.torch._heads import HEADS, of_heads, to_positions
-from relskew_core.distributed.torch._parts import PartsAttention, Plan
+from relskew_core.distributed.torch._parts import PartsAttention, PartsPlan
 from relskew_core.distributed.torch._ranks import Ranks, groups
 from relskew_core.distributed.torch._rounds import Gathered, Ring
 from relskew_core.distributed.torch._tables import as_if_whole, check_sharded
@@ -170,7 +170,7 @@ def _plain(given: _Parallel) -> Arguments:
     return Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
 
 
-def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, part: Part) -> Plan:
+def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, part: Part) -> PartsPlan:
     """Plan a call whose keys come in parts."""
     pattern, layout = call.options.visibility, parallel.layout
     queries, keys = (
@@ -184,7 +184,7 @@ def _plan(given: Arguments, call: Problem, ranks: Ranks, parallel: _Parallel, pa
         rounds = Gathered.of(ranks, layout, given.k.shape[-2])
     nothing: dict[str, Any] = dict.fromkeys(DIFFERENTIABLE)
     options = replace(given, **nothing, segments=None)
-    return Plan(
+    return PartsPlan(
         options, call.options.span, *bounds, queries[ranks.rank], rounds, part, sharded=parallel.tables == "sharded"
     )
 

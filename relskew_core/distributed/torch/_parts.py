@@ -16,13 +16,13 @@ from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core._positions.span import Span
 from relskew_core.distributed.torch._rounds import Gathered, Held, Ring
-from relskew_core.distributed.torch._tables import ShardedTables, Tables
+from relskew_core.distributed.torch._tables import RankTables, ShardedTables
 
 LABELS = ("q_segments", "k_segments", "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PartsPlan:
     """Everything about a call but its arrays."""
 
     options: Arguments  # whose arrays are not those of the call
@@ -35,10 +35,10 @@ class Plan:
     part: Part  # which heads
     sharded: bool  # every rank has some rows of the tables
 
-    def tables(self, x: dict[str, Any]) -> Tables:
+    def tables(self, x: dict[str, Any]) -> RankTables:
         """Return the tables of the call."""
         if not self.sharded:
-            return Tables.of(x, self.span)
+            return RankTables.of(x, self.span)
         return ShardedTables.of_rows(x, self.span, self.rounds.ranks, self.offset)
 
 
@@ -53,7 +53,9 @@ class OnePart:
     rows: Rows
 
     @classmethod
-    def of(cls, plan: Plan, x: dict[str, Any], tables: Tables, held: Held, queries: Run, keys: Run) -> OnePart | None:
+    def of(
+        cls, plan: PartsPlan, x: dict[str, Any], tables: RankTables, held: Held, queries: Run, keys: Run
+    ) -> OnePart | None:
         """Return the call, ``None`` if no query sees a key."""
         pairs = Pairs.of(queries, keys, plan.offset, plan.left, plan.right)
         if pairs is None:
@@ -105,7 +107,7 @@ class PartsAttention(torch.autograd.Function):
     """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and meets the keys again for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: PartsPlan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q, v = arrays[0], x["v"]
         assert q is not None

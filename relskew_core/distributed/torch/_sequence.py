@@ -129,7 +129,7 @@ def taken_apart(x: Tensor, size: int, axis: int, layout: Layout) -> Tensor:
     return parts.movedim(1, axis if axis < 0 else axis + 1)
 
 
-class _Whole(torch.autograd.Function):
+class _WholeSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
         ctx.rest = ranks, axis, layout
@@ -143,6 +143,6 @@ class _Whole(torch.autograd.Function):
 
 def whole(x: Tensor, ranks: Ranks, axis: int, layout: Layout) -> Tensor:
     """Return the whole of a rank's part, differentiably."""
-    apply: Any = _Whole.apply
+    apply: Any = _WholeSequence.apply
     found: Tensor = apply(x, ranks, axis, layout)
     return found

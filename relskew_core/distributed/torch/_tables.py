@@ -109,7 +109,7 @@ def as_if_whole(given: Arguments, ranks: Ranks) -> Arguments:
 
 
 @dataclass(slots=True)
-class Tables:
+class RankTables:
     """What a part of a call meets of tables that are whole on every rank, and the sums of their gradients."""
 
     span: Span
@@ -117,7 +117,7 @@ class Tables:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, x: dict[str, Any], span: Span) -> Tables:
+    def of(cls, x: dict[str, Any], span: Span) -> RankTables:
         """Return the tables of a call."""
         return cls(span, _columns(x))
 
@@ -157,7 +157,7 @@ class Tables:
 
 
 @dataclass(slots=True, kw_only=True)
-class ShardedTables(Tables):
+class ShardedTables(RankTables):
     """The same of tables of which this rank has some rows: a round's are sent to all, their gradients sent back."""
 
     ranks: Ranks
