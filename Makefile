@@ -38,7 +38,7 @@ INPUTS := pyproject.toml requirements/pins.txt $(KERNELS)
 
 # What users install, and the tests that need nothing else. JAX and array-api-strict's second device need NumPy 2.
 LOWEST := '.[numpy,torch,onnx,torch-onnx,onnxruntime,cli,plot]' \
-	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml threadpoolctl
+	array-api-strict hypothesis psutil pytest pytest-xdist pyyaml
 LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torch_operator.py tests/export/test_model.py \
 	tests/export/test_save.py tests/export/test_translation.py
 

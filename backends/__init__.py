@@ -57,16 +57,16 @@ def path(function: str, call: Problem, impl: str) -> Path:
     return _instead(call)
 
 
-def short(kind: type) -> Any:
-    """Return a library's kernels for short calls, by the type of its arrays; ``None`` if there are none."""
-    if kind not in _short:
+def prepared(kind: type) -> Any:
+    """Return a library's kernels for calls that are prepared, by the type of its arrays; ``None`` without any."""
+    if kind not in _prepared:
         library = kind.__module__.partition(".")[0].removesuffix("lib")  # JAX's arrays are those of jaxlib
-        kernels = getattr(_module(library), "short", None) if library in NATIVE else None
-        _short[kind] = kernels if kernels is not None and kind in kernels.TYPES else None
-    return _short[kind]
+        kernels = getattr(_module(library), "prepared", None) if library in NATIVE else None
+        _prepared[kind] = kernels if kernels is not None and kind in kernels.TYPES else None
+    return _prepared[kind]
 
 
-_short: dict[type, Any] = {}
+_prepared: dict[type, Any] = {}
 
 
 def _instead(call: Problem) -> Path:

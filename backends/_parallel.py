@@ -1,6 +1,4 @@
-"""Helpers for independent heads: threads that each run an array library on one thread of its own.
-
-Parallel over heads, every buffer of a head stays in its core's cache and no operation waits for another core.
+"""The threads that share the parts of a call of the compiled kernels, where an array library has none for it.
 
 The calling thread works too and needs no helper to come: where none can be started, as when the interpreter ends, where
 all are busy or an interrupt has lost one, it does all by itself. Python interrupts the main thread anywhere, between
@@ -14,14 +12,13 @@ import threading
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from weakref import ref
 
 from relskew_core._array.checks import check_int
-from relskew_core.backends import _blas
 
 T = TypeVar("T")
 
@@ -31,13 +28,11 @@ IDLE_SECONDS = 5.0
 _here = threading.local()
 
 
-def for_each(
-    work: Callable[[T], Any], tasks: Sequence[T], *, workers: int, library: str, initializer: Callable[[], None]
-) -> None:
+def for_each(work: Callable[[T], Any], tasks: Sequence[T], *, workers: int) -> None:
     """Run ``work`` on every task, on up to ``workers`` threads: this one and helpers; in a helper, on it alone.
 
-    ``initializer`` runs once on each new helper. The first exception of a task is raised here. It drops the tasks that
-    are left, as an interrupt does, and those that have begun end before this returns: see `leave_if_dropped`.
+    The first exception of a task is raised here. It drops the tasks that are left, as an interrupt does, and those that
+    have begun end before this returns: see `leave_if_dropped`.
     """
     helpers = min(workers, len(tasks)) - 1
     if helpers < 1 or getattr(_here, "helps", False):
@@ -46,7 +41,7 @@ def for_each(
         return
     job = _Job(work, tasks, helpers)
     try:
-        _crew(library).invite(job, helpers, initializer)
+        _crew().invite(job, helpers)
         job.work_off()
         job.wait()
     except BaseException:
@@ -122,14 +117,14 @@ class _Job:
 
 
 class _Crew:
-    """The helpers of one library, each with an inbox of its own."""
+    """The helpers, each with an inbox of its own."""
 
     def __init__(self) -> None:
         self._present: set[int] = set()
         self._idle: dict[SimpleQueue[_Job], None] = {}  # the last to come is the first to be called: others may go
         self._latest: Callable[[], _Job | None] = lambda: None  # weak: for helpers that come back during a call
 
-    def invite(self, job: _Job, most: int, initializer: Callable[[], None]) -> None:
+    def invite(self, job: _Job, most: int) -> None:
         """Hand a job to helpers that are idle or, up to ``most`` in all, new."""
         self._latest = ref(job)
         for _ in range(most):
@@ -141,16 +136,15 @@ class _Crew:
                 inbox = SimpleQueue()
                 try:
                     # Not `Thread.start`, which waits for the thread: an interrupt in there can leave its lock locked.
-                    start_new_thread(self._serve, (inbox, most, initializer))
+                    start_new_thread(self._serve, (inbox, most))
                 except RuntimeError:  # no more threads, or the interpreter is ending
                     return
             inbox.put(job)
 
-    def _serve(self, inbox: SimpleQueue[_Job], most: int, initializer: Callable[[], None]) -> None:
+    def _serve(self, inbox: SimpleQueue[_Job], most: int) -> None:
         _here.helps = True
         self._present.add(threading.get_ident())
         if len(self._present) <= most:  # otherwise several callers have started some at once
-            initializer()
             self._help_until_idle(inbox)
         self._present.discard(threading.get_ident())
 
@@ -171,7 +165,7 @@ class _Crew:
 
 
 @cache
-def _crew(library: str) -> _Crew:
+def _crew() -> _Crew:
     return _Crew()
 
 
@@ -183,13 +177,12 @@ _numpy_threads: int | None = None
 
 
 def set_numpy_threads(threads: int | None) -> None:
-    """Set on how many threads NumPy's native path works.
+    """Set on how many threads the compiled kernels work for NumPy's arrays.
 
     Parameters
     ----------
     threads : int or None
-        At least 1; ``None``, which is the default, takes the processors of this process. Without ``threadpoolctl``,
-        which keeps BLAS to one thread each, one thread works in any case.
+        At least 1; ``None``, which is the default, takes the processors of this process.
 
     Raises
     ------
@@ -206,46 +199,21 @@ def set_numpy_threads(threads: int | None) -> None:
     _numpy_threads = None if threads is None else check_int("threads", threads, minimum=1)
 
 
-def numpy_threads(*, blas: bool = True) -> int:
-    """Return on how many threads NumPy's native path works: one where nothing can keep BLAS to one thread each."""
-    if blas and not _blas.can_limit():
-        return 1
+def numpy_threads() -> int:
+    """Return on how many threads the compiled kernels work for NumPy's arrays."""
     return _numpy_threads or _processors()
-
-
-def numpy_path() -> str:
-    """Say on how many threads NumPy's native path works here, and why on one where there are more processors."""
-    threads = numpy_threads()
-    told = f"native path on {threads} thread{'' if threads == 1 else 's'}"
-    if _blas.can_limit() or _processors() == 1:
-        return told
-    return (
-        f"{told}: threadpoolctl is not installed, without which the threads of BLAS would stand in one another's way; "
-        f"pip install 'relskew-core[numpy]' lets all {_processors()} processors work"
-    )
 
 
 @contextmanager
 def numpy_on_one_thread() -> Iterator[None]:
-    """Keep NumPy's native path to one thread, and BLAS too where something can."""
+    """Keep the compiled kernels to one thread for NumPy's arrays."""
     before = _numpy_threads
     set_numpy_threads(1)
     try:
-        with _blas.on_one_thread() if _blas.can_limit() else nullcontext():
-            yield
+        yield
     finally:
         set_numpy_threads(before)
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def blas_on_one_thread() -> Iterator[None]:
-    """Keep BLAS to one thread while any native call runs, where several threads share the work."""
-    if numpy_threads() == 1:
-        yield
-        return
-    with _blas.on_one_thread():
-        yield

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import runner
 from libraries import LIBRARIES, Library
-from relskew_core.backends._torch.cpu import call as cpu_call
 
 if importlib.util.find_spec("jax") is not None:
     import jax
@@ -33,25 +32,11 @@ def interrupts_arrive() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torch_works_in_stacks() -> Iterator[None]:
-    """Have torch's native path work off the tests' short calls as it does long ones, unless a test asks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_call, "SHORT", 0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def benchmarks_do_not_pause() -> Iterator[None]:
     """No time is measured in a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "PAUSE_SECONDS", 0.0)
         yield
-
-
-@pytest.fixture(params=[0, cpu_call.SHORT], ids=["in stacks", "all at once"])
-def both_ways_of_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try how torch's native path works off long calls, and how it does short ones."""
-    monkeypatch.setattr(cpu_call, "SHORT", request.param)
 
 
 @pytest.fixture(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, names_of, unknown
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, has_tables, names_of, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.sums import sum_to
@@ -59,6 +59,9 @@ NO_INTEGERS = (None,) * len(INTEGERS)
 
 OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
 
+DTYPES = ("float32", "float64")
+"""Of calls that the kernels take, as all libraries call them."""
+
 LONGEST = 2**16
 """Rows of a table whose products with a block of queries are kept."""
 
@@ -87,8 +90,22 @@ class Library(NamedTuple):
     shared: int = 2**22  # multiplications for which it pays to wake another thread: of ours, a tenth of a millisecond
 
 
+def missing() -> str | None:
+    """Say that there are no kernels, if so."""
+    return "no kernels were compiled at installation" if kernels is None else None
+
+
+def refusal(x: Operands, options: Options) -> str | None:
+    """Say why a call is not one for these kernels."""
+    if (reason := missing()) is not None or serves(x, options):
+        return reason
+    names = unknown(x, options, KNOWN)
+    told = f"`{'` and `'.join(names)}`" if names else "such sizes, dtypes, offsets, segments or positions"
+    return f"the compiled kernels do not take {told}"
+
+
 def serves(x: Operands, options: Options) -> bool:
-    """Whether a call of four axes each is one for these kernels, but for its dtype."""
+    """Whether a call is one for these kernels."""
     if not serves_kind(x, options):
         return False
     if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
@@ -98,7 +115,12 @@ def serves(x: Operands, options: Options) -> bool:
 
 def serves_kind(x: Operands, options: Options) -> bool:
     """Whether a call is one for these kernels whatever its integers are: in 32 bits, and if tables reach them."""
-    if kernels is None or unknown(x, options, KNOWN) or abs(options.visibility.offset) >= OFFSETS:
+    if (
+        kernels is None
+        or not str(x.q.dtype).endswith(DTYPES)
+        or unknown(x, options, KNOWN)
+        or abs(options.visibility.offset) >= OFFSETS
+    ):
         return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
         return False
@@ -108,11 +130,6 @@ def serves_kind(x: Operands, options: Options) -> bool:
         return True
     # A query meets many rows of a longer table in vain.
     return x.key_table is None and options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
-
-
-def has_tables(x: Operands) -> bool:
-    """Whether anything is said of relative positions."""
-    return any(getattr(x, name) is not None for name in TABLES)
 
 
 def has_additive_mask(x: Operands) -> bool:
@@ -326,11 +343,7 @@ def _run(kernel: Any, given: tuple[Any, ...], parts: int, together: int, library
             _parallel.leave_if_dropped()
             kernel(*given, part, part + 1, parts, 0, 1)
 
-    _parallel.for_each(work, range(together), workers=workers, library="compiled", initializer=_nothing)
-
-
-def _nothing() -> None:
-    """Prepare a thread: these kernels set nothing."""
+    _parallel.for_each(work, range(together), workers=workers)
 
 
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:

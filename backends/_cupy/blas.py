@@ -6,6 +6,7 @@ All arithmetic goes through a :class:`Device`, so that the same steps run on Num
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,9 +14,9 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import Tables
-from relskew_core._positions.table import Table
+from relskew_core._positions.table import Extension, Table
+from relskew_core.backends._batch import mask_by_batch
 from relskew_core.backends._cupy.softmax import NO_END
-from relskew_core.backends._in_place import fill, mask_by_batch, regions
 
 
 class Device(Protocol):
@@ -123,11 +124,11 @@ def _write_relative(call: BatchedCall, chunk: Chunk, rel_q: Array, x: Array) -> 
     rel_k, bias = call.tables.rel_k, call.tables.rel_bias
     if rel_k is not None:
         extension = rel_k.plan(chunk.low, chunk.high)
-        core, edges, zeros = regions(extension, x)
+        core, edges, zeros = _regions(extension, x)
         if core.shape[-1]:
             columns = rel_k.columns[..., extension.start : extension.stop]
             _by_table(call, call.options.rel_scale, rel_q, columns, 0.0, core)
-        fill(edges, zeros)
+        _fill(edges, zeros)
     if bias is not None:
         by_head = _spread(bias, chunk, call)
         by_batch = x.reshape(call.batch, call.heads, *x.shape[1:])  # contiguous: a view
@@ -162,3 +163,25 @@ def _numbers(call: BatchedCall, chunk: Chunk, pitch: int) -> dict[str, Any]:
         "mask_b": strides[0], "mask_h": strides[1], "mask_i": strides[2], "mask_j": strides[3],
         "lse_pitch": call.q.shape[1], "lse_start": chunk.start,
     }  # fmt: skip
+
+
+def _regions(extension: Extension, x: Array) -> tuple[Array, list[tuple[Array, Array]], list[Array]]:
+    """Return views of an array for all planned columns.
+
+    The place of the core; places of repeated edges with the column to repeat; places of zeros.
+    """
+    begin = extension.zeros_before + extension.edge_before
+    end = begin + extension.stop - extension.start
+    after = end + extension.edge_after
+    core = x[..., begin:end]
+    edges = [(x[..., extension.zeros_before : begin], core[..., :1]), (x[..., end:after], core[..., -1:])]
+    zeros = [x[..., : extension.zeros_before], x[..., after:]]
+    return core, [pair for pair in edges if pair[0].shape[-1]], [place for place in zeros if place.shape[-1]]
+
+
+def _fill(edges: Iterable[tuple[Array, Array]], zeros: Iterable[Array]) -> None:
+    """Write what lies beyond a core that is written."""
+    for place, edge in edges:
+        place[...] = edge
+    for place in zeros:
+        place[...] = 0.0

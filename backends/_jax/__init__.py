@@ -20,7 +20,7 @@ from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax import at_once, compiled, tangent
-from relskew_core.backends._jax import short as short
+from relskew_core.backends._jax import prepared as prepared
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.manual import axes_of, varying
 from relskew_core.backends._jax.offsets import split

@@ -21,10 +21,10 @@ from relskew_core._array.softmax import NEGLIGIBLE
 from relskew_core._array.typing import Array
 from relskew_core._kernel.call import Operands, Options, unknown
 from relskew_core._kernel.forward import capped, grouped_matmul
-from relskew_core._kernel.plan import Layout
 from relskew_core._positions.skew import pad_last, skew_from, unskew_from
 from relskew_core._positions.span import Span
 from relskew_core.backends._jax.explicit import explicitly_split
+from relskew_core.backends._jax.layout import Layout
 from relskew_core.backends._jax.manual import axes_of
 from relskew_core.backends._path import COMMON
 

@@ -23,7 +23,7 @@ from relskew_core._array.checks import is_symbol
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options, has_tables
 from relskew_core.backends import _compiled
 from relskew_core.backends._jax import at_once, backward, forward, lent
 from relskew_core.backends._jax.explicit import explicitly_split, split_by_compiler
@@ -40,7 +40,7 @@ RESULTS = ("d_out", "out", "lse", "d_lse")
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether the kernels take a call, where it is lowered for CPUs."""
-    if x.q.dtype not in (jnp.float32, jnp.float64) or any(map(is_symbol, (*x.q.shape, *x.k.shape))):
+    if any(map(is_symbol, (*x.q.shape, *x.k.shape))):
         return False
     if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
         return False
@@ -49,7 +49,7 @@ def serves(x: Operands, options: Options) -> bool:
     if x.k_positions is None:
         return True
     fit = 2 * step_of(options) * (x.q.shape[-2] + x.k.shape[-2]) < _compiled.APART
-    return fit and (options.span.beyond != "error" or not _compiled.has_tables(x))
+    return fit and (options.span.beyond != "error" or not has_tables(x))
 
 
 def serves_backward(x: Operands, options: Options) -> bool:
@@ -149,8 +149,8 @@ def _lent(*arrays: Array, names: tuple[str, ...], options: Options) -> list[Arra
     if cotangents is None:
         found = [each for each in of_numpy.attention(x, options, library=lent.LIBRARY) if each is not None]
     else:
-        d_out, out, lse, d_lse = cotangents
-        gradients = of_numpy.attention_vjp(d_out, x, options, out, lse, d_lse, library=lent.LIBRARY)
+        given = {"operands": x, "options": options, **cotangents._asdict()}
+        gradients = of_numpy.attention_vjp(**given, library=lent.LIBRARY)
         found = [getattr(gradients, name) for name in pulled(x._asdict())]
     return lent.back(found, arrays)
 

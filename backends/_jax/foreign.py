@@ -21,7 +21,7 @@ from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
-from relskew_core.backends._in_place import mask_by_batch
+from relskew_core.backends._batch import mask_by_batch
 
 SHARED = (*TABLES, "seed")
 """What all items of a call have in common; each of a mapped call may have its own."""

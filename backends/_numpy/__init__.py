@@ -1,25 +1,26 @@
-"""NumPy: native passes, forward and backward, head by head on threads."""
+"""NumPy: the kernels that were compiled at installation."""
 
 from __future__ import annotations
 
-from relskew_core._kernel.problem import Problem
-from relskew_core.backends import _compiled
-from relskew_core.backends._numpy import compiled
-from relskew_core.backends._numpy import short as short
-from relskew_core.backends._numpy.backward import attention_vjp
-from relskew_core.backends._numpy.forward import SHORT, attention
-from relskew_core.backends._path import COMMON, Path
+from functools import partial
 
-KNOWN = COMMON | {"softcap", "blocks_before", "q_segments", "k_segments", "dropout", "seed"}
-"""The arrays and options that the forward pass knows; the backward pass knows nothing of dropout."""
+from relskew_core._kernel.problem import Problem
+from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core.backends import _compiled, _ragged
+from relskew_core.backends._numpy import prepared as prepared
+from relskew_core.backends._numpy.compiled import attention, attention_vjp
+from relskew_core.backends._path import Path
 
 
 def serve(function: str, call: Problem) -> Path | str:
-    """Return the kernels that serve a call."""
-    operands, forward = call.operands(), function == "attention"
-    served = compiled.serves(operands, call.options) if forward else compiled.serves_backward(operands, call.options)
-    knows = KNOWN if forward else KNOWN - {"dropout", "seed"}
-    if served:
-        knows |= _compiled.KNOWN
-    faster = served or operands.q.shape[-2] * operands.k.shape[-2] > SHORT
-    return Path(attention, attention_vjp, knows=knows, faster=faster)
+    """Return the kernels that serve a call, or say why there are none."""
+    x, options = call.operands(), call.options
+    if not isinstance(options.visibility, RaggedVisibility):
+        reason = _compiled.refusal(x, options)
+        return reason or Path(attention, attention_vjp, knows=_compiled.KNOWN)
+    reason = _ragged.refusal(options) or _compiled.refusal(x, _ragged.of_a_run(options))
+    return reason or Path(
+        partial(_ragged.attention, attend=attention, split=_ragged.slices),
+        partial(_ragged.attention_vjp, pull_back=attention_vjp, split=_ragged.slices),
+        knows=_ragged.KNOWN,
+    )

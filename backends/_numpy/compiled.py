@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import array_api_compat.numpy as xp
 import numpy as np
 
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends._batch import by_batch, flattened
 from relskew_core.backends._compiled import Call, Library
-from relskew_core.backends._in_place import by_batch, flattened
-from relskew_core.backends._numpy.call import Array
 
-DTYPES = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
-"""Of calls that the kernels take."""
+Array: TypeAlias = np.ndarray[Any, Any]
 
 
-def serves(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call."""
-    return x.q.dtype in DTYPES and _compiled.serves(x, options)
+def call_of(operands: Operands, options: Options) -> Call:
+    """Return what the kernels are to know of a call that they take."""
+    return Call.of(flattened(operands, xp=xp), options)
 
 
-def serves_backward(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call's backward pass."""
-    return serves(x, options)
-
-
-def call_of(operands: Operands, options: Options) -> Call | None:
-    """Return what the kernels are to know of a call, ``None`` if they do not take it."""
-    return Call.of(flattened(operands, xp=xp), options) if serves(operands, options) else None
-
-
-def attention(operands: Operands, options: Options, library: Library | None = None) -> tuple[Array, Array | None]:
+def attention(
+    operands: Operands, options: Options, library: Library | None = None, **_: Any
+) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
-    return attend(operands, Call.of(flattened(operands, xp=xp), options), library)
+    return attend(operands, call_of(operands, options), library)
 
 
 def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
@@ -54,11 +45,12 @@ def attention_vjp(
     d_out: Array,
     operands: Operands,
     options: Options,
-    out: Array | None,
-    lse: Array | None,
-    d_lse: Array | None,
     *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    d_lse: Array | None = None,
     library: Library | None = None,
+    **_: Any,
 ) -> Gradients:
     """Return the gradients of every operand."""
     x, wanted = flattened(operands, xp=xp), replace(options, return_lse=True)
@@ -78,4 +70,4 @@ def _in_rows(x: Array | None) -> Array | None:
     return x.copy()
 
 
-NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, partial(_parallel.numpy_threads, blas=False))
+NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, _parallel.numpy_threads)

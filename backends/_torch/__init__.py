@@ -1,39 +1,28 @@
-"""torch: kernels of its own for arrays on CPUs and, fused, on CUDA devices; operators that autograd knows."""
+"""torch: compiled kernels for arrays on CPUs and, fused, on CUDA devices; operators that autograd knows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from relskew_core._array.known import varies
-from relskew_core._kernel.call import Kind, Options, names_of
 from relskew_core._kernel.problem import Problem
 from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core.backends import _compiled, _ragged
 from relskew_core.backends._path import COMMON, PORTABLE, Path
 from relskew_core.backends._torch import recomputed
-from relskew_core.backends._torch.cpu import operator as cpu
-from relskew_core.backends._torch.cpu import ragged
-from relskew_core.backends._torch.cpu import short as short
+from relskew_core.backends._torch.cpu import eager, operator
+from relskew_core.backends._torch.cpu import prepared as prepared
 from relskew_core.backends._torch.watched import (
     asks_for_gradients,
     differentiates_by_function,
     has_tangents,
+    is_watched,
     pulled_back,
 )
-
-KNOWN_ON_CPUS = COMMON | {"blocks_before", "softcap", "dropout", "seed", "key_table", "by_value", *names_of(Kind.LABEL)}
-"""The arrays and options that the kernels for CPUs know, though not all together."""
-
-
-def known_on_cpus(options: Options) -> frozenset[str]:
-    """Return what the kernels for CPUs know beside some options."""
-    known = KNOWN_ON_CPUS
-    if ragged.serves(options):
-        known |= {"offset_by_item"}
-    if options.visibility.by_value:  # what keys look up stays with the portable code
-        known -= {"key_table"}
-    if varies(options.softcap):  # the operator would be compiled anew for each
-        known -= {"softcap"}
-    return known
 
 
 def serve(function: str, call: Problem) -> Path | str:
@@ -42,16 +31,34 @@ def serve(function: str, call: Problem) -> Path | str:
     if differentiates_by_function() or has_tangents(call.given):
         return "torch.func.grad and forward mode go through the portable code alone"
     if device == "cpu":
-        knows = known_on_cpus(call.options)
-        if isinstance(call.options.visibility, RaggedVisibility):  # which no operator takes
-            return Path(ragged.attention, pulled_back(ragged.attention_vjp, None), knows=knows)
-        return Path(cpu.attention, pulled_back(cpu.attention_vjp, cpu.OPERATOR), knows=knows)
+        return _on_cpus(call)
     if device == "cuda":
         from relskew_core.backends._torch.triton import choice
 
         reason = choice.refusal(call.given, call.options)
         return reason or _fused()
     return f"torch has one for arrays on CPUs and CUDA devices, not on {device}"
+
+
+def _on_cpus(call: Problem) -> Path | str:
+    """Return the kernels as they are; where others take part in a call, in an operator that looks at the values."""
+    x, options, attend = call.operands(), call.options, eager.attention
+    is_ragged = isinstance(options.visibility, RaggedVisibility)
+    knows = _ragged.KNOWN if is_ragged else _compiled.KNOWN
+    reason = _ragged.refusal(options) if is_ragged else None
+    if is_watched(call.given):
+        attend, reason = operator.attention, reason or _compiled.missing()
+        # It would be compiled anew for every value of a softcap that is learned.
+        knows -= {"softcap"} if varies(options.softcap) else set()
+    else:
+        reason = reason or _compiled.refusal(x, _ragged.of_a_run(options) if is_ragged else options)
+    if reason is not None:
+        return reason
+    if not is_ragged:
+        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), knows=knows)
+    attend_runs: Callable[..., Any] = partial(_ragged.attention, attend=attend, split=torch.split)
+    pull_back_runs = partial(_ragged.attention_vjp, pull_back=eager.attention_vjp, split=torch.split)
+    return Path(attend_runs, pulled_back(pull_back_runs, None), knows=knows)
 
 
 KEPT = 2**20

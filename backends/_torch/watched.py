@@ -33,6 +33,24 @@ def is_transformed() -> bool:
     )
 
 
+def is_ordinary() -> bool:
+    """Whether nobody traces, watches or changes what is computed here, where nothing is compiled."""
+    return not (
+        torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_watched(arrays: Arrays) -> bool:
+    """Whether anybody but the caller and autograd has a part in a call."""
+    plain = all(x is None or type(x) in TYPES for x in arrays)
+    return not plain or is_transformed() or has_tangents(arrays)
+
+
 def differentiates_by_function() -> bool:
     """Whether a call stands inside ``torch.func.grad`` or ``jvp``, which no operator's autograd takes part in."""
     if torch.compiler.is_compiling():
@@ -56,8 +74,7 @@ def asks_for_gradients(arrays: Arrays) -> bool:
 
 def by_itself(arrays: Arrays) -> bool:
     """Whether nobody but the caller has a part in a call, whose results autograd need not know either."""
-    plain = all(x is None or type(x) in TYPES for x in arrays) and not asks_for_gradients(arrays)
-    return plain and not is_transformed() and not has_tangents(arrays)
+    return not is_watched(arrays) and not asks_for_gradients(arrays)
 
 
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:

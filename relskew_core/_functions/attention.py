@@ -11,7 +11,7 @@ from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._functions import short
+from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, Part, takes
 from relskew_core._kernel.merge import merged
@@ -24,8 +24,8 @@ class _Forward(Arguments):
     return_lse: bool = False
 
 
-@takes(_Forward, short.first)
-def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tuple[Array, Array]:
+@takes(_Forward, prepared.first)
+def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows with the length and not with its square.
 
     Arrays are ``(..., heads, length, width)``: those of JAX's and flash-attention's layout, ``(..., length, heads,
@@ -144,7 +144,7 @@ def relative_attention(given: _Forward, kind: short.Kind | None) -> Array | tupl
            [1. ]])
     """
     call = problem(given.autocast(), return_lse=given.return_lse)
-    if kind is not None and (results := short.remember(kind, call, given)) is not None:
+    if kind is not None and (results := prepared.remember(kind, call, given)) is not None:
         return results
     out, lse = attend(call, given.impl)
     return (out, lse) if given.return_lse else out

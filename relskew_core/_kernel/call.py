@@ -186,12 +186,16 @@ _DEFAULTS = {
 }
 
 
+def has_tables(operands: Operands) -> bool:
+    """Whether a call has anything that goes by relative positions."""
+    return any(getattr(operands, name) is not None for name in TABLES)
+
+
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
     """Name the arrays that are there and the options that say something, but that a native path does not know."""
     given = [name for name, x in zip(Operands._fields, operands, strict=True) if x is not None and name not in known]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
-    tables = any(getattr(operands, name) is not None for name in TABLES)
-    for part in (options, options.visibility, *((options.span,) if tables else ())):
+    for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):
         for name, default in _DEFAULTS[type(part)].items():
             if name not in known:
                 value = getattr(part, name)

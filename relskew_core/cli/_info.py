@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relskew_core import __version__, backends
 from relskew_core.backends._compiled.told import told
-from relskew_core.cli._libraries import Missing, libraries, show_paths
+from relskew_core.cli._libraries import Missing, libraries
 from relskew_core.cli._runtimes import runtimes
 from relskew_core.cli._verify_table import show_missing
 
@@ -39,7 +39,6 @@ def gather() -> dict[str, Any]:
                 "device": one.device,
                 "dtypes": list(one.dtypes),
                 "implementations": implementations.get(one.name.partition(" ")[0].replace("-", "_"), []),
-                "path": one.path,
             }
             for one in found
         ],
@@ -64,7 +63,6 @@ def show(facts: dict[str, Any], console: Console) -> None:
         names = ", ".join(one["implementations"])
         table.add_row(one["name"], one["version"], one["device"], " ".join(one["dtypes"]), names)
     console.print(table)
-    show_paths({one["name"]: one["path"] for one in facts["libraries"]}, console)
     console.print(f"compiled kernels: {facts['kernels']}", style="dim", soft_wrap=True)
     table = Table(title="ONNX runtimes", title_justify="left")
     for name in ("runtime", "version", "device", "profile"):

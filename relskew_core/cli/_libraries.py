@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from threadpoolctl import threadpool_limits
 
-from relskew_core.backends._parallel import numpy_on_one_thread, numpy_path
+from relskew_core.backends import _parallel
 from relskew_core.cli._errors import CliError, reason
 
 
@@ -22,8 +22,7 @@ class ArrayLibrary:
     ``make`` turns a NumPy float64 array into one of the library in a dtype given by name, ``finish`` waits until a list
     of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what people
     do to a function before they run it, ``setting`` what must hold while the library computes,
-    ``one_thread`` keeps it to one thread, where it can be kept to it;
-    ``path`` says in words how our native path runs, where that depends on what else is installed.
+    ``one_thread`` keeps it to one thread, where it can be kept to it.
     """
 
     name: str
@@ -37,7 +36,6 @@ class ArrayLibrary:
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
     setting: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     one_thread: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
-    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,12 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 
 
 def _numpy() -> Iterator[ArrayLibrary]:
-    path = numpy_path()
-    yield ArrayLibrary(
-        "numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=numpy_on_one_thread, path=path
-    )
+    @contextmanager
+    def one_thread() -> Iterator[None]:
+        with _parallel.numpy_on_one_thread(), threadpool_limits(1, "blas"):
+            yield
+
+    yield ArrayLibrary("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=one_thread)
 
 
 def _strict() -> Iterator[ArrayLibrary]:
@@ -206,13 +206,6 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrar
     if not found:
         raise CliError("there is no array library: pip install 'relskew-core[numpy]'")
     return found
-
-
-def show_paths(paths: dict[str, str], console: Console) -> None:
-    """Print how the native paths run, of the libraries that say so."""
-    for name, path in paths.items():
-        if path:
-            console.print(f"{name}: {path}", style="dim", soft_wrap=True)
 
 
 def why_not(name: str, error: Exception) -> str:

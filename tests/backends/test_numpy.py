@@ -1,4 +1,4 @@
-"""NumPy's native path: chosen where it pays, on as many threads as are asked for, in company of other threads."""
+"""The compiled kernels for NumPy's arrays: on as many threads as are asked for, in company of other threads."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import Arguments, unknown
+from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _blas, _compiled, _parallel
-from relskew_core.backends._numpy import forward, logits, serve
-from relskew_core.backends._numpy.call import HeadwiseCall
-from relskew_core.backends._path import PORTABLE, Path
+from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends._numpy import serve
+from relskew_core.backends._path import Path
 
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the calls served that compiled kernels would take."""
-    monkeypatch.setattr(_compiled, "kernels", None)
+pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 
 
 @pytest.fixture
@@ -47,19 +41,6 @@ def arrays(length: int, heads: int = 3) -> tuple[NDArray[np.float64], ...]:
 
 def attend(*given: Any, **options: Any) -> Any:
     return relative_attention(*given, causal=True, **{"impl": "native", **options})
-
-
-def blas_threads() -> list[int]:
-    """Of NumPy's BLAS; other tests may have loaded another one since."""
-    return [library.num_threads for library in _blas.libraries()]
-
-
-def test_small_calls_take_the_portable_code_unless_told_otherwise() -> None:
-    for length, native in ((16, False), (90, False), (91, True), (500, True)):
-        q, k, v, _ = arrays(length)
-        call = problem(Arguments(q, k, v, causal=True))
-        assert (backends.path("attention", call, "auto") is not PORTABLE) == native
-        assert backends.path("attention", call, "native").attention is forward.attention
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 2e-6), ("float16", 3e-3)], ids=str)
@@ -83,18 +64,13 @@ def test_negligible_weights_are_zeros(every: int) -> None:
     assert not np.any(attend(q, k, v, scale=1.0))
 
 
-def is_known(case: dense.Case, function: str = "attention") -> bool:
-    call = problem(Arguments(**case.arrays(), **case.call()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compiled, "kernels", None)
-        path = serve(function, call)
-    return isinstance(path, Path) and not unknown(call.given, call.options, path.knows)
+def is_served(case: dense.Case, function: str = "attention") -> bool:
+    return isinstance(serve(function, problem(Arguments(**case.arrays(), **case.call()))), Path)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 100])
-@pytest.mark.parametrize("case", [case for case in dense.CASES if is_known(case)], ids=str)
-def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
-    options = {**case.call(), "chunk_size": chunk_size, "return_lse": True}
+@pytest.mark.parametrize("case", [case for case in dense.CASES if is_served(case)], ids=str)
+def test_it_equals_the_portable_code(case: dense.Case) -> None:
+    options = {**case.call(), "return_lse": True}
     found = relative_attention(**case.arrays(), **options, impl="native")
     expected = relative_attention(**case.arrays(), **options, impl="portable")
     for x, y in zip(found, expected, strict=True):
@@ -103,7 +79,7 @@ def test_it_equals_the_portable_code(case: dense.Case, chunk_size: int) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("whole", [False, True], ids=["recomputed", "given results"])
-@pytest.mark.parametrize("case", [case for case in dense.CASES if is_known(case, "attention_vjp")], ids=str)
+@pytest.mark.parametrize("case", [case for case in dense.CASES if is_served(case, "attention_vjp")], ids=str)
 def test_gradients_equal_those_of_the_portable_code(case: dense.Case, whole: bool) -> None:
     arrays, options = case.arrays(), case.call()
     more = {}
@@ -112,13 +88,11 @@ def test_gradients_equal_those_of_the_portable_code(case: dense.Case, whole: boo
         d_lse = np.where(np.isfinite(lse), np.random.default_rng(1).standard_normal(lse.shape), 0.0)
         more = {"out": out, "lse": lse + np.log(2), "d_lse": d_lse}  # as if there were as much elsewhere
     expected = relative_attention_vjp(case.d_out(), **arrays, **options, **more, impl="portable")
-    for chunk_size in (1, 3, 100):
-        given = {**options, "chunk_size": chunk_size}
-        found = relative_attention_vjp(case.d_out(), **arrays, **given, **more, impl="native")
-        for name, x, y in zip(found._fields, found, expected, strict=True):
-            assert (x is None) == (y is None), name
-            if y is not None:
-                np.testing.assert_allclose(x, y, rtol=0, atol=1e-11 * max(1.0, np.abs(y).max()), err_msg=name)
+    found = relative_attention_vjp(case.d_out(), **arrays, **options, **more, impl="native")
+    for name, x, y in zip(found._fields, found, expected, strict=True):
+        assert (x is None) == (y is None), name
+        if y is not None:
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-11 * max(1.0, np.abs(y).max()), err_msg=name)
 
 
 def test_gradients_keep_a_query_that_is_not_finite_to_itself() -> None:
@@ -155,18 +129,6 @@ def test_gradients_are_the_same_on_any_number_of_threads(heads: int) -> None:
     for other in found[1:]:
         for x, y in zip(found[0][:4], other[:4], strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-10)
-
-
-def test_documents_and_dropout_are_known() -> None:
-    names = {case.name for case in dense.CASES if is_known(case)}
-    assert {"packed documents", "documents in any order", "dropout of documents with sinks"} <= names
-
-
-def test_keys_of_other_documents_cost_nothing() -> None:
-    q, k, v, _ = arrays(1024)
-    call = problem(Arguments(q, k, v, segments=np.repeat(np.arange(32), 32)))
-    chunks = HeadwiseCall.of(call.operands(), call.options).chunks
-    assert {(chunk.first, chunk.end) for chunk in chunks} == {(start, start + 128) for start in range(0, 1024, 128)}
 
 
 @pytest.mark.parametrize("offset", [0, 2**31 - 40, -(2**33)], ids=str)
@@ -212,49 +174,11 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[E
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_blas_has_one_thread_inside_and_its_own_number_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside: list[list[int]] = []
-    write = logits.write_exponentials
-
-    def watched(*given: Any) -> Any:
-        inside.append(blas_threads())
-        return write(*given)
-
-    monkeypatch.setattr(forward, "write_exponentials", watched)
-    with threadpool_limits(2, "blas"):
-        before = blas_threads()
-        attend(*arrays(200))
-        assert blas_threads() == before
-    assert {number for numbers in inside for number in numbers} == {1}
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_an_error_in_a_worker_is_raised_and_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = arrays(200)
-    expected, before = attend(*given), blas_threads()
-    with monkeypatch.context() as patch:
-        patch.setattr(forward, "write_exponentials", lambda *_: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            attend(*given)
-    assert blas_threads() == before
-    assert np.array_equal(attend(*given), expected)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_without_threadpoolctl_one_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_blas, "can_limit", lambda: False)
-    monkeypatch.setattr(_parallel, "_crew", None)
-    given = arrays(200)
-    np.testing.assert_allclose(attend(*given), attend(*given, impl="portable"), rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_a_thread_pool_may_call_it() -> None:
     given = arrays(150)
-    expected, before = attend(*given), blas_threads()
+    expected = attend(*given)
     with ThreadPoolExecutor(4) as pool:
         assert all(np.array_equal(out, expected) for out in pool.map(lambda _: attend(*given), range(24)))
-    assert blas_threads() == before
 
 
 def test_a_worker_may_call_it() -> None:
@@ -262,7 +186,7 @@ def test_a_worker_may_call_it() -> None:
     given, found = arrays(150), []
     expected = attend(*given)
     for_each: Any = _parallel.for_each
-    for_each(lambda _: found.append(attend(*given)), range(4), workers=2, library="numpy", initializer=lambda: None)
+    for_each(lambda _: found.append(attend(*given)), range(4), workers=2)
     assert len(found) == 4
     assert all(np.array_equal(out, expected) for out in found)
 

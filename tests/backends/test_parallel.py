@@ -1,4 +1,4 @@
-"""The threads that share the work: their errors, interrupts, forks, their end, and whose the number of BLAS threads is.
+"""The threads that share the work: their errors, interrupts, forks and their end.
 
 What needs a process of its own, for its signals, its end or its count of threads, runs as a script.
 """
@@ -19,19 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from threadpoolctl import threadpool_limits
 
-from relskew_core.backends import _blas, _parallel, set_numpy_threads
+from relskew_core.backends import _compiled, _parallel
 
 SETUP = """
 import faulthandler, threading, time
 import numpy as np
 import psutil
 from relskew_core import backends, relative_attention
-from relskew_core.backends import _blas, _parallel
+from relskew_core.backends import _parallel
+from relskew_core.backends._numpy import compiled
 
 faulthandler.dump_traceback_later(40, exit=True)
 backends.set_numpy_threads(2)
+compiled.NUMPY = compiled.NUMPY._replace(shared=0)  # short calls are shared by threads, too
 q, k, v, table = np.random.default_rng(0).standard_normal((4, 4, 120, 8))
 
 def attend():
@@ -41,6 +42,8 @@ def attend():
 
 def run(script: str) -> str:
     """Run a script in a process of its own, and without coverage: an interrupt may leave its lock locked for good."""
+    if _compiled.kernels is None:
+        pytest.skip("no kernels were compiled")
     command = [sys.executable, "-c", SETUP + textwrap.dedent(script)]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -49,20 +52,14 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def for_each(
-    work: Callable[[Any], Any],
-    tasks: Sequence[Any],
-    *,
-    workers: int = 2,
-    initializer: Callable[[], None] = lambda: None,
-) -> None:
-    _parallel.for_each(work, tasks, workers=workers, library="test", initializer=initializer)
+def for_each(work: Callable[[Any], Any], tasks: Sequence[Any], *, workers: int = 2) -> None:
+    _parallel.for_each(work, tasks, workers=workers)
 
 
-def everyone_works(workers: int, **initializer: Any) -> None:
+def everyone_works(workers: int) -> None:
     """Return only after that many threads have had a task at the same time."""
     everyone = threading.Barrier(workers, timeout=20)
-    for_each(lambda _: everyone.wait(), range(workers), workers=workers, **initializer)
+    for_each(lambda _: everyone.wait(), range(workers), workers=workers)
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +86,6 @@ def test_the_caller_and_a_helper_work_at_the_same_time() -> None:
     for_each(work, range(2))
     assert len(threads) == 2
     assert threading.get_ident() in threads
-
-
-def test_a_helper_is_initialized_once_and_nothing_else_is() -> None:
-    initialized: list[int] = []
-    for _ in range(5):
-        everyone_works(3, initializer=lambda: initialized.append(threading.get_ident()))
-    assert len(initialized) == len(set(initialized)) == 2
-    assert threading.get_ident() not in initialized
 
 
 def test_a_call_within_a_helper_stays_in_it() -> None:
@@ -226,7 +215,7 @@ def test_idle_helpers_go_and_others_come(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_parallel, "IDLE_SECONDS", 0.05)
     for _ in range(2):
         everyone_works(4)
-        crew = _parallel._crew("test")
+        crew = _parallel._crew()
         assert len(crew._present) == 3
         end = time.monotonic() + 20
         while crew._present and time.monotonic() < end:
@@ -283,13 +272,11 @@ def test_idle_helpers_do_not_hold_up_the_end() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers on this system")
 def test_interrupts_are_raised_as_such_and_lose_nothing() -> None:
-    """Hundreds of them, anywhere in the calls: none hangs, and none leaves BLAS or the helpers changed for good."""
+    """Hundreds of them, anywhere in the calls: none hangs, and none leaves the helpers changed for good."""
     script = """
         import random, signal
-        from threadpoolctl import threadpool_limits
 
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        threadpool_limits(2, "blas")
         _parallel.IDLE_SECONDS = 0.2  # until when a helper that an interrupt has lost is missed
         expected, random = attend(), random.Random(0)
         interrupted = 0
@@ -300,7 +287,6 @@ def test_interrupts_are_raised_as_such_and_lose_nothing() -> None:
                     attend()
             except KeyboardInterrupt:
                 interrupted += 1
-        assert {library.num_threads for library in _blas.libraries()} == {2}
         assert np.array_equal(attend(), expected)
         threads = set()
 
@@ -309,7 +295,7 @@ def test_interrupts_are_raised_as_such_and_lose_nothing() -> None:
             time.sleep(0.01)
 
         while len(threads) < 2:
-            _parallel.for_each(work, range(4), workers=2, library="numpy", initializer=lambda: None)
+            _parallel.for_each(work, range(4), workers=2)
         print("done")
     """
     assert run(script) == "done\n"
@@ -329,7 +315,7 @@ def test_an_interrupted_call_works_no_longer() -> None:
 
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:
-            _parallel.for_each(work, range(400), workers=2, library="numpy", initializer=lambda: None)
+            _parallel.for_each(work, range(400), workers=2)
         except KeyboardInterrupt:
             pass
         number, start = len(begun), time.monotonic()
@@ -340,102 +326,6 @@ def test_an_interrupted_call_works_no_longer() -> None:
         print("done")
     """
     assert run(script) == "done\n"
-
-
-@pytest.fixture
-def blas_of_two() -> Iterator[Callable[[], set[int]]]:
-    """Give BLAS two threads, and its numbers of threads to whoever asks."""
-    set_numpy_threads(2)
-    with threadpool_limits(2, "blas"):
-        assert {library.num_threads for library in _blas.libraries()} == {2}
-        yield lambda: {library.num_threads for library in _blas.libraries()}
-    set_numpy_threads(None)
-
-
-def in_turn(*steps: tuple[ThreadPoolExecutor, Callable[[], Any]]) -> list[Any]:
-    return [thread.submit(step).result(20) for thread, step in steps]
-
-
-def test_calls_that_overlap_give_blas_its_threads_back(blas_of_two: Callable[[], set[int]]) -> None:
-    contexts = [_parallel.blas_on_one_thread(), _parallel.blas_on_one_thread()]
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-
-        def enter(index: int) -> set[int]:
-            contexts[index].__enter__()
-            return blas_of_two()
-
-        def leave(index: int) -> set[int]:
-            contexts[index].__exit__(None, None, None)
-            return blas_of_two()
-
-        numbers = in_turn(
-            (first, lambda: enter(0)), (second, lambda: enter(1)), (first, lambda: leave(0)), (second, lambda: leave(1))
-        )
-    assert numbers == [{1}, {1}, {1}, {2}]
-
-
-def test_a_limit_of_the_users_counts_from_any_thread(blas_of_two: Callable[[], set[int]]) -> None:
-    def limited() -> set[int]:
-        with threadpool_limits(1, "blas"):
-            return blas_of_two()
-
-    def called() -> None:
-        with _parallel.blas_on_one_thread():
-            pass
-
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        assert in_turn((first, called), (second, limited), (first, limited))[1:] == [{1}, {1}]
-    assert blas_of_two() == {2}
-
-
-def test_what_the_user_sets_meanwhile_stays(blas_of_two: Callable[[], set[int]]) -> None:
-    """It is overruled by the next call that enters, until that one leaves."""
-    with ThreadPoolExecutor(1) as user:
-        with _parallel.blas_on_one_thread():
-            in_turn((user, lambda: threadpool_limits(3, "blas")))
-            assert blas_of_two() == {3}
-            with _parallel.blas_on_one_thread():
-                assert blas_of_two() == {1}
-        assert blas_of_two() == {3}
-        with _parallel.blas_on_one_thread():
-            assert blas_of_two() == {1}
-            in_turn((user, lambda: threadpool_limits(4, "blas")))
-        assert blas_of_two() == {4}
-
-
-class PerThread:
-    """A stand-in for MKL, which has a number of threads for each thread that calls it."""
-
-    internal_api = "mkl"
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    @property
-    def num_threads(self) -> int:
-        return getattr(self._local, "number", 4)
-
-    def set_num_threads(self, number: int) -> None:
-        self._local.number = number
-
-
-@pytest.mark.usefixtures("blas_of_two")
-def test_a_blas_with_a_number_for_each_thread_has_one_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = PerThread()
-    monkeypatch.setattr(_blas, "libraries", lambda: [library])
-    numbers: list[int] = []
-    both = threading.Barrier(2, timeout=20)
-
-    def work(_: int) -> None:
-        both.wait()
-        numbers.append(library.num_threads)
-
-    with _parallel.blas_on_one_thread():
-        for_each(work, range(2), initializer=_blas.limit_this_thread)
-        with ThreadPoolExecutor(1) as other:
-            assert in_turn((other, lambda: library.num_threads)) == [4]
-    assert numbers == [1, 1]
-    assert library.num_threads == 4
 
 
 def test_many_calls_take_neither_threads_nor_memory() -> None:
@@ -460,57 +350,3 @@ def test_many_calls_take_neither_threads_nor_memory() -> None:
         print("done")
     """
     assert run(script) == "done\n"
-
-
-def test_torch_has_its_threads_to_itself() -> None:
-    """New threads have as many as before, a limit of the user's counts in them, and interrupts change nothing."""
-    script = """
-        import random, signal
-        import torch
-        from threadpoolctl import threadpool_limits
-
-        q, k, v, table = (torch.from_numpy(x.repeat(2, -2)) for x in (q, k, v, table))
-        both, inside = threading.Barrier(2, timeout=20), []
-
-        def new_thread(limit=None):
-            found = []
-            def look():
-                with threadpool_limits(limit):
-                    found.append(torch.get_num_threads())
-            thread = threading.Thread(target=look)
-            thread.start()
-            thread.join()
-            return found[0]
-
-        def work(_):
-            both.wait()
-            inside.append((torch.get_num_threads(), new_thread()))
-
-        from relskew_core.backends._torch.cpu.call import run
-        assert (torch.get_num_threads(), new_thread(), new_thread(1)) == (2, 2, 1)
-        run(work, range(2), 2)
-        assert inside == [(1, 2), (1, 2)], inside
-        assert (torch.get_num_threads(), new_thread(), new_thread(1)) == (2, 2, 1)
-        expected = attend()
-        torch.set_num_threads(3)  # of this thread and new ones
-        inside.clear()
-        run(work, range(2), 2)
-        assert inside == [(1, 3), (1, 3)], inside
-        assert (torch.get_num_threads(), new_thread()) == (3, 3)
-        torch.set_num_threads(2)
-
-        if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            interrupted, random = 0, random.Random(0)
-            while interrupted < 100:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-2))
-                    while True:
-                        attend()
-                except KeyboardInterrupt:
-                    interrupted += 1
-        assert (torch.get_num_threads(), new_thread()) == (2, 2)
-        assert torch.equal(attend(), expected)
-        print("done")
-    """
-    assert run("import os; os.environ['OMP_NUM_THREADS'] = '2'\n" + textwrap.dedent(script)) == "done\n"

@@ -81,7 +81,6 @@ def operator_arguments(case: dense.Case, *, grad: bool, return_lse: bool) -> tup
     return (*leaves, *flat(call.options))
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @every_case
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
 def test_opcheck_finds_nothing(case: dense.Case, return_lse: bool) -> None:
@@ -90,7 +89,6 @@ def test_opcheck_finds_nothing(case: dense.Case, return_lse: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @every_case
 def test_opcheck_finds_nothing_in_the_gradient(case: dense.Case) -> None:
     given = operator_arguments(case, grad=False, return_lse=False)
@@ -116,7 +114,6 @@ def test_gradcheck_with_the_log_sum_exp(case: dense.Case) -> None:
     assert torch.autograd.gradcheck(attend(case, return_lse=True), given, fast_mode=True)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @every_case
 def test_the_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
     given = tensors(case, grad=True)
@@ -134,7 +131,6 @@ def test_the_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-10)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_the_log_sum_exp_alone_has_gradients() -> None:
     case = BY_NAME["all tables, by head"]
     given = tensors(case, grad=True)
@@ -145,7 +141,6 @@ def test_the_log_sum_exp_alone_has_gradients() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @pytest.mark.parametrize("name", ["v", "rel_bias", "mask"])
 def test_one_array_may_require_grad_alone(name: str) -> None:
     case = dense.Case("alone", tables="rel_k rel_v rel_bias", mask="additive", mask_shape=(2, 7, 7))
@@ -159,7 +154,6 @@ def test_one_array_may_require_grad_alone(name: str) -> None:
     assert all(x.grad is None for other, x in given.items() if other != name)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_without_grad_nothing_is_recorded() -> None:
     case = BY_NAME["causal"]
     with torch.no_grad():
@@ -182,7 +176,6 @@ def test_the_portable_path_is_differentiable_to_any_order(name: str) -> None:
     assert torch.autograd.gradgradcheck(attend(case, impl="portable", chunk_size=3), given, fast_mode=True)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @pytest.mark.parametrize("name", ["all tables, by head", "causal window", "blocks", "own relative queries"])
 def test_second_gradients(name: str) -> None:
     case = BY_NAME[name]
@@ -366,7 +359,6 @@ def test_torch_func_refuses_the_native_path_by_name() -> None:
 # Autocast
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_autocast_gives_its_dtype_and_takes_mixed_ones() -> None:
     case = BY_NAME["all tables, by head"]
     given = tensors(case, dtype="float32")

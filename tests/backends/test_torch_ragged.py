@@ -48,7 +48,6 @@ def is_additive(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_ragged_batches_are_what_the_portable_code_makes_of_them(options: dict[str, Any]) -> None:
     found = by_autograd("native", arrays(), offset=OFFSETS, **options)

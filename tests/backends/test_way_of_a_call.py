@@ -15,7 +15,7 @@ import torch
 import relskew_core
 from relskew_core import relative_attention, relative_attention_vjp
 from relskew_core._array import precision
-from relskew_core._functions import short
+from relskew_core._functions import prepared
 from relskew_core._kernel import problem
 from relskew_core.backends import _compiled
 
@@ -64,7 +64,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for module in (precision, problem):
         monkeypatch.setattr(module, "cast", cast)
-    monkeypatch.setattr(short, "_checked", {})
+    monkeypatch.setattr(prepared, "_checked", {})
     return found
 
 
@@ -118,9 +118,6 @@ def test_a_call_of_a_known_kind_makes_few_python_calls(library: Callable[..., An
 FIRST = """
 import sys, torch
 from relskew_core import relative_attention, relative_attention_vjp
-from relskew_core._array import precision
-from relskew_core._functions import short
-from relskew_core._kernel import problem
 q, k, v = (torch.randn(1, 2, 512, 16, requires_grad=True) for _ in range(3))
 out, lse = relative_attention(q, k, v, torch.randn(512, 16), causal=True, return_lse=True)
 (out.sum() + lse.sum()).backward()

@@ -22,7 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-from relskew_core.backends import _blas, _compiled, _parallel
+from relskew_core.backends import _compiled, _parallel
 from relskew_core.cli import _bench, _draw, _libraries, _measure, main
 from relskew_core.cli._app import app
 from relskew_core.cli._errors import reason
@@ -263,31 +263,6 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for one in (*facts["libraries"], *facts["runtimes"], *facts["missing"]):
         assert one["name"] in told
-
-
-@pytest.mark.parametrize(
-    ("can_limit", "told"),
-    [
-        (True, "numpy: native path on 3 threads\n"),
-        (False, "numpy: native path on 1 thread: threadpoolctl is not installed"),
-    ],
-    ids=["threads", "one thread"],
-)
-def test_numpys_native_path_says_how_it_runs_and_why(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    can_limit: bool,
-    told: str,
-) -> None:
-    monkeypatch.setattr(_blas, "can_limit", lambda: can_limit)
-    monkeypatch.setattr(_parallel, "_processors", lambda: 3)
-    assert relskew("info") == 0
-    out = capsys.readouterr().out
-    assert told in out
-    assert ("pip install 'relskew-core[numpy]'" in out) is not can_limit
-    assert relskew("info", "--json") == 0
-    paths = {one["name"]: one["path"] for one in json.loads(capsys.readouterr().out)["libraries"]}
-    assert f"numpy: {paths['numpy']}".startswith(told.strip())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from relskew_core import Span
 from relskew_core._kernel.call import Options
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.key_side import SMALLEST, blocks
-from relskew_core._kernel.plan import Layout, Plan
 from relskew_core._positions.visibility import Visibility
+from relskew_core.backends._jax.layout import Layout
 
 SIDES = st.none() | st.integers(0, 4)
 PATTERNS = st.fixed_dictionaries(
@@ -52,23 +52,6 @@ def test_short_calls(n: int, m: int, offset: int, pattern: dict[str, Any], span:
     rows = [oracles.row_of(r, span) for r in every]
     assert layout.rows(span) == [span.rows if row is None else row for row in rows]
     assert layout.within(span) == all(-span.left <= r <= span.right for r in every)
-
-
-@given(m=LENGTHS, offset=OFFSETS, pattern=PATTERNS, span=SPANS, other=st.integers(1, 6))
-def test_one_query(m: int, offset: int, pattern: dict[str, Any], span: Span, other: int) -> None:
-    own = options(visibility(1, m, offset, pattern), span)
-    alike = replace(own, visibility=visibility(1, other, 3, pattern))
-    layout = Layout.of_one(alike.visibility, span, m, offset)
-    assert layout == Layout.of(own)
-    if layout is not None:
-        assert Plan(alike, layout).options_for(m) == own
-
-
-def test_several_queries_have_the_options_of_their_call() -> None:
-    own = options(Visibility(2, 3, 1), Span(2, 2))
-    layout = Layout.of(own)
-    assert layout is not None
-    assert Plan(own, layout).options_for(3) is own
 
 
 @given(

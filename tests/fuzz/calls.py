@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ import strategies
 from fuzz.engine import Target, WrongError, largest_logit, same, told
 from libraries import GATES, LIBRARIES, Library
 from relskew_core import relative_attention
-from relskew_core.backends._torch.cpu import call as cpu_call
 from strategies import Call
 
 ROWS = {row.name: row for row in LIBRARIES if row.name != "torch.compile" and row.missing() is None}
@@ -40,10 +38,9 @@ class Example:
     dtype: str
     offset: str
     integers: str
-    stacks: bool  # whether torch's native path works short calls off as it does long ones
 
     def __str__(self) -> str:
-        how = f"# {self.row}, {self.dtype}; the offset: {self.offset}, {self.integers}; stacks: {self.stacks}\n"
+        how = f"# {self.row}, {self.dtype}; the offset: {self.offset}, {self.integers}\n"
         return how + told("relative_attention", {**self.call.arrays, **self.call.options, "impl": self.impl})
 
     @property
@@ -77,7 +74,7 @@ def examples(draw: st.DrawFn) -> Example:
             poison(call, numbers)
     return Example(
         call, row, draw(st.sampled_from(["auto", "portable", "native"])), draw(st.sampled_from(ROWS[row].dtypes)),
-        offset, integers, draw(st.booleans()),
+        offset, integers,
     )  # fmt: skip
 
 
@@ -154,9 +151,8 @@ def check(example: Example) -> None:
     unknown = example.offset in ("0-d array", "array") and (library.traced or "second device" in library.name)
     if library.traced and unknown:
         arrays["offset"] = options.pop("offset")
-    short = mock.patch.object(cpu_call, "SHORT", 0 if example.stacks else cpu_call.SHORT)
     try:
-        with np.errstate(all="ignore"), library.setting(), short:
+        with np.errstate(all="ignore"), library.setting():
             out, lse = library.call(relative_attention, arrays, **options)
             out, lse = library.to_numpy(out), library.to_numpy(lse)
     except ValueError as error:

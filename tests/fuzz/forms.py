@@ -8,10 +8,8 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -23,8 +21,6 @@ import strategies
 from fuzz.engine import Target, WrongError, refused_heads, same, told
 from libraries import LIBRARIES, Library
 from relskew_core import relative_attention, relative_attention_vjp
-from relskew_core.backends import _numpy
-from relskew_core.backends._torch.cpu import call as cpu_call
 from strategies import Call
 
 Array = NDArray[Any]
@@ -127,11 +123,9 @@ class Example:
     hidden: float | None  # what stands where nobody may see it
     given: tuple[str, ...]  # of the forward's results
     omitted: bool  # whether arguments are left out that are what they are by default
-    stacks: bool
 
     def __str__(self) -> str:
-        head = f"# {self.row}, {self.dtype}; layouts: {self.layouts}; hidden: {self.hidden}; given: {self.given}; "
-        head += f"stacks: {self.stacks}\n"
+        head = f"# {self.row}, {self.dtype}; layouts: {self.layouts}; hidden: {self.hidden}; given: {self.given}\n"
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.options(), "d_lse": self.d_lse}
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
 
@@ -177,7 +171,6 @@ def examples(draw: st.DrawFn) -> Example:
         draw(st.sampled_from([None, np.nan, np.inf, -np.inf])),
         draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
         draw(st.booleans()),
-        draw(st.booleans()),
     )
 
 
@@ -221,9 +214,7 @@ def check(example: Example) -> None:
     expected = expectation(example, wide)
     tolerance = TOLERANCES[example.dtype] * expected.pop("size")
     try:
-        with np.errstate(all="ignore"), ExitStack() as patches:
-            for kernels in (cpu_call, _numpy) if example.stacks else ():  # small calls as if they were long
-                patches.enter_context(mock.patch.object(kernels, "SHORT", 0))
+        with np.errstate(all="ignore"):
             found = results(example, arrays)
     except ValueError as error:
         if "offset" not in example.options() and example.call.n != example.call.m and str(error).startswith("`offset`"):

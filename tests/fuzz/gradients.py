@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -18,8 +16,6 @@ import strategies
 from fuzz.engine import Target, largest_logit, same, told
 from libraries import LIBRARIES, Library
 from relskew_core import relative_attention, relative_attention_vjp
-from relskew_core.backends import _numpy
-from relskew_core.backends._torch.cpu import call as cpu_call
 from strategies import Call
 
 Arrays = Mapping[str, Any]
@@ -39,13 +35,10 @@ class Example:
     how: str  # one of HOW
     given: tuple[str, ...]  # of the forward's results
     cut: int  # where the keys fall into two parts
-    stacks: bool
     dtype: str
 
     def __str__(self) -> str:
-        head = (
-            f"# {self.row}, {self.dtype}; {self.how}; given: {self.given}; cut at {self.cut}; stacks: {self.stacks}\n"
-        )
+        head = f"# {self.row}, {self.dtype}; {self.how}; given: {self.given}; cut at {self.cut}\n"
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.call.options, "d_lse": self.d_lse}
         return head + told("relative_attention_vjp", {**arguments, "impl": self.impl})
 
@@ -80,7 +73,6 @@ def examples(draw: st.DrawFn) -> Example:
         how,
         draw(st.sampled_from([(), ("out",), ("lse",), ("out", "lse")])),
         min(call.m, step * draw(st.integers(0, call.m // step))),
-        draw(st.booleans()),
         "float64" if how == "second" else draw(st.sampled_from(sorted(GATES))),
     )
 
@@ -92,10 +84,7 @@ def check(example: Example) -> None:
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     options = {**call.options, "impl": example.impl}
     expected = differentiated(dense.attention, example.of("float64"), plain, second=example.how == "second")
-    with np.errstate(all="ignore"), ExitStack() as patches:
-        if example.stacks:  # small calls as if they were long
-            for kernels in (cpu_call, _numpy):
-                patches.enter_context(mock.patch.object(kernels, "SHORT", 0))
+    with np.errstate(all="ignore"):
         actual = HOW[example.how](example, ROWS[example.row], options)
     peak = max(1.0, largest_logit(call.arrays, call.options) / 16)
     size = max(1.0, *(float(np.max(np.abs(x), initial=0.0)) for x in expected.values()))

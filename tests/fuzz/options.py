@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ import strategies
 from fuzz.engine import Target, same, told
 from libraries import LIBRARIES, Library
 from relskew_core import attention_weights, relative_attention, relative_attention_vjp
-from relskew_core.backends._torch.cpu import call as cpu_call
 from strategies import Call
 
 ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "array-api-strict, strictest flags", "torch, CPU")}
@@ -32,10 +30,9 @@ class Example:
     d_out: NDArray[np.float64]
     row: str
     impl: str
-    stacks: bool  # whether torch's native path works short calls off as it does long ones
 
     def __str__(self) -> str:
-        head = f"# {self.row}; stacks: {self.stacks}\n"
+        head = f"# {self.row}\n"
         arguments = {"d_out": self.d_out, **self.call.arrays, **self.call.options, "impl": self.impl}
         return head + told("relative_attention_vjp", arguments)
 
@@ -47,7 +44,7 @@ def examples(draw: st.DrawFn) -> Example:
     numbers = np.random.default_rng(draw(strategies.seeds))
     shape = (*call.arrays["q"].shape[:-1], call.arrays["v"].shape[-1])
     row, impl = draw(st.sampled_from(sorted(ROWS))), draw(st.sampled_from(["auto", "portable"]))
-    return Example(call, numbers.standard_normal(shape), row, impl, draw(st.booleans()))
+    return Example(call, numbers.standard_normal(shape), row, impl)
 
 
 def check(example: Example) -> None:
@@ -57,7 +54,7 @@ def check(example: Example) -> None:
     given = {name: dense.each(library.asarray, x) for name, x in arrays.items()}
     expected = example.call.oracle()
     size = max(1.0, float(np.max(np.abs(expected.lse), initial=0.0, where=np.isfinite(expected.lse))))
-    with library.setting(), mock.patch.object(cpu_call, "SHORT", 0 if example.stacks else cpu_call.SHORT):
+    with library.setting():
         out, lse = relative_attention(**given, **options, return_lse=True)
         d_out = library.asarray(example.d_out)
         found = relative_attention_vjp(d_out, **given, **options)

@@ -185,7 +185,6 @@ def kept_of(module: RelativeMultiheadAttention, given: tuple[Tensor, ...], seed:
     return torch.where(whole > 0, dropped / whole, 0.0)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 @pytest.mark.parametrize("name", ["causal", "bidirectional", "cross", "local", "window"])
 def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
     """The same weights, recovered once, put into the dense formula."""
@@ -202,7 +201,6 @@ def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
     module = made(BlockSpec(8, 2, Span.clipped(3)), dropout=0.3)
     (x,) = inputs(module.spec, n=300)
@@ -215,7 +213,6 @@ def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
         assert (a == b).float().mean().item() == pytest.approx(0.7**2 + 0.3**2, abs=0.02)  # independent
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_is_for_training_and_follows_torchs_seed() -> None:
     module, quiet = made(SPECS["causal"], dropout=0.5), made(SPECS["causal"])
     (x,) = inputs(module.spec)
@@ -249,7 +246,6 @@ def test_dropout_keeps_the_memory_promise() -> None:
     assert max(sizes) <= length * 8
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_survives_checkpoints() -> None:
     module = made(SPECS["bidirectional"], dropout=0.5)
     results = []
@@ -262,7 +258,6 @@ def test_dropout_survives_checkpoints() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_gradcheck_of_dropout() -> None:
     module = made(SPECS["bidirectional"], dropout=0.4)
     (x,) = inputs(module.spec, n=4)
@@ -278,7 +273,6 @@ def test_gradcheck_of_dropout() -> None:
     assert torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_dropout_is_part_of_the_operator() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4, dtype=torch.float64)
     table = torch.randn(2, 3, 4, dtype=torch.float64)
@@ -291,7 +285,6 @@ def test_dropout_is_part_of_the_operator() -> None:
     torch.library.opcheck(torch.ops.relskew.attention_vjp.default, (*cotangents, *given[:-1], seed, *options))
 
 
-@pytest.mark.usefixtures("both_ways_of_torch")
 def test_the_second_derivative_goes_through_dropout() -> None:
     module = made(SPECS["causal"], dropout=0.5)
     (x,) = inputs(module.spec, n=4)

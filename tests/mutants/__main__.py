@@ -24,10 +24,15 @@ def _tests(names: str) -> tuple[str, ...]:
     return tuple(f"tests/export/test_{name}.py" for name in names.split())
 
 
+PREPARED = "tests/backends/test_prepared.py"
+
 SUITES = {  # the modules, and the tests that are to notice their mutants
-    "core": ((f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"), ("tests/core", "tests/backends/test_short.py")),
+    "core": (
+        (f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"),
+        ("tests/core", "tests/backends/test_prepared.py"),
+    ),
     "kernels": (
-        ("relskew_core/backends/_compiled", "relskew_core/backends/_numpy/compiled", "relskew_core/backends/_in_place"),
+        ("relskew_core/backends/_compiled", "relskew_core/backends/_numpy/compiled", "relskew_core/backends/_batch"),
         ("tests/backends/test_compiled.py", "tests/backends/test_way_of_a_call.py", "tests/core/test_hidden.py"),
     ),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),

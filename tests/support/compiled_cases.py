@@ -11,7 +11,7 @@ from libraries import GATES
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._numpy import compiled as of_numpy
+from relskew_core.backends import _compiled
 
 GATE = 2e-5
 """Of float32, beside the largest number of a result."""
@@ -82,7 +82,7 @@ LONG: list[dense.Case] = [
 
 def is_served(case: dense.Case) -> bool:
     call = problem(Arguments(**{name: narrow(x) for name, x in case.arrays().items()}, **case.call()))
-    return of_numpy.serves(call.operands(), call.options)
+    return _compiled.serves(call.operands(), call.options)
 
 
 CASES = [case for case in [*dense.CASES, *LONG] if is_served(case)]

@@ -25,14 +25,9 @@ WORTH_CUTTING = 2**24
 """Multiplications above which it pays to look for keys that a mask hides from all queries of an item."""
 
 
-def serves(x: Operands, options: Options) -> bool:
-    """Whether the kernels take a call."""
-    return x.q.dtype in (torch.float32, torch.float64) and _compiled.serves(x, options)
-
-
-def call_of(operands: Operands, options: Options) -> Call | None:
-    """Return what the kernels are to know of a call, ``None`` if they do not take it."""
-    return Call.of(flattened(operands), options) if serves(operands, options) else None
+def call_of(operands: Operands, options: Options) -> Call:
+    """Return what the kernels are to know of a call that they take."""
+    return Call.of(flattened(operands), options)
 
 
 def attend(x: Operands, options: Options, out: Tensor, lse: Tensor | None) -> None:
@@ -97,11 +92,6 @@ def attention_vjp(
         learned = _compiled.has_additive_mask(whole) and "mask" in wanted
         found = with_zeros(found, whole, [name for name in _compiled.GRADIENTS if name != "mask" or learned])
     return _compiled.of_call(found, operands, xp=xp)
-
-
-def serves_backward(x: Operands, options: Options, wanted: frozenset[str]) -> bool:
-    """Whether the kernels take a call's backward pass."""
-    return serves(x, options)
 
 
 def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:

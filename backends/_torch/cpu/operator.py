@@ -1,16 +1,25 @@
-"""torch on CPU as an operator, which keeps its output and the log-sum-exp for the backward pass."""
+"""torch on CPU as an operator, which keeps its output and the log-sum-exp for the backward pass.
+
+It is for calls in which others take part, who see its shapes and no values. Where these are not for the compiled
+kernels, the portable ones do the same work.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import array_api_compat.torch as xp
+import torch
 from torch import Tensor
 
+from relskew_core._kernel import backward, forward
 from relskew_core._kernel.call import Gradients, Operands, Options
-from relskew_core.backends._torch.cpu import backward, forward
+from relskew_core.backends import _compiled
+from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.operator import Operator
-
-OPERATOR = Operator("attention", forward.attention_with_lse, backward.own_attention_vjp, keeps=True, devices="cpu")
 
 
 def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
@@ -18,6 +27,34 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor,
     return OPERATOR(operands, options)
 
 
-def attention_vjp(d_out: Tensor, operands: Operands, options: Options, *, xp: Any, **results: Any) -> Gradients:
-    """Return the gradients of every operand."""
-    return backward.attention_vjp(d_out, operands, options, **results)
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep the caller's autograd and autocast out of what an operator computes."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+    with _undisturbed():
+        if _compiled.serves(operands, options):
+            return compiled.attention(operands, compiled.call_of(operands, options), return_lse=True)
+        return forward.attention(operands, replace(options, return_lse=True), xp=xp)
+
+
+def _pull_back(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    *,
+    out: Tensor | None,
+    lse: Tensor | None,
+    d_lse: Tensor | None,
+    wanted: frozenset[str],
+) -> Gradients:
+    with _undisturbed():
+        if _compiled.serves(operands, options):
+            return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse, wanted))
+        return backward.attention_vjp(d_out, operands, options, d_lse=d_lse, xp=xp)
+
+
+OPERATOR = Operator("attention", _attend, _pull_back, keeps=True, devices="cpu")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
-from relskew_core.backends import _in_place
+from relskew_core.backends import _batch
 
 OfItems = TypeVar("OfItems", Tensor, Tensor | None)
 
@@ -43,22 +43,13 @@ class Part:
 
 def flattened(operands: Operands) -> Operands:
     """Return operands with one batch axis."""
-    return _in_place.flattened(operands, xp=xp)
+    return _batch.flattened(operands, xp=xp)
 
 
 def with_zeros(found: dict[str, Tensor], operands: Operands, names: Iterable[str]) -> dict[str, Tensor]:
     """Return gradients by name, zeros of the operands that no part has one of."""
     arrays = {name: x for name, x in operands._asdict().items() if x is not None and name in names}
     return {name: found[name] if name in found else x.new_zeros(x.shape) for name, x in arrays.items()}
-
-
-def mask_of_call(x: Tensor, operands: Operands) -> Tensor:
-    """Return the gradient of a flattened mask as that of the call's."""
-    mask = operands.mask
-    assert mask is not None
-    if x.numel() != mask.numel():  # it broadcasts along some of the batch axes
-        x = x.reshape(*operands.q.shape[:-3], *x.shape[1:]).sum_to_size(mask.shape)
-    return x.reshape(mask.shape)
 
 
 def parts(operands: Operands, options: Options) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Short calls: checked once for all that are alike, and from then on about as quick as the formula by hand.
+"""Calls of the compiled kernels: checked once for all that are alike, and from then on lent to the kernels at once.
 
 One token is worth some microseconds of arithmetic, and its checks ten times as many. What they find follows from types,
 shapes, dtypes, devices and options alone. So it is remembered under these, and never under an array. Whatever is not
@@ -14,24 +14,16 @@ from types import NoneType
 from typing import Any
 
 from relskew_core import backends
-from relskew_core._array.namespace import device, is_compiling
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Operands, unknown
-from relskew_core._kernel.plan import Layout, Plan
+from relskew_core._array.namespace import is_compiling
+from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Operands, has_tables
 from relskew_core._kernel.problem import Problem, form
 from relskew_core._positions.span import Span
-from relskew_core.backends._path import COMMON
 
 MOST = 256
 """Kinds of calls that are remembered; then all are forgotten, which costs each its checks once more."""
 
-KNOWN = COMMON - {"chunk_size"} | {"softcap", "blocks_before"}
-"""The arrays and options that short calls may have."""
-
 PLAIN = frozenset((NoneType, bool, int, float, str))
 """Types of options that are what they seem: no array, and nothing that changes."""
-
-FURTHEST = 2**61
-"""Of offsets, as :func:`check_offset` says."""
 
 Values = tuple[Any, ...]
 """Of a call, as it is written: those by place, those by name, and what stands for the absent."""
@@ -53,7 +45,7 @@ _checked: dict[Hashable, Checked] = {}
 class Alike:
     """What the names and types of a call's arguments tell, for which it stands; the arguments have places."""
 
-    kernels: Any  # a library's for short calls
+    kernels: Any  # a library's
     arrays: Callable[[Values], Values]  # those that are there
     operands: Callable[[Values], Values]  # all that there may be
     options: Callable[[Values], Any]  # all else, but for the span and the offset
@@ -64,7 +56,7 @@ class Alike:
 
     @classmethod
     def of(cls, names: Sequence[str], values: Values) -> Alike | None:
-        """Return what there is to know, ``None`` of calls that cannot be short."""
+        """Return what there is to know, ``None`` of calls that cannot be prepared."""
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(values) - 1 or not places.keys() >= REQUIRED:
             return None  # no call at all
@@ -72,7 +64,7 @@ class Alike:
         types = {name: type(default) for name, default in DEFAULTS.items()}
         types |= {name: type(values[place]) for name, place in places.items()}
         kernels, window, offset, span = (
-            backends.short(types["q"]), types.pop("window"), types.pop("offset"), types.pop("span"),
+            backends.prepared(types["q"]), types.pop("window"), types.pop("offset"), types.pop("span"),
         )  # fmt: skip
         if kernels is None or NoneType in (types["k"], types["v"]) or offset not in (int, NoneType):
             return None
@@ -112,7 +104,7 @@ def first(function: Callable[..., Any], arguments: Callable[..., Arguments]) -> 
 def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
     """Return what calls have in common that are checked alike, and the values of this one.
 
-    ``None`` for a call that cannot be short. One query may have any number of keys and stand anywhere: decoding is
+    ``None`` for a call that cannot be prepared. One query may have any number of keys and stand anywhere: decoding is
     calls of one kind.
     """
     if is_compiling():
@@ -155,7 +147,7 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
 
 
 def attend(kind: tuple[Any, ...], values: Values) -> Any:
-    """Return the results of a call whose kind is known, ``None`` if it is not known or this call is not short."""
+    """Return the results of a call whose kind is known, ``None`` if it is not known or not for the kernels."""
     checked = _checked.get(kind)
     if checked is None:
         return None
@@ -164,7 +156,7 @@ def attend(kind: tuple[Any, ...], values: Values) -> Any:
 
 
 def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
-    """Know a call from now on that has passed every check, and return its results; ``None`` if it is not short."""
+    """Know a call from now on that has passed every check, and return its results; ``None`` if kernels do not serve."""
     checked = Checked.of(call, given)
     if checked is None:
         return None
@@ -179,94 +171,44 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
 class Checked:
     """What is known of calls of a kind."""
 
-    kernels: Any  # a library's for short calls
+    kernels: Any  # a library's
     problem: Problem  # of whose arrays nothing is kept
-    plan: Any  # of calls alike, or the call itself for compiled kernels; None for one query: each has a plan of its own
-    as_given: bool  # whether the kernels get the caller's arrays as they are
-    tables: bool
-    only_rel_k: bool  # beside queries, keys and values
-    compiled: Any  # what compiled kernels are to know of one query, if they serve it
+    call: Any  # what the kernels are to know
+    as_given: bool  # whether they get the caller's arrays as they are
+    one_query: bool  # wherever it is, and however many keys there are
     ambiguous: int  # how many keys a table without a span may be the full one of
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
-        """Return what a call that has passed every check tells of its kind, ``None`` if it is not a short one."""
-        kernels, x = backends.short(type(call.given.q)), call.given
-        if given.impl != "auto" or given.seed is not None or unknown(x, call.options, KNOWN):
+        """Return what a call that has passed every check tells of its kind, ``None`` if kernels do not serve it."""
+        if given.impl != "auto" or given.seed is not None:
             return None
-        if not kernels.serves(x) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
+        kernels, x, wide = backends.prepared(type(call.given.q)), call.given, call.operands()
+        own = kernels.call_of(wide, call.options)
+        if own is None:
             return None
-        tables = any(getattr(x, name) is not None for name in TABLES)
-        wide = call.operands()
-        plan = compiled = kernels.compiled(wide, call.options)
-        if compiled is None and kernels.ONLY_COMPILED:
-            return None
-        if x.q.shape[-2] == 1:
-            plan = None
-        elif compiled is None:
-            plan = _plan(call, kernels, tables=tables)
-            if plan is None:
-                return None
         as_given = all(getattr(given, name) is getattr(wide, name) for name in DIFFERENTIABLE)
-        only_rel_k = [name for name, array in x._asdict().items() if array is not None] == ["q", "k", "v", "rel_k"]
         known = replace(call, given=Operands(None, None, None))
         span = call.options.span
-        guessed = tables and given.span is None and span.right == 0 and span.rows > 1
+        guessed = given.span is None and span.right == 0 and span.rows > 1 and has_tables(x)
         ambiguous = (span.rows + 1) // 2 if guessed and span.rows % 2 else 0
-        return cls(kernels, known, plan, as_given, tables, only_rel_k, compiled, ambiguous)
+        return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, ambiguous)
 
     def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way.
 
         The arrays are the caller's, or ``formed`` as the kernels want them.
         """
-        call, plan = self.problem, self.plan
-        if plan is None:
-            of_one, count = self.compiled, x.k.shape[-2]
-            if count == self.ambiguous:
+        problem, call = self.problem, self.call
+        if self.one_query:
+            count = x.k.shape[-2]
+            call = None if count == self.ambiguous else call.at(count, offset)
+            if call is None:
                 return None
-            plan = self._plan_of_one(x, offset) if of_one is None else of_one.at(count, offset)
-            if plan is None:
-                return None
-        if not self.kernels.takes(x, plan):
-            return None
         if not (formed or self.as_given):
-            own = {name: form(name, getattr(x, name), heads=call.heads, xp=call.xp) for name in DIFFERENTIABLE}
-            x = replace(call, given=Operands(**own)).operands()
-        out, lse = self.kernels.attention(x, plan)
+            own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}
+            x = replace(problem, given=Operands(**own)).operands()
+        out, lse = self.kernels.attend(x, call)
         if not self.as_given:
-            out, lse = call.result(out), None if lse is None else call.result(lse, dtype=call.wide)
+            out, lse = problem.result(out), None if lse is None else problem.result(lse, dtype=problem.wide)
         return out if lse is None else (out, lse)
-
-    def _plan_of_one(self, x: Operands, offset: int) -> Any:
-        """Lay out a call of one query, ``None`` if it sees nothing, or if it sees what a table does not reach."""
-        count = x.k.shape[-2]
-        options = self.problem.options
-        if not -FURTHEST <= offset <= FURTHEST or not self.kernels.is_short(x.q.shape, count):
-            return None
-        layout = Layout.of_one(options.visibility, options.span, count, offset)
-        if layout is None:
-            return None
-        rows = None
-        if self.tables and not layout.within(options.span):
-            if options.span.beyond == "error":
-                return None
-            rows = self.kernels.rows(layout.rows(options.span))
-        return Plan(options, layout, None, False, rows, self.only_rel_k)
-
-
-def _plan(call: Problem, kernels: Any, *, tables: bool) -> Plan | None:
-    """Lay out a call of several queries, ``None`` if they see nothing or if the call is long."""
-    options, visibility, span = call.options, call.options.visibility, call.options.span
-    layout = Layout.of(options)
-    if layout is None or not kernels.is_short(call.given.q.shape, layout.end - layout.first):
-        return None
-    place = (0, visibility.n_queries, layout.first, layout.end)
-    seen = visibility.mask(*place, xp=call.xp, device=device(call.given.q))
-    return Plan(
-        options,
-        layout,
-        hidden=None if seen is None else kernels.hidden(seen, visibility, layout, call.wide),
-        dead_rows=visibility.some_query_sees_nothing(),
-        rows=kernels.rows(layout.rows(span)) if tables and not layout.within(span) else None,
-    )

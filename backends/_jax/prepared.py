@@ -1,4 +1,4 @@
-"""JAX on CPUs: arrays that are there, attended to by the compiled kernels at once; nothing is traced or compiled."""
+"""JAX on CPUs: calls of arrays that are there, checked once for all that are alike; nothing is traced or compiled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ with jax.ensure_compile_time_eval():  # or the first array that is met in `jax.j
     TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
 """Of arguments: arrays that are there. One that is traced has another type."""
 
-ONLY_COMPILED = True
-"""Whether compiled kernels are all that there is here for short calls."""
-
 
 def ordinary() -> bool:
     """Whether nobody wants to see every step."""
@@ -32,22 +29,13 @@ about = attrgetter("dtype", "sharding")
 """What a call's checks look at in an array, its shape aside."""
 
 
-def serves(x: Operands) -> bool:
-    """Whether these kernels are for such arrays."""
-    return lent.may_be([each for each in x if each is not None])
-
-
-def compiled(x: Operands, options: Options) -> Call | None:
+def call_of(x: Operands, options: Options) -> Call | None:
     """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
-    return of_numpy.call_of(_lent(x), options) if kernels.serves(x, options) else None
+    there = lent.may_be([each for each in x if each is not None])
+    return of_numpy.call_of(_lent(x), options) if there and kernels.serves(x, options) else None
 
 
-def takes(x: Operands, plan: Call) -> bool:
-    """Whether a call of such a plan is for these kernels."""
-    return True
-
-
-def attention(x: Operands, call: Call) -> tuple[Array, Array | None]:
+def attend(x: Operands, call: Call) -> tuple[Array, Array | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     out, lse = of_numpy.attend(_lent(x), call, lent.LIBRARY)
     like = [each for each in x if each is not None]

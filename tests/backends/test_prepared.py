@@ -1,4 +1,4 @@
-"""Short calls: remembered by what their checks look at, and the same numbers, gradients and errors as ever."""
+"""Calls of the compiled kernels: remembered by what their checks look at; the same numbers, gradients and errors."""
 
 from __future__ import annotations
 
@@ -19,37 +19,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dense
 from relskew_core import Span, relative_attention
-from relskew_core._functions import short
+from relskew_core._functions import prepared
 from relskew_core._kernel.call import Arguments
 from relskew_core.backends import _compiled
-from relskew_core.backends._numpy import short as numpy_kernels
+from relskew_core.backends._numpy import prepared as numpy_kernels
 from relskew_core.backends._torch.cpu import compiled as of_torch
-from relskew_core.backends._torch.cpu import short as torch_kernels
+from relskew_core.backends._torch.cpu import eager
 from relskew_core.backends._torch.cpu.parts import parts
-from relskew_core.backends._torch.cpu.short import block as torch_block
-from relskew_core.backends._torch.cpu.short import differentiable
-from relskew_core.backends._torch.cpu.short import forward as torch_forward
+
+pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 
 every_case = pytest.mark.parametrize("case", dense.CASES, ids=str)
 libraries = pytest.mark.parametrize("library", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
-
-
-COMPILED = _compiled.kernels
-"""For the calls that are to be theirs."""
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the calls served that compiled kernels would take."""
-    monkeypatch.setattr(_compiled, "kernels", None)
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """Return what is remembered: nothing, in the beginning."""
     found: dict[Any, Any] = {}
-    monkeypatch.setattr(short, "_checked", found)
-    monkeypatch.setattr(short, "_alike", {})
+    monkeypatch.setattr(prepared, "_checked", found)
+    monkeypatch.setattr(prepared, "_alike", {})
     return found
 
 
@@ -90,14 +79,11 @@ def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[...,
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_one_query_of_any_heads(
-    library: Callable[..., Any], lead: tuple[int, ...], key_heads: int, by_head: bool, known: dict[Any, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    library: Callable[..., Any], lead: tuple[int, ...], key_heads: int, by_head: bool, known: dict[Any, Any]
+) -> None:
     rng = np.random.default_rng(0)
     shapes = [(*lead, 4, 1, 3), *[(*lead, key_heads, 9, 3)] * 2, (4, 64, 3) if by_head else (64, 3)]
     x = [library(rng.standard_normal(shape)) for shape in shapes]
-    monkeypatch.delattr(numpy_kernels, "_attend")  # one query has a way of its own
-    monkeypatch.delattr(torch_forward, "attend")
     for scale in (1.0, 40.0):  # of the latter most weights are negligible
         options: Any = {"span": Span.causal(64), "window": (6, 0), "offset": 8, "scale": scale}
         close(relative_attention(*x, **options), relative_attention(*x, **options, impl="portable"))
@@ -113,22 +99,14 @@ def test_calls_alike_are_one_kind(library: Callable[..., Any], known: dict[Any, 
 
 
 def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short, "MOST", 3)
+    monkeypatch.setattr(prepared, "MOST", 3)
     for m in range(3, 13):
         attend(*tensors(3, m))
         assert 1 <= len(known) <= 3
 
 
 @every_case
-@pytest.mark.parametrize(
-    ("block", "kept"), [(2**18, 2**20), (1, 2**20), (1, 0)], ids=["at once", "in blocks", "computed anew"]
-)
-def test_gradients_are_those_of_the_dense_formula(
-    case: dense.Case, block: int, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_block, "BLOCK", block)
-    monkeypatch.setattr(torch_kernels, "is_short", lambda shape, keys: True)
-    monkeypatch.setattr(differentiable, "KEPT", kept)
+def test_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
     found = []
     functions: list[Callable[..., Any]] = [relative_attention, lambda **given: dense.attention(**given).out]
     for function in functions:
@@ -142,7 +120,7 @@ def test_gradients_are_those_of_the_dense_formula(
 
 def test_second_gradients() -> None:
     x = tensors(3, 5, grad=True)
-    assert isinstance(attend(*x).grad_fn, differentiable._Attention._backward_cls)
+    assert isinstance(attend(*x).grad_fn, eager._Attention._backward_cls)
     assert torch.autograd.gradgradcheck(attend, [y[:1].detach().requires_grad_() for y in x[:3]] + x[3:])
 
 
@@ -283,9 +261,9 @@ WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("name", WATCHED)
 def test_where_torch_is_watched_calls_take_the_usual_way(name: str) -> None:
     call = given(tensors(3, 5))
-    assert short.kind_of((), vars(call)) is not None
+    assert prepared.kind_of((), vars(call)) is not None
     with WATCHED[name]():
-        assert short.kind_of((), vars(call)) is None
+        assert prepared.kind_of((), vars(call)) is None
 
 
 def test_what_inference_mode_has_remembered_serves_training() -> None:
@@ -326,7 +304,7 @@ def test_transforms_and_subclasses_take_the_usual_way(known: dict[Any, Any]) -> 
     close(mapped[:, 0], attend(*x))
     torch.func.grad(lambda rows: attend(q, k, v, rows).sum())(table)
     own = [y.as_subclass(Own) for y in x]
-    assert short.kind_of((), vars(given(own))) is None
+    assert prepared.kind_of((), vars(given(own))) is None
     assert attend(*own).shape == x[0].shape
     assert list(known) == kinds
 
@@ -378,22 +356,11 @@ def test_half_precision_and_arrays_without_heads(library: Callable[..., Any], kn
 @libraries
 def test_what_is_not_known_goes_the_usual_way(library: Callable[..., Any], known: dict[Any, Any]) -> None:
     x = [library(each) for each in drawn(3, 9)]
-    sides: dict[str, Any] = {
-        "key_table": x[3],
-        "segments": (library(np.zeros(3, int)), library(np.zeros(9, int))),
-        "chunk_size": 2,
-    }
-    options: list[Any] = [{"impl": "portable"}, {"dropout": 0.5, "seed": 0}, *({name: y} for name, y in sides.items())]
+    segments = library(np.zeros(3, int)), library(np.zeros(9, int))
+    options: list[Any] = [{"impl": "portable"}, {"dropout": 0.5, "seed": 0}, {"segments": segments}]
     for more in options:
         attend(*x, **more)
     assert not known
-
-
-def test_the_kernels_are_small_in_what_they_take() -> None:
-    assert torch_kernels.is_short((1, 8, 1, 64), 2**17)
-    assert not torch_kernels.is_short((1, 8, 1, 64), 2**18)
-    assert not torch_kernels.is_short((1, 1, 512, 64), 512)
-    assert not numpy_kernels.is_short((1, 1, 256, 64), 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -439,7 +406,7 @@ def test_one_query_is_checked_once(
         arrays["rel_k"] = library(table)
         if masked:
             arrays["mask"] = library(np.arange(m)[None] % 3 > 0)
-        calls += [{**arrays, "offset": offset} for offset in (m - 1, 2, 2**61, -(2**61))]
+        calls += [{**arrays, "offset": offset} for offset in (m - 1, 2, 2**38, -(2**38))]
     options: dict[str, Any] = {"span": Span(40, 23, "clip"), "return_lse": True}
     expected = [relative_attention(**call, **options, impl="portable") for call in calls]
     relative_attention(**calls[0], **options)
@@ -462,7 +429,7 @@ def test_several_queries_are_checked_once(
         close(found, each)
 
 
-def test_few_of_many_keys_are_short(known: dict[Any, Any]) -> None:
+def test_few_of_many_keys(known: dict[Any, Any]) -> None:
     q, k, v, table = drawn(3, 9000)
     close(attend(q, k, v, table, window=(5, 0)), attend(q, k, v, table, window=(5, 0), impl="portable"))
     assert len(known) == 1
@@ -513,26 +480,16 @@ def test_heads_and_results_tell_kinds_apart(
 
 
 @libraries
-@pytest.mark.parametrize("served", [False, True], ids=["portable", "compiled"])
-def test_long_calls_are_remembered_where_compiled_kernels_serve_them(
-    library: Callable[..., Any], served: bool, known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if served:
-        if COMPILED is None:
-            pytest.skip("no kernels were compiled")
-        monkeypatch.setattr(_compiled, "kernels", COMPILED)
+def test_long_calls_are_remembered(library: Callable[..., Any], known: dict[Any, Any]) -> None:
     long = [library(x.astype(np.float32)) for x in drawn(8, 9000, rows=9000)]
     for _ in range(2):
         out = attend(*long, span=Span.causal(9000))
         np.testing.assert_allclose(out, attend(*long, span=Span.causal(9000), impl="portable"), rtol=0, atol=1e-5)
-    assert len(known) == served
+    assert len(known) == 1
 
 
 def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """And their log-sum-exp has its gradient, too."""
-    if COMPILED is None:
-        pytest.skip("no kernels were compiled")
-    monkeypatch.setattr(_compiled, "kernels", COMPILED)
     monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
     rng = np.random.default_rng(0)
     shapes = ((3, 2, 40, 8), (3, 2, 40, 8), (3, 2, 40, 8), (79, 8))
@@ -557,23 +514,21 @@ def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkey
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_kernels_get_the_callers_own_arrays(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And rows of a table only where they do not just follow one another."""
     got = []
-    kernels = numpy_kernels.attention
 
-    def attention(x: Any, plan: Any) -> Any:
-        got.append((x, plan))
-        return kernels(x, plan)
+    def attended(x: Any, call: Any) -> Any:
+        got.append(x)
+        return compiled_attend(x, call)
 
-    monkeypatch.setattr(numpy_kernels, "attention", attention)
+    compiled_attend = numpy_kernels.attend
+    monkeypatch.setattr(numpy_kernels, "attend", attended)
     q, k, v, table = drawn(n, 9)
-    for rows, span in ((None, Span.causal(64)), ([], Span(2, 1, "clip"))):
+    for span in (Span.causal(64), Span(2, 1, "clip")):
         for _ in range(2):
             attend(q, k, v, table[: span.rows], span=span)
-            x, plan = got.pop()
+            x = got.pop()
             assert x.q is q
             assert x.k is k
-            assert (plan.rows is None) == (rows is None)
             assert not got
     relative_attention(q[0, 0], k[0, 0], v[0, 0], table, causal=True, offset=9 - n)
-    assert got.pop()[0].q.shape == (1, n, 4)
+    assert got.pop().q.shape == (1, n, 4)

@@ -1,0 +1,50 @@
+"""Operands with one batch axis, as kernels get them that work head by head."""
+
+from __future__ import annotations
+
+import math
+
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands
+
+
+def by_batch(x: Array, *, xp: Namespace) -> Array:
+    """Flatten the axes before the heads into one."""
+    return x if x.ndim == 4 else xp.reshape(x, (math.prod(x.shape[:-3]), *x.shape[-3:]))
+
+
+def flattened(operands: Operands, *, xp: Namespace) -> Operands:
+    """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
+    lead = operands.q.ndim - 3
+    if lead == 1 and operands.mask is operands.q_segments is operands.q_positions is None:
+        return operands
+
+    def flat(name: str, x: Array) -> Array:
+        kind = KINDS[name]
+        if kind is Kind.SEQUENCE:
+            return by_batch(x, xp=xp)
+        if kind is Kind.MASK:
+            return mask_by_batch(x, operands.q, xp=xp)
+        if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
+            return xp.reshape(x, (math.prod(x.shape[:lead]), *x.shape[lead:]))
+        return labels_by_batch(x, operands.q, xp=xp) if kind is Kind.LABEL else x
+
+    return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
+
+
+def labels_by_batch(labels: Array, q: Array, *, xp: Namespace) -> Array:
+    """Return labels with one axis before that of their sequence, whole or 1."""
+    *given, count = labels.shape
+    if math.prod(given) != 1:
+        lead = tuple(q.shape[:-3])
+        labels = xp.broadcast_to(xp.reshape(labels, (*(1,) * (len(lead) - len(given)), *given, count)), (*lead, count))
+    return xp.reshape(labels, (math.prod(labels.shape[:-1]), count))
+
+
+def mask_by_batch(mask: Array, q: Array, *, xp: Namespace) -> Array:
+    """Return a mask with axes for batch, heads, queries and keys, each whole or 1."""
+    lead = q.ndim - 3
+    mask = xp.reshape(mask, (1,) * (q.ndim - mask.ndim) + tuple(mask.shape))
+    if any(size > 1 for size in mask.shape[:lead]):
+        mask = xp.broadcast_to(mask, (*q.shape[:lead], *mask.shape[lead:]))
+    return by_batch(mask, xp=xp)

@@ -1,0 +1,113 @@
+"""A ragged batch on CPUs as calls of their own, one for all items after one another that have the same offset.
+
+The windows of an item's tables are at offset 0 already: what may be seen is moved there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+from relskew_core._array.namespace import device
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
+from relskew_core._positions.ragged import RaggedVisibility
+from relskew_core._positions.visibility import Visibility
+from relskew_core.backends import _compiled
+from relskew_core.backends._batch import flattened
+
+KNOWN = _compiled.KNOWN | {"offset_by_item"}
+"""The arrays and options that such calls may have."""
+
+Split = Callable[[Array, list[int]], Sequence[Array]]
+
+
+def refusal(options: Options) -> str | None:
+    """Say why items are not called for on their own: blocks and dropout go by where queries are."""
+    pattern = options.visibility
+    if not getattr(pattern, "known", None):
+        return "the values of `offset` are not known, or there are none"
+    if pattern.block_size is not None or options.dropout:
+        return "the compiled kernels take `block_size` and `dropout` with one `offset` for all items"
+    return None
+
+
+def of_a_run(options: Options) -> Options:
+    """Return the options of a call of some items, wherever they are."""
+    pattern = options.visibility
+    return replace(options, visibility=Visibility(pattern.n_queries, pattern.n_keys, 0))
+
+
+def attention(
+    operands: Operands, options: Options, *, xp: Namespace, attend: Callable[..., Any], split: Split
+) -> tuple[Array, Array | None]:
+    """Return the output and, if asked for, the log-sum-exp."""
+    found = [attend(*run, xp=xp) for run in runs(operands, options, xp=xp, split=split)]
+    outs, sums = zip(*found, strict=True)
+    rows = operands.q.shape[:-1]
+    out = xp.reshape(xp.concat(outs), (*rows, operands.v.shape[-1]))
+    return out, xp.reshape(xp.concat(sums), rows) if options.return_lse else None
+
+
+def attention_vjp(
+    d_out: Array,
+    operands: Operands,
+    options: Options,
+    *,
+    xp: Namespace,
+    pull_back: Callable[..., Gradients],
+    split: Split,
+    **results: Array | None,
+) -> Gradients:
+    """Return the gradients of every operand."""
+    sizes, like = _sizes(options), flattened(operands, xp=xp)
+    axes = operands.q.ndim - 3
+    named = {"d_out": d_out, **results}
+    given = {
+        name: _apart(name, None if x is None else xp.reshape(x, (-1, *x.shape[axes:])), sizes, split)
+        for name, x in named.items()
+    }
+    total = {
+        name: xp.zeros(x.shape, dtype=x.dtype, device=device(x))
+        for name in DIFFERENTIABLE
+        if (x := getattr(like, name)) is not None and xp.isdtype(x.dtype, "real floating")
+    }
+    places = {name: _apart(name, x, sizes, split) for name, x in total.items()}
+    for index, (own, pattern) in enumerate(runs(operands, options, xp=xp, split=split)):
+        cotangents = {name: pieces[index] for name, pieces in given.items()}
+        found = pull_back(operands=own, options=pattern, **cotangents, xp=xp)
+        for name, pieces in places.items():
+            pieces[index][...] += getattr(found, name)
+    return Gradients(**_compiled.of_call(total, operands, xp=xp))
+
+
+def runs(operands: Operands, options: Options, *, xp: Namespace, split: Split) -> Iterator[tuple[Operands, Options]]:
+    """Cut a ragged batch whose offsets are known."""
+    pattern, sizes = options.visibility, _sizes(options)
+    assert isinstance(pattern, RaggedVisibility)
+    pieces = [_apart(name, x, sizes, split) for name, x in flattened(operands, xp=xp)._asdict().items()]
+    for own, (offset, _) in zip(zip(*pieces, strict=True), groupby(pattern.known or ()), strict=True):
+        left = None if pattern.left is None else pattern.left - offset
+        right = None if pattern.right is None else pattern.right + offset
+        moved = Visibility(pattern.n_queries, pattern.n_keys, 0, left, right).bounded()
+        yield Operands(*own), replace(options, visibility=moved)
+
+
+def slices(x: Array, sizes: list[int]) -> list[Array]:
+    """Cut an array along its first axis."""
+    return [x[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _sizes(options: Options) -> list[int]:
+    """Return how many items one after the other have the same offset."""
+    return [sum(1 for _ in items) for _, items in groupby(getattr(options.visibility, "known", None) or ())]
+
+
+def _apart(name: str, x: Array | None, sizes: list[int], split: Split) -> Sequence[Any]:
+    """Return what each run has of a flattened array; of windows of tables, which are the same for all, the first's."""
+    if x is None or name == "seed" or x.shape[0] < sum(sizes):
+        return [x] * len(sizes)
+    pieces = split(x, sizes)
+    return [piece[0] for piece in pieces] if name in TABLES else pieces

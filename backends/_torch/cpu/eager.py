@@ -1,0 +1,68 @@
+"""torch on CPU: calls in which nobody takes part but autograd, for which each is one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
+from relskew_core.backends._compiled import Call
+from relskew_core.backends._torch.cpu import compiled
+from relskew_core.backends._torch.cpu.operator import OPERATOR
+from relskew_core.backends._torch.operator import flat
+from relskew_core.backends._torch.watched import asks_for_gradients, is_ordinary
+
+
+def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
+    return attend(operands, compiled.call_of(operands, options))
+
+
+def attend(x: Operands, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the same for a call of which all is known."""
+    if not asks_for_gradients(x):
+        return compiled.attention(x, call)
+    apply: Any = _Attention.apply
+    results = apply(call, *x)
+    return results if call.options.return_lse else (results, None)
+
+
+def attention_vjp(
+    d_out: Tensor,
+    operands: Operands,
+    options: Options,
+    *,
+    xp: Any,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    d_lse: Tensor | None = None,
+) -> Gradients:
+    """Return the gradients of every operand."""
+    return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by the compiled kernels, which keep the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Any:
+        """Attend."""
+        out, lse = compiled.attention(Operands(*operands), call, return_lse=True)
+        ctx.call = call
+        ctx.save_for_backward(*operands, out, lse)
+        return (out, lse) if call.options.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Return the gradients; where these are to be differentiated again, the operator's."""
+        *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
+        x, call = Operands(*operands), ctx.call
+        wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary():
+            found = OPERATOR.vjp(d_out, d_lse, out, lse, " ".join(wanted), *x, *flat(call.own_options))
+            gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
+        else:
+            gradients = compiled.pull_back(d_out, x, call, out, lse, d_lse, wanted)
+        return (None, *(gradients[name] if name in wanted else None for name in Operands._fields))

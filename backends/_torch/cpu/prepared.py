@@ -1,0 +1,30 @@
+"""torch on CPU: calls that are checked once for all that are alike."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from types import NoneType
+
+import torch
+
+from relskew_core._kernel.call import Operands, Options
+from relskew_core.backends import _compiled
+from relskew_core.backends._compiled import Call
+from relskew_core.backends._torch import watched
+from relskew_core.backends._torch.cpu import compiled
+from relskew_core.backends._torch.cpu.eager import attend as attend
+
+TYPES = frozenset((*watched.TYPES, NoneType))
+"""Of arguments; subclasses have ways of their own."""
+
+ordinary = watched.is_ordinary
+
+about = attrgetter("dtype", "device", "layout")
+"""What a call's checks look at in a tensor, its shape aside."""
+
+
+def call_of(x: Operands, options: Options) -> Call | None:
+    """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
+    if x.q.device.type != "cpu" or any(each is not None and each.layout != torch.strided for each in x):
+        return None
+    return compiled.call_of(x, options) if _compiled.serves(x, options) else None
