@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, has_tables, names_of, unknown
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options, has_tables, names_of, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.sums import sum_to

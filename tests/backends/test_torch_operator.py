@@ -19,6 +19,7 @@ from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.visibility import Visibility
+from relskew_core.backends import _compiled
 from relskew_core.backends._path import COMMON
 from relskew_core.backends._torch.operator import flat
 
@@ -81,6 +82,14 @@ def operator_arguments(case: dense.Case, *, grad: bool, return_lse: bool) -> tup
     return (*leaves, *flat(call.options))
 
 
+@pytest.fixture(params=["kernels", "portable"])
+def inside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try what the operator does where its values are for the kernels, and where they are not."""
+    if request.param == "portable":
+        monkeypatch.setattr(_compiled, "serves", lambda *_: False)
+
+
+@pytest.mark.usefixtures("inside")
 @every_case
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
 def test_opcheck_finds_nothing(case: dense.Case, return_lse: bool) -> None:
@@ -89,6 +98,7 @@ def test_opcheck_finds_nothing(case: dense.Case, return_lse: bool) -> None:
     )
 
 
+@pytest.mark.usefixtures("inside")
 @every_case
 def test_opcheck_finds_nothing_in_the_gradient(case: dense.Case) -> None:
     given = operator_arguments(case, grad=False, return_lse=False)
@@ -468,7 +478,7 @@ def test_expanded_arrays_and_gradients() -> None:
 
 def test_offsets_by_item_in_blocks_have_no_native_path_and_the_reason_is_given() -> None:
     x = torch.zeros(2, 1, 3, 4)
-    with pytest.raises(ValueError, match=r"no native path for this call: .*`offset_by_item`"):
+    with pytest.raises(ValueError, match=r"no native path for this call: .* one `offset` for all items"):
         relative_attention(x, x, x, offset=[0, 1], block_size=2, impl="native")
 
 
