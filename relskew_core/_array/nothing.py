@@ -21,7 +21,7 @@ def depending(x: Array, others: Iterable[Any], *, xp: Namespace) -> Array:
 
     torch goes by what is computed, and takes sums of none of their entries for it; other libraries go by arguments.
     """
-    for other in others if is_torch(x) else ():
+    for other in others:
         if is_torch(other) and other.dtype.is_floating_point:
             x = x + xp.sum(other[None, ...][:0, ...])
     return x

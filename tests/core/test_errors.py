@@ -479,6 +479,18 @@ def test_a_short_table_says_what_is_needed_and_the_ways_out() -> None:
     assert "-2 … 2" in message
     assert "longer table" in message
     assert "beyond='clip'" in message
+    assert "causal" not in message
+    with pytest.raises(ValueError, match=r"or pass causal=True if no query may see its future$"):
+        relskew_core.relative_attention(Q, Q, Q, TABLE[:3], Span(2, 0))
+    grid: dict[str, Any] = {"q_grid": (3, 1), "k_grid": (3, 1), "span_h": Span(2, 0), "span_w": Span(0, 0)}
+    with pytest.raises(ValueError, match=r"^`table_h` reaches .* a `span_h` with beyond='clip' or beyond='zero'$"):
+        relskew_core.relative_attention_2d(Q, Q, Q, TABLE[:3], TABLE[:1], **grid)  # where nothing can be causal
+
+
+def test_a_table_of_no_rows_is_named() -> None:
+    for span in (None, Span(1, 1)):
+        with pytest.raises(ValueError, match=r"^`rel_k` must have at least one row, got"):
+            relskew_core.relative_attention(Q, Q, Q, TABLE[:0], span)
 
 
 def test_an_implementation_that_is_not_there_is_no_silent_fallback() -> None:

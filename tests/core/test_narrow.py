@@ -9,6 +9,7 @@ import array_api_strict
 import numpy as np
 import pytest
 
+from relskew_core._array.integers import blocks, shifted
 from relskew_core._kernel.dropout import narrowed
 from relskew_core._kernel.pattern import Pattern
 from relskew_core._positions.ragged import RaggedVisibility, is_ragged
@@ -47,6 +48,29 @@ def test_bounds_are_no_larger_than_integers_can_be_counted_to(bits: int, how: st
     if isinstance(kept, RaggedVisibility):
         assert kept.known == (1, 2)
         assert (kept.offset_by_item.dtype, kept.offset_by_item.device) == (getattr(STRICT, f"int{bits}"), Q.device)
+
+
+INTEGERS = pytest.mark.parametrize(("dtype", "end"), [("int32", 2**31), ("int64", 2**63)])
+
+
+@INTEGERS
+def test_sums_stop_at_the_ends_of_integers(dtype: str, end: int) -> None:
+    x = np.asarray([1 - end, 2 - end, -1, 0, 1, end - 3, end - 2], dtype)
+    for by in (0, 1, 5, end // 2, end - 1, end, end + 1, end + 5, 2 * end - 3, 2 * end - 2, 2**70):
+        for number in (by, -by):
+            found = shifted(x, number, xp=XP)
+            assert found.dtype == x.dtype
+            assert found.tolist() == [max(-end, min(each + number, end - 1)) for each in x.tolist()], number
+    ends = np.asarray([-end, end - 1], dtype)
+    assert shifted(ends, 1, xp=XP).tolist() == [1 - end, end - 1]
+    assert shifted(ends, -1, xp=XP).tolist() == [-end, end - 2]
+
+
+@INTEGERS
+def test_blocks_of_any_size(dtype: str, end: int) -> None:
+    x = np.asarray([-end, 1 - end, -4, -1, 0, 3, end - 1], dtype)
+    for size in (1, 4, end - 1, end, end + 1, 2 * end, 2**70):
+        assert blocks(x, size, xp=XP).tolist() == [each // size for each in x.tolist()]
 
 
 def test_the_higher_bits_are_left_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

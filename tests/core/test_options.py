@@ -429,6 +429,9 @@ def test_it_goes_by_positions_not_by_steps() -> None:
         Q[:, :, 30:], K, V, TABLE, Span.full(40), causal=True, dropout=0.4, seed=1, offset=[30, 30]
     )
     np.testing.assert_allclose(whole[:, :, 30:], by_item, rtol=0, atol=1e-13)
+    places = torch.arange(300)
+    for positions in ((places, places), (7 * places + 5, 9 - places)):  # given ones are no places
+        assert torch.equal(dropped(positions=positions), dropped())
 
 
 def test_what_is_dropped_is_as_good_as_independent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import subprocess
 import sys
@@ -106,11 +107,19 @@ def test_grids_that_differ_say_where_the_queries_begin() -> None:
         with pytest.raises(ValueError, match=r"^`offset` must be given where the grids differ: \(0, 0\) if both begin"):
             call()
         assert np.isfinite(call(offset=(0, 0))).all()
-    pooled: dict[str, Any] = {"q_grid": (4, 4), "k_grid": (2, 2), "k_step": (2, 2)}  # as large, steps counted
+    sparse, dense = {"grid": (2, 2), "step": (2, 2)}, {"grid": (4, 4), "step": (1, 1)}  # as large, steps counted
     x = RNG.standard_normal((16, D))
-    np.testing.assert_array_equal(
-        relative_logits_2d(x, *tables, **pooled), relative_logits_2d(x, *tables, **pooled, offset=(0, 0))
-    )
+    for ours, theirs in ((dense, sparse), (sparse, dense)):
+        pooled: dict[str, Any] = {f"q_{name}": sizes for name, sizes in ours.items()}
+        pooled |= {f"k_{name}": sizes for name, sizes in theirs.items()}
+        q, k = (x[: math.prod(each["grid"])] for each in (ours, theirs))
+        np.testing.assert_array_equal(
+            relative_logits_2d(q, *tables, **pooled), relative_logits_2d(q, *tables, **pooled, offset=(0, 0))
+        )
+        np.testing.assert_array_equal(
+            relative_attention_2d(q, k, k, *tables, **pooled),
+            relative_attention_2d(q, k, k, *tables, **pooled, offset=(0, 0)),
+        )
     np.testing.assert_allclose(relative_attention_2d(few, K, V, **grids), relative_attention(few, K, V), atol=1e-14)
 
 
@@ -158,6 +167,27 @@ def test_lengths_where_heads_belong_are_refused_by_a_table_that_fits_them(
     assert far.shape == q.shape
 
 
+def test_a_table_that_fits_lengths_as_it_fits_heads_is_taken() -> None:
+    """Heads are as many as positions, or as keys: nothing is known to be wrong."""
+    x, table = RNG.standard_normal((4, 4, D)), RNG.standard_normal((7, D))
+    for n, m in ((4, 3), (2, 4)):
+        found = relative_attention(x[:, :n], x[:, :m], x[:, :m], table, offset=0)
+        expected = oracles.relative_attention(x[:, :n], x[:, :m], x[:, :m], table, span=Span.full(4)).out
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    for width in (1, 9):
+        q = RNG.standard_normal((9, 3, width))
+        with pytest.raises(ValueError, match=r"^`rel_k` has 17 rows, which fit axis -3 of `q`"):
+            relative_attention(q, q, q, RNG.standard_normal((17, width)))
+
+
+@pytest.mark.parametrize(("n", "m", "told"), [(4, 0, False), (4, 1, True), (4, 2, True), (5, 2, False), (4, 3, False)])
+def test_heads_that_do_not_divide_look_changed_over_where_lengths_do(n: int, m: int, told: bool) -> None:
+    q, k = np.zeros((5, n, 3)), np.zeros((2, m, 3))
+    with pytest.raises(ValueError, match=r"^`k` must have a number of heads that divides the 5 heads of `q`") as caught:
+        relative_attention(q, k, k)
+    assert ("did you mean" in str(caught.value)) == told
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -185,6 +215,7 @@ def test_a_full_table_of_a_causal_call_has_a_span() -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("table", lambda: relative_logits(Q, table, n_keys=N, causal=True)),
         ("table", lambda: relative_values(Q @ K.swapaxes(-2, -1), table, causal=True)),
+        ("table", lambda: relative_values(ONE @ K.swapaxes(-2, -1), table, causal=True, offset=N - 1)),
         ("bias", lambda: toeplitz(table[:, 0], n_queries=N, n_keys=N, causal=True)),
     ]
     for name, call in calls:
@@ -235,6 +266,10 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
             r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
         ),
         (
+            lambda: toeplitz_2d(np.zeros((169, 12)), q_grid=(7, 7), k_grid=(7, 7)),  # a head less than a row is wide
+            r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
+        ),
+        (
             lambda: relative_attention_2d(
                 *np.zeros((3, 1, 4, 49, 8)), rel_bias=np.zeros((169, 4)), q_grid=(7, 7), k_grid=(7, 7)
             ),
@@ -245,7 +280,7 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
             r"`q` must have 56 positions on axis -2, 7 · 8 of its grid and 0 of its prefix, got",
         ),
     ],
-    ids=["segments", "padding", "Swin's table", "Swin's table in a call", "grid"],
+    ids=["segments", "padding", "Swin's table", "Swin's wide table", "Swin's table in a call", "grid"],
 )
 def test_an_error_says_what_to_write_instead(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):

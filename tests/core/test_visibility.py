@@ -66,6 +66,7 @@ def bounds(flags: Any) -> tuple[int, int] | None:
 @example(n=3, m=8, offset=0, options={"window": (None, 1), "block_size": 3, "blocks_before": 1}, part=(2, 3, 0, 8))
 @example(n=2, m=4, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 4))
 @example(n=2, m=5, offset=0, options={"block_size": 4, "blocks_before": 1}, part=(0, 2, 0, 5))
+@example(n=3, m=3, offset=0, options={"block_size": 2, "blocks_before": 0}, part=(0, 3, 0, 3))
 @example(n=4, m=4, offset=0, options={"window": (3, None)}, part=(0, 4, 0, 4))
 @example(n=4, m=4, offset=0, options={"window": (2, None)}, part=(0, 4, 0, 4))
 @example(n=4, m=4, offset=0, options={"window": (None, 2)}, part=(0, 4, 0, 4))
@@ -112,6 +113,7 @@ def test_a_pattern_is_what_it_says(
     part=st.tuples(*[st.integers(0, 7)] * 4),
 )
 @example(n=2, m=7, offsets=[4], options={"block_size": 4, "blocks_before": 0}, part=(0, 2, 0, 7))
+@example(n=2, m=1, offsets=[-1], options={"block_size": 2, "blocks_before": 0}, part=(0, 2, 0, 1))
 def test_the_pattern_of_a_batch_is_that_of_its_items(
     n: int, m: int, offsets: list[int], options: dict[str, Any], part: tuple[int, int, int, int]
 ) -> None:

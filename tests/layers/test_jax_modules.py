@@ -69,6 +69,15 @@ def test_its_gradients_are_the_blocks(framework: Framework, name: str) -> None:
 
 
 @each
+def test_more_arguments_than_there_are_places_are_answered_with_how_it_is_called(framework: Framework) -> None:
+    with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
+        framework.module(64, 4)
+    x = jnp.zeros((1, 3, 8))
+    with pytest.raises(TypeError, match=r"called as module\(x\), and module\(x, memory\) where `spec\.cross`$"):
+        made(framework)(x, x, x)
+
+
+@each
 def test_batches_vmap_and_jit_agree(framework: Framework) -> None:
     module, (x,) = made(framework), inputs(CAUSAL)
     whole = np.asarray(module(x))

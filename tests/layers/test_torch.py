@@ -485,6 +485,15 @@ def test_refusals(arguments: tuple[Any, ...], error: type[Exception], message: s
         RelativeMultiheadAttention(spec, **dict(zip(["dropout"], dropout, strict=False)))
 
 
+def test_more_arguments_than_there_are_places_are_answered_with_how_it_is_called() -> None:
+    """As in ``nn.MultiheadAttention(64, 4)`` and ``module(x, x, x)``."""
+    with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
+        RelativeMultiheadAttention(64, 4)  # type: ignore[arg-type,call-arg]  # what is refused
+    x = torch.zeros(1, 3, 8)
+    with pytest.raises(TypeError, match=r"module\(x\), .* MultiheadAttention takes queries, keys and values$"):
+        made(SPECS["causal"])(x, x, x)
+
+
 # From nn.MultiheadAttention
 
 
