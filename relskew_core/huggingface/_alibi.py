@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from relskew_core.huggingface._attend import DropIn, additive, is_short, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, additive, refuse_weights, split
 
 
 class _AlibiAttention(DropIn):
     """Attention with a bias for each key, ``(batch or 1, heads, 1, keys)``, and a mask that is added."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        held = torch.compiler.is_exporting() or is_short(q, k)
-        if held:
+        if torch.compiler.is_exporting() or q.shape[-2] == 1:
             mask = bias if mask is None else bias + mask
         else:  # no matrix of all heads, but one feature more
             q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
             k = torch.cat([k, (bias.mT / scale).expand(k.shape[0], -1, -1, -1)], -1)
-        return self.finish(self.attend(q, k, v, mask=mask, scale=scale, held=held))
+        return self.finish(self.attend(q, k, v, mask=mask, scale=scale))
 
 
 class MptRelativeAttention(_AlibiAttention):

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
-from relskew_core.huggingface._dense import dense
-
-SHORT = 2**22
-"""So many numbers by query and key are held. Measured on a CPU, that is what the originals do, and as fast: a loop over
-chunks costs a third of a millisecond a call and wins where matrices leave the cache, from 512 to 1024 tokens on."""
+from relskew_core.huggingface._exported import exported
 
 
 class DropIn(nn.Module):
@@ -70,26 +66,12 @@ class DropIn(nn.Module):
         self.register_buffer(name, torch.tensor(rows, dtype=torch.int64, device=device), persistent=False)
 
 
-def is_short(q: Tensor, k: Tensor, *, products: bool = False) -> bool:
-    """Whether a call's matrices are held: one of all heads for a bias, or two of each item's heads for products."""
-    matrices = 2 * q.shape[0] if products else 1
-    return bool(matrices * q.shape[-3] * q.shape[-2] * k.shape[-2] <= SHORT)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, held: bool | None = None, **options: Any
-) -> Tensor:
-    """Attend with a share ``dropout`` of the weights zeroed, each call drawing others.
-
-    ``held`` says that there is a matrix already.
-    """
+def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:
+    """Attend with a share ``dropout`` of the weights zeroed, each call drawing others."""
     if dropout >= 1:
         raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
-    if held is None:
-        products = any(options.get(name) is not None for name in ("rel_k", "rel_v", "key_table"))
-        held = torch.compiler.is_exporting() or is_short(q, k, products=products)
-    if held:
-        return dense(q, k, v, dropout=dropout, **options)
+    if torch.compiler.is_exporting() and not dropout and "softcap" not in options:
+        return exported(q, k, v, **options)
     if options.get("rel_k") is not None and options["rel_k"].ndim == 4:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:

@@ -85,5 +85,5 @@ class BeitRelativeAttention(DropIn):
                 prefix=(1, 1), q_grid=bias.grid, k_grid=bias.grid, mask=mask,
             )  # fmt: skip
         else:
-            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias, held=True)
+            out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias)
         return self.finish(out), None

@@ -109,7 +109,7 @@ class _Registered:
         offset = m - n if attention_mask is not None or n == 1 else 0
         offset = length(getattr(attention_mask, "relskew_offset", offset))
         rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
-        options: dict[str, Any] = {} if softcap is None else {"softcap": softcap, "held": False}
+        options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         out = attend(
             query, key, value, rel_bias=rel_bias, span=span, mask=attention_mask, scale=scaling, offset=offset,
             causal=causal and attention_mask is None, dropout=dropout, **options,

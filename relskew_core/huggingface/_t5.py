@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, is_short, length, refuse_weights, split
-from relskew_core.huggingface._dense import dense_bias
+from relskew_core.huggingface._attend import DropIn, length, refuse_weights, split
 
 
 class T5RelativeAttention(DropIn):
-    """``T5Attention``. What it hands on as ``position_bias`` is by position, ``(heads, rows)``, where that is long."""
+    """``T5Attention``. What it hands on as ``position_bias`` is by position, ``(heads, rows)``."""
 
     replaces: ClassVar[tuple[str, ...]] = (
         "T5Attention", "MT5Attention", "Pop2PianoAttention", "SwitchTransformersAttention", "LongT5Attention",
@@ -57,15 +55,10 @@ class T5RelativeAttention(DropIn):
         k, v = self._keys_and_values(key_value_states if cross else hidden_states, past_key_values, cross=cross)
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
-            row: Tensor = self.relative_attention_bias(self.buckets).mT
-            position_bias = row
-            if not torch.compiler.is_exporting() and is_short(q, k):
-                position_bias = dense_bias(row, self.span, q.shape[-2], k.shape[-2], offset, causal=causal)
+            position_bias = self.relative_attention_bias(self.buckets).mT.contiguous()
         options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}
-        if position_bias is not None and position_bias.ndim == 2:
+        if position_bias is not None:
             options |= {"rel_bias": position_bias, "span": self.span}
-        elif position_bias is not None:  # a matrix, in which the future is hidden already
-            options = {"mask": _added(position_bias, mask), "held": True}
         return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
@@ -101,9 +94,3 @@ class UMT5RelativeAttention(T5RelativeAttention):
             hidden_states, attention_mask, encoder_hidden_states, past_key_values=past_key_values, **kwargs
         )
         return out, None
-
-
-def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask

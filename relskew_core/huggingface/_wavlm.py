@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from relskew_core._functions.buckets import t5_buckets
 from relskew_core._positions.span import Span
-from relskew_core.huggingface._attend import DropIn, is_short, refuse_weights, split
-from relskew_core.huggingface._dense import dense_bias
+from relskew_core.huggingface._attend import DropIn, refuse_weights, split
 
 
 class WavLMRelativeAttention(DropIn):
-    """``WavLMAttention``. Its ``position_bias`` is by position, ``(heads, rows)``, unless that is short."""
+    """``WavLMAttention``. Its ``position_bias`` is by position, ``(heads, rows)``."""
 
     replaces = ("WavLMAttention",)
 
@@ -41,28 +40,12 @@ class WavLMRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
-        short = not torch.compiler.is_exporting() and is_short(q, k, products=True)
         if position_bias is None:
-            row: Tensor = self.rel_attn_embed(self.buckets).mT
-            position_bias = row
-            if short:
-                position_bias = dense_bias(row, self.span, q.shape[-2], k.shape[-2])
+            position_bias = self.rel_attn_embed(self.buckets).mT.contiguous()
         gate = self._gate(hidden_states)
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
-        if short:
-            bias = gate * position_bias
-            options: dict[str, Any] = {
-                "mask": bias if mask is None else torch.where(mask, bias, -torch.inf),
-                "held": True,
-            }
-        else:  # the gate is a query of width 1, and the bias its table
-            options = {
-                "rel_k": position_bias[..., None],
-                "rel_q": gate,
-                "rel_scale": 1.0,
-                "span": self.span,
-                "mask": mask,
-            }
+        # The gate is a query of width 1, and the bias its table.
+        options = {"rel_k": position_bias[..., None], "rel_q": gate, "rel_scale": 1.0, "span": self.span, "mask": mask}
         return self.finish(self.attend(q, k, v, **options)), None, position_bias
 
     def _gate(self, hidden_states: Tensor) -> Tensor:

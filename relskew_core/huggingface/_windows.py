@@ -28,7 +28,7 @@ class SwinRelativeAttention(DropIn):
         positions = self.relative_position_bias
         bias = by_cell(positions.relative_position_bias_table, positions.window_size)
         mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
-        return self.finish(self.attend(*self.project(hidden_states), mask=mask, held=True)), None
+        return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
 
 
 class Swinv2RelativeAttention(DropIn):
@@ -50,7 +50,7 @@ class Swinv2RelativeAttention(DropIn):
             attention_mask = 2 * attention_mask  # as the model does, which adds it twice
         mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
         q = normalize(q, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
-        out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0, held=True)
+        out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0)
         return (join(out),)
 
 

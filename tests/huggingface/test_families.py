@@ -13,7 +13,9 @@ from huggingface.stand_ins import HEADS, STAND_INS, D, E, conformer, deberta, mo
 
 import oracles
 from relskew_core import toeplitz_2d
-from relskew_core.huggingface import replace_attention
+from relskew_core._functions import prepared
+from relskew_core.backends import _compiled
+from relskew_core.huggingface import _beit, replace_attention
 from relskew_core.huggingface._attend import DropIn
 from relskew_core.huggingface._windows import by_cell
 
@@ -21,19 +23,21 @@ Tensor = torch.Tensor
 
 
 @pytest.fixture
-def long(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Choose between the way of short inputs and that of long ones."""
+def portable(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Choose between the compiled kernels and the portable code, and whether BEiT's matrix is held."""
+    compiled = _compiled.kernels
 
     def choose(taken: bool) -> None:
-        for name in ("_attend.SHORT", "_beit.HELD"):
-            monkeypatch.setattr(f"relskew_core.huggingface.{name}", 0 if taken else 2**40)
+        monkeypatch.setattr(_beit, "HELD", 0 if taken else 2**40)
+        monkeypatch.setattr(_compiled, "kernels", None if taken else compiled)
+        monkeypatch.setattr(prepared, "_checked", {})
 
     return choose
 
 
 @pytest.mark.parametrize("name", STAND_INS)
-def test_short_and_long_inputs(name: str, long: Callable[[bool], None]) -> None:
-    """Products of whole matrices by torch, and the library's loop: outputs, and gradients of all parameters."""
+def test_the_kernels_and_the_portable_code_agree(name: str, portable: Callable[[bool], None]) -> None:
+    """In outputs, and in the gradients of all parameters."""
     make, call = STAND_INS[name]
     torch.manual_seed(0)
     model = make()
@@ -42,30 +46,30 @@ def test_short_and_long_inputs(name: str, long: Callable[[bool], None]) -> None:
     assert list(ours.state_dict()) == keys
     found = []
     for taken in (False, True):
-        long(taken)
+        portable(taken)
         out = call(ours)
         ours.zero_grad()
         out.square().sum().backward()
         gradients = {key: parameter.grad for key, parameter in ours.named_parameters() if parameter.grad is not None}
         found.append((out.detach(), gradients))
-    (short_out, short_gradients), (long_out, long_gradients) = found
-    assert oracles.relative_error(long_out.numpy(), short_out.numpy()) < 1e-10
-    assert short_gradients.keys() == long_gradients.keys()
-    largest = max(gradient.norm() for gradient in short_gradients.values())
-    for key, gradient in short_gradients.items():
-        assert (long_gradients[key] - gradient).norm() < 1e-10 * largest, key
+    (out, gradients), (other_out, other_gradients) = found
+    assert oracles.relative_error(other_out.numpy(), out.numpy()) < 1e-10
+    assert gradients.keys() == other_gradients.keys()
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        assert (other_gradients[key] - gradient).norm() < 1e-10 * largest, key
 
 
 @pytest.mark.parametrize("name", STAND_INS)
 @torch.no_grad()
-def test_training_drops_weights(name: str, long: Callable[[bool], None]) -> None:
+def test_training_drops_weights(name: str, portable: Callable[[bool], None]) -> None:
     make, call = STAND_INS[name]
     torch.manual_seed(0)
     ours: Any = replace_attention(make()).train()
     if name == "beit":
         ours.attention.attention_dropout = 0.25
     for taken in (False, True):
-        long(taken)
+        portable(taken)
         assert (call(ours) - call(ours)).norm() > 1e-3
 
 
@@ -154,7 +158,7 @@ class Packed(torch.nn.Module):
 
 @pytest.mark.parametrize("name", STAND_INS)
 @torch.no_grad()
-def test_layers_without_parameters(name: str, long: Callable[[bool], None]) -> None:
+def test_layers_without_parameters(name: str, portable: Callable[[bool], None]) -> None:
     make, call = STAND_INS[name]
     torch.manual_seed(0)
     model = make().eval()
@@ -166,7 +170,7 @@ def test_layers_without_parameters(name: str, long: Callable[[bool], None]) -> N
     assert not any(isinstance(part, torch.nn.Linear) for part in packed.modules())
     model, packed = replace_attention(model), replace_attention(packed)
     for taken in (False, True):
-        long(taken)
+        portable(taken)
         torch.testing.assert_close(call(packed), call(model), rtol=0, atol=0)
 
 
@@ -182,13 +186,13 @@ class StableDropout(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_a_dropout_with_another_name_for_its_share(long: Callable[[bool], None]) -> None:
+def test_a_dropout_with_another_name_for_its_share(portable: Callable[[bool], None]) -> None:
     _, call = STAND_INS["deberta-v2"]
     theirs = deberta(2)
     theirs.pos_dropout, theirs.dropout = StableDropout(0.0), StableDropout(0.25)
     ours: Any = replace_attention(theirs).train()
     for taken in (False, True):
-        long(taken)
+        portable(taken)
         ours.dropout.drop_prob = 0.25
         assert (call(ours) - call(ours)).norm() > 1e-3
         ours.dropout.drop_prob = 0.0

@@ -22,11 +22,7 @@ from relskew_core.huggingface import replace_attention
 def operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drop-ins call the operator, which only an export with our translations knows."""
 
-    def attend(q: Any, k: Any, v: Any, *, dropout: float, **options: Any) -> Any:
-        assert dropout == 0
-        return relative_attention(q, k, v, **options)
-
-    monkeypatch.setattr("relskew_core.huggingface._attend.dense", attend)
+    monkeypatch.setattr("relskew_core.huggingface._attend.exported", relative_attention)
 
 
 def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:

@@ -31,13 +31,10 @@ def test_generation(family: Family, options: dict[str, Any]) -> None:
     assert torch.equal(want.sequences, got.sequences)
 
 
-@pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)
 @torch.no_grad()
-def test_a_cache_filled_in_pieces(family: Family, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_filled_in_pieces(family: Family) -> None:
     """Several tokens at once after a past, which generation does not do."""
-    if not short:
-        monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
     theirs = family.make()
     ours = replace_attention(copy.deepcopy(theirs))
     want, got = (_in_pieces(model, tokens(20)["input_ids"]) for model in (theirs, ours))

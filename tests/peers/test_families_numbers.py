@@ -16,15 +16,6 @@ from relskew_core.huggingface._attend import DropIn
 Tensor = torch.Tensor
 
 
-@pytest.fixture(params=["short", "long"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take the way of short inputs, or for the same inputs that of long ones."""
-    if request.param == "long":
-        monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
-        monkeypatch.setattr("relskew_core.huggingface._beit.HELD", 0)
-    return str(request.param)
-
-
 def both(family: Family) -> tuple[Any, Any]:
     theirs = family.make()
     ours = copy.deepcopy(theirs)
@@ -55,7 +46,6 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.usefixtures("path")
 @torch.no_grad()
 def test_outputs(family: Family) -> None:
     theirs, ours = both(family)
@@ -71,7 +61,6 @@ def test_outputs(family: Family) -> None:
 
 
 @pytest.mark.parametrize("name", ["T5 sdpa", "WavLM", "DeBERTa-v2", "BEiT", "Swinv2", "Parakeet", "MPT"])
-@pytest.mark.usefixtures("path")
 @torch.no_grad()
 def test_autocast(name: str) -> None:
     """Products in bfloat16, while biases and tables are float32."""
@@ -85,7 +74,6 @@ def test_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.usefixtures("path")
 @torch.no_grad()
 def test_quantised(family: Family) -> None:
     """Linear layers in 8 bits, whose weights are no parameters."""
@@ -106,7 +94,6 @@ def quantised(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.usefixtures("path")
 def test_gradients(family: Family) -> None:
     """Of all parameters, in training."""
     length = family.lengths[-2]
@@ -129,7 +116,6 @@ def test_gradients(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.usefixtures("path")
 @torch.no_grad()
 def test_dropout(family: Family) -> None:
     """A share of nearly nothing is nothing, a share of a half is felt, and each call drops others."""

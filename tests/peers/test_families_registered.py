@@ -54,12 +54,6 @@ def alibi(distance: Tensor) -> Tensor:
     return -SLOPES[:, None, None] * distance.abs()
 
 
-@pytest.fixture(params=["short", "long"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "long":
-        monkeypatch.setattr("relskew_core.huggingface._attend.SHORT", 0)
-
-
 @pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
 @torch.no_grad()
 def test_alibi(name: str, options: dict[str, Any]) -> None:

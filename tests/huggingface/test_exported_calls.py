@@ -1,4 +1,4 @@
-"""Attention that holds its logits, with known and with symbolic lengths, against plain loops."""
+"""Attention as whole models are exported, against plain loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import oracles
 from relskew_core import Span
-from relskew_core.huggingface._dense import dense
+from relskew_core.huggingface._exported import exported
 
 H, D = 4, 3
 ZERO, CLIP = Span(2, 1, "zero"), Span(2, 1, "clip")
@@ -26,12 +26,10 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("exporting", [False, True])
 @pytest.mark.parametrize("mask", [None, "additive", "boolean"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_dense(case: str, mask: str | None, groups: int, exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+def test_exported(case: str, mask: str | None, groups: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -48,7 +46,7 @@ def test_dense(case: str, mask: str | None, groups: int, exporting: bool, monkey
     hidden[..., 0] = 1.0  # each query sees one key
     if mask is not None:
         options["mask"] = hidden if mask == "additive" else hidden > 0
-    got = dense(q, k, v, **options)
+    got = exported(q, k, v, **options)
     arrays: dict[str, Any] = {
         name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items() if name != "rel_k"
     }
@@ -58,5 +56,4 @@ def test_dense(case: str, mask: str | None, groups: int, exporting: bool, monkey
         q.numpy(), k.numpy(), v.numpy(), None if rel_k is None else rel_k.numpy(), span, **arrays
     ).out
     seen = np.isfinite(got.numpy())  # a query that sees nothing has no softmax where this is exported
-    assert seen.all() or exporting
     assert oracles.relative_error(got.numpy()[seen], want[seen]) < 1e-12

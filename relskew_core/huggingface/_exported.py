@@ -1,22 +1,19 @@
-"""Relative attention that holds its logits: faster for short inputs, and exported with symbolic lengths."""
+"""Relative attention as ``torch.export`` gets it of a whole model: in products of matrices, of any length."""
 
 from __future__ import annotations
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from relskew_core._positions.span import Span
-from relskew_core._positions.table import Extension
 
 
-def dense(
+def exported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -33,14 +30,12 @@ def dense(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     offset: int = 0,
-    dropout: float = 0.0,
 ) -> Tensor:
-    """Attend as ``relative_attention``, in products of whole matrices; of any length while torch exports."""
-    exporting = torch.compiler.is_exporting()
+    """Attend as ``relative_attention``; nothing is asked about lengths."""
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     rel_factor = factor if rel_scale is None else rel_scale
     n, m = q.shape[-2], k.shape[-2]
-    places = (_Symbolic if exporting else _Known)(Span(0, 0, "zero") if span is None else span, n, m, offset)
+    places = _Columns(Span(0, 0, "zero") if span is None else span, n, m, offset)
     terms = []
     if rel_k is not None:
         terms.append(places.logits((q if rel_q is None else rel_q) * rel_factor, rel_k))
@@ -49,30 +44,16 @@ def dense(
     if rel_bias is not None:
         terms.append(places.bias(rel_bias))
     left, right = (None, None) if window is None else window
-    if causal and (exporting or m > offset + 1):  # a step of one query has no future
-        right = 0
+    right = 0 if causal else right
     if left is not None or right is not None:
         terms.append(_seen(n, m, offset, left, right, q.device))
     if mask is not None:
         terms.append(mask)
-    if rel_v is None and not exporting:
-        bias = _sum(terms) if terms else None
-        if bias is not None and bias.ndim == 3:  # which torch's fused kernel does not take
-            bias = bias[None]
-        return scaled_dot_product_attention(
-            q, k, v, bias, dropout, scale=factor, enable_gqa=q.shape[-3] != k.shape[-3]
-        )  # fmt: skip
     if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
-    weights = torch.softmax(_sum([q @ k.mT * factor, *terms]), -1)
-    weights = torch.dropout(weights, dropout, train=dropout > 0)
+    weights = torch.softmax(functools.reduce(_plus, [q @ k.mT * factor, *terms]), -1)
     out = weights @ v
     return out if rel_v is None else out + places.values(weights, rel_v)
-
-
-def _sum(terms: list[Tensor]) -> Tensor:
-    """Add what is a number; what a boolean mask hides is minus infinity."""
-    return functools.reduce(_plus, terms)
 
 
 def _plus(x: Tensor, y: Tensor) -> Tensor:
@@ -82,12 +63,6 @@ def _plus(x: Tensor, y: Tensor) -> Tensor:
         return x + y
     mask, numbers = (x, y) if x.dtype == torch.bool else (y, x)
     return torch.where(mask, numbers, -math.inf)
-
-
-def dense_bias(row: Tensor, span: Span, n: int, m: int, offset: int = 0, *, causal: bool = False) -> Tensor:
-    """Return a bias by position, ``(heads, rows)``, by query and key, ``(heads, n, m)``."""
-    matrix: Tensor = _Known(span, n, m, offset).bias(row)
-    return _sum([matrix, _seen(n, m, offset, None, 0, row.device)]) if causal and m > offset + 1 else matrix
 
 
 def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
@@ -100,65 +75,34 @@ def _seen(n: int, m: int, offset: int, left: int | None, right: int | None, devi
 
 
 @dataclass(frozen=True)
-class _Known:
-    """Which columns of the relative layout, ``r = -(n + offset) … m - 1``, a table has: plain numbers."""
+class _Columns:
+    """The columns of the relative layout, ``r = -(n + offset) … m - 1``.
+
+    A product with all rows is extended by as many columns as there are queries and keys. So the columns that count are
+    a slice at a fixed place.
+    """
 
     span: Span
     n: int
     m: int
     offset: int
 
-    def from_keys(self) -> Any:
+    def from_keys(self) -> _Columns:
         """Return the same seen from the keys, to which queries are what keys are to queries."""
         mirrored = Span(self.span.right, self.span.left, self.span.beyond)
-        return type(self)(mirrored, self.m, self.n, -self.offset)
+        return _Columns(mirrored, self.m, self.n, -self.offset)
 
     def logits(self, x: Tensor, table: Tensor) -> Tensor:
         """Return ``x_i · e_r`` in absolute layout."""
-        return self._absolute(self._product(x, table))
+        return self._absolute(self._slice(x @ table.mT))
 
     def bias(self, row: Tensor) -> Tensor:
-        """Return the number of every pair's relative position, ``(heads, n, m)``: a copy and no index."""
-        plan = self._plan
-        wide = plan.widen(row[..., plan.start : plan.stop], xp=xp)
-        return wide[..., 1:].unfold(-1, self.m, 1).flip(-2)
-
-    def values(self, weights: Tensor, table: Tensor) -> Tensor:
-        """Return ``Σ_j w_ij · e_r``."""
-        plan = self._plan
-        return plan.fold(self._relative(weights), xp=xp) @ table[..., plan.start : plan.stop, :]
-
-    @property
-    def _plan(self) -> Extension:
-        low = -(self.n + self.offset)
-        return Extension.of(self.span.left, self.span.rows, self.span.beyond, low, low + self.n + self.m - 1)
-
-    def _product(self, x: Tensor, table: Tensor) -> Tensor:
-        plan = self._plan
-        wide: Tensor = plan.widen(x @ table.mT[..., plan.start : plan.stop], xp=xp)
-        return wide
-
-    def _absolute(self, x: Tensor) -> Tensor:
-        """Relative layout ``(…, n, n + m)`` to absolute layout ``(…, n, m)``: a view."""
-        return x.flatten(-2)[..., self.n :].unflatten(-1, (self.n, self.n + self.m - 1))[..., : self.m]
-
-    def _relative(self, x: Tensor) -> Tensor:
-        """Undo :meth:`_absolute`, with zeros where no key stands."""
-        return pad(pad(x, (0, self.n - 1)).flatten(-2), (self.n, 0)).unflatten(-1, (self.n, self.n + self.m))
-
-
-class _Symbolic(_Known):
-    """The same where nothing may be asked about lengths.
-
-    A product with all rows is extended by as many columns as there are queries and keys. So the columns that count are
-    a slice at a fixed place.
-    """
-
-    def bias(self, row: Tensor) -> Tensor:
+        """Return the number of every pair's relative position, ``(heads, n, m)``."""
         wide = self._slice(row)
         return self._absolute(wide[..., None, :].expand(*wide.shape[:-1], self.n, -1))
 
     def values(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Return ``Σ_j w_ij · e_r``."""
         if self.span.beyond == "clip":
             # No family has them: VITS, the only one with a table of values, has zeros beyond its window.
             raise NotImplementedError("values of a clipped table do not export with symbolic lengths")
@@ -166,8 +110,13 @@ class _Symbolic(_Known):
         start = self.n + self.offset
         return wide[..., start : start + self.span.rows] @ table
 
-    def _product(self, x: Tensor, table: Tensor) -> Tensor:
-        return self._slice(x @ table.mT)
+    def _absolute(self, x: Tensor) -> Tensor:
+        """Relative layout ``(…, n, n + m)`` to absolute layout ``(…, n, m)``: a view."""
+        return x.flatten(-2)[..., self.n :].unflatten(-1, (self.n, self.n + self.m - 1))[..., : self.m]
+
+    def _relative(self, x: Tensor) -> Tensor:
+        """Undo :meth:`_absolute`, with zeros where no key is."""
+        return pad(pad(x, (0, self.n - 1)).flatten(-2), (self.n, 0)).unflatten(-1, (self.n, self.n + self.m))
 
     def _slice(self, x: Tensor) -> Tensor:
         before, after = self.n + self.offset, self.m
