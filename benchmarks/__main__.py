@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.page import put
 from benchmarks.record import Record, machine
-from benchmarks.runner import ROOT, Benchmark, Case, Row, child
+from benchmarks.runner import ROOT, Benchmark, Case, Row
 
 NAMES = {
     "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     benchmark = load(asked.name)
     if asked.child:
-        print(json.dumps(child(benchmark, *json.loads(asked.child))))
+        print(json.dumps(benchmark.answer(*json.loads(asked.child))))
         return 0
     record = measure(benchmark, asked) if asked.record is None else Record.load(asked.record)
     for text in (texts := benchmark.texts(record)).values():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 
-from benchmarks.page import as_time, pivot
+from benchmarks.page import as_time
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, distance
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
@@ -58,15 +58,13 @@ class Compiled(Benchmark):
     """Calls of batch 1, in both libraries, forward and with backward."""
 
     page = "compiled.md"
+    names = ("compiled", "without", "plain")
 
     def cases(self) -> Iterator[Case]:
         calls = [(call, length, "float32") for call, (lengths, _) in CALLS.items() for length in lengths]
         calls += [("causal", length, "float64") for length in DOUBLE]
         for (call, length, dtype), library, training in itertools.product(calls, ("torch", "NumPy"), (False, True)):
             yield {"call": call, "length": length, "dtype": dtype, "library": library, "training": training}
-
-    def contenders(self, case: Case) -> Iterable[str]:
-        return "compiled", "without", "plain"
 
     def skip(self, case: Case, contender: str) -> str | None:
         return "no kernels were compiled here" if contender == "compiled" and _compiled.kernels is None else None
@@ -91,20 +89,16 @@ class Compiled(Benchmark):
     def gate(self, case: Case) -> float:
         return TOLERANCES[case["dtype"]]
 
-    def texts(self, record: Record) -> dict[str, str]:
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         of = {(str(row.case), row.contender): row.cpu or 0.0 for row in record.measured()}
-
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for row in record.measured():
-                case, key = row.case, str(row.case)
-                if row.contender == "compiled":
-                    dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
-                    training = ", with backward" if case["training"] else ""
-                    multiples = [of[key, name] / of[key, "plain"] for name in ("compiled", "without")]
-                    text = f"{as_time(of[key, 'compiled'])}, {multiples[0]:.2f} ({multiples[1]:.2f})"
-                    yield f"{case['call']}, {case['length']}{dtype}", f"{case['library']}{training}", text
-
-        return {"": f"{record.where}\n\n{pivot(cells())}"}
+        for row in record.measured():
+            case, key = row.case, str(row.case)
+            if row.contender == "compiled":
+                dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
+                training = ", with backward" if case["training"] else ""
+                multiples = [of[key, name] / of[key, "plain"] for name in ("compiled", "without")]
+                text = f"{as_time(of[key, 'compiled'])}, {multiples[0]:.2f} ({multiples[1]:.2f})"
+                yield f"{case['call']}, {case['length']}{dtype}", f"{case['library']}{training}", text
 
 
 def _by_torch(function: Callable[..., Any], given: dict[str, Any], d_out: Any, *, training: bool) -> Call:

@@ -6,7 +6,7 @@ Nothing here is measured. Peaks and bandwidths are assumptions, at the top; the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ class Devices(Benchmark):
     """The choices of 8 and 64 GPUs, which nothing takes turns for."""
 
     page = "devices.md"
+    names = ("arithmetic",)
+    measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
         for length in (2**17, 2**20):
@@ -90,14 +92,8 @@ class Devices(Benchmark):
                     if (ring, heads, reach) != (1, 8, 4096):
                         yield asdict(Split(length, ring, heads, table, reach))
 
-    def contenders(self, case: Case) -> Iterable[str]:
-        return ["arithmetic"]
-
     def prepare(self, case: Case, contender: str) -> Call:
         return lambda: Split(**case)
-
-    def asks(self, case: Case) -> set[str]:
-        return set()
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         seconds = sum(result.seconds(backward=backward)[0] for backward in (False, True))

@@ -59,6 +59,7 @@ class Export(Benchmark):
     """Forms of a block at some lengths, and one token behind pasts of some lengths."""
 
     page = "export.md"
+    tolerance = 1e-4
     seconds = 2.0
     pairs = True
     fallible = True
@@ -87,9 +88,6 @@ class Export(Benchmark):
         """Hold what has positions to the block itself, where the table reaches."""
         expected = drawn(*case.values())[2]
         return None if contender.startswith(BARE) or expected is None else distance(result, expected)
-
-    def gate(self, case: Case) -> float:
-        return 1e-4
 
     def asks(self, case: Case) -> set[str]:
         """Only try an input that is longer than the table: nothing but an error is right."""

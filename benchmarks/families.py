@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -202,6 +202,7 @@ class Families(Benchmark):
     """Every family at four lengths, memory at the longest, and generating."""
 
     page = "huggingface.md"
+    names = ("theirs", "replaced")
     seconds = 3.0
     small: ClassVar[Case] = {"length": 64}
 
@@ -210,9 +211,6 @@ class Families(Benchmark):
             yield from ({"model": name, "length": length} for length in model.lengths)
             if model.generating is not None:
                 yield {"model": name, "length": GENERATE}
-
-    def contenders(self, case: Case) -> Iterable[str]:
-        return "theirs", "replaced"
 
     def prepare(self, case: Case, contender: str) -> Call:
         """Return a model's call; some models write into what they are given."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.calls import shape_of
 from benchmarks.contenders import CONTENDERS, Contender, gradients
-from benchmarks.page import pivot
 from benchmarks.problem import Inputs, Shape, make_inputs, reference
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, Key
@@ -25,17 +24,6 @@ from relskew_core._reference import TOLERANCES
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 POSITIONS, WIDTH = 2**14, 2048
 """Of a batch, and of all heads together; one sequence that is longer has 8 heads."""
-NAMES = (
-    "torch",
-    "torch-clipped",
-    "torch-plain",
-    "torch-portable",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "sdpa-bias",
-    "flex",
-    "huang",
-)
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,7 +60,12 @@ class Pass:
 class GPU(Benchmark):
     """Batches of 16k positions in models 2048 wide, a table for each head."""
 
+    names = (
+        "torch", "torch-clipped", "torch-plain", "torch-portable", "sdpa-flash", "sdpa-cudnn", "sdpa-bias", "flex",
+        "huang",
+    )  # fmt: skip
     seconds = 0.2
+    legend = "Median time (multiple of ours), speed of plain attention's operations (of its own), peak memory.\n\n"
     pairs = True
     fallible = True
 
@@ -82,9 +75,6 @@ class GPU(Benchmark):
             shape = {"batch": max(1, POSITIONS // length), "heads": WIDTH // dim if length <= POSITIONS else 8}
             case = {"length": length, **shape, "dim": dim, "causal": causal, "dtype": "bfloat16", "device": "cuda"}
             yield from (case | {"by_head": True, "backward": backward} for backward in (False, True))
-
-    def contenders(self, case: Case) -> Iterable[str]:
-        return NAMES
 
     def prepare(self, case: Case, contender: str) -> Pass:
         return Pass(CONTENDERS[contender], shape_of(case), case["backward"])
@@ -124,23 +114,18 @@ class GPU(Benchmark):
         base = {key: found.get(first(key)) for key in found}  # pragma: gpu only
         return {key: {"median": x, "ratio": x / base[key] if base[key] else None} for key, x in found.items()}
 
-    def texts(self, record: Record) -> dict[str, str]:
-
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for row in record.measured():
-                case, contender = row.case, CONTENDERS[row.contender]
-                where = f"{case['dtype']} D{case['dim']} L{case['length']} {'causal' if case['causal'] else 'full'}"
-                seconds, shape = row.median or 0.0, shape_of(case)
-                plain, true = (
-                    shape.flops(n) / seconds / 1e12
-                    for n in ((2, 5)[case["backward"]], contender.products[case["backward"]])
-                )
-                peak = "" if row.bytes is None else f", {row.bytes / 2**20:.0f} MiB"
-                text = f"{seconds * 1e3:.3f} ms ({row.ratio or 0.0:.2f}×), {plain:.1f} ({true:.1f}) TFLOP/s{peak}"
-                yield f"{where}{', backward' if case['backward'] else ''}", row.contender, text
-
-        legend = "Median time (multiple of ours), speed of plain attention's operations (of its own), peak memory."
-        return {"": f"{record.where}\n\n{legend}\n\n{pivot(cells())}"}
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            case, contender = row.case, CONTENDERS[row.contender]
+            where = f"{case['dtype']} D{case['dim']} L{case['length']} {'causal' if case['causal'] else 'full'}"
+            seconds, shape = row.median or 0.0, shape_of(case)
+            plain, true = (
+                shape.flops(n) / seconds / 1e12
+                for n in ((2, 5)[case["backward"]], contender.products[case["backward"]])
+            )
+            peak = "" if row.bytes is None else f", {row.bytes / 2**20:.0f} MiB"
+            text = f"{seconds * 1e3:.3f} ms ({row.ratio or 0.0:.2f}×), {plain:.1f} ({true:.1f}) TFLOP/s{peak}"
+            yield f"{where}{', backward' if case['backward'] else ''}", row.contender, text
 
 
 BENCHMARK = GPU()

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.graphs import BARE, BARE_CONTRIB, CONTRIB, bare_bytes, forms
-from benchmarks.page import pivot
 from benchmarks.record import Record
-from benchmarks.runner import ROOT, Benchmark, Call, Case
+from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import init_weights
 from relskew_core.export import to_onnx
 
@@ -45,6 +41,7 @@ class GPUGraphs(Benchmark):
     """Blocks in one provider of onnxruntime, each graph with its usual kernels and without one of them."""
 
     fallible = True
+    measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
         for form, dtype, length, arm in itertools.product(
@@ -57,41 +54,29 @@ class GPUGraphs(Benchmark):
         return [name for name, options in GRAPHS.items() if case["form"] == "causal" or "contrib" not in str(options)]
 
     def prepare(self, case: Case, contender: str) -> Call:
-        command = [sys.executable, "-m", "benchmarks.gpu_graphs", json.dumps([case, contender])]
-
         def call() -> Case:
-            ended = subprocess.run(
-                command, cwd=ROOT, env=os.environ | ARMS[case["kernels"]] | TELL, capture_output=True, text=True,
-                timeout=300, check=False,
-            )  # fmt: skip
-            if ended.returncode:
-                raise RuntimeError((ended.stderr.strip().splitlines() or ["no word"])[-1])
-            said = re.search(r"SdpaKernel=(\w+)", ended.stdout + ended.stderr)
-            found: Case = json.loads(ended.stdout.strip().splitlines()[-1])
-            return found | {"kernel": said[1] if said else None}
+            found, said = self.apart("gpu_graphs", case, contender, **ARMS[case["kernels"]], **TELL)
+            kernel = re.search(r"SdpaKernel=(\w+)", said)
+            return found | {"kernel": kernel[1] if kernel else None}
 
         return call
 
-    def asks(self, case: Case) -> set[str]:
-        return set()
+    def answer(self, case: Case, contender: str) -> Case:
+        return run(case, contender)
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         return result
 
-    def texts(self, record: Record) -> dict[str, str]:
-
-        def cells() -> Iterator[tuple[str, str, str]]:
-            for row in record.rows:
-                case, facts = row.case, row.facts
-                line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
-                kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
-                placed = ", ".join(
-                    f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()
-                )
-                text = row.skipped or f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
-                yield line, case["kernels"], text
-
-        return {"": f"{record.where}\n\n{pivot(cells())}"}
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.rows:
+            case, facts = row.case, row.facts
+            line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
+            kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
+            placed = ", ".join(
+                f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()
+            )
+            text = row.skipped or f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
+            yield line, case["kernels"], text
 
 
 def run(case: Case, label: str) -> Case:
@@ -136,6 +121,3 @@ def run(case: Case, label: str) -> Case:
 
 
 BENCHMARK = GPUGraphs()
-
-if __name__ == "__main__":
-    print(json.dumps(run(*json.loads(sys.argv[1]))))

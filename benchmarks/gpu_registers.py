@@ -10,7 +10,7 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,8 @@ class GPURegisters(Benchmark):
     """Every launch configuration of every kernel."""
 
     page = "gpu.md"
+    names = ("forward", "keys", "queries", "tables")
+    measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
         """Name capability, type, width and terms; ``--set terms=everything`` and ``--set tf32=true`` for more."""
@@ -154,18 +156,12 @@ class GPURegisters(Benchmark):
             dtype = "bfloat16" if half else "float32"
             yield {"capability": capability, "dtype": dtype, "width": width, "terms": term, "tf32": False}
 
-    def contenders(self, case: Case) -> Iterable[str]:
-        return ("forward", "keys", "queries", "tables")
-
     def skip(self, case: Case, contender: str) -> str | None:
         return None if contender in _kernels(*case.values()) else "no table"
 
     def prepare(self, case: Case, contender: str) -> Call:
         kernel, given = _kernels(*case.values())[contender]
         return lambda: compiled(contender, kernel, given, case["capability"])
-
-    def asks(self, case: Case) -> set[str]:
-        return set()
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         tile = result.tile

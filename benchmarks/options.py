@@ -5,7 +5,7 @@ Causal unless an option says otherwise, with a table of relative positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -170,6 +170,8 @@ class OptionsOfCalls(Benchmark):
     """Every option at two lengths; memory at the longer one."""
 
     page = "options.md"
+    names = ("ours", "dense")
+    tolerance = 1e-5
     seconds = 2.0
     small: ClassVar[Case] = {"length": 512}  # as long calls go, kernels and all
 
@@ -177,9 +179,6 @@ class OptionsOfCalls(Benchmark):
         for option in OPTIONS:
             for length in LENGTHS:
                 yield from ({"option": option, "length": length, "backward": backward} for backward in (False, True))
-
-    def contenders(self, case: Case) -> Iterable[str]:
-        return "ours", "dense"
 
     def prepare(self, case: Case, contender: str) -> Call:
         x = OptionInputs.draw(case["length"], gradients=case["backward"])
@@ -193,9 +192,6 @@ class OptionsOfCalls(Benchmark):
         if first is None or not OPTIONS[case["option"]].exact:
             return None
         return distance(*([y for y in x if y is not None] if isinstance(x, tuple) else x for x in (result, first)))
-
-    def gate(self, case: Case) -> float:
-        return 1e-5
 
     def asks(self, case: Case) -> set[str]:
         return {"time", "memory"} if case["length"] == LENGTHS[-1] else {"time"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
+from benchmarks.export import open_session
 from benchmarks.page import pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, distance
@@ -28,13 +28,12 @@ class Quantise(Benchmark):
     """A causal block in every kind, beside float64, with inputs as they come and large ones."""
 
     page = "quantisation.md"
+    names = PROFILES
+    measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
         for kind, large in itertools.product(KINDS, (False, True)):
             yield {"kind": kind, "large": large, "width": 512, "rows": 2048}
-
-    def contenders(self, case: Case) -> Iterable[str]:
-        return PROFILES
 
     def prepare(self, case: Case, contender: str) -> Call:
         kind, width, rows = case["kind"], case["width"], case["rows"]
@@ -51,9 +50,6 @@ class Quantise(Benchmark):
                 return path.stat().st_size, y
 
         return call
-
-    def asks(self, case: Case) -> set[str]:
-        return set()
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
         return distance(result[1], block(case["width"], case["rows"], case["large"])[3])
@@ -95,9 +91,7 @@ def _file(
 
 
 def _run(path: Path, x: np.ndarray) -> np.ndarray:
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    session = open_session(path.read_bytes())
     half = session.get_inputs()[0].type == "tensor(float16)"
     result: np.ndarray = session.run(None, {"x": x.astype(np.float16) if half else x})[0]
     return result.astype(np.float64)

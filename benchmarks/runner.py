@@ -6,11 +6,12 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.page import pivot
 from relskew_core.cli._measure import resident_peak
 
 if TYPE_CHECKING:
@@ -56,6 +58,13 @@ class Row:
 class Benchmark:
     """Cases and contenders. A module of this folder has one of these, under the name ``BENCHMARK``."""
 
+    names: tuple[str, ...] = ()
+    """Who takes part; multiples are of the first one's time."""
+    measures = frozenset({"time"})
+    """What is measured: ``"time"``, ``"memory"``, both, or only what is known of the result."""
+    tolerance = float("inf")
+    """The largest error that counts as right."""
+    legend = ""
     page = ""
     """File in ``docs/`` that the tables go to."""
     seconds = 1.5
@@ -81,8 +90,8 @@ class Benchmark:
         raise NotImplementedError
 
     def contenders(self, case: Case) -> Iterable[str]:
-        """Name who takes part; multiples are of the first one's time."""
-        raise NotImplementedError
+        """Name who takes part in a case."""
+        return self.names
 
     def prepare(self, case: Case, contender: str) -> Call:
         """Return the call that is measured."""
@@ -97,12 +106,12 @@ class Benchmark:
         return None
 
     def gate(self, case: Case) -> float:
-        """Return the largest error that counts as right."""
-        return float("inf")
+        """Return the largest error that counts as right in a case."""
+        return self.tolerance
 
-    def asks(self, case: Case) -> set[str]:
-        """Say what is measured: ``"time"``, ``"memory"``, both, or only what is known of the result."""
-        return {"time"}
+    def asks(self, case: Case) -> Set[str]:
+        """Say what is measured in a case."""
+        return self.measures
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         """Return what else is known of a result."""
@@ -118,6 +127,10 @@ class Benchmark:
 
     def texts(self, record: Record) -> Mapping[str, str]:
         """Return what stands between the page's marks, by what they are called; most pages have one, ``""``."""
+        return {"": f"{record.where}\n\n{self.legend}{pivot(self.cells(record))}"}
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        """Yield the cells of the page's table: which line, which column, what it says."""
         raise NotImplementedError
 
     def draw(self, record: Record) -> None:
@@ -128,13 +141,22 @@ class Benchmark:
         return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
-        """Measure the peak of one call in a fresh process, with its time and error."""
-        question = json.dumps([case, contender])
-        command = [sys.executable, "-m", "benchmarks", name, "--child", question]
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-        if answer.returncode:
-            raise RuntimeError(f"{contender} failed at {case} with {answer.returncode}:\n{answer.stderr[-2000:]}")
-        return json.loads(answer.stdout.splitlines()[-1])
+        """Measure the peak of one call, with its time and error."""
+        return self.apart(name, case, contender)[0]
+
+    def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
+        """Return what a fresh process answers, and all that it said."""
+        command = [sys.executable, "-m", "benchmarks", name, "--child", json.dumps([case, contender])]
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
+        )
+        if ended.returncode:
+            raise RuntimeError(f"{contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]}")
+        return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
+
+    def answer(self, case: Case, contender: str) -> Case:
+        """Answer in the fresh process."""
+        return child(self, case, contender)
 
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
         """Measure the cases, group by group."""

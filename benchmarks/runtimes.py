@@ -146,6 +146,7 @@ class Runtimes(Benchmark):
     """Every profile in every release, and with every opset in those that are here."""
 
     page = "runtimes.md"
+    measures = frozenset[str]()
 
     def cases(self) -> Iterator[Case]:
         yield from ({"profile": profile, "opset": None} for profile in PROFILES)
@@ -165,9 +166,6 @@ class Runtimes(Benchmark):
                 return dict(results(release, Path(temporary)))
 
         return call
-
-    def asks(self, case: Case) -> set[str]:
-        return set()
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
         return {"failed": {form: reason for form, reason in result.items() if reason}}
