@@ -12,7 +12,7 @@ import onnx
 
 from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
-from relskew_core._block.spec import BlockSpec
+from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._graph.attend import attend
 from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions
@@ -21,7 +21,7 @@ from relskew_core.export._graph.local import attend_blocks
 from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
-from relskew_core.export._plan import GraphPlan, check_spec, make_plan
+from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relskew_core._array.checks import check_bool, check_choice, check_int, describe
-from relskew_core._block.spec import BlockSpec
+from relskew_core._array.checks import check_bool, check_choice, check_int
+from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
@@ -231,12 +231,6 @@ def make_plan(
         chunk_size is not None,
         segments,
     )
-
-
-def check_spec(spec: Any) -> None:
-    """Refuse what is not a BlockSpec."""
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
 
 
 def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:

@@ -22,7 +22,7 @@ from examples.chorales.data import Music
 from examples.chorales.model import KINDS, Decoder
 from examples.chorales.tokens import Voice
 from examples.chorales.train import BATCH, CROP, RANGES, by_position, by_range, train
-from relskew_core.draw._files import whole
+from relskew_core._files import whole
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "chorales.md"

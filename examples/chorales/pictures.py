@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from examples.chorales.model import Decoder
 from examples.chorales.tokens import HELD, LOWEST
 from relskew_core import attention_weights
-from relskew_core.draw._files import whole
+from relskew_core._files import whole
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 INK, FAINT = "#222233", "#8a8a99"

@@ -11,7 +11,7 @@ import mido
 import numpy as np
 
 from examples.chorales.tokens import Voice
-from relskew_core.draw._files import whole
+from relskew_core._files import whole
 
 TICKS = 480
 """Of MIDI, in a quarter note."""

@@ -12,8 +12,7 @@ from typing import Any
 import onnx
 
 from relskew_core._array.checks import check_int, check_real
-from relskew_core._block.spec import BlockSpec
-from relskew_core.export._plan import check_spec
+from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._validate.isolated import run_isolated
 from relskew_core.export._validate.questions import reason
 from relskew_core.export._validate.report import Check, Report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import onnx
 
 from relskew_core._array.checks import describe
+from relskew_core._files import whole
 
 NAME = "genai_config.json"
 UNLIMITED = 2**20
@@ -35,15 +35,8 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
 
 def write_config(folder: Path, text: str) -> None:
     """Write the config beside a graph, all or nothing."""
-    handle, name = tempfile.mkstemp(prefix=f".{NAME}.", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)  # as the graph's
-        os.replace(name, folder / NAME)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole(folder / NAME) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def config_text(filename: str, model: onnx.ModelProto, entries: Mapping[str, Any], reach: int | None) -> str:

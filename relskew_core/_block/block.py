@@ -13,7 +13,7 @@ from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.cache import PAST, Cache, Growing
-from relskew_core._block.spec import ATTENDED, BlockSpec
+from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
 
 
@@ -69,8 +69,7 @@ def attention_block(
     >>> k.shape
     (1, 2, 3, 2)
     """
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+    check_spec(spec)
     spec.check_weights(weights)
     check_inputs(x, memory, spec)
     cache = None if past is None else Growing.of(past, spec)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from relskew_core._array.checks import check_choice, check_int, check_real, describe
-from relskew_core._block.spec import BlockSpec
+from relskew_core._array.checks import check_choice, check_int, check_real
+from relskew_core._block.spec import check_spec
 
 
 class Settings(NamedTuple):
@@ -18,8 +18,7 @@ class Settings(NamedTuple):
     @classmethod
     def of(cls, spec: Any, dropout: float, impl: str, chunk_size: int | None) -> Settings:
         """Return what a caller chose, if it can be chosen."""
-        if not isinstance(spec, BlockSpec):
-            raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+        check_spec(spec)
         dropout = check_real("dropout", dropout)
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")

@@ -218,3 +218,9 @@ class CallSpec(BlockSpec):
 
     def _check_future(self) -> None:
         pass
+
+
+def check_spec(spec: Any) -> None:
+    """Refuse what is not a BlockSpec."""
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")

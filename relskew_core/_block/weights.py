@@ -9,12 +9,11 @@ from math import prod
 from typing import Any
 
 from relskew_core import backends
-from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.seed import known_seed
 from relskew_core._array.typing import Array
-from relskew_core._block.spec import BlockSpec
+from relskew_core._block.spec import BlockSpec, check_spec
 
 PIECE = 2**20
 """Bytes drawn at a time: of 2^28 at once, a matrix of width 8192, Python's generator gives none."""
@@ -55,8 +54,7 @@ def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: A
     >>> bool(np.all(weights["q_proj.bias"] == 0))
     True
     """
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(f"`spec` must be a BlockSpec, got {describe(spec)}")
+    check_spec(spec)
     seed = known_seed(seed)
     xp = namespace_of(backends.default_library() if xp is None else xp)
     weights = {}

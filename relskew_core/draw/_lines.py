@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from relskew_core._files import whole
 from relskew_core.draw._colours import LIGHT
-from relskew_core.draw._files import whole
 
 GRID = "#e4e7eb"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
+from relskew_core._files import whole
 from relskew_core.draw._colours import UNSEEN, Paint, of_position, of_weight
-from relskew_core.draw._files import whole
 from relskew_core.draw._png import save_png
 from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Image, Shape, Words
 from relskew_core.draw._svg import svg

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from relskew_core._array.extras import needs_extra
 from relskew_core.draw._colours import HUES, LIGHT, rgb
 from relskew_core.draw._shapes import WIDTH, Box, Shape, Words
 
@@ -16,20 +17,14 @@ POINTS = 72 / 96
 COLOURS = {**HUES, **LIGHT}
 
 
-def need_matplotlib() -> None:
-    """Say what a PNG needs where it is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("drawing a PNG needs matplotlib: pip install 'relskew-core[plot]'") from error
-
-
 def save_png(path: Path, shapes: Iterable[Shape], height: float) -> None:
     """Write the shapes on light paper, two pixels a unit."""
-    need_matplotlib()
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib import figure as figures
+    except ModuleNotFoundError as error:
+        raise needs_extra("drawing a PNG", "plot", error) from error
 
-    figure = Figure(figsize=(WIDTH / 96, height / 96), dpi=192, facecolor=LIGHT["paper"])
+    figure = figures.Figure(figsize=(WIDTH / 96, height / 96), dpi=192, facecolor=LIGHT["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
     axes.set_axis_off()
     for shape in shapes:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from relskew_core._array.checks import check_int
+from relskew_core._files import whole
 from relskew_core.draw._colours import of_position
-from relskew_core.draw._files import whole
 from relskew_core.draw._picture import MOST, Cell, Panel, Picture, check_cells, check_ending, signed
 from relskew_core.draw._shapes import LETTERS, PAD, WIDTH, Box, Words
 from relskew_core.draw._svg import document, element
