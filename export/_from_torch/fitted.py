@@ -98,9 +98,7 @@ class FittedWindow(TableWindow):
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
         cut = super()._cut(table, axis, name)
-        if self._reach.beyond == "clip" or (self._reach.beyond == "error" and name == "rel_v"):
-            return cut
-        return self._marked(cut, axis, name)
+        return cut if self._reach.beyond == "error" and name == "rel_v" else self._marked(cut, axis, name)
 
     def _marked(self, x: Value, axis: int, name: str) -> Value:
         """Put zeros, or NaN for an error, where there is no row."""

@@ -224,7 +224,7 @@ CASES = dict(_cases()) | {
     "fitted: offset": Case({**_fitted("clip", "rel_k", "rel_v"), "offset": 1, "causal": True}, fitted=True),
     "fitted: values": Case({**_fitted("error", "rel_v"), "mask": _mask, "return_lse": True}, fitted=True),
     "fitted: keys": Case({**_fitted("error", "key_table"), "causal": True, "softcap": 2.0}, fitted=True),
-    "fitted: bias": Case({**_fitted("error", "rel_bias"), "window": (3, None)}, fitted=True),
+    "fitted: bias": Case({**_fitted("error", "rel_bias"), "window": (3, 2)}, fitted=True),
     "along: fitted": Case(
         {"rel_k": lambda batch, n, m: random(2 * n - 1, 6, seed=8), "span": lambda batch, n, m: Span.full(n),
          "causal": True}, along=True, fitted=True,
@@ -299,6 +299,9 @@ WRITTEN: dict[str, tuple[str, int, str]] = {
     "fitted-all-half": ("fitted: all", 18, "float16"),
     "fitted-zero": ("fitted: zero", 23, "float32"),
     "fitted-values": ("fitted: values", 18, "float32"),
+    "fitted-clip": ("fitted: clip", 23, "float32"),
+    "fitted-bias": ("fitted: bias", 18, "float32"),
+    "across-scale-of-nothing": ("scale of nothing", 23, "float32"),
     "past-key-table": ("past, key table", 18, "float32"),
     "past-reach": ("past", 23, "float32"),
     "two-batches-placed": ("two batches, placed", 18, "float32"),
