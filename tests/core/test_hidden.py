@@ -151,3 +151,19 @@ def test_rows_that_no_block_sees_may_be_anything(name: str, options: dict[str, A
         found.append([row.to_numpy(x) for x in (out, *gradients) if x is not None])
     for want, got in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_a_row_of_a_head_that_a_mask_hides_may_be_anything_at_positions(impl: str) -> None:
+    rng, places = np.random.default_rng(0), np.asarray([0, 3, 7])
+    q, k, v = rng.standard_normal((3, 2, 3, 4))
+    table, mask = rng.standard_normal((2, 15, 4)), np.ones((2, 3, 3), bool)
+    mask[0, 2, 1] = False  # alone at r = -4
+    found: list[Any] = []
+    for number in (0.0, np.nan):
+        table[0, 3] = number
+        out = relative_attention(
+            q, k, v, rel_v=table, span=Span.full(8), mask=mask, positions=(places, places), impl=impl
+        )
+        found.append(out)
+    np.testing.assert_array_equal(found[1], found[0])

@@ -197,8 +197,9 @@ def test_heads_that_do_not_divide_look_changed_over_where_lengths_do(n: int, m: 
         lambda q, k, v: relative_attention(q, k, v, sinks=np.zeros(H)),
         lambda q, k, v: relative_attention(q, k, v, mask=np.ones((N, N), dtype=bool)),
         lambda q, k, v: relative_attention(q, k, v, segments=np.zeros((2, N), dtype=int)),
+        lambda q, k, v: relative_attention(q[0], k[0], v[0], segments=np.zeros(N, dtype=int)),
     ],
-    ids=["heads", "table", "bias", "sinks", "mask", "segments"],
+    ids=["heads", "table", "bias", "sinks", "mask", "segments", "segments of one item"],
 )
 def test_errors_of_shapes_that_look_changed_over_say_so(call: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"\(\.\.\., heads, length, width\) here: did you mean q\.swapaxes\(-2, -3\)"):
@@ -260,6 +261,10 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
     ("call", "words"),
     [
         (lambda: relative_attention(Q, K, V, segments=[0] * N), "an integer array, or a pair of integer arrays"),
+        (
+            lambda: relative_attention(Q, K, V, positions=[np.arange(N)] * 3),  # type: ignore[arg-type]  # what is refused
+            r"^`positions` must be a pair of integer",
+        ),
         (lambda: relative_attention(Q, K, V, mask=np.ones((2, N), bool)), r"is mask\[\.\.\., None, None, :\], got"),
         (
             lambda: toeplitz_2d(np.zeros((169, 4)), q_grid=(7, 7), k_grid=(7, 7)),
@@ -280,7 +285,7 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
             r"`q` must have 56 positions on axis -2, 7 · 8 of its grid and 0 of its prefix, got",
         ),
     ],
-    ids=["segments", "padding", "Swin's table", "Swin's wide table", "Swin's table in a call", "grid"],
+    ids=["segments", "positions", "padding", "Swin's table", "Swin's wide table", "Swin's table in a call", "grid"],
 )
 def test_an_error_says_what_to_write_instead(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):

@@ -38,6 +38,13 @@ class Apart(nn.Module):
         return x + y.sum()
 
 
+class Beside(nn.Module):
+    """Takes two of one length, and one of any."""
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, z
+
+
 class Chosen(nn.Module):
     """Takes rows of a table."""
 
@@ -54,6 +61,7 @@ class Chosen(nn.Module):
         (Product(), [(2, 5), (5, 7)], [("a", 5), (5, "b")], [[(0, 1), (1, 0)]]),
         (Apart(), [(3,), (3,)], [(3,), (3,)], [[(0, 0)]]),
         (Apart(), [(4, 0), (3,)], [(4, 0), (3,)], [[(0, 0)]]),
+        (Beside(), [(2,), (2,), (5,)], [(2,), (2,), (5,)], [[(0, 0), (1, 0)], [(2, 0)]]),
     ],
 )
 def test_what_a_model_takes_longer(
@@ -72,6 +80,8 @@ def test_numbers_are_those_of_the_example() -> None:
     longer = drawn(places, [9], torch.Generator("cpu").manual_seed(0))
     assert set(longer.tolist()) == {0, 4}
     assert drawn(places[:0], [2], torch.Generator("cpu")).tolist() == [0, 0]
+    with torch.device("meta"):
+        assert drawn(places, [9], torch.Generator("cpu").manual_seed(0)).equal(longer)
 
 
 def frame(filename: str, line: str) -> Any:

@@ -244,6 +244,13 @@ def test_nan_is_no_token(tmp_path: Path) -> None:
         generate(path, PROMPT, 5)
 
 
+@pytest.mark.parametrize("ends", [2, [2], [7, 0]], ids=str)
+def test_a_text_may_end_with_one_token_or_with_any_of_some(ends: Any, tmp_path: Path) -> None:
+    genai.check_config(tmp_path, {"eos_token_id": ends}, False)
+    config = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": ends}, REACH))
+    assert config["model"]["eos_token_id"] == ends
+
+
 def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))  # which may lie on another disk
     genai.write_config(tmp_path, genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH))

@@ -45,7 +45,7 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
         _tests("chunks contrib functions graphs in_place local model reach windows"),
     ),
     "changes": ((f"{EXPORT}caches", f"{EXPORT}quantise"), _tests("caches graphs quantise")),
-    "models": ((f"{EXPORT}whole",), _tests("convert decoder_check generate names whole")),
+    "models": ((f"{EXPORT}whole",), _tests("convert decoder_check fixed generate names whole")),
     "translation": ((f"{EXPORT}from_torch",), _tests("translation")),
 }
 TORCH = ("models",)  # whose tests export models of torch, a second or more each: try a sample

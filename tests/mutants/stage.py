@@ -15,7 +15,7 @@ from mutants.decorators import undecorated
 from mutants.record import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md")
+COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "setup.py", "README.md")
 
 SAME = (
     (r", strict=\w+|, (?=\))", ""),  # `zip(…, strict=True)` guards against mistakes in the code itself
