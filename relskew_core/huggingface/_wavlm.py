@@ -40,13 +40,12 @@ class WavLMRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself; the mask is 1 at what is there, ``(batch, length)``."""
         refuse_weights(kwargs.get("output_attentions"))
         q, k, v = self.project(hidden_states)
-        if position_bias is None:
-            position_bias = self.rel_attn_embed(self.buckets).mT.contiguous()
+        bias = self.rel_attn_embed(self.buckets).mT.contiguous() if position_bias is None else position_bias
         gate = self._gate(hidden_states)
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
         # The gate is a query of width 1, and the bias its table.
-        options = {"rel_k": position_bias[..., None], "rel_q": gate, "rel_scale": 1.0, "span": self.span, "mask": mask}
-        return self.finish(self.attend(q, k, v, **options)), None, position_bias
+        options = {"rel_k": bias[..., None], "rel_q": gate, "rel_scale": 1.0, "span": self.span, "mask": mask}
+        return self.finish(self.attend(q, k, v, **options)), None, bias
 
     def _gate(self, hidden_states: Tensor) -> Tensor:
         """Return a number for each head and query, ``(batch, heads, length, 1)``."""
