@@ -129,7 +129,7 @@ def serves_kind(x: Operands, options: Options) -> bool:
     if x.k_positions is None or not has_tables(x):
         return True
     # A query meets many rows of a longer table in vain.
-    return x.key_table is None and options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
+    return options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
 
 
 def has_additive_mask(x: Operands) -> bool:

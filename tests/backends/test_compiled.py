@@ -350,18 +350,22 @@ def test_keys_that_a_mask_hides_may_be_anything(n: int, dtype: str) -> None:
 def test_what_labels_hide_may_be_anything(n: int, name: str, dv: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v, d_out = (rng.standard_normal((2, 2, *s)).astype(dtype) for s in ((n, 8), (600, 8), (600, dv), (n, dv)))
-    table, values = (rng.standard_normal((9, width)).astype(dtype) for width in (8, dv))
+    table, values, of_keys_too = (rng.standard_normal((9, width)).astype(dtype) for width in (8, dv, 8))
     of_queries, of_keys = 2 * rng.integers(1, 4, (2, n)), 2 * rng.integers(1, 4, (2, 600))
     of_keys[0, 7:600:31] = of_keys[1, 590:] = 50  # no query's document, and after all queries
     hidden = np.expand_dims(of_keys == 50, (1, 3))
     options: dict[str, Any] = {"span": Span(4, 4, "clip"), name: (of_queries, of_keys), "causal": name == "positions"}
-    given = {"rel_k": table, "rel_v": values, "offset": 0, **options}
-    expected = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
+    given = {"rel_k": table, "rel_v": values, "key_table": of_keys_too, "offset": 0, **options}
+
+    def results() -> tuple[Any, ...]:
+        gradients = relative_attention_vjp(d_out, q, k, v, **given)
+        return relative_attention(q, k, v, **given), *gradients[:5], gradients.key_table
+
+    expected = results()
     k, v = (np.where(hidden, np.asarray(np.nan, dtype), x) for x in (k, v))
     if name == "positions":  # which are even
-        table[1::2] = values[1::2] = np.nan
-    found = relative_attention(q, k, v, **given), *relative_attention_vjp(d_out, q, k, v, **given)[:5]
-    for x, y in zip(found, expected, strict=True):
+        table[1::2] = values[1::2] = of_keys_too[1::2] = np.nan
+    for x, y in zip(results(), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
     v[0, :, 100] = np.nan  # which some queries see
     seen = relative_attention(q, k, v, **given)

@@ -85,7 +85,7 @@ struct Backward {
         const Index columns = std::max(logits_row, columns_anywhere(x));
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
                queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
-               key_side.make() && sight.make() && (!relative || changed_by_row.make(height)) &&
+               key_side.make(true) && sight.make() && (!relative || changed_by_row.make(height)) &&
                (!x.rel_v || mixed_by_row.make(height)) && keys.make(x.keys, x.width, static_cast<bool>(sight)) &&
                d_q.make(height, x.width) && d_k.make(x.keys, x.width) && d_v.make(x.keys, x.value_width) &&
                make_tables();
@@ -95,7 +95,8 @@ struct Backward {
         return (!queries.apart || d_met.make(height, x.rel_width)) && (!x.bias || d_bias.make(1, x.rows)) &&
                (!x.rel_k ||
                 (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
-               (!x.key_table || (key_table.make(x.rows, x.width) && d_key_table.make(x.rows, x.width))) &&
+               (!x.key_table ||
+                (key_table.make(x.rows, x.width, static_cast<bool>(places)) && d_key_table.make(x.rows, x.width))) &&
                (!x.rel_v || d_rel_v.make(x.rows, x.value_width));
     }
 
@@ -139,7 +140,7 @@ struct Backward {
 
     void pull_back(Index item, Index head, Index first) {
         const Index count = std::min(most, x.queries - first), position = x.offset + first;
-        sight.take_queries(item, first, count);
+        sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
         const Seen seen = sight.of(0, count, position, 0, x.keys);
         d_q.clear();
         if (queries.apart) d_met.clear();
@@ -228,8 +229,8 @@ struct Backward {
                     d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
         if (x.key_table)
-            key_side.pull_back(keys, count, position, start + low, keys_there, ds + low, logits_row, d_keys, d_k.row,
-                               d_key_table.at.get(), d_key_table.row, key_table);
+            key_side.pull_back(keys, item, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
+                               d_k.row, d_key_table.at.get(), d_key_table.row, key_table);
         if (places) return;
         if (x.rel_k) changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
@@ -247,8 +248,8 @@ struct Backward {
             relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
             Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
-            Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row);
-            if (x.key_table) of_logits = {add_to_logits(rows, of_logits.at, of_logits.row, s, logits_row), logits_row};
+            const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
+                                              static_cast<bool>(x.key_table));
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
                           key_panels.get() + (start + j) * x.width, PANEL, of_logits.at, of_logits.row, s, logits_row);
             const Start of_weights =

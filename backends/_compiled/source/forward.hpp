@@ -39,17 +39,6 @@ struct Queries {
     }
 };
 
-// How many relative positions there may be beside those of a block of keys.
-inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
-
-// Add products of PANEL keys with the queries' table, if any, to what is of the keys' table; return where that is.
-inline const Real *add_to_logits(Index rows, const Real *from, Index from_row, Real *s, Index s_row) {
-    for (Index i = 0; from && i < rows; i++)
-        for (Index j = 0; j < PANEL; j += LANES)
-            store(s + i * s_row + j, load(s + i * s_row + j) + load(from + i * from_row + j));
-    return s;
-}
-
 // All that one thread has while it works.
 struct Forward {
     static constexpr Index KEYS = 512;                                             // of a block
@@ -126,7 +115,7 @@ struct Forward {
 
     void attend(Index item, Index head, Index first) {
         const Index count = std::min(most, x.queries - first), position = x.offset + first;
-        sight.take_queries(item, first, count);
+        sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
         const Seen seen = sight.of(0, count, position, 0, x.keys);
         std::memset(outs.get(), 0, height * value_row * sizeof(Real));
         std::fill(softmax, softmax + count, Softmax());
@@ -162,8 +151,8 @@ struct Forward {
                 relative.multiply(queries.met(), queries.met_row(), m, rows, low - (p + rows - 1), high - p, origin);
             Real *s = logits + m * logits_row;
             for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
-                Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row);
-                if (x.key_table) from = {add_to_logits(rows, from.at, from.row, s + j, logits_row), logits_row};
+                const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
+                                             static_cast<bool>(x.key_table));
                 multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
                             keys.get() + (start + j - packed.low) * x.width, PANEL, from.at, from.row, s + j,
                             logits_row);

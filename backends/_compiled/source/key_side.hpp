@@ -1,4 +1,4 @@
-// Keys that meet a table: as queries do, seen from the keys, whose products are turned around.
+// Keys with a table of theirs: as queries with one, seen from the keys, whose products are turned around.
 #pragma once
 
 #include "look_up.hpp"
@@ -11,27 +11,50 @@ inline Array<const Real> turned(Array<const Real> table, Index rows) {
     return table;
 }
 
+// A call as a block of its keys sees it, to which a block of queries is what keys are to queries.
+inline Problem seen_from_keys(Problem x) {
+    x.left = x.rows - 1 - x.left, x.keys = ROWS;
+    std::swap(x.before, x.after), std::swap(x.q_positions, x.k_positions);
+    return x;
+}
+
 struct KeySide {
     static constexpr Index ROW = ROWS + 2 * MARGIN;  // of what is turned around
 
     const Problem &x;
+    const Problem seen;
     const Index width;
     Relative relative;
+    Places places;  // of a block of keys, and of the block of queries
+    ByRow by_row;
     Reals keys, changed;
+    std::int32_t stands[ROWS + SPARE];  // where the queries do
 
     explicit KeySide(const Problem &x)
         : x(x),
+          seen(seen_from_keys(x)),
           width(padded(x.width)),
-          relative(turned(x.key_table, x.rows), {}, Span::of(x).mirrored(), x.width, x.rel_scale) {}
+          relative(turned(x.key_table, x.rows), {}, Span::of(x).mirrored(), x.width, x.rel_scale),
+          places(seen),
+          by_row(seen, places) {}
 
-    bool make() {
+    bool make(bool backward = false) {
         if (!x.key_table) return true;
-        keys = zeros(padded(ROWS, HIGH) * width);
+        const Index height = padded(ROWS, HIGH);
+        keys = zeros(height * width);
         changed = zeros((ROWS + HIGH + LANES) * ROW);
-        return keys && changed && relative.make(padded(ROWS, HIGH), ROWS);
+        return keys && changed && relative.make(height, std::max(ROWS, columns_anywhere(x))) && places.make() &&
+               (!backward || by_row.make(height));
     }
 
     void take(Index head) { relative.take(head); }
+
+    void take_queries(Index item, Index first, Index count) {
+        if (!x.key_table || !places) return;
+        std::copy_n(x.q_positions.of(item, 0) + first, count, stands);
+        std::fill(stands + count, stands + ROWS + SPARE, stands[count - 1]);
+        places.take(stands);
+    }
 
     // Write the products of the keys start … start + n - 1 with what queries from a position on meet of the table.
     void write(Index item, Index head, Index count, Index position, Index start, Index n, Real *to, Index to_row) {
@@ -40,31 +63,52 @@ struct KeySide {
             const Index origin = relative.origin(position - (key + ROWS - 1));
             take_keys(item, head, key, rows);
             relative.take_edges(keys.get(), width, rows);
-            for (Index m = 0; m < rows; m += HIGH) {
+            if (places) look_up(item, key, rows, count);
+            for (Index m = 0; !places && m < rows; m += HIGH) {
                 const Index own = std::min<Index>(HIGH, rows - m), low = position - (key + m + own - 1);
                 relative.multiply(keys.get(), width, m, own, low, position + count - (key + m), origin);
             }
             for (Index j = 0; j < rows; j += LANES)
                 for (Index i = 0; i < count; i += LANES)
-                    turn(relative.at(j, position + i, key + j, origin), relative.row - 1, to + i * to_row + first + j,
-                         to_row, std::min<Index>(LANES, count - i), 1);
+                    turn(places ? of_key(j) + i : relative.at(j, position + i, key + j, origin),
+                         places ? ROW : relative.row - 1, to + i * to_row + first + j, to_row,
+                         std::min<Index>(LANES, count - i), 1);
         }
     }
 
+    // Write the products of some keys where the queries stand.
+    void look_up(Index item, Index key, Index rows, Index count) {
+        places.take_queries(item, key, rows);
+        places.multiply(relative, keys.get(), width, rows);
+        for (Index i = 0; i < count; i += PANEL) places.look_up(relative, 0, rows, i, of_key(0) + i, ROW, false);
+    }
+
+    // Of what is turned around, a row: zeros are around it.
+    Real *of_key(Index j) const { return changed.get() + MARGIN + j * ROW; }
+
     // Add what the gradients of logits make of keys and of their table to the gradients of both.
-    void pull_back(const Rows &keys, Index count, Index position, Index start, Index n, const Real *d_logits, Index row,
-                   Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row, const Rows &table) {
+    void pull_back(const Rows &keys, Index item, Index count, Index position, Index start, Index n,
+                   const Real *d_logits, Index row, Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row,
+                   const Rows &table) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
             for (Index j = 0; j < rows + HIGH; j += LANES)  // past them are zeros, which products may read
                 for (Index i = 0; i < padded(count); i += LANES)
-                    turn(d_logits + i * row + first + j, row, changed.get() + MARGIN + j * ROW + i, ROW, LANES,
-                         x.rel_scale);
+                    turn(d_logits + i * row + first + j, row, of_key(j) + i, ROW, LANES, x.rel_scale);
             for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
-                std::fill(changed.get() + MARGIN + j * ROW + count, changed.get() + MARGIN + j * ROW + ROWS, 0);
-            const Weights weights{changed.get() + MARGIN, ROW, rows, key, position, 0, count};
-            weights.spread(relative.span, keys.at + key * keys.row, keys.row, width, d_table, d_table_row);
-            weights.mix(relative.span, table.at, table.row, width, d_keys + first * d_keys_row, d_keys_row);
+                std::fill(of_key(j) + count, of_key(j) + ROWS, 0);
+            const Real *own = keys.at + key * keys.row;
+            Real *d_own = d_keys + first * d_keys_row;
+            if (places) {
+                places.take_queries(item, key, rows), by_row.clear(rows);
+                for (Index j = 0; j < rows; j++) by_row.add(j, {of_key(j), 0, count}, 0);
+                by_row.spread(rows, own, keys.row, width, d_table, d_table_row);
+                by_row.mix(rows, table, d_own, d_keys_row);
+                continue;
+            }
+            const Weights weights{of_key(0), ROW, rows, key, position, 0, count};
+            weights.spread(relative.span, own, keys.row, width, d_table, d_table_row);
+            weights.mix(relative.span, table.at, table.row, width, d_own, d_keys_row);
         }
     }
 

@@ -41,7 +41,11 @@ struct Labels {
 
     void take_keys(Index item) {
         if (!*this || (keys && !of_keys.item)) return;
-        keys = of_keys.of(item, 0), all = Bounds();
+        take(of_keys.of(item, 0));
+    }
+
+    void take(const std::int32_t *of_all_keys) {
+        keys = of_all_keys, all = Bounds();
         for (Index j = 0; j < x.keys; j += LANES)
             all.take(vectors[j / LANES] = Bounds::of(keys + j, std::min<Index>(LANES, x.keys - j)));
     }

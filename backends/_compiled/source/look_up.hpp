@@ -7,6 +7,9 @@ namespace {
 
 constexpr Index TABLE = Index{1} << 30;  // further than a table reaches that queries look up rows of
 
+// How many relative positions there may be beside those of a block of keys.
+inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
+
 // The relative positions that a block of queries may tell apart: what is lower or higher counts as these.
 struct Reach {
     Index low = 0, high = 0;
@@ -56,13 +59,14 @@ struct Places : Labels {
                               relative.origin(reach.low));
     }
 
-    // Write them where the keys stand that meet these rows: PANEL of them, from `key` on.
-    void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row) const {
+    // Write them where the keys stand that meet these rows: PANEL of them, from `key` on; or add them to what is there.
+    void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row, bool adds) const {
         const Index origin = relative.origin(reach.low);
         for (Index i = m; i < m + rows; i++, to += to_row) {
             const Real *from = relative.products.get() + (i * relative.row + reach.low - origin);
             for (Index j = 0; j < PANEL && key + j < x.keys; j += LANES) {
                 const Bounds there = vectors[(key + j) / LANES];
+                const Vec before = adds ? load(to + j) : Vec{};
                 if (reach.all_low(queries[i], there)) {
                     store(to + j, splat(from[0]));
                 } else if (reach.all_high(queries[i], there)) {
@@ -71,6 +75,7 @@ struct Places : Labels {
                     const Ints c = reach.columns(queries[i], keys + key + j);
                     for (int lane = 0; lane < LANES; lane++) to[j + lane] = from[c[lane]];
                 }
+                if (adds) store(to + j, load(to + j) + before);
             }
         }
     }
@@ -108,11 +113,19 @@ struct Start {
     const Real *at;
     Index row;
 
-    // Those of some queries, the first at position p, with PANEL keys from `key` on; looked up, they stand in `to`.
+    // Those of some queries, the first at position p, with PANEL keys from `key` on. Where they are looked up, or added
+    // to what is there already, they stand in `to`.
     static Start of(const Relative &relative, const Places &places, Index m, Index rows, Index key, Index p,
-                    Index origin, Real *to, Index to_row) {
-        if (!places || !relative) return {relative.at(m, key, p, origin), relative.row - 1};
-        places.look_up(relative, m, rows, key, to, to_row);
+                    Index origin, Real *to, Index to_row, bool adds = false) {
+        if (places && relative) {
+            places.look_up(relative, m, rows, key, to, to_row, adds);
+            return {to, to_row};
+        }
+        const Start from{relative.at(m, key, p, origin), relative.row - 1};
+        if (!adds) return from;
+        for (Index i = 0; from.at && i < rows; i++)
+            for (Index j = 0; j < PANEL; j += LANES)
+                store(to + i * to_row + j, load(to + i * to_row + j) + load(from.at + i * from.row + j));
         return {to, to_row};
     }
 };

@@ -150,7 +150,7 @@ struct ProblemOf {
             return "a number is not one of a call";
         if (heads % key_heads || items % entries) return "sizes do not divide each other";
         if (rel_k && !rel_q && rel_width != width) return "queries are not as wide as the table that they meet";
-        if (k_positions && (key_table || rows > Index{1} << 30)) return "positions meet no such table";
+        if (k_positions && rows > Index{1} << 30) return "positions meet no such table";
         return nullptr;
     }
 
