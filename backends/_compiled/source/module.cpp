@@ -107,6 +107,7 @@ class Reader {
     Py_buffer buffers_[MOST];
     int count_ = 0;
     PyObject *const *next_;
+    PyObject *opened_ = nullptr;  // whose buffer is the first one already
 
 public:
     explicit Reader(PyObject *const *args) : next_(args) {}
@@ -115,19 +116,17 @@ public:
         while (count_) PyBuffer_Release(&buffers_[--count_]);
     }
 
-    // Whether an array is of such numbers; what is none is refused when it is read.
+    // Whether an array, the first that is looked at, is of such numbers; what is none is refused when it is read.
     template <class T>
-    static bool is_of(PyObject *from) {
+    bool is_of(PyObject *from) {
         if (PyCapsule_CheckExact(from)) {
             const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
             PyErr_Clear();
             return own && own->code == TYPE<T>.code && own->bits == 8 * TYPE<T>.size;
         }
-        Py_buffer buffer;
-        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES)) return PyErr_Clear(), false;
-        const bool found = buffer.itemsize == TYPE<T>.size;
-        PyBuffer_Release(&buffer);
-        return found;
+        if (PyObject_GetBuffer(from, buffers_, PyBUF_STRIDES | PyBUF_FORMAT)) return PyErr_Clear(), false;
+        opened_ = from, count_ = 1;
+        return buffers_->itemsize == TYPE<T>.size;
     }
 
     PyObject *next() { return *next_++; }
@@ -164,14 +163,16 @@ private:
     }
 
     bool read_buffer(const char *name, PyObject *from, Type type, bool writes, View &view) {
-        Py_buffer &buffer = buffers_[count_];
-        if (count_ == MOST) return refuse(name, "is one array too many");
-        if (PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0))) {
+        const bool is_open = from == opened_ && !writes;
+        Py_buffer &buffer = buffers_[is_open ? 0 : count_];
+        if (!is_open && count_ == MOST) return refuse(name, "is one array too many");
+        if (!is_open &&
+            PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0))) {
             if (!writes) return false;
             PyErr_Clear();
             return refuse(name, "is not there to be written to");
         }
-        count_++;
+        count_ += !is_open;
         const char *format = buffer.format ? buffer.format : "B";
         if (*format == '=') format++;  // this machine's own order, at odd addresses
         const bool same = format[0] == type.format || (format[0] == 'l' && type.format == 'i');
@@ -277,18 +278,16 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
 
 // attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, first, stop, parts, team, threads)
 template <class Real>
-PyObject *attend_of(PyObject *const *args) {
+PyObject *attend_of(Reader &from) {
     ProblemOf<Real> x{};
-    Reader from(args);
     return read_call(from, x) && x.results(from) ? work(chosen->of(Real()).attend, x, from) : nullptr;
 }
 
 // pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, sums, *GRADIENTS, first, stop, parts, team,
 // threads)
 template <class Real>
-PyObject *pull_back_of(PyObject *const *args) {
+PyObject *pull_back_of(Reader &from) {
     ProblemOf<Real> x{};
-    Reader from(args);
     if (!read_call(from, x) || !x.cotangents(from)) return nullptr;
     x.sums = from.whole();
     return x.gradients(from) ? work(chosen->of(Real()).pull_back, x, from) : nullptr;
@@ -297,12 +296,14 @@ PyObject *pull_back_of(PyObject *const *args) {
 // A call's dtype is that of its queries, the first array.
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, forward_count)) return nullptr;
-    return Reader::is_of<double>(args[3]) ? attend_of<double>(args) : attend_of<float>(args);
+    Reader from(args);
+    return from.is_of<double>(args[3]) ? attend_of<double>(from) : attend_of<float>(from);
 }
 
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, backward_count)) return nullptr;
-    return Reader::is_of<double>(args[3]) ? pull_back_of<double>(args) : pull_back_of<float>(args);
+    Reader from(args);
+    return from.is_of<double>(args[3]) ? pull_back_of<double>(from) : pull_back_of<float>(from);
 }
 
 PyMethodDef methods[] = {
