@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from libraries import NATIVE
+
 SETUP = """
 import faulthandler
 import numpy as np
@@ -31,7 +33,7 @@ print(min(grown))
 """
 WAYS = {
     "numpy, portable": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='portable', **options)",
-    "numpy, native": "call = lambda offset: relative_attention(*arrays, offset=offset, impl='native', **options)",
+    "numpy, native": f"call = lambda offset: relative_attention(*arrays, offset=offset, impl={NATIVE!r}, **options)",
     "numpy, gradients": "call = lambda offset: relative_attention_vjp(arrays[0], *arrays, offset=offset, **options)",
     "torch": """
         import torch

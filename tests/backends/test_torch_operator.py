@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import dense
+from libraries import NATIVE
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.problem import problem
@@ -69,7 +70,7 @@ def tensors(case: dense.Case, *, grad: bool = False, dtype: str = "float64") -> 
     return {name: x.requires_grad_(grad and x.is_floating_point()) for name, x in given.items()}
 
 
-def attend(case: dense.Case, *, impl: str = "native", **more: Any) -> Callable[..., Any]:
+def attend(case: dense.Case, *, impl: str = NATIVE, **more: Any) -> Callable[..., Any]:
     """Return attention as a function of the case's tensors by position."""
     names = list(case.arrays())
     return lambda *given: relative_attention(**dict(zip(names, given, strict=True)), **case.call(), impl=impl, **more)
@@ -198,7 +199,7 @@ def test_second_gradients_with_the_log_sum_exp_of_one_tensor_given_thrice() -> N
     table = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
 
     def attend(x: Tensor, table: Tensor) -> Any:
-        return relative_attention(x, x, x, table, impl="native", return_lse=True)
+        return relative_attention(x, x, x, table, impl=NATIVE, return_lse=True)
 
     assert torch.autograd.gradgradcheck(attend, (x, table))
 
@@ -510,7 +511,7 @@ def test_a_thread_pool_may_call_it() -> None:
 
     def task(_: int) -> tuple[bool, bool]:
         before = torch.get_num_threads()
-        result = relative_attention_vjp(torch.tensor(case.d_out()), **tensors(case), **case.call(), impl="native")
+        result = relative_attention_vjp(torch.tensor(case.d_out()), **tensors(case), **case.call(), impl=NATIVE)
         same = all(a is b or torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(result, expected, strict=True))
         return same, torch.get_num_threads() == before
 
@@ -533,7 +534,7 @@ def test_forked_processes_and_data_loaders_may_call_it() -> None:
         table = torch.randn(4, 160, 8, generator=generator)
 
         def attend():
-            return relative_attention(q, k, v, table, causal=True, impl="native")
+            return relative_attention(q, k, v, table, causal=True, impl=NATIVE)
 
         class Outputs(torch.utils.data.Dataset):
             def __len__(self):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from libraries import NATIVE
 from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
@@ -64,7 +65,7 @@ def test_padding_is_what_the_portable_code_makes_of_it(kind: str, holes: bool, o
     if kind == "additive":
         mask = torch.where(mask, torch.linspace(-1, 1, LENGTH, dtype=torch.float64), -torch.inf)
     torch.testing.assert_close(
-        results(mask, "native", **options), results(mask, "portable", **options), rtol=0, atol=1e-11
+        results(mask, NATIVE, **options), results(mask, "portable", **options), rtol=0, atol=1e-11
     )
 
 
@@ -77,7 +78,7 @@ def test_an_item_may_keep_no_key(kind: str, kept: list[tuple[int, int]], options
     if kind == "additive":
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     expected = results(mask, "portable", torch.float32, **options)
-    for impl in ("auto", "native"):
+    for impl in ("auto", NATIVE):
         found = results(mask, impl, torch.float32, **options)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     out, lse = (x.expand(7, *x.shape[1:])[4] for x in found[:2])
@@ -138,16 +139,16 @@ def test_keys_that_are_hidden_from_all_may_be_anything(poison: float) -> None:
     mask = torch.arange(LENGTH) % 3 != 1
     spoiled = x.masked_fill(~mask[:, None], poison)
     for kept in (mask, torch.where(mask, 0.5, -torch.inf)):
-        expected = relative_attention(x, x, x, mask=kept, impl="native")
+        expected = relative_attention(x, x, x, mask=kept, impl=NATIVE)
         assert isinstance(expected, Tensor)
-        found = relative_attention(x, spoiled, x, mask=kept, impl="native")
+        found = relative_attention(x, spoiled, x, mask=kept, impl=NATIVE)
         np.testing.assert_array_equal(found, expected)
-    seen = relative_attention(x, x.index_fill(-2, torch.tensor([0]), torch.nan), x, mask=mask, impl="native")
+    seen = relative_attention(x, x.index_fill(-2, torch.tensor([0]), torch.nan), x, mask=mask, impl=NATIVE)
     assert isinstance(seen, Tensor)
     assert bool(seen.isnan().all())
 
 
-@pytest.mark.parametrize("impl", ["native", "portable"])
+@pytest.mark.parametrize("impl", [NATIVE, "portable"])
 def test_a_key_that_an_additive_mask_hides_may_be_anything_in_a_chunk_of_one_query(impl: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (torch.from_numpy(rng.standard_normal((9, 3))) for _ in range(3))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from libraries import NATIVE
 from relskew_core import Span, relative_attention, relative_attention_vjp
 
 OFFSETS = [3, -4, -4, 0, 9, -30]
@@ -50,7 +51,7 @@ def is_additive(x: Any) -> bool:
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_ragged_batches_are_what_the_portable_code_makes_of_them(options: dict[str, Any]) -> None:
-    found = by_autograd("native", arrays(), offset=OFFSETS, **options)
+    found = by_autograd(NATIVE, arrays(), offset=OFFSETS, **options)
     torch.testing.assert_close(found, by_autograd("portable", arrays(), offset=OFFSETS, **options), rtol=0, atol=1e-11)
 
 
@@ -62,9 +63,7 @@ def test_so_are_their_explicit_gradients(options: dict[str, Any], given: tuple[s
     out, lse = relative_attention(**call, return_lse=True)
     results = {"out": out, "lse": lse, "d_lse": lse.nan_to_num(0, 0, 0).cos()}
     chosen: dict[str, Any] = {name: results[name] for name in given}
-    found, expected = (
-        relative_attention_vjp(out.sin(), **call, **chosen, impl=impl) for impl in ("native", "portable")
-    )
+    found, expected = (relative_attention_vjp(out.sin(), **call, **chosen, impl=impl) for impl in (NATIVE, "portable"))
     for name in found._fields:
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
 
@@ -73,7 +72,7 @@ def test_two_axes_before_the_heads() -> None:
     offsets = torch.tensor(OFFSETS).reshape(2, 3)
     mask = torch.linspace(-1, 1, 3 * KEYS, dtype=torch.float64).reshape(3, 1, 1, KEYS)  # for all along the first
     found, expected = (
-        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, causal=True) for impl in ("native", "portable")
+        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, causal=True) for impl in (NATIVE, "portable")
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     detached: dict[str, Any] = {name: x.detach() for name, x in arrays((2, 3)).items()}
@@ -81,7 +80,7 @@ def test_two_axes_before_the_heads() -> None:
         relative_attention_vjp(
             expected[0].detach(), **detached, span=Span.clipped(4), offset=offsets, mask=mask, impl=impl
         )
-        for impl in ("native", "portable")
+        for impl in (NATIVE, "portable")
     ]  # fmt: skip
     for name in vjps[0]._fields:
         torch.testing.assert_close(getattr(vjps[0], name), getattr(vjps[1], name), rtol=0, atol=1e-11)
@@ -90,11 +89,11 @@ def test_two_axes_before_the_heads() -> None:
 def test_half_precision_and_autocast() -> None:
     half: dict[str, Any] = {name: x.detach().to(torch.bfloat16) for name, x in arrays().items()}
     options: dict[str, Any] = {"span": Span.clipped(4), "offset": OFFSETS, "causal": True}
-    found, expected = (relative_attention(**half, **options, impl=impl) for impl in ("native", "portable"))
+    found, expected = (relative_attention(**half, **options, impl=impl) for impl in (NATIVE, "portable"))
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     single: dict[str, Any] = {name: x.detach().float() for name, x in arrays().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = relative_attention(**single, **options, impl="native")
+        out = relative_attention(**single, **options, impl=NATIVE)
     assert isinstance(out, Tensor)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, found, rtol=0.05, atol=0.05)

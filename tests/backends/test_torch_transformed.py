@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import relskew_core
+from libraries import NATIVE
 from relskew_core import Span
 from relskew_core.layers.torch import MultiheadAttention
 
@@ -121,11 +122,11 @@ def test_forward_mode_goes_with_backward_mode(n: int) -> None:
 
 def test_the_native_path_refuses_forward_mode_by_name() -> None:
     given = drawn(9)
-    attend(*given, impl="native")
+    attend(*given, impl=NATIVE)
     with forward_ad.dual_level():
-        attend(*given, impl="native")  # without a tangent it does no harm
+        attend(*given, impl=NATIVE)  # without a tangent it does no harm
     with pytest.raises(ValueError, match="forward mode go through the portable code alone"):
-        tangent(attend, given, 0, impl="native")
+        tangent(attend, given, 0, impl=NATIVE)
 
 
 def test_modules_keep_tangents() -> None:

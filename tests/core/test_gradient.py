@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import dense
 import oracles
 import strategies
-from libraries import LIBRARIES, Library, of_name
+from libraries import LIBRARIES, NATIVE, Library, of_name
 from relskew_core import Span, merge_attention, relative_attention, relative_attention_vjp
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.backward import attention_vjp
@@ -374,7 +374,7 @@ def test_a_library_without_a_native_path_says_so() -> None:
         gradients_on(strict, case.d_out(), case.arrays(), case.call(), impl="native")
 
 
-@pytest.mark.parametrize("impl", ["portable", "native"])
+@pytest.mark.parametrize("impl", ["portable", NATIVE])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("chunk_size", [None, 3])

@@ -15,6 +15,7 @@ import libraries
 import oracles
 import strategies
 from dense import Case
+from libraries import NATIVE
 from relskew_core import Span, relative_attention, relative_attention_vjp, relative_logits
 from relskew_core.backends import _compiled
 
@@ -129,7 +130,7 @@ def test_a_causal_table_is_long_enough_for_causal_logits_of_keys() -> None:
 def test_torch_meets_the_tables_ends_once_for_all_keys_beyond_them(span: Span, options: dict[str, Any]) -> None:
     case = Case("far", n=50, m=60, span=span, heads=4, kv_heads=2, tables="rel_k key_table", own_tables=False)
     results = []
-    for impl in ("native", "portable"):
+    for impl in (NATIVE, "portable"):
         given: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
         call = {**given, "span": span, "chunk_size": 16, "impl": impl, "offset": 0, **options}
         out = relative_attention(**call)

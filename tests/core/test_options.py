@@ -16,7 +16,7 @@ import libraries
 import oracles
 import relskew_core as relskew
 import strategies
-from libraries import LIBRARIES, Library
+from libraries import LIBRARIES, NATIVE, Library
 from relskew_core import Span, attention_weights, relative_attention_2d, relative_attention_vjp
 from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
@@ -129,7 +129,7 @@ def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> No
     """torch's native path takes two ways, for low and for high ones."""
     exact, lse = relative_attention(Q, K, V, TABLE, softcap=softcap, return_lse=True)
     single = [torch.tensor(x, dtype=torch.float32) for x in (Q, K, V, TABLE)]
-    found, sums = relative_attention(*single, softcap=softcap, return_lse=True, impl="native")
+    found, sums = relative_attention(*single, softcap=softcap, return_lse=True, impl=NATIVE)
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-5)
     np.testing.assert_allclose(sums, lse, rtol=0, atol=2e-5)
 
@@ -228,7 +228,7 @@ def test_the_cost_of_blocks_grows_with_the_length() -> None:
 
 def test_one_causal_block_before_is_local_attention() -> None:
     local = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6)
-    same = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6, blocks_before=1, causal=True, impl="native")
+    same = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6, blocks_before=1, causal=True, impl=NATIVE)
     np.testing.assert_allclose(local, same, rtol=0, atol=1e-14)
 
 
@@ -412,7 +412,7 @@ def dropped(impl: str = "auto", dropout: float = 0.3, seed: int = 3, n: int = 30
 def test_a_seed_drops_the_same_in_every_way() -> None:
     expected = dropped()
     assert torch.all((expected - expected.round()).abs() < 1e-9)
-    for options in ({"impl": "portable"}, {"chunk_size": 7}, {"impl": "native", "chunk_size": 300}):
+    for options in ({"impl": "portable"}, {"chunk_size": 7}, {"impl": NATIVE, "chunk_size": 300}):
         torch.testing.assert_close(dropped(**options), expected, rtol=0, atol=1e-9)
     x, v = np.zeros((2, 2, 300, 4)), np.broadcast_to(np.eye(300), (2, 2, 300, 300))
     found = relative_attention(x, x, v, dropout=0.3, seed=3) * 300 * 0.7

@@ -93,12 +93,11 @@ def test_no_import_runs_in_a_circle() -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """But for what users import by the framework's name, and what backends have among themselves."""
+    """But for what users import by the framework's name."""
     defined: dict[str, set[str]] = {}
     for name, path in [*sources().items(), *((f"benchmarks.{x.stem}", x) for x in ROOT.glob("benchmarks/*.py"))]:
-        home = "backends" if name.startswith("backends.") else name
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                defined.setdefault(node.name, set()).add(home)
-    named = {"FixedCache", "SlidingCache", "RelativeMultiheadAttention", "Part"}  # a part: of a sequence, or of a batch
+                defined.setdefault(node.name, set()).add(name)
+    named = {"FixedCache", "SlidingCache", "RelativeMultiheadAttention"}
     assert not {name: sorted(homes) for name, homes in defined.items() if len(homes) > 1 and name not in named}

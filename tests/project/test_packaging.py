@@ -173,7 +173,7 @@ def test_a_compiler_that_fails_fails_no_installation(source: Path, tmp_path: Pat
         "import sys, numpy as np, relskew_core, relskew_core.cli\n"
         "x = np.ones((1, 2, 4, 8), np.float32)\n"
         "table, span = np.ones((7, 8), np.float32), relskew_core.Span.full(4)\n"
-        "y = relskew_core.relative_attention(x, x, x, table, span, impl='native')\n"
+        "y = relskew_core.relative_attention(x, x, x, table, span)\n"
         "assert y.dtype == np.float32 and np.allclose(y, x), y\n"
         "print(relskew_core.__file__)\n"
         "sys.exit(relskew_core.cli.main(['info']))"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import oracles
-from libraries import LIBRARIES
+from libraries import LIBRARIES, NATIVE
 from relskew_core import Span, relative_attention
 
 Floats = NDArray[np.float64]
@@ -43,7 +43,7 @@ class Way:
         return oracles.Attention(library.to_numpy(out), library.to_numpy(lse))
 
 
-WAYS = [Way("numpy", "portable"), Way("numpy", "native"), Way("torch, CPU", "auto")]
+WAYS = [Way("numpy", "portable"), Way("numpy", NATIVE), Way("torch, CPU", "auto")]
 
 
 @dataclass(frozen=True)

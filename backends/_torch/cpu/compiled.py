@@ -16,7 +16,7 @@ from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Kind, Operands, Opt
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
-from relskew_core.backends._torch.cpu.parts import Part, flattened, parts, with_zeros
+from relskew_core.backends._torch.cpu.parts import Share, flattened, parts, with_zeros
 
 SHARED = 2**20
 """Multiplications for which it pays to wake a thread of torch's: as a rule it is awake."""
@@ -115,7 +115,7 @@ def _pull_back(
     return _compiled.pull_back(d_out, x, Call.of(x, options), out, lse, d_lse, library=TORCH, wanted=wanted)
 
 
-def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Part, like: Tensor) -> None:
+def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Share, like: Tensor) -> None:
     """Put the gradient of a part where it belongs; those of tables are sums."""
     if KINDS[name] not in (Kind.SEQUENCE, Kind.MASK):
         found[name] = found[name] + gradient if name in found else gradient

@@ -23,7 +23,7 @@ AXES_OF_KEYS = {"k": -2, "v": -2, "mask": -1, "k_segments": -1, "k_positions": -
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Share:
     """Some items of a batch, one after the other, and some keys, one after the other."""
 
     operands: Operands
@@ -52,12 +52,12 @@ def with_zeros(found: dict[str, Tensor], operands: Operands, names: Iterable[str
     return {name: found[name] if name in found else x.new_zeros(x.shape) for name, x in arrays.items()}
 
 
-def parts(operands: Operands, options: Options) -> Iterator[Part]:
+def parts(operands: Operands, options: Options) -> Iterator[Share]:
     """Cut a call of flattened operands, without the items that keep no key."""
     mask, pattern = operands.mask, options.visibility
     kept = None if mask is None or options.dropout else _kept(mask, pattern.n_keys, pattern.block_size or 1)
     if kept is None:  # dropout is drawn by the places of items and keys
-        yield Part(operands, options, slice(None), 0, pattern.n_keys)
+        yield Share(operands, options, slice(None), 0, pattern.n_keys)
         return
     stop = 0
     for (first, end, full), run in groupby(kept):
@@ -66,7 +66,7 @@ def parts(operands: Operands, options: Options) -> Iterator[Part]:
             continue
         items = slice(start, stop) if len(kept) > 1 else slice(None)
         own = replace(pattern, n_keys=end - first, offset=pattern.offset - first)
-        part = Part(operands, replace(options, visibility=own), items, first, end - first)
+        part = Share(operands, replace(options, visibility=own), items, first, end - first)
         cut = {name: part.cut(name, x) for name, x in operands._asdict().items()}
         yield replace(part, operands=Operands(**cut)._replace(**({"mask": None} if full else {})))
 
