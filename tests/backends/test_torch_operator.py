@@ -52,6 +52,7 @@ CASES = [
     )
 ]
 
+needs_kernels = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -227,6 +228,7 @@ def targets(graph: torch.fx.Graph) -> list[str]:
     return [str(x) for x in calls if x not in lengths and getattr(x, "__module__", "") != "_operator"]
 
 
+@needs_kernels
 def test_the_compiler_sees_one_node_for_every_length() -> None:
     torch.compiler.reset()
     graphs: list[torch.fx.GraphModule] = []
@@ -257,6 +259,7 @@ def test_compiled_training_steps_equal_eager_ones(name: str) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
+@needs_kernels
 def test_export_shows_one_node_and_any_length() -> None:
     length = torch.export.Dim("length", min=2, max=64)
     attention = Attend(64)
@@ -361,6 +364,7 @@ def test_torch_func_equals_autograd(name: str) -> None:
     )
 
 
+@needs_kernels
 def test_torch_func_refuses_the_native_path_by_name() -> None:
     case = BY_NAME["causal"]
     with pytest.raises(ValueError, match=r"torch\.func\.grad and forward mode go through the portable code alone"):
@@ -415,6 +419,7 @@ def test_gradients_leave_an_autocast_region_in_the_arrays_dtype() -> None:
 # Memory, layout, threads, processes
 
 
+@needs_kernels
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
 def test_nothing_but_the_arrays_and_the_results_is_kept_for_the_backward_pass(return_lse: bool) -> None:
     length = 300
@@ -520,6 +525,7 @@ def test_a_thread_pool_may_call_it() -> None:
     assert torch.get_num_threads() == 2
 
 
+@needs_kernels
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 def test_forked_processes_and_data_loaders_may_call_it() -> None:
     """In a process of its own: a fork of the test runner would inherit whatever other tests have started."""
@@ -534,7 +540,7 @@ def test_forked_processes_and_data_loaders_may_call_it() -> None:
         table = torch.randn(4, 160, 8, generator=generator)
 
         def attend():
-            return relative_attention(q, k, v, table, causal=True, impl=NATIVE)
+            return relative_attention(q, k, v, table, causal=True)
 
         class Outputs(torch.utils.data.Dataset):
             def __len__(self):
