@@ -24,16 +24,18 @@ def _tests(names: str) -> tuple[str, ...]:
     return tuple(f"tests/export/test_{name}.py" for name in names.split())
 
 
-PREPARED = "tests/backends/test_prepared.py"
-
 SUITES = {  # the modules, and the tests that are to notice their mutants
     "core": (
         (f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"),
         ("tests/core", "tests/backends/test_prepared.py"),
     ),
     "kernels": (
-        ("relskew_core/backends/_compiled", "relskew_core/backends/_numpy/compiled", "relskew_core/backends/_batch"),
-        ("tests/backends/test_compiled.py", "tests/backends/test_way_of_a_call.py", "tests/core/test_hidden.py"),
+        tuple(f"relskew_core/backends/{name}" for name in ("_compiled", "_numpy/compiled", "_batch", "_ragged")),
+        (
+            *(f"tests/backends/test_{name}.py" for name in ("way_of_a_call", "prepared", "numpy", "torch_ragged")),
+            "tests/core/test_hidden.py",
+            "tests/backends/test_compiled.py",
+        ),
     ),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
