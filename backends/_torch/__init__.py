@@ -76,12 +76,9 @@ def instead(call: Problem) -> Path:
     if ragged_batch or differentiates_by_function() or has_tangents(operands):
         return PORTABLE
     # A DTensor's rules are for operators; and what others transform is one step on CPUs, with kernels or without.
-    device = operands.q.device.type
-    one_step = device == "cpu" and _compiled.missing() is not None and is_watched(operands)
+    one_step = operands.q.device.type == "cpu" and _compiled.missing() is not None and is_watched(operands)
     if one_step or torch.compiler.is_exporting() or hasattr(operands.q, "placements"):
         return Path(recomputed.attention, pulled_back(recomputed.attention_vjp, recomputed.OPERATOR))
-    if torch.is_autocast_enabled(device):  # which would round what is widened
-        return Path(recomputed.attention, recomputed.attention_vjp)
     logits = operands.q[..., 0].numel() * operands.k.shape[-2]
     if logits <= KEPT or not asks_for_gradients(operands):
         return PORTABLE

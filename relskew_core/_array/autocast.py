@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from relskew_core._array.namespace import is_torch
 
 
 def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Cast what floats to the dtype of the autocast region that a call stands in, as torch's own attention does."""
+    """Cast what floats to the dtype of the autocast region that a call is in, as torch's own attention does."""
     torch = sys.modules.get("torch")
     if torch is None:
         return arrays
     devices = [x.device.type for x in arrays.values() if isinstance(x, torch.Tensor)]  # torch 2.8 compiles no `next`
-    if not devices or devices[0] == "meta":  # torch refuses to be asked about meta
+    if not devices or not _casts(torch, devices[0]):
         return arrays
-    device = devices[0]
-    if not torch.is_autocast_enabled(device):
-        return arrays
-    dtype, lower = torch.get_autocast_dtype(device), (torch.float32, torch.float16, torch.bfloat16)
+    dtype, lower = torch.get_autocast_dtype(devices[0]), (torch.float32, torch.float16, torch.bfloat16)
     return {name: x.to(dtype) if is_torch(x) and x.dtype in lower else x for name, x in arrays.items()}
+
+
+def undisturbed(x: Any) -> AbstractContextManager[Any]:
+    """Return what keeps the region from rounding what is widened: sums are taken in float32 there, too."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor) or not _casts(torch, x.device.type):
+        return nullcontext()
+    off: AbstractContextManager[Any] = torch.autocast(x.device.type, enabled=False)
+    return off
+
+
+def _casts(torch: Any, device: str) -> bool:
+    return device != "meta" and bool(torch.is_autocast_enabled(device))  # torch refuses to be asked about meta

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from relskew_core import backends
-from relskew_core._array.autocast import autocast
+from relskew_core._array.autocast import autocast, undisturbed
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
@@ -153,7 +153,8 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
 def attend(call: Problem, impl: str) -> tuple[Array, Array | None]:
     """Return the output and, if asked for, the log-sum-exp of a checked call, in the caller's form."""
     path = backends.path("attention", call, impl)
-    out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
+    with undisturbed(call.given.q):
+        out, lse = path.attention(call.operands(half=path.half), call.options, xp=call.xp)
     if call.sinks is not None:
         out, lse = with_sinks(out, lse, call.sinks, xp=call.xp)
     out = call.result(out, dtype=call.wide if call.options.part.of_more else None)
@@ -240,9 +241,11 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
             cotangents[name] = call.operand(x, half=path.half)
     if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # those that count sinks
         forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
-        out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
+        with undisturbed(call.given.q):
+            out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)
         cotangents["out"], cotangents["lse"] = with_sinks(out, lse, call.sinks, xp=call.xp)
-    gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
+    with undisturbed(call.given.q):
+        gradients = path.attention_vjp(operands=operands, options=call.options, **cotangents, xp=call.xp)
     if call.sinks is not None:
         gradients = gradients._replace(sinks=sinks_gradient(call.sinks, **cotangents, xp=call.xp))
     return call.gradients(gradients, given)

@@ -374,12 +374,13 @@ def test_torch_func_refuses_the_native_path_by_name() -> None:
 # Autocast
 
 
-def test_autocast_gives_its_dtype_and_takes_mixed_ones() -> None:
+@pytest.mark.parametrize("impl", ["auto", "portable"])
+def test_autocast_gives_its_dtype_and_takes_mixed_ones(impl: str) -> None:
     case = BY_NAME["all tables, by head"]
     given = tensors(case, dtype="float32")
     mixed = {**given, "v": given["v"].bfloat16(), "rel_bias": given["rel_bias"].half()}
     rounded = {name: x.bfloat16() for name, x in given.items()}
-    function = attend(case, impl="auto")
+    function = attend(case, impl=impl)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = function(*given.values())
         assert function(*mixed.values()).dtype == torch.bfloat16
