@@ -195,7 +195,7 @@ def test_a_slip_is_made_small_and_told_in_full(monkeypatch: pytest.MonkeyPatch) 
         return with_bad(results, lambda out: out + is_scattered(given["k"]))
 
     monkeypatch.setattr(forms, "relative_attention", careless)
-    failure = turn(TARGETS["forms"], 2, examples=200).failure
+    failure = turn(TARGETS["forms"], 2, examples=600).failure
     assert failure is not None
     assert re.search(r"^# numpy, float\d\d; layouts: \{.*'k': '[a-z ]*records'", failure, re.MULTILINE)
     assert re.search(r"^    q=asarray\(\[\[[-\d. e]+\]\], dtype=float\d\d\),$|^    q=asarray", failure, re.MULTILINE)
