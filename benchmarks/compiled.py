@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
+from threadpoolctl import threadpool_limits
 
 from benchmarks.page import as_time
 from benchmarks.record import Record
@@ -71,6 +72,7 @@ class Compiled(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         backends.set_numpy_threads(1)
+        threadpool_limits(1, "blas")  # NumPy's own threads spin for a while after their work
         torch.manual_seed(0)
         dtype, training = getattr(torch, case["dtype"]), case["training"]
         q, k, v, d_out = torch.randn(4, 1, HEADS, case["length"], WIDTH, dtype=dtype)
