@@ -87,7 +87,7 @@ def test_jax_has_them_too(case: dense.Case) -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("beyond", ["error", "clip", "zero"])
-def test_tables_by_head_in_a_compiled_program(beyond: Any) -> None:
+def test_tables_by_head_in_a_program_of_jax(beyond: Any) -> None:
     """By JAX's derivative of the portable code and by the gradient's own function; some rows are of no use."""
     jax = pytest.importorskip("jax")
     span = Span(7, 6) if beyond == "error" else Span(3, 1, beyond)

@@ -38,10 +38,10 @@ TRACED = 100  # calls of each function that are looked at, in each test: more wo
 SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
 MEMORY = 8 << 30  # and have so much
 # Tests of other array libraries, whose code is the same but for how they start; of other runtimes, which take the same
-# graphs; those that measure; and one that starts Python anew, which does not find mutmut there.
+# graphs; those that compile, and those that measure; and one that starts Python anew, which does not find mutmut there.
 OTHERS = (
     "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "portable_runtimes", "ndonnx",
-    "limits_of_time", "test_chunks.py::test_memory", "same_bytes",
+    "ARM", "limits_of_time", "test_chunks.py::test_memory", "same_bytes",
 )  # fmt: skip
 
 # The same examples each time; a failure is enough, no smaller one is looked for.
