@@ -111,22 +111,6 @@ def test_opcheck_finds_nothing_in_the_gradient(case: dense.Case) -> None:
 
 
 @every_case
-def test_gradcheck(case: dense.Case) -> None:
-    given = list(tensors(case, grad=True).values())
-    if "holes" in case.name:  # -inf has no neighbourhood
-        given[-1] = given[-1].detach()
-    assert torch.autograd.gradcheck(attend(case), given, fast_mode=True)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "nothing" not in case.name and "holes" not in case.name], ids=str
-)
-def test_gradcheck_with_the_log_sum_exp(case: dense.Case) -> None:
-    given = list(tensors(case, grad=True).values())
-    assert torch.autograd.gradcheck(attend(case, return_lse=True), given, fast_mode=True)
-
-
-@every_case
 def test_the_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
     given = tensors(case, grad=True)
     wanted = [x for x in given.values() if x.requires_grad]
@@ -481,12 +465,6 @@ def test_expanded_arrays_and_gradients() -> None:
         for x, y in ((k, v), (k.detach().contiguous().requires_grad_(), v.detach().contiguous().requires_grad_()))
     ]
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
-
-
-def test_offsets_by_item_in_blocks_have_no_native_path_and_the_reason_is_given() -> None:
-    x = torch.zeros(2, 1, 3, 4)
-    with pytest.raises(ValueError, match=r"no native path for this call: .* one `offset` for all items"):
-        relative_attention(x, x, x, offset=[0, 1], block_size=2, impl="native")
 
 
 @pytest.mark.usefixtures("two_threads")

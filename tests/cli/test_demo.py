@@ -208,15 +208,6 @@ def shown_as(tune: str, width: int, *, colour: bool) -> str:
     return captured.get()
 
 
-def test_panels_stand_side_by_side_where_there_is_room() -> None:
-    def titles(width: int) -> list[str]:
-        lines = shown_as("ah-vous-dirai-je", width, colour=False).splitlines()
-        return [line for line in lines if "BEFORE" in line or "AFTER" in line or "ATTENTION" in line]
-
-    assert len(titles(100)) == 2
-    assert len(titles(60)) == 3
-
-
 def test_the_text_shows_the_stripe_without_colour() -> None:
     lines = shown_as("ah-vous-dirai-je", 60, colour=False).splitlines()
     before, _, attention = (lines[k + 1 : k + 22] for k, line in enumerate(lines) if line.startswith("   note i ↓"))
@@ -225,11 +216,6 @@ def test_the_text_shows_the_stripe_without_colour() -> None:
     for step, line in enumerate(attention[14:]):  # the diagonal, two notes a line
         assert "█" in line[margin + 2 * step : margin + 2 * step + 2]
     assert "42 columns, −41 … 0" in lines[lines.index(before[-1]) + 1]
-
-
-def test_colours_only_where_the_console_has_them() -> None:
-    assert "\x1b[" not in shown_as("nun-danket", 120, colour=False)
-    assert "\x1b[38;2;" in shown_as("nun-danket", 120, colour=True)
 
 
 # The command

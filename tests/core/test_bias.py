@@ -118,34 +118,6 @@ def test_attention_with_a_bias_is_attention_with_its_matrix(library: Library) ->
         assert oracles.relative_error(library.to_numpy(got), want) < GATES["float64"]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"n_queries": 4, "n_keys": 4}, ValueError, "`bias` reaches the relative positions -2 … 2, but queries see -3"),
-        ({"n_queries": 0, "n_keys": 4}, ValueError, "`n_queries` must be an int >= 1, got 0"),
-        ({"n_queries": 3, "n_keys": 2.0}, TypeError, "`n_keys` must be an int"),
-        ({"span": Span(1, 1), "n_queries": 1, "n_keys": 1}, ValueError, "`bias` must have the 3 rows"),
-        ({"span": 5, "n_queries": 1, "n_keys": 1}, TypeError, "`span` must be a Span or None, got int 5"),
-        ({"n_queries": 1, "n_keys": 1, "causal": 1}, TypeError, "`causal` must be a bool"),
-        ({"n_queries": 1, "n_keys": 1, "offset": 0.5}, TypeError, "`offset` must be an int"),
-    ],
-    ids=str,
-)
-def test_toeplitz_names_what_does_not_fit(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error) as caught:
-        toeplitz(np.zeros((2, 5)), **options)
-    assert words in str(caught.value)
-
-
-def test_toeplitz_refuses_what_is_no_bias() -> None:
-    with pytest.raises(ValueError, match="`bias` must have shape"):
-        toeplitz(np.zeros((2, 0)), n_queries=1, n_keys=1)
-    with pytest.raises(TypeError, match="`bias` must be an array"):
-        toeplitz([1.0], n_queries=1, n_keys=1)
-    with pytest.raises(ValueError, match="`span` must be given for `bias`: 4 rows"):
-        toeplitz(np.zeros(4), n_queries=1, n_keys=1)
-
-
 def formula_of_t5(r: int, buckets: int, furthest: int, *, bidirectional: bool) -> int:
     """The published formula, with the logarithm rounded away from its jumps by exact powers."""
     start, side = (buckets // 2 if r > 0 else 0, buckets // 2) if bidirectional else (0, buckets)
@@ -248,29 +220,6 @@ def test_a_formula_goes_on_where_a_span_would_not(function: Any, beyond: Any, fu
         ValueError, match=rf"^`span.beyond` must be 'error', got '{beyond}': .* {further} .*Span.causal\("
     ):
         function(Span(7, 0, beyond), xp=np)
-
-
-REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
-    ("num_buckets", t5_buckets, {"span": Span(1, 1), "num_buckets": 2, "max_distance": 8, "bidirectional": True}),
-    ("max_distance", t5_buckets, {"span": Span(1, 1), "num_buckets": 32, "max_distance": 8, "bidirectional": True}),
-    ("bidirectional", t5_buckets, {"span": Span(1, 1), "num_buckets": 8, "max_distance": 8, "bidirectional": 1}),
-    ("span", t5_buckets, {"span": (1, 1), "num_buckets": 8, "max_distance": 8, "bidirectional": True}),
-    ("max_distance", deberta_buckets, {"span": Span(1, 1), "position_buckets": 8, "max_distance": 5}),
-    ("position_buckets", deberta_buckets, {"span": Span(1, 1), "position_buckets": 0, "max_distance": None}),
-    ("position_buckets", deberta_buckets, {"span": Span(1, 1), "position_buckets": 3, "max_distance": 9}),
-    ("n_heads", alibi_bias, {"n_heads": 0, "span": Span(1, 1), "xp": np}),
-    ("span", alibi_bias, {"n_heads": 2, "span": 4, "xp": np}),
-    ("xp", alibi_bias, {"n_heads": 2, "span": Span(1, 1), "xp": 3}),
-    ("span", proximal_bias, {"span": None, "xp": np}),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "function", "options"), REFUSED, ids=[f"{f.__name__} {name} {n}" for n, (name, f, _) in enumerate(REFUSED)]
-)
-def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"`{name}` must be"):
-        function(**options)
 
 
 @pytest.mark.parametrize("library", ["numpy", "cupy"])

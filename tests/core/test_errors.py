@@ -298,7 +298,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         {"span": Span.full(3), "num_buckets": 8, "max_distance": 16, "bidirectional": True},
         [
             Bad("span", None, 3),
-            Bad("num_buckets", *NOT_INTS, None, 0, 3),
+            Bad("num_buckets", *NOT_INTS, None, 0, 2, 3),
             Bad("max_distance", *NOT_INTS, None, 0, 2),
             Bad("bidirectional", 1, None),
         ],
@@ -306,7 +306,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
     "deberta_buckets": (
         relskew_core.deberta_buckets,
         {"span": Span.full(3), "position_buckets": 8, "max_distance": 16},
-        [Bad("span", None, 3), Bad("position_buckets", *NOT_INTS, None, 0), Bad("max_distance", *NOT_INTS, 0, 5)],
+        [
+            Bad("span", None, 3),
+            Bad("position_buckets", *NOT_INTS, None, 0),
+            Bad("position_buckets", 3, max_distance=9),
+            Bad("max_distance", *NOT_INTS, 0, 5),
+        ],
     ),
     "alibi_bias": (
         relskew_core.alibi_bias,
@@ -334,7 +339,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
         relskew_core.resize_table,
         {"table": TABLE, "rows": 7},
         [
-            Bad("table", *NOT_ARRAYS, zeros(0, D), zeros(5, D, dtype=int)),
+            Bad("table", *NOT_ARRAYS, zeros(5), zeros(0, D), zeros(5, D, dtype=int)),
             Bad("table", TABLE, axis=2),
             Bad("rows", *NOT_INTS, None, 0),
             Bad("method", "nearest", None),

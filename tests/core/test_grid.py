@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tracemalloc
 from typing import Any
 
@@ -311,64 +310,6 @@ def test_gradients_flow_to_the_tables_and_the_bias() -> None:
         return relative_attention_2d(**dict(zip(names, arrays, strict=True)), **others, chunk_size=6)
 
     assert torch.autograd.gradcheck(function, [arguments[name] for name in names], fast_mode=True)
-
-
-WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
-    ("`q_grid` must be a pair", TypeError, {"q_grid": 4}),
-    ("`q_grid[1]` must be an int >= 1, got 0", ValueError, {"q_grid": (4, 0)}),
-    ("`k_grid[0]` must be an int", TypeError, {"k_grid": (2.0, 2)}),
-    ("`offset` must be a pair", TypeError, {"offset": 1}),
-    ("`q` must have shape (..., 3 · 2, D)", ValueError, {"q_grid": (3, 2), "offset": (0, 0)}),
-    (
-        "`table_h` must have shape (R, D) or (H, R, D) with the width of `q`, 3",
-        ValueError,
-        {"table_h": np.zeros((3, 2))},
-    ),
-    ("`table_w` must have H = 1 heads", ValueError, {"table_w": np.zeros((2, 3, 3))}),
-    ("`span_w` must be a Span or None", TypeError, {"span_w": 3}),
-    ("`table_h` must have the 5 rows", ValueError, {"span_h": Span(2, 2)}),
-    ("`span_w` must be given for `table_w`: 4 rows", ValueError, {"table_w": np.zeros((4, 3))}),
-    (
-        "`table_h` reaches the relative positions -1 … 1, but queries see -1 … 2",
-        ValueError,
-        {"k_grid": (3, 2), "offset": (0, 0)},
-    ),
-    ("`table_w` reaches the relative positions -1 … 1, but queries see -2 … 0", ValueError, {"offset": (0, 1)}),
-]
-
-
-@pytest.mark.parametrize(("words", "error", "options"), WRONG, ids=[words for words, *_ in WRONG])
-def test_errors_name_what_does_not_fit(words: str, error: type[Exception], options: dict[str, Any]) -> None:
-    right: dict[str, Any] = {"q": np.zeros((4, 3)), "table_h": np.zeros((3, 3)), "table_w": np.zeros((3, 3))}
-    right |= {"q_grid": (2, 2), "k_grid": (2, 2)}
-    with pytest.raises(error) as caught:
-        relative_logits_2d(**{**right, **options})
-    assert words in str(caught.value)
-
-
-WRONG_ATTENTION: list[tuple[str, dict[str, Any]]] = [
-    ("`q` must have 5 positions on axis -2, 2 · 2 of its grid and 1 of its prefix", {"prefix": (1, 0)}),
-    ("`k` must have 6 positions on axis -2, 2 · 2 of its grid and 2 of its prefix", {"prefix": (0, 2)}),
-    ("`prefix[0]` must be an int >= 0", {"prefix": (-1, 0)}),
-    ("`table_w` must be given with `table_h`", {"table_w": None}),
-    ("`rel_bias` must have shape (1, Rh, Rw) or (Rh, Rw)", {"rel_bias": np.zeros((2, 3, 3))}),
-    ("`prefix_bias` must have shape (1, 3) or (3,)", {"prefix_bias": np.zeros(2)}),
-    ("`chunk_size` must be an int >= 1", {"chunk_size": 0}),
-    ("`return_lse` must be a bool", {"return_lse": 1}),
-    ("`rel_scale` must be a finite number", {"rel_scale": math.nan}),
-    ("`rel_bias` reaches", {"rel_bias": np.zeros((1, 1))}),
-    ("`mask` must broadcast", {"mask": np.zeros((3, 4))}),
-]
-
-
-@pytest.mark.parametrize(("words", "options"), WRONG_ATTENTION, ids=[words for words, _ in WRONG_ATTENTION])
-def test_attention_names_what_does_not_fit(words: str, options: dict[str, Any]) -> None:
-    q, table = np.zeros((4, 3)), np.zeros((3, 3))
-    right: dict[str, Any] = {"q": q, "k": q, "v": q, "table_h": table, "table_w": table}
-    right |= {"q_grid": (2, 2), "k_grid": (2, 2)}
-    with pytest.raises((ValueError, TypeError)) as caught:
-        relative_attention_2d(**{**right, **options})
-    assert words in str(caught.value)
 
 
 def test_toeplitz_2d_refuses_what_is_no_bias() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,18 +55,6 @@ def test_weights_are_those_of_attention(case: dense.Case) -> None:
 # Segments
 
 
-def test_packed_documents_are_separate_calls() -> None:
-    lengths = [7, 1, 20, 12]
-    edges = np.cumsum([0, *lengths])
-    segments = np.repeat([4, 1, 9, 4 + 2**20], lengths)
-    for options in ({}, {"causal": True}, {"window": (3, 2)}):
-        whole = relative_attention(Q, K, V, TABLE, Span.full(40), segments=segments, **options)
-        for start, stop in pairwise(edges):
-            own = (x[:, :, start:stop] for x in (Q, K, V))
-            alone = relative_attention(*own, TABLE, Span.full(40), **options)
-            np.testing.assert_allclose(whole[:, :, start:stop], alone, rtol=0, atol=1e-13)
-
-
 def keys_worked_on(segments: Any, *, n: int, make: Any = np.asarray, **options: Any) -> int:
     """How many pairs of queries and keys the chunks of a call hold."""
     x = make(np.zeros((2, 1, n, 4), np.float32))
@@ -84,17 +71,6 @@ def test_documents_cost_what_a_window_of_their_length_costs(make: Any) -> None:
     assert keys_worked_on(packed, n=4096, make=make, causal=True) <= documents
     by_item = keys_worked_on(np.stack([packed, np.repeat(np.arange(32), 128)]), n=4096, make=make)
     assert by_item <= keys_worked_on(None, n=4096, window=(128, 128))
-
-
-def test_documents_that_come_back_are_seen_from_everywhere() -> None:
-    """Ranges of keys never go back, whatever order documents come in."""
-    segments = np.asarray([5, 5, 0, 0, 1, 1, 0, 5] * 5)
-    visible = segments[:, None] == segments[None, :]
-    for size in (1, 3, 40):
-        masked = relative_attention(Q, K, V, TABLE, mask=visible, chunk_size=size)
-        np.testing.assert_allclose(
-            relative_attention(Q, K, V, TABLE, segments=segments, chunk_size=size), masked, rtol=0, atol=1e-13
-        )
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [("float32", 1e-6), ("float64", 1e-13)])
@@ -135,17 +111,6 @@ def test_a_softcap_of_any_size_loses_no_more_than_rounding(softcap: float) -> No
 
 
 # Sinks
-
-
-def test_a_sink_is_a_key_without_a_value() -> None:
-    sinks = RNG.standard_normal(4)
-    out, lse = relative_attention(Q, K, V, TABLE, sinks=sinks, return_lse=True)
-    plain, without = relative_attention(Q, K, V, TABLE, return_lse=True)
-    share = 1 / (1 + np.exp(sinks[:, None] - without))
-    np.testing.assert_allclose(out, plain * share[..., None], rtol=0, atol=1e-14)
-    np.testing.assert_allclose(lse, np.logaddexp(without, sinks[:, None]), rtol=0, atol=1e-14)
-    nothing = relative_attention(Q, K, V, TABLE, sinks=np.full(4, -np.inf))
-    np.testing.assert_array_equal(nothing, plain)
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
@@ -201,35 +166,10 @@ def test_gradients_of_sinks_take_the_forwards_results() -> None:
 # Blocks of a stream
 
 
-@pytest.mark.parametrize("blocks_before", [0, 1, 3])
-def test_a_stream_step_by_step_is_the_whole(blocks_before: int) -> None:
-    options: dict[str, Any] = {"block_size": 5, "blocks_before": blocks_before}
-    whole = relative_attention(Q, K, V, TABLE, Span.full(40), **options)
-    for start in range(0, 40, 5):
-        first = max(0, start - 5 * blocks_before)  # no more is ever kept
-        keys = slice(first, start + 5)
-        step = relative_attention(
-            Q[:, :, start : start + 5],
-            K[:, :, keys],
-            V[:, :, keys],
-            TABLE,
-            Span.full(40),
-            **options,
-            offset=start - first,
-        )
-        np.testing.assert_allclose(step, whole[:, :, start : start + 5], rtol=0, atol=1e-13)
-
-
 def test_the_cost_of_blocks_grows_with_the_length() -> None:
     sizes = [keys_worked_on(None, n=n, block_size=16, blocks_before=2) for n in (2048, 4096, 8192)]
     assert sizes[1] <= 2.1 * sizes[0]
     assert sizes[2] <= 2.1 * sizes[1]
-
-
-def test_one_causal_block_before_is_local_attention() -> None:
-    local = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6)
-    same = relative_attention(Q, K, V, TABLE, Span.full(40), block_size=6, blocks_before=1, causal=True, impl=NATIVE)
-    np.testing.assert_allclose(local, same, rtol=0, atol=1e-14)
 
 
 # Positions
@@ -246,19 +186,6 @@ def test_consecutive_positions_take_the_fast_path() -> None:
     assert pattern(STEPS + np.asarray([[0], [2]]), STEPS).known == (0, 2)
     assert pattern(STEPS[::-1], STEPS).by_value
     assert pattern(STEPS * 2, STEPS).by_value
-
-
-def test_the_order_of_keys_means_nothing_where_positions_are_given() -> None:
-    order = RNG.permutation(40)
-    positions = np.cumsum(RNG.integers(0, 3, 40))
-    span = Span.full(90)
-    table = RNG.standard_normal((span.rows, 8))
-    for options in ({}, {"causal": True}, {"window": (5, 3)}):
-        one = relative_attention(Q, K, V, table, span, positions=(positions, positions), **options)
-        two = relative_attention(
-            Q, K[:, :, order], V[:, :, order], table, span, positions=(positions, positions[order]), **options
-        )
-        np.testing.assert_allclose(one, two, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
@@ -345,19 +272,6 @@ def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
                     n,
                     m,
                 )
-
-
-def test_left_padding_by_positions_is_an_offset_by_item() -> None:
-    pads = np.asarray([0, 6])
-    positions = np.arange(40) - pads[:, None]
-    seen = (positions >= 0)[:, None, None, :]
-    found = relative_attention(
-        Q, K, V, TABLE, positions=(positions, positions), mask=seen, causal=True, span=Span.full(40)
-    )
-    for item, pad in enumerate(pads):
-        own = (x[item, :, pad:] for x in (Q, K, V))
-        alone = relative_attention(*own, TABLE, Span.full(40), causal=True)
-        np.testing.assert_allclose(found[item, :, pad:], alone, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
@@ -466,14 +380,6 @@ def test_a_weight_at_the_threshold_is_kept() -> None:
     assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
     by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
     assert by_place.by_value  # though the positions follow one another
-
-
-def test_keys_behind_an_additive_mask_may_be_anything() -> None:
-    k, mask = K.copy(), np.zeros(40)
-    k[:, :, 30:], mask[30:] = np.nan, -np.inf
-    found = relative_attention(Q, k, V, TABLE, mask=mask, impl="portable")
-    expected = relative_attention(Q, K[:, :, :30], V[:, :, :30], TABLE, Span.full(40), offset=0, impl="portable")
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
 def test_places_wrap_at_32_bits() -> None:

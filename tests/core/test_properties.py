@@ -14,17 +14,13 @@ from numpy.typing import NDArray
 import oracles
 from libraries import LIBRARIES
 from relskew_core import (
-    BlockSpec,
     Span,
-    attention_block,
-    init_weights,
     merge_attention,
     relative_attention_2d,
     relative_logits,
     relative_values,
     resize_table,
     skew,
-    toeplitz_2d,
     unskew,
 )
 from strategies import WAYS, Call, Way, calls, close, offsets, pieces, seeds, sizes, spans
@@ -340,17 +336,6 @@ def test_a_query_that_sees_no_key_gets_zeros(way: Way, call: Call) -> None:
     assert not np.isnan(lse).any()
 
 
-@pytest.mark.parametrize("lead", [(0, 3), (2, 0), (0,)], ids=str)
-def test_nothing_asked_is_nothing_answered(lead: tuple[int, ...]) -> None:
-    spec = BlockSpec(8, 2, Span.clipped(2), rel_values=True)
-    y: Any = attention_block(np.zeros((*lead, 8), np.float32), init_weights(spec, seed=0), spec)
-    assert y.shape == (*lead, 8)
-    assert relative_logits(np.zeros((*lead, 8)), np.zeros((5, 8)), Span.clipped(2), n_keys=4, offset=0).shape == (
-        *lead,
-        4,
-    )
-
-
 def queries(call: Call, start: int, stop: int) -> Call:
     """Return the call of some of its queries: they stand where they stood."""
     some: dict[str, Any] = {
@@ -369,11 +354,6 @@ def joined(parts: list[oracles.Attention]) -> oracles.Attention:
 
 def transposed(parts: list[oracles.Attention]) -> tuple[list[Any], list[Any]]:
     return [part.out for part in parts], [part.lse for part in parts]
-
-
-def test_no_heads_at_all_are_nothing() -> None:
-    assert relative_values(np.zeros((0, 3, 5)), np.zeros((9, 2)), offset=0).shape == (0, 3, 2)
-    assert toeplitz_2d(np.zeros((0, 3, 3)), q_grid=(2, 2), k_grid=(2, 2)).shape == (0, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -220,17 +220,3 @@ def test_the_native_paths_say_so() -> None:
     arrays, span = inputs(span=Span.clipped(2)), Span.clipped(2)
     with pytest.raises(ValueError, match=r"no native path for this call: .* one `offset` for all items"):
         relative_attention(**arrays, span=span, offset=OFFSETS, block_size=2, impl="native")
-
-
-def test_what_no_query_of_an_item_sees_may_be_anything() -> None:
-    """Item 0 stands at 1 and 2, and its last key at 4: there the other item's queries see theirs."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 1, n, 3)) for n in (2, 5, 5))
-    d_out, table = rng.standard_normal((2, 1, 2, 3)), rng.standard_normal((9, 3))
-    options: dict[str, Any] = {"rel_k": table, "span": Span.causal(9), "causal": True, "offset": [1, 3]}
-    expected = relative_attention(q, k, v, **options), relative_attention_vjp(d_out, q, k, v, **options)
-    v[0, :, 4] = np.nan
-    np.testing.assert_array_equal(relative_attention(q, k, v, **options), expected[0])
-    gradients = relative_attention_vjp(d_out, q, k, v, **options)
-    for name in ("q", "k", "v", "rel_k"):
-        np.testing.assert_array_equal(getattr(gradients, name), getattr(expected[1], name))

@@ -120,29 +120,3 @@ def test_resizing_any_axis_and_its_gradient() -> None:
     torch.testing.assert_close(got, want)
     assert torch.autograd.gradcheck(lambda x: resize_table(x, 9, axis=1), [bias])
     assert resize_table(np.arange(3.0), 5, axis=0, align_corners=True).tolist() == [0, 0.5, 1, 1.5, 2]
-
-
-REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
-    ("span", sinusoidal_table, {"span": 3, "dim": 4, "xp": np}),
-    ("dim", sinusoidal_table, {"span": Span(1, 1), "dim": 5, "xp": np}),
-    ("dim", sinusoidal_table, {"span": Span(1, 1), "dim": 0, "xp": np}),
-    ("order", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "order": "sin"}),
-    ("direction", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "direction": "up"}),
-    ("base", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": np, "base": 0.0}),
-    ("xp", sinusoidal_table, {"span": Span(1, 1), "dim": 4, "xp": None}),
-    ("table", resize_table, {"table": np.zeros((3, 2), dtype=np.int64), "rows": 5}),
-    ("table", resize_table, {"table": np.zeros((0, 2)), "rows": 5}),
-    ("table", resize_table, {"table": np.zeros(3), "rows": 5}),
-    ("rows", resize_table, {"table": np.zeros((3, 2)), "rows": 0}),
-    ("method", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "method": "nearest"}),
-    ("align_corners", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "align_corners": 1}),
-    ("axis", resize_table, {"table": np.zeros((3, 2)), "rows": 5, "axis": 0.5}),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "function", "options"), REFUSED, ids=[f"{f.__name__} {name} {n}" for n, (name, f, _) in enumerate(REFUSED)]
-)
-def test_errors_name_the_argument(name: str, function: Any, options: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"`{name}` must"):
-        function(**options)

@@ -102,17 +102,3 @@ def test_the_dtype_that_is_computed_in(dtype: object) -> None:
     y, cache = module(x, past=module.empty_cache(2, length=9))
     close(y, module(x), 1e-5)
     assert cache.keys.dtype == y.dtype
-
-
-def test_it_learns() -> None:
-    """Steps against the gradient, with the module's own state."""
-    module, target = made(), jnp.roll(X, 1, axis=1)
-
-    @nnx.jit
-    def step(module: RelativeMultiheadAttention) -> jax.Array:
-        loss, gradients = nnx.value_and_grad(lambda module: jnp.square(module(X) - target).mean())(module)
-        nnx.update(module, jax.tree.map(lambda x, d: x - 0.1 * d, nnx.state(module), gradients))
-        return loss
-
-    losses = [float(step(module)) for _ in range(30)]
-    assert losses[-1] < 0.7 * losses[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -146,25 +145,6 @@ def test_masks_that_do_not_fit_are_refused_with_padding_too(mask: Tensor, error:
         module(*inputs(module.spec), mask=mask, key_padding_mask=torch.zeros(2, 9, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "local", "window"])
-def test_cached_decoding(name: str) -> None:
-    spec = SPECS[name]
-    if not spec.causal:
-        spec = BlockSpec(8, 2, spec.span, causal=True, rel_values=True, window=spec.window)
-    module = made(spec)
-    (x,) = inputs(spec)
-    past = (torch.zeros(2, 2, 0, 4, dtype=x.dtype),) * 2
-    steps = []
-    for start, stop in ((0, 4), (4, 5), (5, 9)):
-        y, past = module(x[:, start:stop], past=past)
-        steps.append(y)
-    torch.testing.assert_close(torch.cat(steps, dim=1), module(x), rtol=0, atol=1e-12)
-    assert past[0].shape == past[1].shape == (2, 2, 9, 4)
-    padding = torch.arange(9) >= torch.tensor([[9], [6]])
-    y, _ = module(x[:, 5:], past=tuple(x[..., :5, :] for x in past), key_padding_mask=padding)
-    torch.testing.assert_close(y, module(x, key_padding_mask=padding)[:, 5:], rtol=0, atol=1e-12)
-
-
 # Dropout
 
 
@@ -199,18 +179,6 @@ def test_dropout_is_dropout_and_has_its_gradients(name: str) -> None:
         y = function(*given)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-
-
-def test_dropout_drops_the_share_that_is_asked_for_everywhere() -> None:
-    module = made(BlockSpec(8, 2, Span.clipped(3)), dropout=0.3)
-    (x,) = inputs(module.spec, n=300)
-    kept = kept_of(module, (x,), seed=0) > 0
-    assert kept.float().mean().item() == pytest.approx(0.7, abs=0.005)
-    for part in (kept[0, 0], kept[1, 1], kept[..., :32, :], kept[..., -32:, :], kept[..., :40]):
-        assert part.float().mean().item() == pytest.approx(0.7, abs=0.02)
-    halves = [kept[0, 0], kept[0, 1], kept[1, 0], kept[..., :150, :], kept[..., 150:, :]]
-    for a, b in ((halves[0], halves[1]), (halves[0], halves[2]), (halves[3], halves[4])):
-        assert (a == b).float().mean().item() == pytest.approx(0.7**2 + 0.3**2, abs=0.02)  # independent
 
 
 def test_dropout_is_for_training_and_follows_torchs_seed() -> None:
@@ -410,16 +378,6 @@ def test_copies_are_whole_and_their_own(again: Callable[[Any], Any]) -> None:
     with torch.no_grad():
         other.rel_k.zero_()
     assert not torch.equal(other(x), module(x))
-
-
-def test_saved_and_loaded() -> None:
-    module = made(SPECS["bidirectional"])
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    other = RelativeMultiheadAttention(module.spec, dtype=torch.float64)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(*inputs(module.spec)), module(*inputs(module.spec)))
 
 
 def test_devices_and_dtypes() -> None:
