@@ -97,19 +97,3 @@ def test_vmap_takes_every_option(name: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_torch, "KEPT", keeps)
             torch.testing.assert_close(torch.vmap(attend)(queries), torch.stack([attend(q) for q in queries]))
-
-
-def test_offsets_that_vary_are_not_compiled_each_time() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("eager")
-    q, k, table = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 64, 8), torch.randn(65, 8)
-
-    def attend(offset: int) -> Any:
-        return relative_attention(q, k, k, table, Span.causal(65), causal=True, offset=offset)
-
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for offset in range(20, 30):
-        torch.testing.assert_close(compiled(offset), attend(offset))
-    assert counter.frame_count <= 2

@@ -1,4 +1,4 @@
-"""Every form of the block in every profile, against float64, in every runtime here; and against the library itself."""
+"""Every form of the block in every profile, against float64, in every runtime here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_attention
 
-from export_forms import FORMS, PROFILES, made, random_weights
-from relskew_core import BlockSpec, attention_block, relative_attention
-from relskew_core._reference import reference_block
+from export_forms import FORMS, PROFILES, made
 from relskew_core.export import to_onnx, validate
 from relskew_core.export._plan import make_plan
 from relskew_core.export._validate.trials import make_inputs, make_trials
@@ -108,74 +106,6 @@ def test_queries_that_see_no_key_are_zeros_whatever_attention_makes_of_them(form
             for result, wanted in zip(old.run(None, feeds), new.run(None, feeds), strict=True):
                 np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
     assert Attention.made > before
-
-
-def own_segments(feeds: dict[str, Any], n_queries: int) -> Any:
-    """The segments of the queries and of the keys, if there are any."""
-    of_keys = feeds.get("segments")
-    return None if of_keys is None else (of_keys[:, -n_queries:], of_keys)
-
-
-def attend(spec: BlockSpec, tables: dict[str, Any], feeds: dict[str, Any], past: tuple[Any, Any] | None) -> Any:
-    """The bare core by the library."""
-    k, v, offset = feeds["k"], feeds["v"], 0
-    if past is not None:
-        k, v, offset = *(np.concatenate(both, axis=2) for both in zip(past, (k, v), strict=True)), past[0].shape[2]
-    out = relative_attention(
-        feeds["q"], k, v, tables.get("rel_k"), spec.span, rel_v=tables.get("rel_v"), rel_bias=tables.get("rel_bias"),
-        causal=spec.causal, window=spec.window, block_size=spec.block_size, blocks_before=spec.blocks_before,
-        mask=feeds.get("mask"), offset=offset, sinks=tables.get("sinks"),
-        segments=own_segments(feeds, feeds["q"].shape[2]),
-    )  # fmt: skip
-    return out if past is None else (out, (k, v))
-
-
-@form
-def test_graph_equals_the_block(form: str) -> None:
-    """The reference shares no code with the library, so the library is compared too."""
-    spec, options, weights = made(form)
-    run = session(to_onnx(spec, weights, **options)).run
-    plan = make_plan(spec, np.dtype(np.float32), **options)
-    trials = [(trial, seed) for trial, seed in make_trials(plan, None, (2,), 0) if trial.fits]
-    assert trials
-    for trial, seed in trials:
-        feeds = make_inputs(plan, trial, seed)
-        past = (feeds["past_key"], feeds["past_value"]) if plan.past else None
-        if plan.projections:
-            mask = feeds.get("mask")
-            if "segments" in feeds:
-                queries, keys = own_segments(feeds, feeds["x"].shape[1])
-                own = queries[:, None, :, None] == keys[:, None, None, :]
-                mask = own if mask is None else mask & own
-            expected: Any = attention_block(feeds["x"], weights, spec, memory=feeds.get("memory"), mask=mask, past=past)
-        else:
-            expected = attend(spec, weights, feeds, past)
-        flat = (expected[0], *expected[1]) if isinstance(expected, tuple) else (expected,)
-        for result, wanted in zip(list[Any](run(None, feeds)), flat, strict=True):
-            np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-5)
-
-
-def loops(spec: BlockSpec, weights: dict[str, Any], x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Attend with one head and nothing else, number by number."""
-    q, k, v = (x @ weights[f"{role}_proj.weight"].T + weights[f"{role}_proj.bias"] for role in "qkv")
-    out = np.zeros_like(q)
-    for i in range(len(x)):
-        scores = [
-            sum(q[i, d] * (k[j, d] + weights["rel_k"][0, j - i + spec.span.left, d]) for d in range(spec.head_dim))
-            for j in range(len(x))
-        ]
-        share = np.exp(np.array(scores) / spec.head_dim**0.5)
-        out[i] = share @ v / share.sum()
-    result: np.ndarray[Any, Any] = out @ weights["out_proj.weight"].T + weights["out_proj.bias"]
-    return result
-
-
-def test_the_reference_is_the_definition() -> None:
-    spec = BlockSpec(4, 1, FORMS["full"][0].span)
-    weights = random_weights(spec, dtype=np.float64)
-    x = np.random.default_rng(1).standard_normal((1, 5, 4))
-    y = reference_block(spec, weights, x).out
-    np.testing.assert_allclose(y[0], loops(spec, weights, x[0]), rtol=1e-12)
 
 
 @pytest.mark.no_cover

@@ -115,24 +115,6 @@ def test_form_of_the_file(form: str, profile: str) -> None:
         assert square or form in ("blocks, short table", "blocks, short", "blocks, mask", "blocks, cache")
 
 
-NODES = {
-    "full": (25, 38, 29),
-    "causal": (20, 37, 28),
-    "cache": (24, 45, 41),
-    "cross": (26, 39, 30),
-    "clip": (31, 48, 39),
-    "full, grouped": (25, 45, 29),
-    "full, values": (49, 53, 53),
-    "blocks": (78, 91, 82),
-}
-
-
-@pytest.mark.parametrize("form", NODES)
-def test_graphs_stay_small(form: str) -> None:
-    for profile, bound in zip(PROFILES, NODES[form], strict=True):
-        assert len(export(form, profile=profile).graph.node) <= bound
-
-
 def test_same_export_same_bytes() -> None:
     spec, options = FORMS["cache, zero, values, mask"]
     weights = random_weights(spec)

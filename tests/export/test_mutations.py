@@ -15,6 +15,8 @@ from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import to_onnx, validate
 
 FORMS: dict[str, dict[str, Any]] = {
+    "cache": {},
+    "cache, mask": {"dtype": "float16"},
     "core: causal": {},
     "core: cross": {},
     "bias, full, grouped": {},

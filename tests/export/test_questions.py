@@ -308,6 +308,12 @@ def test_shapes_and_types(change: Callable[[Results], Results], detail: str) -> 
     assert asked.checks == [Check("y", "fake 1", "here", "batch 2, queries 3, keys 3, past 0", False, detail=detail)]
 
 
+def test_what_is_no_number() -> None:
+    asked = Asked(CAUSAL)
+    asked.about(nothing).trial(Trial(2, 3, 3, 0, True), 0)
+    assert asked.said() == [("y", False, "largest difference nan")]
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 50, 198, 199, None])
 def test_rows_of_long_inputs(wrong: int | None) -> None:
     """Of many queries the ends are always compared, others by chance, which the seed decides."""

@@ -209,11 +209,6 @@ def test_calls_in_single() -> None:
 
 
 @pytest.mark.no_cover
-def test_calls_in_double() -> None:
-    compare_across(Across(CROSS), 24, torch.float64, 1e-12)
-
-
-@pytest.mark.no_cover
 @pytest.mark.parametrize("part", range(4))
 def test_calls_optimised(part: int) -> None:
     compare_across(Across([*CROSS][part::4]), 23)
@@ -331,32 +326,6 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
 
 def defaults_of(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING]
-
-
-class Short(nn.Module):
-    """A table of positions that only values tell, ``beyond="error"``; only what is seen has to have a row."""
-
-    def __init__(self, beyond: Any) -> None:
-        super().__init__()
-        self.span = Span(4, 1, beyond)
-
-    def forward(self, x: Tensor, at: Tensor) -> Any:
-        return relative_attention(x, x, x, LONG[0, :6], self.span, positions=(at, at), causal=True)
-
-
-@opsets
-def test_positions_past_a_table_give_nan(opset: int) -> None:
-    def inputs(length: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(length)
-        return random(2, 4, length, 6, seed=1), torch.randint(0, 9, (2, length), generator=generator)
-
-    run = session(export(Short("error"), inputs(5), {"x": {2: VARY}, "at": {1: VARY}}, opset))
-    for length in (1, 2, 5, 9):
-        x, at = inputs(length)
-        short = (at[:, :, None] - at[:, None, :] > 4).any(-1)  # some key is further back
-        expected = Short("zero")(x, at).masked_fill(short[:, None, :, None], torch.nan)
-        assert torch.allclose(torch.from_numpy(run(x, at)[0]), expected, atol=1e-5, equal_nan=True)
-        assert short.any() or length < 9
 
 
 class Gap(nn.Module):

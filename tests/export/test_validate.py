@@ -25,9 +25,7 @@ from onnx import helper, numpy_helper
 from export_forms import FORMS, random_weights
 from relskew_core import BlockSpec, Span
 from relskew_core.export import Check, Report, save, to_onnx, validate
-from relskew_core.export._plan import make_plan
 from relskew_core.export._validate import isolated, runtimes
-from relskew_core.export._validate.trials import make_inputs, make_trials
 
 CACHE, CACHE_OPTIONS = FORMS["cache"]
 CAUSAL = FORMS["causal"][0]
@@ -54,12 +52,6 @@ def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
     return found[0]
 
 
-def attribute(model: onnx.ModelProto, name: str) -> onnx.AttributeProto:
-    found: list[onnx.AttributeProto] = [a for a in node(model, "attention").attribute if a.name == name]
-    assert len(found) == 1
-    return found[0]
-
-
 @pytest.mark.parametrize("key", CACHE.weight_shapes())
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
@@ -71,52 +63,6 @@ def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
     # The numbers alone must show it where they can: softmax cancels a change of the keys' bias.
     if dtype == "float32":
         assert "present_key" in found if key == "k_proj.bias" else found & {"y", "present_key", "present_value"}
-
-
-def flip_table(model: onnx.ModelProto) -> None:
-    change(model, "rel_k", lambda table: np.flip(table, -1))
-
-
-def shift_table(model: onnx.ModelProto) -> None:
-    change(model, "rel_k", lambda table: np.roll(table, 1, -1))
-
-
-def swap_heads(model: onnx.ModelProto) -> None:
-    change(model, "rel_k", lambda table: table[::-1])
-
-
-def drop_the_wrong_row(model: onnx.ModelProto) -> None:
-    """Make the skew off by one position, shapes unchanged: the last row is dropped instead of the first."""
-    skew = node(model, "skew/drop")
-    for place, name, value in ((1, "first", 0), (2, "before_last", -1)):
-        model.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
-        skew.input[place] = name
-
-
-def lose_causality(model: onnx.ModelProto) -> None:
-    attribute(model, "is_causal").i = 0
-
-
-def wrong_scale(model: onnx.ModelProto) -> None:
-    attribute(model, "scale").f = 0.5
-
-
-def unscaled_queries(model: onnx.ModelProto) -> None:
-    scaled(model, "q_proj.weight", 2.0)
-    scaled(model, "q_proj.bias", 2.0)
-
-
-MUTATIONS = [flip_table, shift_table, swap_heads, drop_the_wrong_row, lose_causality, wrong_scale, unscaled_queries]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_notices_mutations_by_numbers(mutate: Callable[[onnx.ModelProto], None], dtype: str) -> None:
-    weights = random_weights(CACHE)
-    model = to_onnx(CACHE, weights, dtype=dtype, **CACHE_OPTIONS)
-    assert validate(model, CACHE, weights, batches=(1,)).ok
-    mutate(model)
-    assert "y" in wrong(validate(model, CACHE, weights, batches=(1,)))
 
 
 def test_notices_lengths_that_run_silently() -> None:
@@ -141,40 +87,6 @@ def test_notices_a_forgotten_past() -> None:
     concat.input[0] = "past_value"
     found = wrong(validate(model, CACHE, weights, batches=(1,)))
     assert {"y", "present_key", "decoding"} <= found
-
-
-def test_asks_of_every_kind() -> None:
-    weights = random_weights(CACHE)
-    report = validate(to_onnx(CACHE, weights, **CACHE_OPTIONS), CACHE, weights)
-    names = {check.name for check in report.checks}
-    assert names == {
-        "file",
-        "standard",
-        "metadata",
-        "spec",
-        "interface",
-        "weights",
-        "placement",
-        "y",
-        "present_key",
-        "present_value",
-        "optimiser off",
-        "too long fails",
-        "decoding",
-    }
-    cases = {check.case for check in report.checks if check.name == "y"}
-    assert {
-        "batch 3, queries 1, keys 1, past 0",
-        "batch 1, queries 9, keys 9, past 0",
-        "batch 1, queries 1, keys 9, past 8",
-        "batch 2, queries 2, keys 9, past 7",
-    } <= cases
-    failing = {check.case for check in report.checks if check.name == "too long fails"}
-    assert failing == {
-        "batch 1, queries 1, keys 10, past 9",
-        "batch 1, queries 9, keys 10, past 1",
-        "batch 1, queries 10, keys 10, past 0",
-    }
 
 
 def test_a_report_in_full() -> None:
@@ -580,15 +492,6 @@ def test_wrong_specs_and_weights() -> None:
     assert validate(model, CAUSAL, weights).ok
 
 
-def test_names_what_is_not_standard() -> None:
-    weights = random_weights(CAUSAL)
-    model = to_onnx(CAUSAL, weights)
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    (check,) = validate(model, CAUSAL, weights, batches=(1,)).failures
-    assert check.name == "standard"
-    assert "com.microsoft" in check.detail
-
-
 def test_runtimes_and_providers_that_are_not_there() -> None:
     weights = random_weights(CAUSAL)
     model = to_onnx(CAUSAL, weights)
@@ -668,115 +571,6 @@ def test_bfloat16_arrays_pass_through_onnxruntime() -> None:
         np.testing.assert_array_equal(turned, mask.T)
 
 
-class Recorder:
-    """A runtime that answers as onnxruntime does until told otherwise."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]] = lambda results: results
-        self.calls = 0
-        monkeypatch.setitem(runtimes.OPENERS, "recorder", self.open)
-
-    def open(self, source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
-        del provider
-        true = runtimes.open_onnxruntime(source, "cpu")
-
-        def run(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
-            self.calls += 1
-            return self.change(true.run(feeds))
-
-        return runtimes.Runner("recorder", "", run, lambda feeds: self.change(true.run(feeds)))
-
-
-def halved(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    return [result[:1] for result in results]
-
-
-def widened(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    return [result.astype(np.float64) for result in results]
-
-
-def poisoned(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    return [np.where(np.arange(result.shape[-1]) == 1, np.float32(np.nan), result) for result in results]
-
-
-@pytest.mark.parametrize(
-    ("change", "detail"),
-    [(halved, "shape"), (widened, "dtype float64, expected float32"), (poisoned, "largest difference nan")],
-)
-def test_notices_what_a_runtime_returns(
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]],
-    detail: str,
-) -> None:
-    weights = random_weights(CACHE)
-    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
-    recorder = Recorder(monkeypatch)
-    assert validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,)).ok
-    recorder.change = change
-    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
-    assert wrong(report) >= {"y", "present_key", "present_value"}
-    assert any(detail in check.detail for check in report.failures)
-    json.loads(report.to_json())
-
-
-def test_a_runtime_that_stops_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = random_weights(CACHE)
-    model = to_onnx(CACHE, weights, **CACHE_OPTIONS)
-    recorder = Recorder(monkeypatch)
-
-    def stop(results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        if recorder.calls > 3:
-            raise RuntimeError("out of\nmemory")
-        return results
-
-    recorder.change = stop
-    report = validate(model, CACHE, weights, runtimes=["recorder"], batches=(2,))
-    assert wrong(report) == {"y", "decoding"}
-    assert report.failures[0].detail == "RuntimeError: out of memory"
-
-
-def test_an_optimiser_that_changes_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = random_weights(FULL)
-
-    def opener(source: runtimes.Source, provider: runtimes.Provider) -> runtimes.Runner:
-        true = runtimes.open_onnxruntime(source, provider or "cpu")
-
-        def unoptimised(feeds: runtimes.Feeds) -> list[np.ndarray[Any, Any]]:
-            if feeds["x"].shape[1] == 2:
-                raise RuntimeError("no kernel")
-            return [result * np.float32(1.001) for result in true.run(feeds)]
-
-        return runtimes.Runner("odd", "", true.run, unoptimised)
-
-    monkeypatch.setitem(runtimes.OPENERS, "odd", opener)
-    report = validate(to_onnx(FULL, weights), FULL, weights, runtimes=["odd"], batches=(1,))
-    assert wrong(report) == {"optimiser off"}
-    assert "RuntimeError: no kernel" in {check.detail for check in report.failures}
-
-
-def test_long_inputs_are_sampled() -> None:
-    """Of many queries some are compared, the first and last among them; a wrong far end of the table shows."""
-    spec = BlockSpec(8, 2, Span.causal(300), causal=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights)
-    report = validate(model, spec, weights, batches=(1,))
-    assert report.ok, report.table()
-    change(model, "rel_k", lambda table: np.concatenate([table[..., :1], table[..., 1:2] * 3, table[..., 2:]], axis=-1))
-    found = validate(model, spec, weights, batches=(1,)).failures
-    assert "batch 1, queries 300, keys 300, past 0" in {check.case for check in found if check.name == "y"}
-
-
-def test_large_logits_get_a_fair_gate() -> None:
-    spec = BlockSpec(64, 2, Span.causal(9), causal=True)
-    weights = random_weights(spec)
-    model = to_onnx(spec, weights)
-    report = validate(model, spec, weights, batches=(2,))
-    assert report.ok, report.table()
-    assert max(check.gate or 0 for check in report.checks) > 4e-6
-    scaled(model, "rel_k", 1.01)
-    assert "y" in wrong(validate(model, spec, weights, batches=(2,)))
-
-
 def test_report() -> None:
     good = Check("y", "a", "b", "case", True, 1e-7, 2e-6)
     bad = Check("y", "a", "b", "other", False, float("nan"), 2e-6, "largest difference nan")
@@ -826,19 +620,3 @@ def test_table() -> None:
     assert "seed" not in Report(tuple(checks)).table()
     assert "seed" not in Report((checks[0],), 7).table()  # of no use where all is well
     assert Report((checks[0],), 7).ok
-
-
-def test_inputs_differ_between_cases() -> None:
-    plan = make_plan(CAUSAL, np.dtype(np.float32))
-    trials = [trial for trial, _ in make_trials(plan, None, (1, 2), 0)]
-    assert len(set(trials)) == len(trials)
-    first, second = (make_inputs(plan, trials[0], seed)["x"] for seed in (0, 1))
-    assert not np.array_equal(first, second)
-
-
-@pytest.mark.parametrize("span", [Span.clipped(2), Span.full(100)])
-def test_inputs_of_more_than_one_chunk_are_tried(span: Span) -> None:
-    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=40)
-    assert {40, 41, 81} <= {trial.queries for trial, _ in make_trials(plan, None, (1,), 0)}
-    plan = make_plan(BlockSpec(8, 2, span), np.dtype(np.float32), chunk_size=10**6)
-    assert max(trial.queries for trial, _ in make_trials(plan, None, (1,), 0)) <= 300

@@ -293,12 +293,6 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def changed(model: nn.Module, **attributes: Any) -> nn.Module:
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return model
-
-
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
@@ -315,19 +309,7 @@ def changed(model: nn.Module, **attributes: Any) -> nn.Module:
             ValueError,
             r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions",
         ),
-        (changed(nn.Linear(1, 1)), {}, ValueError, "`past` must be given where the model has no `empty_cache`"),
-        (
-            changed(Bare(), forward=lambda x, past: x),
-            {},
-            TypeError,
-            r"`model` must return \(logits, past\), got Tensor",
-        ),
-        (
-            changed(Bare(), forward=lambda x, past: (x, past)),
-            {},
-            ValueError,
-            r"`model` must return logits \(batch, length, vocabulary\), got Tensor",
-        ),
+        (nn.Linear(1, 1), {}, ValueError, "`past` must be given where the model has no `empty_cache`"),
         (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
         (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
