@@ -92,14 +92,12 @@ class Compiled(Benchmark):
         return TOLERANCES[case["dtype"]]
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
-        of = {(str(row.case), row.contender): row.cpu or 0.0 for row in record.measured()}
-        for row in record.measured():
-            case, key = row.case, str(row.case)
-            if row.contender == "compiled":
+        for case, rows in record.by_case():
+            if "compiled" in rows:
                 dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
                 training = ", with backward" if case["training"] else ""
-                multiples = [of[key, name] / of[key, "plain"] for name in ("compiled", "without")]
-                text = f"{as_time(of[key, 'compiled'])}, {multiples[0]:.2f} ({multiples[1]:.2f})"
+                compiled, without, plain = (rows[name].cpu or 0.0 for name in self.names)
+                text = f"{as_time(compiled)}, {compiled / plain:.2f} ({without / plain:.2f})"
                 yield f"{case['call']}, {case['length']}{dtype}", f"{case['library']}{training}", text
 
 

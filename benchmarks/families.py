@@ -231,20 +231,18 @@ class Families(Benchmark):
         return {"time", "memory"} if case["length"] == MODELS[case["model"]].lengths[-1] else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:
-        of = {(row.case["model"], row.case["length"], row.contender): row for row in record.measured()}
-
         def cells() -> Iterator[tuple[str, str, str]]:
-            for (name, length, who), theirs in of.items():
-                if who == "theirs":
-                    lengths, both = MODELS[name].lengths, (theirs, of[name, length, "replaced"])
-                    line = f"{name}: {', '.join(map(str, lengths))}" if "pixels" in name else name
-                    column = length if length == GENERATE else str(TOKENS[lengths.index(length)])
-                    seconds = [row.cpu or 0.0 for row in both]
-                    yield line, column, f"{seconds[1] / seconds[0]:.2f}"
-                    if length == lengths[-1]:
-                        yield line, "time, longest", " → ".join(map(as_time, seconds))
-                        peaks = [row.bytes for row in both if row.bytes is not None]
-                        yield line, "memory, longest", " → ".join(f"{peak / 2**20:.0f} MiB" for peak in peaks)
+            for case, rows in record.by_case():
+                name, length, both = case["model"], case["length"], [rows[each] for each in self.names]
+                lengths = MODELS[name].lengths
+                line = f"{name}: {', '.join(map(str, lengths))}" if "pixels" in name else name
+                column = length if length == GENERATE else str(TOKENS[lengths.index(length)])
+                seconds = [row.cpu or 0.0 for row in both]
+                yield line, column, f"{seconds[1] / seconds[0]:.2f}"
+                if length == lengths[-1]:
+                    yield line, "time, longest", " → ".join(map(as_time, seconds))
+                    peaks = [row.bytes for row in both if row.bytes is not None]
+                    yield line, "memory, longest", " → ".join(f"{peak / 2**20:.0f} MiB" for peak in peaks)
 
         columns = (*map(str, TOKENS), GENERATE, "time, longest", "memory, longest")
         ordered = sorted(cells(), key=lambda cell: columns.index(cell[1]))

@@ -236,17 +236,16 @@ class Models(Benchmark):
         return set() if case["task"] == GRAPHS else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:
-        rows = list(record.measured())
-        plain = {str(row.case): row.cpu for row in rows if row.contender == PLAIN}
-
         def cells() -> Iterator[tuple[str, str, str]]:
-            for row in rows:
-                if row.cpu is not None:
-                    name = f"`{row.contender}`" if row.contender.isidentifier() else row.contender
-                    text = f"{as_time(row.cpu)} ({row.cpu / (plain[str(row.case)] or row.cpu):.2f}×)"
-                    yield name, f"{row.case['task']}, {row.case['size']}", text
+            for case, rows in record.by_case():
+                for contender, row in rows.items():
+                    if row.cpu is not None:
+                        name = f"`{contender}`" if contender.isidentifier() else contender
+                        text = f"{as_time(row.cpu)} ({row.cpu / (rows[PLAIN].cpu or row.cpu):.2f}×)"
+                        yield name, f"{case['task']}, {case['size']}", text
 
-        counts = [(row.case["compiled"], row.facts["calls"], row.facts["graphs"]) for row in rows if row.facts]
+        counted = (row for row in record.measured() if row.facts)
+        counts = [(row.case["compiled"], row.facts["calls"], row.facts["graphs"]) for row in counted]
         lines = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in counts]
         graphs = markdown(("compiled", "calls", "graphs", "recompilations"), lines)
         return {"": "\n\n".join([record.where, pivot(cells()), graphs])}

@@ -197,21 +197,15 @@ class OptionsOfCalls(Benchmark):
         return {"time", "memory"} if case["length"] == LENGTHS[-1] else {"time"}
 
     def texts(self, record: Record) -> dict[str, str]:
-        of = {
-            (row.case["option"], row.case["length"], row.case["backward"], row.contender): row
-            for row in record.measured()
-        }
-
         def cells() -> Iterator[tuple[str, str, str]]:
-            for (option, length, backward, name), ours in of.items():
-                if name == "ours":
-                    dense, call = of[option, length, backward, "dense"], OPTIONS[option].call
-                    line, more = call if option == "none" else f"`{call}`", ", with backward" if backward else ""
-                    one, other = ours.fastest or 0.0, dense.fastest or 1.0
-                    yield line, f"L = {length}{more}", f"{as_time(one)} ({one / other:.2f}×)"
-                    if ours.bytes is not None and dense.bytes is not None:
-                        text = f"{ours.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
-                        yield line, f"memory at {length}{more}", text
+            for case, rows in record.by_case():
+                ours, dense, call = rows["ours"], rows["dense"], OPTIONS[case["option"]].call
+                line = call if case["option"] == "none" else f"`{call}`"
+                size = f"{case['length']}{', with backward' if case['backward'] else ''}"
+                one, other = ours.fastest or 0.0, dense.fastest or 1.0
+                yield line, f"L = {size}", f"{as_time(one)} ({one / other:.2f}×)"
+                if ours.bytes is not None and dense.bytes is not None:
+                    yield line, f"memory at {size}", f"{ours.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
 
         ordered, corner = sorted(cells(), key=lambda cell: "memory" in cell[1]), "ours, and of the dense one's"
         return {"": f"{record.where}\n\n{pivot(ordered, corner)}"}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import relskew_core
-from benchmarks.runner import ROOT, Row
+from benchmarks.runner import ROOT, Case, Row
 from relskew_core.backends import _compiled
 
 PACKAGES = ("numpy", "torch", "jax", "triton", "onnx", "onnxruntime", "transformers", "x-transformers")
@@ -61,6 +61,13 @@ class Record:
         for row in self.rows:
             if row.skipped is None and all(row.case.get(key) == x for key, x in wanted.items()):
                 yield row
+
+    def by_case(self) -> Iterator[tuple[Case, dict[str, Row]]]:
+        """Yield every case with the rows that have numbers, by contender."""
+        found: dict[str, tuple[Case, dict[str, Row]]] = {}
+        for row in self.measured():
+            found.setdefault(str(row.case), (row.case, {}))[1][row.contender] = row
+        yield from found.values()
 
     @property
     def where(self) -> str:

@@ -178,9 +178,10 @@ class Short(Benchmark):
         return bool(others) and mine > BOUND * min(others)
 
     def texts(self, record: Record) -> dict[str, str]:
-        seconds: dict[tuple[Any, ...], list[float]] = {}
-        for row in record.measured():
-            seconds.setdefault(tuple(row.case[name] for name in NAMES), []).append(row.fastest or 0.0)
+        seconds = {
+            tuple(case[name] for name in NAMES): [row.fastest or 0.0 for row in rows.values()]
+            for case, rows in record.by_case()
+        }
         ratios = {case: mine / min(others) for case, (mine, *others) in seconds.items() if others}
 
         def cells() -> Iterator[tuple[str, str, str]]:
