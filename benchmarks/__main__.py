@@ -18,6 +18,7 @@ NAMES = {
     "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
     "compiled": "calls beside the same without the compiled kernels",
     "short": "one token, small batches and short training beside the formula by hand",
+    "first": "first calls of fresh processes, and what XLA takes to compile; needs JAX",
     "options": "options of a call beside the dense masks that people write",
     "models": "whole torch models: training, decoding, graphs of the compiler",
     "families": "models of transformers beside themselves replaced; needs transformers",

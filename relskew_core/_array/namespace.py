@@ -65,7 +65,7 @@ def namespace_of(library: Any) -> Namespace:
     """Return the standard-conforming namespace of an array library given as a module."""
     if not hasattr(library, "asarray"):
         raise TypeError(f"`xp` must be the module of an array library, such as numpy or torch, got {describe(library)}")
-    return array_api_compat.array_namespace(library.asarray(0.0))
+    return _conforming(library.asarray(0.0))
 
 
 def device(array: Array) -> Any:
@@ -103,6 +103,12 @@ def _namespace(name: str, array: Array) -> Namespace:
     if "matrix" in kinds:  # which has two axes whatever is done to it
         raise TypeError(f"`{name}` must be an array, such as numpy.asarray makes of a matrix, got {describe(array)}")
     try:
-        return array_api_compat.array_namespace(array)
+        return _conforming(array)
     except TypeError:
         raise TypeError(f"`{name}` must be an array, got {describe(array)}") from None
+
+
+def _conforming(array: Array) -> Namespace:
+    """Return the array's namespace: NumPy itself from 2.1 on, whose wrapper would import all of it, F2PY too."""
+    own = array_api_compat.is_numpy_array(array) and hasattr(sys.modules["numpy"], "__array_namespace_info__")
+    return array_api_compat.array_namespace(array, use_compat=False if own else None)

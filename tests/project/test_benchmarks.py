@@ -18,13 +18,14 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, graphs, models, runtimes
+from benchmarks import calls, contenders, families, first, graphs, models, runtimes
 from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
 from benchmarks.record import Record, machine
 from benchmarks.runner import Benchmark, Case, Row, child, distance, reason, turns
 from relskew_core import attention_block, init_weights
+from relskew_core.backends import _compiled
 from relskew_core.cli._measure import resident_peak
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,7 @@ def tiny(name: str) -> list[str]:
         "calls": ("length=64 block_size=16 window=16", sections, " ".join(set(CONTENDERS) - set(slow))),
         "compiled": ("length=40", some, ""),
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
+        "first": ("length=32", ["first=relskew --help", "first=None"], ""),
         "options": ("length=96", [], ""),
         "models": ("size=6", [f"task={each}" for each in models.TASKS], ""),
         "families": ("", [], ""),
@@ -360,6 +362,14 @@ def test_memory_reports_what_a_child_says_when_it_fails() -> None:
     case = {"section": "memory", "length": 64, "heads": 1, "backward": False}
     with pytest.raises(RuntimeError, match=r"(?s)huang-local failed at \{.*Error"):
         calls.BENCHMARK.memory("calls", case, "huang-local")
+
+
+@NO_MEMORY
+@pytest.mark.no_cover
+@pytest.mark.skipif(_compiled.kernels is None, reason="torch's operator, which is needed without kernels, takes more")
+def test_a_first_call_of_torch_takes_little_memory() -> None:
+    found = first.BENCHMARK.memory("first", {"first": "torch"}, "relskew")
+    assert 0 < found["bytes"] <= 25 * 2**20
 
 
 @NO_MEMORY
