@@ -47,7 +47,7 @@ SANITIZERS := -DHIGH_ROWS=12 -DPOISON -fsanitize=address,undefined -fno-sanitize
 	-fno-omit-frame-pointer
 SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(CURDIR)/$(BIN)/python
-SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_jax_compiled.py tests/core/test_options.py
+SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
 .PHONY: sanitize fuzz mutants check clean

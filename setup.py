@@ -30,6 +30,7 @@ LEVELS = {
 The flags are such as older compilers know too.
 """
 
+WITHOUT_LEVEL = ("module.cpp", "tasks.cpp")
 REALS = ("float", "double")
 
 
@@ -41,7 +42,8 @@ class Build(build_ext):
         target = Path(self.get_ext_fullpath(extension.name))
         try:
             with ThreadPoolExecutor() as threads:
-                made = [threads.submit(self._compile, "module.cpp", extension.define_macros, [])]
+                # In this order: of functions that several have, the linker takes those of the least processor.
+                made = [threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL]
                 for level, real in product(levels, REALS):
                     macros = [("LEVEL", level), ("REAL", real)]
                     made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
@@ -73,7 +75,7 @@ if asked not in ("", "0", "1"):
 levels = list(LEVELS) if sysconfig.get_platform().endswith(("x86_64", "amd64")) else ["base"]
 kernels = Extension(
     "relskew_core.backends._compiled._kernels",
-    [str(SOURCE / name) for name in ("module.cpp", "level.cpp")],
+    [str(SOURCE / name) for name in (*WITHOUT_LEVEL, "level.cpp")],
     define_macros=[("LEVELS_OF_X86_64", "1")] if len(levels) > 1 else [],
     depends=[str(path) for path in sorted(SOURCE.parent.rglob("*.h*"))],
     py_limited_api=True,

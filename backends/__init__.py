@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from relskew_core._array.checks import check_choice
 from relskew_core._kernel.call import unknown
-from relskew_core.backends._parallel import set_numpy_threads
 from relskew_core.backends._path import PORTABLE, Path
+from relskew_core.backends._threads import set_numpy_threads
 
 if TYPE_CHECKING:
     from relskew_core._kernel.problem import Problem

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from relskew_core._array.namespace import device
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options, has_tables, names_of, unknown
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options, has_tables, unknown
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.sums import sum_to
-from relskew_core.backends import _parallel
 from relskew_core.backends._path import OPTIONS
 
 try:
@@ -36,9 +35,6 @@ OFFSETS = FAR // 2
 ALONE_WORTH = 2
 """Queries whose products take as long as one's, which waits for its keys."""
 
-WORK = 2**30
-"""Multiplications of one part of a call: some ten milliseconds, after which an interrupt is noticed."""
-
 
 def _declared(names: str) -> tuple[str, ...]:
     found: tuple[str, ...] = getattr(kernels, names, ())
@@ -50,10 +46,9 @@ WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = map(_declared, ("WHOLE", "REAL", "ARR
 offset come first, arrays, integers of queries and keys, gradients."""
 
 _arrays = itemgetter(*(Operands._fields.index(name) for name in ARRAYS or Operands._fields))
-ALONE = (0, 1, 1, 0, 1)
-"""Of a call that is one part, with one sum of gradients and one thread: what comes last."""
+ALONE = (0, 1)
+"""Of a call on one thread: what comes last."""
 
-LABELS, SEQUENCES = names_of(Kind.LABEL), frozenset(names_of(Kind.SEQUENCE))
 NO_INTEGERS = (None,) * len(INTEGERS)
 """Of calls that have no labels, and of which nothing is dropped."""
 
@@ -87,7 +82,7 @@ class Library(NamedTuple):
     zeros: Callable[..., Any]
     threads: Callable[[], int]
     team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
-    shared: int = 2**22  # multiplications for which it pays to wake another thread: of ours, a tenth of a millisecond
+    shared: int = 2**22  # multiplications for which it pays to start another thread
 
 
 def missing() -> str | None:
@@ -237,15 +232,14 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> 
 
 
 def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> None:
-    work, lent = call.work, library.lent
+    lent = library.lent
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
-    given = (*call[:3], *lent(_arrays(x)), *integers, *lent((out, lse)))
-    if work <= library.shared:
-        kernels.attend(*given, *ALONE)
-        return
-    workers, most = library.threads(), out.shape[0] * out.shape[1] * -(-out.shape[2] // kernels.BLOCK)
-    together = workers if work <= WORK else 4 * workers
-    _run(kernels.attend, given, min(most, max(together, work // WORK)), min(most, together), library)
+    kernels.attend(*call[:3], *lent(_arrays(x)), *integers, *lent((out, lse)), *_threads(call, library))
+
+
+def _threads(call: Call, library: Library) -> tuple[int, int]:
+    """Return the team for a call, and of how many threads: the library's own, or new ones if it has none."""
+    return ALONE if call.work <= library.shared else (library.team(), library.threads())
 
 
 def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: Namespace) -> tuple[Any, Any]:
@@ -285,36 +279,16 @@ def pull_back(
 
 
 def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:
-    work, lent = call.work, library.lent
-    pairs = x.k.shape[0] * x.k.shape[1]
-    sums = 1 if work <= library.shared else min(library.threads(), pairs)
-    parts = sums * max(1, min(pairs, work // WORK) // sums)
-    found = {}
+    lent, found = library.lent, dict[str, Any]()
     for name in GRADIENTS:
         array = getattr(x, name)
-        if array is None or (name == "mask" and not learned):
-            continue
-        if KINDS[name] is Kind.SEQUENCE:
-            found[name] = library.empty(array.shape, dtype=array.dtype)
-        else:
-            found[name] = library.zeros(_sums_of(name, array, x, sums), dtype=array.dtype)
+        if array is not None and (name != "mask" or learned):
+            make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # which the kernels add to
+            found[name] = make(array.shape, dtype=array.dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
-    given = (*call[:3], *arrays, *integers, *lent(given), sums, *gradients)
-    _run(kernels.pull_back, given, parts, sums, library)
-    for name in found.keys() - SEQUENCES:
-        of_each = found[name].reshape((-1, *getattr(x, name).shape))
-        found[name] = of_each[0] if len(of_each) == 1 else of_each.sum(0)
+    kernels.pull_back(*call[:3], *arrays, *integers, *lent(given), *gradients, *_threads(call, library))
     return found
-
-
-def _sums_of(name: str, array: Any, x: Operands, sums: int) -> tuple[int, ...]:
-    """Return the shape of the sums of a gradient; a mask has one where each head of each item has its own entries."""
-    if KINDS[name] is Kind.MASK:
-        items, *of_item = array.shape
-        return (items if array.shape[:2] == x.q.shape[:2] else sums * items, *of_item)
-    axes = 2 if KINDS[name] is Kind.BIAS else 3
-    return (sums, *(1,) * (axes - array.ndim), *array.shape)
 
 
 def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict[str, Any]:
@@ -324,26 +298,6 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
         mask = mask.reshape((*operands.q.shape[:-3], *mask.shape[1:]))
         found = {**found, "mask": sum_to(mask, own.shape[:-2], xp=xp)}
     return {name: array.reshape(getattr(operands, name).shape) for name, array in found.items()}
-
-
-def _run(kernel: Any, given: tuple[Any, ...], parts: int, together: int, library: Library) -> None:
-    """Work on the parts of a call, so many together: on the library's own threads, or on ours if it has none.
-
-    Between them an interrupt is noticed.
-    """
-    workers, team = library.threads(), library.team()
-    if team or together == 1:
-        for first in range(0, parts, together):
-            _parallel.leave_if_dropped()
-            kernel(*given, first, min(parts, first + together), parts, team, workers)
-        return
-
-    def work(first: int) -> None:
-        for part in range(first, parts, together):
-            _parallel.leave_if_dropped()
-            kernel(*given, part, part + 1, parts, 0, 1)
-
-    _parallel.for_each(work, range(together), workers=workers)
 
 
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:

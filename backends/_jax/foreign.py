@@ -57,8 +57,8 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
     operands = [of_kernels[name] for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
     numbers, rows = _compiled.numbers(x, options), x.q.shape[:-1]
-    threads = _threads(_compiled.Call.of(x, options).work)
-    whole = [*(numbers[name] for name in _compiled.WHOLE), entries, *threads]
+    threads = max(1, _compiled.Call.of(x, options).work // SHARE)
+    whole = [*(numbers[name] for name in _compiled.WHOLE), entries, threads]
     real = np.asarray([numbers[name] for name in _compiled.REAL], np.float64)
     if cotangents is None:
         width = x.v.shape[-1]
@@ -71,11 +71,6 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
         found = _call("relskew_pull_back", whole, real, operands, wanted)
         shapes = [(*lead, *getattr(given, name).shape[maps:]) for name in pulled(given._asdict())]
     return [jnp.reshape(each, shape) for each, shape in zip(found, shapes, strict=False)]
-
-
-def _threads(work: int) -> tuple[int, int]:
-    """Return for how many threads there is work at most, and how many parts of it each of them is to have."""
-    return max(1, work // SHARE), 1 if work <= _compiled.WORK else 4
 
 
 def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted: list[Any]) -> list[Array]:

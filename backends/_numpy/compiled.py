@@ -10,7 +10,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from relskew_core._kernel.call import Gradients, Operands, Options
-from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._batch import by_batch, flattened
 from relskew_core.backends._compiled import Call, Library
 
@@ -70,4 +70,4 @@ def _in_rows(x: Array | None) -> Array | None:
     return x.copy()
 
 
-NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, _parallel.numpy_threads)
+NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, _threads.numpy_threads)

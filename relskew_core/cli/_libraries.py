@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from relskew_core.backends import _parallel
+from relskew_core.backends import _threads
 from relskew_core.cli._errors import CliError, reason
 
 
@@ -52,7 +52,7 @@ ALL = ("float64", "float32", "float16", "bfloat16")
 def _numpy() -> Iterator[ArrayLibrary]:
     @contextmanager
     def one_thread() -> Iterator[None]:
-        with _parallel.numpy_on_one_thread(), threadpool_limits(1, "blas"):
+        with _threads.numpy_on_one_thread(), threadpool_limits(1, "blas"):
             yield
 
     yield ArrayLibrary("numpy", "cpu", np.__version__, ALL[:3], np.asarray, _float64, one_thread=one_thread)

@@ -18,7 +18,7 @@ import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import serve
 from relskew_core.backends._path import Path
 
@@ -169,16 +169,6 @@ def test_a_thread_pool_may_call_it() -> None:
     expected = attend(*given)
     with ThreadPoolExecutor(4) as pool:
         assert all(np.array_equal(out, expected) for out in pool.map(lambda _: attend(*given), range(24)))
-
-
-def test_a_worker_may_call_it() -> None:
-    """A call inside a worker of the same pool waits for nobody."""
-    given, found = arrays(150), []
-    expected = attend(*given)
-    for_each: Any = _parallel.for_each
-    for_each(lambda _: found.append(attend(*given)), range(4), workers=2)
-    assert len(found) == 4
-    assert all(np.array_equal(out, expected) for out in found)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")

@@ -22,7 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-from relskew_core.backends import _compiled, _parallel
+from relskew_core.backends import _compiled, _threads
 from relskew_core.cli import _bench, _draw, _libraries, _measure, main
 from relskew_core.cli._app import app
 from relskew_core.cli._errors import reason
@@ -625,19 +625,19 @@ def test_bench_keeps_libraries_to_one_thread(monkeypatch: pytest.MonkeyPatch) ->
     seen = set()
 
     def look(*_: Any) -> Any:
-        seen.add((_parallel.numpy_threads(), torch.get_num_threads()))
+        seen.add((_threads.numpy_threads(), torch.get_num_threads()))
         return np.ones(1)
 
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
-    monkeypatch.setattr(_parallel, "_processors", lambda: 3)
+    monkeypatch.setattr(_threads, "_processors", lambda: 3)
     monkeypatch.setattr(_bench, "KINDS", {"one": (lambda length: 1, {"relskew": look})})
     torch.set_num_threads(2)
     try:
         for library in _libraries.chosen_libraries(("numpy", "torch"), named=True):
             if library.device == "cpu":
                 _bench.bench(replace(library, to_numpy=np.asarray), [4])
-        assert {numbers[0] for numbers in seen} == {1, _parallel.numpy_threads()}
+        assert {numbers[0] for numbers in seen} == {1, _threads.numpy_threads()}
         assert {numbers[1] for numbers in seen} == {1, 2}
         assert torch.get_num_threads() == 2
     finally:

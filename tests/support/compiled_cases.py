@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 import dense
 from libraries import GATES
-from relskew_core import Span
+from relskew_core import Span, backends
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
+from relskew_core.backends._numpy import compiled as of_numpy
+from relskew_core.backends._torch.cpu import compiled as of_torch
 
 GATE = 2e-5
 """Of float32, beside the largest number of a result."""
@@ -23,6 +29,10 @@ def narrow(x: Any, dtype: str = "float32") -> Any:
     if isinstance(x, tuple):
         return tuple(narrow(each, dtype) for each in x)
     return x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x
+
+
+def as_torch(x: Any) -> Any:
+    return tuple(map(as_torch, x)) if isinstance(x, tuple) else torch.from_numpy(x.copy())
 
 
 STAMPS = tuple(np.cumsum(np.random.default_rng(n).integers(0, 4, (2, n)), -1).tolist() for n in (110, 600))
@@ -109,3 +119,19 @@ def close(found: Any, expected: Any, what: str = "") -> None:
         return
     scale = max(1.0, np.abs(expected[finite]).max(initial=0))
     np.testing.assert_allclose(found[finite], expected[finite], rtol=0, atol=GATE * scale, err_msg=what)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Work on so many threads, however little there is to do."""
+    before = torch.get_num_threads()
+    backends.set_numpy_threads(count)
+    torch.set_num_threads(count)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of_numpy, "NUMPY", of_numpy.NUMPY._replace(shared=0))
+            patch.setattr(of_torch, "TORCH", of_torch.TORCH._replace(shared=0))
+            yield
+    finally:
+        backends.set_numpy_threads(None)
+        torch.set_num_threads(before)

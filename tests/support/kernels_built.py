@@ -42,6 +42,7 @@ class Unit(NamedTuple):
 
 UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
+    Unit(SOURCE / "tasks.cpp", None, [*FLAGS]),
     *(
         Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DREAL={real}"])
         for level in LEVELS

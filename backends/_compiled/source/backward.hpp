@@ -21,17 +21,12 @@ struct Sums {
     }
 
     void clear() { std::memset(at.get(), 0, rows * row * sizeof(Real)); }
+    Real *of(Index j) const { return at.get() + j * row; }
 
-    void write(Real *to, Index to_row, Index width, Real scale) const {
-        for (Index j = 0; j < rows; j++)
-            for (Index d = 0; d < width; d++) to[j * to_row + d] = at.get()[j * row + d] * scale;
-    }
-
-    // Add them to what is there, and begin anew.
-    void hand_over(Real *to, Index to_row, Index width) {
-        for (Index j = 0; j < rows; j++)
-            for (Index d = 0; d < width; d++) to[j * to_row + d] += at.get()[j * row + d];
-        clear();
+    // Add rows to what is there, and begin anew with them.
+    void hand_over(Index first, Index end, Real *to, Index to_row, Index width) {
+        for (Index j = first; j < end; j++, to += to_row)
+            for (Index d = 0; d < width; d++) to[d] += of(j)[d], of(j)[d] = 0;
     }
 };
 
@@ -39,7 +34,8 @@ struct Backward {
     static constexpr Index KEYS = 256;  // of a block
 
     const Problem &x;
-    const Index sum;                               // which of the sums of tables' gradients is this thread's
+    Tasks &tasks;
+    const Index room;                              // for keys
     const Index width, rel_width, value_width;     // of padded rows
     const Index most, margin, logits_row, height;  // rows of a block, and zeros beside a row of weights
     Queries queries;
@@ -53,11 +49,14 @@ struct Backward {
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
-    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table;
+    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask;
+    Packed packed;
+    Seen task_queries{0, 0};
 
-    Backward(const Problem &x, Index sum)
+    Backward(const Problem &x, Tasks &tasks)
         : x(x),
-          sum(sum),
+          tasks(tasks),
+          room(room_for_keys(tasks)),
           width(padded(x.width)),
           rel_width(padded(x.rel_width)),
           value_width(padded(x.value_width)),
@@ -76,8 +75,8 @@ struct Backward {
           mixed_by_row(x, places) {}
 
     bool make() {
-        key_panels = reals(padded(x.keys, PANEL) * x.width);
-        value_panels = reals(padded(x.keys, PANEL) * x.value_width);
+        key_panels = reals(room * x.width);
+        value_panels = reals(room * x.value_width);
         d_outs = zeros(height * value_width);
         weights = reals(height * logits_row);
         d_logits = reals(height * logits_row);
@@ -86,9 +85,8 @@ struct Backward {
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
                queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
                key_side.make(true) && sight.make() && (!relative || changed_by_row.make(height)) &&
-               (!x.rel_v || mixed_by_row.make(height)) && keys.make(x.keys, x.width, static_cast<bool>(sight)) &&
-               d_q.make(height, x.width) && d_k.make(x.keys, x.width) && d_v.make(x.keys, x.value_width) &&
-               make_tables();
+               (!x.rel_v || mixed_by_row.make(height)) && keys.make(room, x.width, static_cast<bool>(sight)) &&
+               d_q.make(height, x.width) && d_k.make(room, x.width) && d_v.make(room, x.value_width) && make_tables();
     }
 
     bool make_tables() {
@@ -97,51 +95,94 @@ struct Backward {
                 (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
                (!x.key_table ||
                 (key_table.make(x.rows, x.width, static_cast<bool>(places)) && d_key_table.make(x.rows, x.width))) &&
-               (!x.rel_v || d_rel_v.make(x.rows, x.value_width));
+               (!x.rel_v || d_rel_v.make(x.rows, x.value_width)) &&
+               (!x.d_added || has_own_mask() ||
+                d_mask.make(x.added.sizes[2] == 1 ? 1 : tasks.most_queries(), x.added.sizes[3] == 1 ? 1 : room));
     }
 
-    // Work on some heads of keys, of all items.
-    void run(Index first, Index last) {
-        for (Index pair = first; pair < last; pair++) {
-            const Index item = pair / x.key_heads, own = pair % x.key_heads;
-            pack(x.k.of(item, own), x.k.row, x.keys, x.width, key_panels.get());
-            pack(x.v.of(item, own), x.v.row, x.keys, x.value_width, value_panels.get());
-            keys.take(x.k.of(item, own), x.k.row, x.keys);
-            sight.take_keys(item);
-            for (Index head = own * x.group(); head < (own + 1) * x.group(); head++) {
-                take_tables(head);
-                for (Index i = 0; i < x.queries; i += most) pull_back(item, head, i);
-                hand_tables_over(head);
-            }
-            d_k.write(x.d_k.of(item, own), x.d_k.row, x.width, 1);
-            d_v.write(x.d_v.of(item, own), x.d_v.row, x.value_width, 1);
-            d_k.clear(), d_v.clear();
+    // Whether each pair of a query and a key has an entry of the mask for itself.
+    bool has_own_mask() const {
+        const auto &[items, heads, rows, columns] = x.added.sizes;
+        return items == x.items && heads == x.heads && rows == x.queries && columns == x.keys;
+    }
+
+    void run() {
+        for (Task task; tasks.take(task); tasks.finish(task)) {
+            take_head(task);
+            task.groups([&](Index group) { pull_back(task, tasks.piece(task, group)); });
+            hand_over(task);
         }
     }
 
-    void take_tables(Index head) {
-        relative.take(head), relative_values.take(head), key_side.take(head);
-        if (x.rel_k && (!rel_k.at || x.rel_k.head)) rel_k.take(x.rel_k.of(0, head), x.rel_k.row, x.rows);
-        if (x.key_table && (!key_table.at || x.key_table.head)) {
-            const Array<const Real> from = turned(x.key_table, x.rows);
-            key_table.take(from.of(0, head), from.row, x.rows);
+    void take_head(const Task &task) {
+        const Index item = task.item, head = task.head, own = head / x.group(), entry = x.entry(item);
+        relative.take(entry, head), relative_values.take(entry, head), key_side.take(entry, head);
+        sight.take_keys(item);
+        if (x.rel_k && rel_k.given != x.rel_k.of(entry, head))
+            rel_k.take(x.rel_k.of(entry, head), x.rel_k.row, 0, 0, x.rows);
+        const Array<const Real> of_keys = turned(x.key_table, x.rows);
+        if (x.key_table && key_table.given != of_keys.of(entry, head))
+            key_table.take(of_keys.of(entry, head), of_keys.row, 0, 0, x.rows);
+        task_queries = tasks.queries(task);
+        const Seen seen = tasks.keys(task);
+        if (seen.none()) return;
+        const Index done = packed.take(item, own, seen, room), there = done - packed.first, n = packed.end - done;
+        if (n > 0) pack(x.k.of(item, own, done), x.k.row, n, x.width, key_panels.get() + there * x.width);
+        if (n > 0) pack(x.v.of(item, own, done), x.v.row, n, x.value_width, value_panels.get() + there * x.value_width);
+        keys.take(x.k.of(item, own), x.k.row, packed.first, done, packed.end);
+    }
+
+    // Add what a task has found to what those before it have.
+    void hand_over(const Task &task) {
+        const Index item = task.item, head = task.head, own = head / x.group(), entry = x.entry(item);
+        const bool shares = tasks.grain.sums || tasks.of_a_head() > 1 || x.group() > 1;
+        if (shares && !tasks.wait(task)) return;
+        Seen seen = tasks.keys(task);
+        for (Index j = 0; task.begins && j < x.keys; j++) {
+            std::fill_n(x.d_k.of(item, own, j), x.width, 0);
+            std::fill_n(x.d_v.of(item, own, j), x.value_width, 0);
+        }
+        if (seen.none()) return;
+        const Index first = seen.low - packed.first, end = seen.high - packed.first;
+        d_k.hand_over(first, end, x.d_k.of(item, own, seen.low), x.d_k.row, x.width);
+        d_v.hand_over(first, end, x.d_v.of(item, own, seen.low), x.d_v.row, x.value_width);
+        const auto [low, high] = rows_of(seen);
+        if (x.rel_k) d_rel_k.hand_over(low, high, x.d_rel_k.of(entry, head, low), x.d_rel_k.row, x.rel_width);
+        if (x.rel_v) d_rel_v.hand_over(low, high, x.d_rel_v.of(entry, head, low), x.d_rel_v.row, x.value_width);
+        if (x.key_table)  // whose rows come in the opposite order
+            d_key_table.hand_over(x.rows - high, x.rows - low, x.d_key_table.of(entry, head, high - 1),
+                                  -x.d_key_table.row, x.width);
+        for (Index c = low; x.bias && c < high; c++)
+            x.d_bias.of(entry, head)[c] += d_bias.at.get()[c], d_bias.at.get()[c] = 0;
+        hand_over_mask(item, head, first, end);
+    }
+
+    void hand_over_mask(Index item, Index head, Index first, Index end) {
+        const bool column = x.added.sizes[3] == 1;  // of a mask that has one
+        for (Index m = 0; m < std::min(d_mask.rows, task_queries.high - task_queries.low); m++) {
+            Real *to = x.d_added.of(item, head, task_queries.low + m) + (column ? 0 : packed.first);
+            for (Index j = column ? 0 : first; j < (column ? 1 : end); j++)
+                to[j] += d_mask.of(m)[j], d_mask.of(m)[j] = 0;
         }
     }
 
-    void hand_tables_over(Index head) {
-        if (x.rel_k) d_rel_k.hand_over(x.d_rel_k.of(sum, head), x.d_rel_k.row, x.rel_width);
-        if (x.rel_v) d_rel_v.hand_over(x.d_rel_v.of(sum, head), x.d_rel_v.row, x.value_width);
-        if (x.key_table) {
-            const Index row = x.d_key_table.row;
-            d_key_table.hand_over(x.d_key_table.of(sum, head) + (x.rows - 1) * row, -row, x.width);
-        }
-        if (x.bias) d_bias.hand_over(x.d_bias.of(sum, head), 0, x.rows);
+    // The rows of tables for the relative positions between a task's queries and keys; edges for those that are beyond.
+    Seen rows_of(Seen keys) const {
+        if (places) return {0, x.rows};
+        const Index low = keys.low - (x.offset + task_queries.high - 1),
+                    high = keys.high - (x.offset + task_queries.low);
+        return {std::clamp<Index>(low + x.left, 0, x.rows - 1), std::clamp<Index>(high + x.left, 1, x.rows)};
     }
 
-    void pull_back(Index item, Index head, Index first) {
-        const Index count = std::min(most, x.queries - first), position = x.offset + first;
+    void pull_back(const Task &task, const Task::Piece &piece) {
+        for (Index first = piece.first; first < piece.end; first += most)
+            pull_back(task, piece, first, std::min(most, piece.end - first));
+    }
+
+    void pull_back(const Task &task, const Task::Piece &piece, Index first, Index count) {
+        const Index item = task.item, head = task.head, position = x.offset + first;
         sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
-        const Seen seen = sight.of(0, count, position, 0, x.keys);
+        const Seen seen = sight.of(0, count, position, piece.low, piece.high);
         d_q.clear();
         if (queries.apart) d_met.clear();
         if (!seen.none()) {
@@ -160,7 +201,8 @@ struct Backward {
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
             end_anywhere(count);
         }
-        for (Index m = 0; m < count; m++) write_queries(item, head, first, m);
+        if (piece.goes_on && !tasks.wait(task)) return;
+        for (Index m = 0; m < count; m++) write_queries(item, head, first, m, piece.goes_on);
     }
 
     // Of queries and keys that stand anywhere: products with tables are taken once for a block, and so are those that
@@ -196,14 +238,17 @@ struct Backward {
         }
     }
 
-    void write_queries(Index item, Index head, Index first, Index m) const {
+    // Write the gradients of a query, or add them to those that tasks before have found by its other keys.
+    void write_queries(Index item, Index head, Index first, Index m, bool goes_on) const {
+        const auto write = [&](Real *to, const Sums &from, Index width, Real scale, bool adds) {
+            for (Index d = 0; d < width; d++) to[d] = from.of(m)[d] * scale + (adds ? to[d] : 0);
+        };
         Real *to = x.d_q.of(item, head, first + m);
-        const Real *own = d_q.at.get() + m * d_q.row;
-        for (Index d = 0; d < x.width; d++) to[d] = own[d] * x.scale;
-        if (!queries.apart) return;
-        const Real *met = d_met.at.get() + m * d_met.row;
-        if (x.rel_q) to = x.d_rel_q.of(item, head, first + m);
-        for (Index d = 0; d < x.rel_width; d++) to[d] = met[d] * x.rel_scale + (x.rel_q ? 0 : to[d]);
+        write(to, d_q, x.width, x.scale, goes_on);
+        if (queries.apart && x.rel_q)
+            write(x.d_rel_q.of(item, head, first + m), d_met, x.rel_width, x.rel_scale, goes_on);
+        else if (queries.apart)
+            write(to, d_met, x.rel_width, x.rel_scale, true);
     }
 
     // A block of queries meets a block of keys, `start … start + n - 1`.
@@ -224,7 +269,7 @@ struct Backward {
             if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
         }
         const Index keys_there = high - low;
-        Real *d_keys = d_k.at.get() + (start + low) * d_k.row, *d_values = d_v.at.get() + (start + low) * d_v.row;
+        Real *d_keys = d_k.of(start + low - packed.first), *d_values = d_v.of(start + low - packed.first);
         add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values,
                     d_v.row);
         add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
@@ -251,11 +296,13 @@ struct Backward {
             const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
                                               static_cast<bool>(x.key_table));
             ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                          key_panels.get() + (start + j) * x.width, PANEL, of_logits.at, of_logits.row, s, logits_row);
+                          key_panels.get() + (start + j - packed.first) * x.width, PANEL, of_logits.at, of_logits.row,
+                          s, logits_row);
             const Start of_weights =
                 Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
-            ::multiply<2>(rows, x.value_width, {g, value_width, 1}, value_panels.get() + (start + j) * x.value_width,
-                          PANEL, of_weights.at, of_weights.row, d, logits_row);
+            ::multiply<2>(rows, x.value_width, {g, value_width, 1},
+                          value_panels.get() + (start + j - packed.first) * x.value_width, PANEL, of_weights.at,
+                          of_weights.row, d, logits_row);
         }
     }
 
@@ -283,7 +330,7 @@ struct Backward {
                 store(s + j, weight * here);
                 store(d + j, change);
             }
-            if (uncapped.at) add_to_mask(x.gradient_of_mask(sum, item, head, first + m), uncapped, start);
+            if (uncapped.at) add_to_mask(item, head, first + m, uncapped, start);
         }
         if (lost[m]) row.put_around(0), changed.put_around(0);
         if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);
@@ -292,15 +339,18 @@ struct Backward {
         changed.clear_around(d + (all.low - margin), d + (all.high + margin));
     }
 
-    // Add a row of the logits' gradients to a mask's; `first` is the key that column 0 stands for.
-    void add_to_mask(Real *to, const Row &row, Index first) const {
-        if (x.d_added.column == 0) {  // around the row are zeros
+    // Add a row of the logits' gradients to the mask's; `first` is the key that column 0 stands for.
+    void add_to_mask(Index item, Index head, Index query, const Row &row, Index first) const {
+        const bool is_own = has_own_mask();
+        Real *to =
+            is_own ? x.d_added.of(item, head, query) : d_mask.of(x.added.sizes[2] == 1 ? 0 : query - task_queries.low);
+        if (x.added.sizes[3] == 1) {  // around the row are zeros
             Vec total{};
             for (Index j = row.start(); j < row.end(); j += LANES) total += load(row.at + j);
             *to += ::sum(total);
             return;
         }
-        to += first;
+        to += is_own ? first : first - packed.first;
         Index j = row.low;
         for (; j + LANES <= row.high; j += LANES) store(to + j, load(to + j) + load(row.at + j));
         for (; j < row.high; j++) to[j] += row.at[j];
@@ -316,10 +366,9 @@ struct Backward {
 
     void mix_queries(Index m, const Weights &changed) {
         add_product(changed.count, changed.high - changed.low, {changed.at + changed.low, logits_row, 1},
-                    keys.at + (changed.start + changed.low) * keys.row, keys.row, width, d_q.at.get() + m * d_q.row,
-                    d_q.row);
+                    keys.of(changed.start + changed.low), keys.row, width, d_q.at.get() + m * d_q.row, d_q.row);
         Sums &to = queries.apart ? d_met : d_q;
-        if (x.rel_k && !places) changed.mix(span, rel_k.at, rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
+        if (x.rel_k && !places) changed.mix(span, rel_k.of(0), rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
     }
 
     void add_to_bias(const Weights &changed) {
@@ -335,11 +384,10 @@ struct Backward {
     }
 };
 
-inline bool backward(const Problem &x, Index part, Index parts) {
-    const Index pairs = x.items * x.key_heads;
-    Backward work(x, part % x.sums);
+inline bool backward(const Problem &x, Tasks &tasks) {
+    Backward work(x, tasks);
     if (!work.make()) return false;
-    work.run(pairs * part / parts, pairs * (part + 1) / parts);
+    work.run();
     return true;
 }
 

@@ -8,7 +8,6 @@
 namespace {
 
 constexpr Index KEYS = 512;  // that are worked on at once
-constexpr Index FEW = 4;     // queries up to which nothing is worth packing
 
 // Write the products of a query with consecutive rows of N vectors each; N = 0: as many as it takes.
 template <int N>
@@ -65,33 +64,40 @@ inline void mix_rows(const Real *weights, const Real *v, Index row, Index rows, 
         for (Index j = 0; j < rows; j++) out[d] += weights[j] * v[j * row + d];
 }
 
-// Some heads of an item, which meet a block of keys one after the other: what they have in common is in the caches by
-// then. Rows of a table for all heads are multiplied with all of these while they are at hand.
+// Some heads of an item, which go through blocks of keys together: what they have in common is in the caches by then.
+// Rows of a table for all heads are multiplied with all of these while they are at hand.
 struct Few {
-    static constexpr Index TOGETHER = 8, ROWS_AT_HAND = 64;
+    static constexpr Index ROWS_AT_HAND = 64;
 
     const Problem &x;
-    const Index query_row, keys_row;
-    Reals queries, relative, logits;
+    Tasks &tasks;
+    const Index query_row, keys_row, value_row;
+    Reals queries, relative, logits, outs;
     Softmax softmax[TOGETHER];
+    Index entry = 0;
 
-    explicit Few(const Problem &x)
+    Few(const Problem &x, Tasks &tasks)
         : x(x),
+          tasks(tasks),
           query_row(padded(x.width) + padded(x.rel_width) + PANEL),
-          keys_row(padded(std::min(KEYS, x.keys)) + 2 * MARGIN) {}
+          keys_row(padded(std::min(KEYS, x.keys)) + 2 * MARGIN),
+          value_row(padded(x.value_width)) {}
 
     bool make() {
         queries = reals(TOGETHER * query_row);
         relative = reals(TOGETHER * keys_row);
         logits = reals(keys_row);
-        return queries && relative && logits;
+        outs = reals(TOGETHER * value_row);
+        return queries && relative && logits && outs;
     }
 
-    void run(Index first, Index last) {
-        for (Index pair = first; pair < last;) {
-            const Index head = pair % x.heads, count = std::min({TOGETHER, last - pair, x.heads - head});
-            for (Index i = 0; i < x.queries; i++) attend(pair / x.heads, head, count, i);
-            pair += count;
+    void run() {
+        for (Task task; tasks.take(task); tasks.finish(task)) {
+            entry = x.entry(task.item);
+            task.groups([&](Index group) {
+                const Task::Piece piece = tasks.piece(task, group);
+                for (Index i = piece.first; i < piece.end; i++) attend(task, piece, i);
+            });
         }
     }
 
@@ -99,38 +105,36 @@ struct Few {
     Real *same(Index n) const { return queries.get() + n * query_row; }
     Real *met(Index n) const { return same(n) + (apart() ? padded(x.width) : 0); }
     Real *of_table(Index n) const { return relative.get() + n * keys_row + MARGIN; }
+    Real *out(Index n) const { return outs.get() + n * value_row; }
 
-    void attend(Index item, Index head, Index count, Index i) {
+    void attend(const Task &task, const Task::Piece &piece, Index i) {
+        const Index item = task.item, head = task.head, count = std::min(tasks.grain.heads, x.heads - head);
         const Index p = x.offset + i;
-        const Seen seen = Seen::of(x, p, p);
+        const Seen seen = Seen::of(x, p, p).within(piece.low, piece.high);
         for (Index n = 0; n < count; n++) take(item, head, n, i);
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);
             if (x.rel_k || x.bias) write_relative(head, count, key - p, keys);
             for (Index n = 0; n < count; n++) meet(item, head, n, i, key, keys);
         }
-        for (Index n = 0; n < count; n++) {
-            const Real total = softmax[n].total * x.kept, part = total == 0 ? 0 : 1 / total;
-            Real *out = x.out.of(item, head + n, i);
-            for (Index d = 0; d < x.value_width; d++) out[d] *= part;
-            if (x.lse) *x.lse.of(item, head + n, i) = softmax[n].log_sum();
-        }
+        if (piece.goes_on && !tasks.wait(task)) return;
+        for (Index n = 0; n < count; n++) write_result(x, item, head + n, i, softmax[n], out(n), piece.goes_on);
     }
 
     void take(Index item, Index head, Index n, Index i) {
         const Real *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
-        Real *own = same(n), *out = x.out.of(item, head + n, i);
+        Real *own = same(n);
         for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
         if (apart())
             for (Index d = 0; d < x.rel_width; d++) met(n)[d] = other[d] * x.rel_scale;
-        std::fill(out, out + x.value_width, 0);
+        std::fill(out(n), out(n) + x.value_width, 0);
         softmax[n] = Softmax();
     }
 
     void meet(Index item, Index head, Index n, Index i, Index key, Index count) {
         const Index own = (head + n) / x.group(), r = key - (x.offset + i);
         const Real *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
-        Real *s = logits.get() + MARGIN, *out = x.out.of(item, head + n, i);
+        Real *s = logits.get() + MARGIN, *out = this->out(n);
         multiply_rows(same(n), keys, x.k.row, count, x.width, s);
         if (x.rel_k || x.bias)
             for (Index j = 0; j < count; j++) s[j] += of_table(n)[j];
@@ -162,11 +166,12 @@ struct Few {
         for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
         for (Index j = 0; x.rel_k && j < at.inside; j += rows)
             for (Index h = 0; h < count; h++)
-                multiply_rows(met(h), x.rel_k.of(0, head + h, at.row + j), x.rel_k.row, std::min(rows, at.inside - j),
-                              x.rel_width, of_table(h) + at.before + j);
+                multiply_rows(met(h), x.rel_k.of(entry, head + h, at.row + j), x.rel_k.row,
+                              std::min(rows, at.inside - j), x.rel_width, of_table(h) + at.before + j);
         for (Index h = 0; h < count; h++) {
             if (x.bias)
-                for (Index j = 0; j < at.inside; j++) of_table(h)[at.before + j] += x.bias.of(0, head + h)[at.row + j];
+                for (Index j = 0; j < at.inside; j++)
+                    of_table(h)[at.before + j] += x.bias.of(entry, head + h)[at.row + j];
             write_edge(head, h, 0, 0, at.before);
             write_edge(head, h, x.rows - 1, at.before + at.inside, n);
         }
@@ -177,8 +182,8 @@ struct Few {
         if (low >= high) return;
         Real edge = 0;
         if (x.clip)
-            edge = (x.rel_k ? dot(met(h), x.rel_k.of(0, head + h, row), x.rel_width) : 0) +
-                   (x.bias ? x.bias.of(0, head + h)[row] : 0);
+            edge = (x.rel_k ? dot(met(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
+                   (x.bias ? x.bias.of(entry, head + h)[row] : 0);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
@@ -186,31 +191,30 @@ struct Few {
         for (Index j = 0; j < n; j++) {
             const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
             if (c == row || x.clip)
-                s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(0, head, row), x.width);
+                s[j] += x.rel_scale * dot(keys + j * x.k.row, x.key_table.of(entry, head, row), x.width);
         }
     }
 
     void mix_table(const Real *weights, Index head, Index r, Index n, Real *out) const {
         const Reach at = Reach::of(x, r, n);
         if (at.inside)
-            mix_rows(weights + at.before, x.rel_v.of(0, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
+            mix_rows(weights + at.before, x.rel_v.of(entry, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
         if (!x.clip) return;
         for (int side = 0; side < 2; side++) {
             const Index low = side ? at.before + at.inside : 0, high = side ? n : at.before;
             if (low >= high) continue;
             Real weight = 0;
             for (Index j = low; j < high; j++) weight += weights[j];
-            const Real *row = x.rel_v.of(0, head, side ? x.rows - 1 : 0);
+            const Real *row = x.rel_v.of(entry, head, side ? x.rows - 1 : 0);
             for (Index d = 0; d < x.value_width && weight != 0; d++) out[d] += weight * row[d];
         }
     }
 };
 
-inline bool attend_few(const Problem &x, Index part, Index parts) {
-    const Index heads = x.items * x.heads;
-    Few work(x);
+inline bool attend_few(const Problem &x, Tasks &tasks) {
+    Few work(x, tasks);
     if (!work.make()) return false;
-    work.run(heads * part / parts, heads * (part + 1) / parts);
+    work.run();
     return true;
 }
 

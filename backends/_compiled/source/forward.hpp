@@ -39,6 +39,42 @@ struct Queries {
     }
 };
 
+// The keys of a head that a thread has packed: those first … end - 1.
+struct Packed {
+    Index item = -1, head = -1, first = 0, end = 0;
+
+    // Take other keys, where there is room for so many; return up to where they are packed already.
+    Index take(Index item, Index head, Seen wanted, Index room) {
+        const Index low = floored(wanted.low, PANEL);  // whole panels, and whole vectors of labels
+        const bool goes_on = item == this->item && head == this->head && first <= low && low <= end &&
+                             std::max(end, wanted.high) - first <= room;
+        if (!goes_on) *this = {item, head, low, low};
+        const Index from = wanted.high <= end ? end : floored(end, PANEL);
+        end = std::max(end, wanted.high);
+        return from;
+    }
+};
+
+// How many keys a task may have, and those beside them of whole panels.
+inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
+
+// Write what a query has found, or add it to what the tasks before have found of its other keys: by the log-sum-exp.
+inline void write_result(const Problem &x, Index item, Index head, Index query, const Softmax &softmax,
+                         const Real *from, bool goes_on) {
+    Real *to = x.out.of(item, head, query), *log_sum = x.lse ? x.lse.of(item, head, query) : nullptr;
+    Real part = softmax.total == 0 ? 0 : 1 / (softmax.total * x.kept), own = softmax.log_sum();
+    if (!goes_on) {
+        for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
+    } else if (own != -INF) {
+        const Real most = std::max(*log_sum, own), before = std::exp(*log_sum - most), now = std::exp(own - most);
+        own = most + std::log(before + now), part *= now / (before + now);
+        for (Index d = 0; d < x.value_width; d++) to[d] = to[d] * (before / (before + now)) + from[d] * part;
+    } else {
+        return;
+    }
+    if (log_sum) *log_sum = own;
+}
+
 // All that one thread has while it works.
 struct Forward {
     static constexpr Index KEYS = 512;                                             // of a block
@@ -46,6 +82,8 @@ struct Forward {
     static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read so many entries beside the weights");
 
     const Problem &x;
+    Tasks &tasks;
+    const Index room;                   // for keys
     const Index value_row, logits_row;  // steps from row to row
     const Index most, height;           // rows of a block, and of this call's
     Queries queries;
@@ -57,12 +95,13 @@ struct Forward {
     ByRow by_row;  // the weights that meet values' table
     Rows values, rel_v;
     Reals keys, logits, outs;
-    Index key_item = -1, key_head = -1, rel_v_head = -1;
-    Seen packed{0, 0};
+    Packed packed;
     Softmax softmax[ROWS];
 
-    explicit Forward(const Problem &x)
+    Forward(const Problem &x, Tasks &tasks)
         : x(x),
+          tasks(tasks),
+          room(room_for_keys(tasks)),
           value_row(padded(x.value_width)),
           logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * EDGE),
           most(rows_of_blocks(x)),
@@ -76,47 +115,44 @@ struct Forward {
           by_row(x, places) {}
 
     bool make() {
-        keys = reals(padded(x.keys, PANEL) * x.width);
+        keys = reals(room * x.width);
         logits = reals(height * logits_row);
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
-               (!x.rel_v || by_row.make(height)) && values.make(x.keys, x.value_width, static_cast<bool>(sight)) &&
+               (!x.rel_v || by_row.make(height)) && values.make(room, x.value_width, static_cast<bool>(sight)) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
 
-    void run(Index first, Index last) {
-        const Index count = blocks(x);
-        for (Index task = first; task < last;) {
-            const Index pair = task / count, start = task % count;
-            const Index stop = std::min(count, start + last - task);
-            const Index item = pair / x.heads, head = pair % x.heads;
-            take_head(item, head, start * most, std::min(x.queries, stop * most));
-            for (Index block = start; block < stop; block++) attend(item, head, block * most);
-            task += stop - start;
+    void run() {
+        for (Task task; tasks.take(task); tasks.finish(task)) {
+            take_head(task);
+            task.groups([&](Index group) { attend(task, group); });
         }
     }
 
     // Pack what belongs to a head: of the keys, those that some of the queries see.
-    void take_head(Index item, Index head, Index first_query, Index end_query) {
-        relative.take(head), key_side.take(head), sight.take_keys(item);
-        if (x.rel_v && (rel_v_head < 0 || (x.rel_v.head && rel_v_head != head)))
-            rel_v.take(x.rel_v.of(0, rel_v_head = head), x.rel_v.row, x.rows);
-        const Index own = head / x.group();
-        Seen seen = Seen::of(x, x.offset + first_query, x.offset + end_query - 1);
-        seen.low = floored(seen.low, LANES);  // as labels are taken
+    void take_head(const Task &task) {
+        const auto [number, item, head, from, to, begins] = task;
+        const Index entry = x.entry(item), own = head / x.group();
+        relative.take(entry, head), key_side.take(entry, head), sight.take_keys(item);
+        if (x.rel_v && rel_v.given != x.rel_v.of(entry, head))
+            rel_v.take(x.rel_v.of(entry, head), x.rel_v.row, 0, 0, x.rows);
+        const Seen seen = tasks.keys(task);
         if (seen.none()) return;
-        if (item == key_item && own == key_head && packed.low <= seen.low && seen.high <= packed.high) return;
-        key_item = item, key_head = own, packed = seen;
-        const Index count = seen.high - seen.low;
-        pack(x.k.of(item, own, seen.low), x.k.row, count, x.width, keys.get());
-        values.take(x.v.of(item, own, seen.low), x.v.row, count);
+        const Index done = packed.take(item, own, seen, room);
+        if (done < packed.end)
+            pack(x.k.of(item, own, done), x.k.row, packed.end - done, x.width,
+                 keys.get() + (done - packed.first) * x.width);
+        values.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
     }
 
-    void attend(Index item, Index head, Index first) {
-        const Index count = std::min(most, x.queries - first), position = x.offset + first;
+    void attend(const Task &task, Index group) {
+        const Task::Piece piece = tasks.piece(task, group);
+        const Index item = task.item, head = task.head, first = piece.first;
+        const Index count = piece.end - first, position = x.offset + first;
         sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
-        const Seen seen = sight.of(0, count, position, 0, x.keys);
+        const Seen seen = sight.of(0, count, position, piece.low, piece.high);
         std::memset(outs.get(), 0, height * value_row * sizeof(Real));
         std::fill(softmax, softmax + count, Softmax());
         if (!seen.none()) {
@@ -124,22 +160,18 @@ struct Forward {
             relative.take_edges(queries.met(), queries.met_row(), count);
             places.multiply(relative, queries.met(), queries.met_row(), count);
             if (by_row) by_row.clear(count);
-            const Index start = packed.low + floored(seen.low - packed.low, PANEL);
-            for (Index key = start; key < seen.high; key += KEYS)
-                meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
+            for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
+                meet(task, first, count, position, key, std::min(KEYS, seen.high - key));
             if (by_row) by_row.mix(count, rel_v, outs.get(), value_row);
         }
-        for (Index m = 0; m < count; m++) {
-            const Real total = softmax[m].total * x.kept, part = total == 0 ? 0 : 1 / total;
-            Real *to = x.out.of(item, head, first + m);
-            const Real *from = outs.get() + m * value_row;
-            for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
-            if (x.lse) *x.lse.of(item, head, first + m) = softmax[m].log_sum();
-        }
+        if (piece.goes_on && !tasks.wait(task)) return;
+        for (Index m = 0; m < count; m++)
+            write_result(x, item, head, first + m, softmax[m], outs.get() + m * value_row, piece.goes_on);
     }
 
     // A block of queries meets a block of keys, `start … start + n - 1`.
-    void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
+    void meet(const Task &task, Index first, Index count, Index position, Index start, Index n) {
+        const Index item = task.item, head = task.head;
         const Index origin = relative.origin(start - (position + height - 1));
         Real *logits = this->logits.get() + EDGE;
         if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
@@ -154,7 +186,7 @@ struct Forward {
                 const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
                                              static_cast<bool>(x.key_table));
                 multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                            keys.get() + (start + j - packed.low) * x.width, PANEL, from.at, from.row, s + j,
+                            keys.get() + (start + j - packed.first) * x.width, PANEL, from.at, from.row, s + j,
                             logits_row);
             }
             for (Index i = 0; i < rows; i++) weigh(item, head, first, position, m + i, start, low, high);
@@ -187,21 +219,19 @@ struct Forward {
 
     // Add the values, times their weights.
     void mix(Index m, const Weights &weights) {
-        const Index first = weights.start + weights.low - packed.low, n = weights.high - weights.low;
+        const Index first = weights.start + weights.low, n = weights.high - weights.low;
         const Real *at = weights.at + weights.low;
         Real *out = outs.get() + m * value_row;
-        add_product(weights.count, n, {at, logits_row, 1}, values.at + first * values.row, values.row, value_row, out,
-                    value_row);
+        add_product(weights.count, n, {at, logits_row, 1}, values.of(first), values.row, value_row, out, value_row);
         values.add_lost(at, logits_row, weights.count, first, n, out, value_row);
-        if (x.rel_v && !by_row) weights.mix(span, rel_v.at, rel_v.row, value_row, out, value_row);
+        if (x.rel_v && !by_row) weights.mix(span, rel_v.of(0), rel_v.row, value_row, out, value_row);
     }
 };
 
-inline bool forward(const Problem &x, Index part, Index parts) {
-    const Index tasks = x.items * x.heads * blocks(x);
-    Forward work(x);
+inline bool forward(const Problem &x, Tasks &tasks) {
+    Forward work(x, tasks);
     if (!work.make()) return false;
-    work.run(tasks * part / parts, tasks * (part + 1) / parts);
+    work.run();
     return true;
 }
 

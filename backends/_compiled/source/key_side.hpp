@@ -47,7 +47,7 @@ struct KeySide {
                (!backward || by_row.make(height));
     }
 
-    void take(Index head) { relative.take(head); }
+    void take(Index entry, Index head) { relative.take(entry, head); }
 
     void take_queries(Index item, Index first, Index count) {
         if (!x.key_table || !places) return;
@@ -97,7 +97,7 @@ struct KeySide {
                     turn(d_logits + i * row + first + j, row, of_key(j) + i, ROW, LANES, x.rel_scale);
             for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
                 std::fill(of_key(j) + count, of_key(j) + ROWS, 0);
-            const Real *own = keys.at + key * keys.row;
+            const Real *own = keys.of(key);
             Real *d_own = d_keys + first * d_keys_row;
             if (places) {
                 places.take_queries(item, key, rows), by_row.clear(rows);
@@ -108,7 +108,7 @@ struct KeySide {
             }
             const Weights weights{of_key(0), ROW, rows, key, position, 0, count};
             weights.spread(relative.span, own, keys.row, width, d_table, d_table_row);
-            weights.mix(relative.span, table.at, table.row, width, d_own, d_keys_row);
+            weights.mix(relative.span, table.of(0), table.row, width, d_own, d_keys_row);
         }
     }
 

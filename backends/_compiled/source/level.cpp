@@ -4,10 +4,8 @@
 
 namespace LEVEL {
 
-bool attend(const Problem &x, Index part, Index parts) {
-    return x.queries <= FEW && !x.k_positions && !x.k_segments ? attend_few(x, part, parts) : forward(x, part, parts);
-}
+bool attend(const Problem &x, Tasks &tasks) { return is_few(x) ? attend_few(x, tasks) : forward(x, tasks); }
 
-bool pull_back(const Problem &x, Index part, Index parts) { return backward(x, part, parts); }
+bool pull_back(const Problem &x, Tasks &tasks) { return backward(x, tasks); }
 
 }  // namespace LEVEL

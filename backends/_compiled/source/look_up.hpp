@@ -186,8 +186,7 @@ struct ByRow {
     void mix(Index count, const Rows &table, Real *out, Index out_row) const {
         const auto add = [&](Index first, Index n, const Real *weights) {
             if (n <= 0) return;
-            add_product(count, n, {weights, row, 1}, table.at + first * table.row, table.row, padded(table.width), out,
-                        out_row);
+            add_product(count, n, {weights, row, 1}, table.of(first), table.row, padded(table.width), out, out_row);
             table.add_lost(weights, row, count, first, n, out, out_row);
         };
         add(first_row(), end_row() - first_row(), column(first_row()));

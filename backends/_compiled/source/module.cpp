@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "parts.hpp"
+#include "tasks.hpp"
 #include "xla.hpp"
 
-#define DECLARE_FOR(REAL)                               \
-    bool attend(const ProblemOf<REAL> &, Index, Index); \
-    bool pull_back(const ProblemOf<REAL> &, Index, Index);
+#define DECLARE_FOR(REAL)                          \
+    bool attend(const ProblemOf<REAL> &, Tasks &); \
+    bool pull_back(const ProblemOf<REAL> &, Tasks &);
 #define DECLARE(LEVEL)  \
     namespace LEVEL {   \
     DECLARE_FOR(float)  \
@@ -251,22 +251,44 @@ bool read_call(Reader &from, ProblemOf<Real> &x) {
     return x.arrays(from) && x.integers(from);
 }
 
-// Work on the parts `first … stop - 1` of a call without the interpreter's lock: on a team of so many threads, if any.
+// How many pairs of queries and keys there are in each task of a head.
+PyObject *cut(const Tasks &tasks) {
+    PyObject *found = PyTuple_New(tasks.of_a_head());
+    for (Index i = 0; found && i < tasks.of_a_head(); i++) {
+        PyObject *pairs = PyLong_FromLongLong(tasks.pairs(tasks.task(i)));
+        if (!pairs || PyTuple_SetItem(found, i, pairs)) return Py_DECREF(found), nullptr;
+    }
+    return found;
+}
+
+// Work on a call without the interpreter's lock, which is taken now and then to notice an interrupt.
 template <class Real>
-PyObject *work(Kernel<Real> kernel, ProblemOf<Real> &x, Reader &from) {
-    const Index first = from.whole(), stop = from.whole(), all = from.whole();
+PyObject *work(Kernel<Real> kernel, ProblemOf<Real> &x, Grain grain, Reader &from) {
     const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(from.next()));
     const Index threads = from.whole();
     if (PyErr_Occurred()) return nullptr;
-    const char *wrong = x.wrong();
-    if (first < 0 || stop > all || all < 1 || threads < 1) wrong = "there are no such parts";
+    const char *wrong = threads < 0 ? "there are no threads" : x.wrong();
     if (wrong) return PyErr_Format(PyExc_TypeError, "%s", wrong);
     x.narrow();
-    Parts<Real> parts(kernel, x, first, stop, all);
+    Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
+    if (!tasks.make()) return PyErr_NoMemory();
+    if (!threads) return cut(tasks);
     PyThreadState *state = PyEval_SaveThread();
-    const bool done = parts.run(team, static_cast<unsigned>(threads));
+    const auto go_on = [](void *of) {
+        PyThreadState *&state = *static_cast<PyThreadState **>(of);
+        PyEval_RestoreThread(state);
+        const bool interrupted = PyErr_CheckSignals() != 0;
+        state = PyEval_SaveThread();
+        return !interrupted;
+    };
+    tasks.ask(go_on, &state);
+    const auto on_threads = [team](void (*work)(void *), void *of, Index count) {
+        (team ? team : run_on_new_threads)(work, of, static_cast<unsigned>(count), 0);
+    };
+    const bool done = work_off(kernel, x, tasks, on_threads, threads);
     PyEval_RestoreThread(state);
-    return done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+    if (done) Py_RETURN_NONE;
+    return PyErr_Occurred() ? nullptr : PyErr_NoMemory();
 }
 
 Py_ssize_t forward_count, backward_count;
@@ -276,21 +298,20 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
-// attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, first, stop, parts, team, threads)
+// attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, team, threads); on no threads: see `cut`
 template <class Real>
 PyObject *attend_of(Reader &from) {
     ProblemOf<Real> x{};
-    return read_call(from, x) && x.results(from) ? work(chosen->of(Real()).attend, x, from) : nullptr;
+    return read_call(from, x) && x.results(from) ? work(chosen->of(Real()).attend, x, grain_of_attend(x), from)
+                                                 : nullptr;
 }
 
-// pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, sums, *GRADIENTS, first, stop, parts, team,
-// threads)
+// pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, *GRADIENTS, team, threads)
 template <class Real>
 PyObject *pull_back_of(Reader &from) {
     ProblemOf<Real> x{};
-    if (!read_call(from, x) || !x.cotangents(from)) return nullptr;
-    x.sums = from.whole();
-    return x.gradients(from) ? work(chosen->of(Real()).pull_back, x, from) : nullptr;
+    if (!read_call(from, x) || !x.cotangents(from) || !x.gradients(from)) return nullptr;
+    return work(chosen->of(Real()).pull_back, x, grain_of_pull_back(x), from);
 }
 
 // A call's dtype is that of its queries, the first array.
@@ -334,8 +355,7 @@ bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
 }
 
 // Say what a call is made of, by name and in order: WHOLE and REAL numbers, of which keys and offset come first;
-// ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and how many keys INTEGERS have to spare, and queries a block
-// has.
+// ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and how many keys INTEGERS have to spare.
 bool declare(PyObject *module) {
     ProblemOf<float> x{};
     Names whole, real, arrays, integers, results, cotangents, gradients;
@@ -344,12 +364,11 @@ bool declare(PyObject *module) {
     x.arrays(arrays), x.integers(integers), x.results(results), x.cotangents(cotangents), x.gradients(gradients);
     if (PyErr_Occurred()) return false;
     const auto count = [](const auto &...names) { return (PyList_Size(names.list) + ...); };
-    forward_count = 3 + count(arrays, integers, results) + 5;
-    backward_count = 3 + count(arrays, integers, cotangents, gradients) + 6;
+    forward_count = 3 + count(arrays, integers, results) + 2;
+    backward_count = 3 + count(arrays, integers, cotangents, gradients) + 2;
     return whole.put(module, "WHOLE") && real.put(module, "REAL") && arrays.put(module, "ARRAYS") &&
            integers.put(module, "INTEGERS") && results.put(module, "RESULTS") && cotangents.put(module, "COTANGENTS") &&
-           gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE) &&
-           !PyModule_AddIntConstant(module, "BLOCK", BLOCK);
+           gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE);
 }
 
 // LEVELS: what this processor can do, the best last.

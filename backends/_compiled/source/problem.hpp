@@ -19,6 +19,9 @@ struct Array {
 
     explicit operator bool() const { return at != nullptr; }
     T *of(Index i, Index h, Index r = 0) const { return at + i * item + h * head + r * row; }
+
+    // Whether another item and head have other rows.
+    bool moved(Index i, Index h, Index other_i, Index other_h) const { return of(i, h) != of(other_i, other_h); }
 };
 
 // How long an axis is: so long; or so long or 1; for each entry of a mapped call, or 1. Or it is none at all.
@@ -34,22 +37,25 @@ struct Axes {
 
 enum class Need { MUST, MAY, NOT };
 
-template <class Real>
-struct ProblemOf {
+struct Sizes {
     Index items, heads, key_heads, queries, keys, width, rel_width, value_width;
-    Index rows, left;                // of the tables: row c is for the relative position c - left
-    Index clip;                      // whether the edge rows go on, else nothing is beyond them
-    Index before, after;             // a query sees the relative positions -before … after …
-    Index block, behind;             // … of its own block of so many positions, and of so many behind; block 0: none
-    Index offset;                    // the position of query 0
-    Index mask_adds;                 // whether a mask is to be added
-    Index threshold;                 // dropout: what the hash of a weight has to reach
-    Real kept;                       // … and the share of the weights that do
-    Real scale, rel_scale, softcap;  // softcap 0: none
+    Index rows, left;     // of the tables: row c is for the relative position c - left
+    Index clip;           // whether the edge rows go on, else nothing is beyond them
+    Index before, after;  // a query sees the relative positions -before … after …
+    Index block, behind;  // … of its own block of so many positions, and of so many behind; block 0: none
+    Index offset;         // the position of query 0
+    Index mask_adds;      // whether a mask is to be added
+    Index threshold;      // dropout: what the hash of a weight has to reach
+    Index entries = 1;    // of a mapped call: each has so many of the items, and tables of its own
 
-    Index entries = 1;  // of a mapped call: each has so many of the items, and tables of its own
-    Index sums = 1;     // gradients of tables are added to, in one of some sums: parts that follow one another have
-                        // others, so that nobody has to wait. So are those of masks, unless each head has its own
+    Index group() const { return heads / key_heads; }
+    Index entry(Index item) const { return item / (items / entries); }
+};
+
+template <class Real>
+struct ProblemOf : Sizes {
+    Real kept;                       // of the weights, the share that dropout keeps
+    Real scale, rel_scale, softcap;  // softcap 0: none
 
     Array<const Real> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
     Array<const unsigned char> seen;  // a boolean mask
@@ -64,8 +70,6 @@ struct ProblemOf {
     // What the backward pass is given, and gives.
     Array<const Real> d_out, given_out, given_lse, d_lse;
     Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added;
-
-    Index group() const { return heads / key_heads; }
 
     // Visit the numbers: keys and offset first, which change from token to token.
     template <class Visit>
@@ -118,30 +122,24 @@ struct ProblemOf {
                visit("lse", given_lse, Need::MUST, of_rows()) && visit("d_lse", d_lse, Need::MAY, of_rows());
     }
 
-    // Visit what it gives, by the names of what these are gradients of.
+    // Visit what it gives, by the names of what these are gradients of. Those of tables and masks are added to.
     template <class Visit>
     bool gradients(Visit &&visit) {
         return visit("q", d_q, Need::MUST, rows_of(width)) &&
                visit("k", d_k, Need::MUST, Axes{{items}, {key_heads}, {keys}, {width}}) &&
                visit("v", d_v, Need::MUST, Axes{{items}, {key_heads}, {keys}, {value_width}}) &&
-               visit("rel_k", d_rel_k, as(rel_k), sums_of({rows}, rel_width)) &&
-               visit("rel_v", d_rel_v, as(rel_v), sums_of({rows}, value_width)) &&
-               visit("rel_bias", d_bias, as(bias), sums_of(NONE, rows)) &&
+               visit("rel_k", d_rel_k, as(rel_k), for_each_entry(rel_k, {rows})) &&
+               visit("rel_v", d_rel_v, as(rel_v), for_each_entry(rel_v, {rows})) &&
+               visit("rel_bias", d_bias, as(bias), for_each_entry(bias, NONE)) &&
                visit("rel_q", d_rel_q, as(rel_q), rows_of(rel_width)) &&
-               visit("key_table", d_key_table, as(key_table), sums_of({rows}, width)) &&
-               visit("mask", d_added, added ? Need::MAY : Need::NOT, sums_of_mask());
-    }
-
-    // Return where the gradient of the mask is, of the keys of a query, in one of the sums.
-    Real *gradient_of_mask(Index sum, Index item, Index head, Index query) const {
-        const Index first = has_sums_of_mask() ? sum * added.sizes[0] : 0;
-        return d_added.of(first + (added.sizes[0] > 1 ? item : 0), head, query);
+               visit("key_table", d_key_table, as(key_table), for_each_entry(key_table, {rows})) &&
+               visit("mask", d_added, added ? Need::MAY : Need::NOT, like(added));
     }
 
     // Say what is wrong with the numbers, if anything is: what is computed with them must not overflow.
     const char *wrong() const {
         constexpr Index LARGEST = Index{1} << 61;
-        for (Index size : {items, heads, key_heads, queries, width, value_width, rows, entries, sums})
+        for (Index size : {items, heads, key_heads, queries, width, value_width, rows, entries})
             if (size < 1) return "a size is less than 1";
         for (Index far : {before, after, left, rows})
             if (far < -LARGEST || far > LARGEST) return "a relative position is too far away";
@@ -182,13 +180,12 @@ private:
     Axes mask() const { return {any(items), any(heads), any(queries), any(keys)}; }
     Axes rows_of(Index columns) const { return {{items}, {heads}, {queries}, {columns}}; }
     Axes of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
-    Axes sums_of(Axis row, Index columns) const {
-        return {{entries * sums, Axis::OF_ENTRY}, any(heads), row, {columns}};
+    Axes for_each_entry(const Array<const Real> &table, Axis row) const {
+        return {{entries}, {table.sizes[1]}, row, {table.sizes[3]}};
     }
-    bool has_sums_of_mask() const { return added.sizes[0] != items || added.sizes[1] != heads; }
-    Axes sums_of_mask() const {
-        const auto &[of_items, of_heads, rows, columns] = added.sizes;
-        return {{(has_sums_of_mask() ? sums : 1) * of_items}, {of_heads}, {rows}, {columns}};
+    static Axes like(const Array<const Real> &x) {
+        const auto &[of_items, of_heads, rows, columns] = x.sizes;
+        return {{of_items}, {of_heads}, {rows}, {columns}};
     }
 
     template <class T>
@@ -227,7 +224,3 @@ const char *place(const View &from, const Axes &axes, Array<T> &to) {
     to.at = static_cast<T *>(from.at);
     return nullptr;
 }
-
-// Work on one of so many parts of a call; false if there is no memory.
-template <class Real>
-using Kernel = bool (*)(const ProblemOf<Real> &, Index part, Index parts);

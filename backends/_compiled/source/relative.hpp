@@ -2,22 +2,12 @@
 #pragma once
 
 #include <cstdlib>
-#include <memory>
 
 #include "rows.hpp"
 
 namespace {
 
-constexpr Index ROWS = 2 * BLOCK;       // queries of a block at most
 constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zeros that skewed products read
-
-// Queries of a block. Lower blocks leave out more of the future. But where keys meet a table, those of one product meet
-// some rows of it in vain, beside one row for each query: the same number in every block.
-inline Index rows_of_blocks(const Problem &x) { return x.key_table ? ROWS : ROWS / 2; }
-
-struct Free {
-    void operator()(void *p) const { std::free(p); }
-};
 
 using Reals = std::unique_ptr<Real, Free>;
 
@@ -38,31 +28,6 @@ inline Reals zeros(Index count) {  // pages of many zeros cost nothing until the
     return Reals(static_cast<Real *>(at));
 }
 
-inline Index blocks(const Problem &x) { return (x.queries + rows_of_blocks(x) - 1) / rows_of_blocks(x); }
-
-// Which keys some queries of an item see.
-struct Seen {
-    Index low, high;
-
-    static Seen of(const Problem &x, Index first_position, Index last_position) {
-        if (x.k_positions) return {0, x.keys};
-        const Seen seen = positions(x, first_position, last_position);
-        return {std::max<Index>(0, seen.low), std::min(x.keys, seen.high)};
-    }
-
-    // The positions that they see, whether keys stand there or not.
-    static Seen positions(const Problem &x, Index first_position, Index last_position) {
-        Index low = first_position - x.before, high = last_position + x.after + 1;
-        if (x.block) {
-            low = std::max(low, floored(first_position, x.block) - x.behind * x.block);
-            high = std::min(high, floored(last_position, x.block) + x.block);
-        }
-        return {low, high};
-    }
-
-    bool none() const { return low >= high; }
-};
-
 inline bool finite(const Real *x, Index width) {
     Real nothing = 0;
     for (Index d = 0; d < width; d++) nothing += x[d] * 0;
@@ -75,8 +40,9 @@ inline bool finite(const Real *x, Index width) {
 struct Rows {
     Reals copy;
     std::unique_ptr<Index[], Free> lost;
-    const Real *at = nullptr, *given = nullptr;
-    Index row = 0, given_row = 0, width = 0, lost_count = 0;
+    const Real *given = nullptr;
+    Index row = 0, given_row = 0, width = 0, first = 0, copied = 0, lost_count = 0;
+    bool is_copy = false;
 
     bool make(Index rows, Index entries, bool labelled = false) {
         width = entries;
@@ -86,15 +52,20 @@ struct Rows {
         return (copy || !copied) && (lost || !labelled);
     }
 
-    void take(const Real *from, Index from_row, Index rows) {
-        at = given = from, row = given_row = from_row, lost_count = 0;
-        for (Index j = 0; lost && j < rows; j++)
-            if (!finite(from + j * from_row, width)) lost[lost_count++] = j;
-        if (padded(width) == width && !lost_count) return;
-        at = copy.get(), row = padded(width);
-        for (Index j = 0; j < rows; j++) std::memcpy(copy.get() + j * row, from + j * from_row, width * sizeof(Real));
-        for (Index i = 0; i < lost_count; i++) std::fill_n(copy.get() + lost[i] * row, width, 0);
+    // Take the rows first … end - 1 of an array; those before `from` have been taken, and are still as they were.
+    void take(const Real *all, Index all_row, Index first, Index from, Index end) {
+        if (from == first) lost_count = 0, copied = first;
+        given = all, given_row = all_row, this->first = first;
+        for (Index j = from; lost && j < end; j++)
+            if (!finite(all + j * all_row, width)) lost[lost_count++] = j;
+        is_copy = padded(width) != width || lost_count;
+        row = is_copy ? padded(width) : given_row;
+        for (; is_copy && copied < end; copied++)
+            std::memcpy(copy.get() + (copied - first) * row, all + copied * all_row, width * sizeof(Real));
+        for (Index i = 0; i < lost_count; i++) std::fill_n(copy.get() + (lost[i] - first) * row, width, 0);
     }
+
+    const Real *of(Index j) const { return is_copy ? copy.get() + (j - first) * row : given + j * given_row; }
 
     // Add those first … first + n - 1 that are not finite, times the weights of some queries.
     void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Real *out,
@@ -129,7 +100,7 @@ struct Relative {
     const Real scale;
     Index row = 0;  // the step of `products`
     Reals panels, biases, products;
-    Index head = -1;
+    Index entry = -1, head = -1;
     Real edges[2][ROWS];
 
     Relative(Array<const Real> table, Array<const Real> bias, Span span, Index width, Real scale = 1)
@@ -147,11 +118,13 @@ struct Relative {
         return panels && biases && products;
     }
 
-    void take(Index of) {
-        if (!*this || head == of || (head >= 0 && table.head == 0 && bias.head == 0)) return;
-        head = of;
-        if (table) pack(table.of(0, of), table.row, span.rows, width, panels.get());
-        if (bias) std::memcpy(biases.get(), bias.of(0, of), span.rows * sizeof(Real));
+    void take(Index of_entry, Index of_head) {
+        const bool known =
+            head >= 0 && !table.moved(entry, head, of_entry, of_head) && !bias.moved(entry, head, of_entry, of_head);
+        if (!*this || known) return;
+        entry = of_entry, head = of_head;
+        if (table) pack(table.of(entry, head), table.row, span.rows, width, panels.get());
+        if (bias) std::memcpy(biases.get(), bias.of(entry, head), span.rows * sizeof(Real));
         for (Index i = 0; scale != 1 && i < padded(span.rows, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
@@ -161,8 +134,8 @@ struct Relative {
         for (int side = 0; side < 2; side++) {
             const Index c = side ? span.rows - 1 : 0;
             for (Index m = 0; m < count; m++)
-                edges[side][m] = (table ? dot(met + m * met_row, table.of(0, head, c), width) * scale : 0) +
-                                 (bias ? bias.of(0, head)[c] : 0);
+                edges[side][m] = (table ? dot(met + m * met_row, table.of(entry, head, c), width) * scale : 0) +
+                                 (bias ? bias.of(entry, head)[c] : 0);
         }
     }
 

@@ -71,7 +71,7 @@ struct Kept {
 
     static Kept of(const Problem &x, Index item, Index head, Index query, Index first_key) {
         if (!x.key_hashes) return {nullptr, 0, 0};
-        return {x.key_hashes.of(0, 0) + first_key, *x.query_hashes.of(item, head, query),
+        return {x.key_hashes.of(x.entry(item), 0) + first_key, *x.query_hashes.of(item, head, query),
                 static_cast<std::int32_t>(x.threshold)};
     }
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "problem.hpp"
 #include "simd.hpp"
+#include "tasks.hpp"
 
 namespace {
 
@@ -84,8 +84,6 @@ inline void add_product(Index rows, Index depth, Matrix a, const Real *b, Index 
 }
 
 inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
-
-inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to * to; }
 
 // Lay rows out by panels of PANEL of them, each a column after the other; rows that are not there are zeros.
 inline void pack(const Real *x, Index row, Index rows, Index width, Real *panels) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "tasks.hpp"
 #include "xla_team.hpp"
 
 namespace xla {
@@ -114,131 +115,53 @@ private:
                                                                        : BOOL;
 };
 
-// Moves the arrays of a call on to those of an entry, whose first item this is.
-struct Mover {
-    Index entry, item;
-
-    template <class T>
-    bool operator()(const char *, Array<T> &to, Need, const Axes &axes) const {
-        if (to) to.at += to.item * (axes.item.kind == Axis::OF_ENTRY ? entry : item);
-        return true;
-    }
-};
-
-// A call, cut into entries that have tables of their own, and each of them into parts.
 template <class Real>
-struct Call {
-    using Problem = ProblemOf<Real>;
+bool read(Reader &from, ProblemOf<Real> &x, Index &threads) {
+    x.numbers(from), from("entries", x.entries), from("threads", threads);
+    if (!from.wrong && x.is_too_large()) from.wrong = "a call is too large";
+    return !from.wrong && x.arrays(from) && x.integers(from);
+}
 
-    Kernel<Real> kernel;
-    Problem whole{};
-    Index parts = 1;
-    Index threads = 1, turns = 1;  // how many threads it pays to wake at most, and how many parts each is to have
+// The gradients of tables are added to; XLA gives memory that holds anything.
+template <class Real>
+void clear_tables(ProblemOf<Real> &x) {
+    const auto clear = [](const Array<Real> &gradient) {
+        const auto &[entries, heads, rows, columns] = gradient.sizes;
+        if (gradient) std::memset(gradient.at, 0, entries * heads * rows * columns * sizeof(Real));
+    };
+    clear(x.d_rel_k), clear(x.d_rel_v), clear(x.d_bias), clear(x.d_key_table);
+}
 
-    // Gradients of the tables, with a sum for each part but the first, which adds to the results themselves.
-    struct Table {
-        Array<Real> Problem::*gradient;
-        Real *results, *sums;
-        Index size;  // of an entry
-    } tables[4];
-    Index table_count = 0;
-
-    explicit Call(Kernel<Real> kernel) : kernel(kernel) {}
-
-    ~Call() {
-        for (Index i = 0; i < table_count; i++) std::free(tables[i].sums);
-    }
-
-    bool read(Reader &from) {
-        Problem &x = whole;
-        x.numbers(from), from("entries", x.entries), from("threads", threads), from("turns", turns);
-        if (!from.wrong && x.is_too_large()) from.wrong = "a call is too large";
-        return !from.wrong && x.arrays(from) && x.integers(from);
-    }
-
-    void take_tables() {
-        const Problem &x = whole;
-        const auto take = [&](Array<Real> Problem::*gradient, Index rows, Index width) {
-            const Array<Real> &own = x.*gradient;
-            if (own) tables[table_count++] = {gradient, own.at, nullptr, (own.head ? x.heads : 1) * rows * width};
-        };
-        take(&Problem::d_rel_k, x.rows, x.rel_width), take(&Problem::d_rel_v, x.rows, x.value_width);
-        take(&Problem::d_bias, 1, x.rows), take(&Problem::d_key_table, x.rows, x.width);
-    }
-
-    // Work on all parts, of which an entry has so many at most; false if there is no memory.
-    bool run(const Frame *frame, Index most) {
-        const Index entries = whole.entries, workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
-        parts = std::max<Index>(1, std::min(most, (workers * turns + entries - 1) / entries));
-        if (workers == 1) parts = 1;
-        if (!make_sums()) return false;
-        const bool done = Team::run(
-            frame, [](void *call, Index task) { return static_cast<Call *>(call)->work(task); }, this, entries * parts,
-            workers);
-        for (Index i = 0; i < table_count; i++) add_sums(tables[i]);
-        return done;
-    }
-
-private:
-    bool work(Index task) {
-        const Index entry = task / parts, part = task % parts;
-        Problem x = whole;
-        x.items /= whole.entries;
-        const Mover move{entry, entry * x.items};
-        x.arrays(move), x.integers(move), x.results(move), x.cotangents(move), x.gradients(move);
-        for (Index i = 0; i < table_count; i++) {
-            const Table &table = tables[i];
-            (x.*table.gradient).at =
-                part ? table.sums + (entry * (parts - 1) + part - 1) * table.size : table.results + entry * table.size;
-        }
-        x.narrow();
-        return kernel(x, part, parts);
-    }
-
-    bool make_sums() {
-        for (Index i = 0; i < table_count; i++) {
-            Table &table = tables[i];
-            std::memset(table.results, 0, whole.entries * table.size * sizeof(Real));
-            if (parts == 1) continue;
-            table.sums = static_cast<Real *>(std::calloc(whole.entries * (parts - 1) * table.size, sizeof(Real)));
-            if (!table.sums) return false;
-        }
-        return true;
-    }
-
-    void add_sums(const Table &table) const {
-        for (Index entry = 0; entry < whole.entries; entry++)
-            for (Index part = 1; part < parts; part++) {
-                Real *to = table.results + entry * table.size;
-                const Real *from = table.sums + (entry * (parts - 1) + part - 1) * table.size;
-                for (Index i = 0; i < table.size; i++) to[i] += from[i];
-            }
-    }
-};
-
-inline Error *finished(const Frame *frame, bool done) {
+// Work on a call with the threads of XLA's pool, so many at most as it pays to wake.
+template <class Real>
+Error *work(const Frame *frame, Kernel<Real> kernel, ProblemOf<Real> &x, Grain grain, Index threads) {
+    x.narrow();
+    Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
+    const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
+    const auto team = [frame](Team::Work work, void *of, Index count) { Team::run(frame, work, of, count); };
+    const bool done = tasks.make() && work_off(kernel, x, tasks, team, workers);
     return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: there is no memory");
 }
 
 template <class Real>
 Error *attend(Kernel<Real> kernel, Frame *frame) {
-    Call<Real> call(kernel);
     Reader from(frame);
-    ProblemOf<Real> &x = call.whole;
-    const char *wrong = call.read(from) && x.results(from) ? x.wrong() : from.wrong;
+    ProblemOf<Real> x{};
+    Index threads = 1;
+    const char *wrong = read(from, x, threads) && x.results(from) ? x.wrong() : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
-    return finished(frame, call.run(frame, x.items / x.entries * x.heads * ((x.queries + BLOCK - 1) / BLOCK)));
+    return work(frame, kernel, x, grain_of_attend(x), threads);
 }
 
 template <class Real>
 Error *pull_back(Kernel<Real> kernel, Frame *frame) {
-    Call<Real> call(kernel);
     Reader from(frame);
-    ProblemOf<Real> &x = call.whole;
-    const char *wrong = call.read(from) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
+    ProblemOf<Real> x{};
+    Index threads = 1;
+    const char *wrong = read(from, x, threads) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
-    call.take_tables();
-    return finished(frame, call.run(frame, x.items / x.entries * x.key_heads));
+    clear_tables(x);
+    return work(frame, kernel, x, grain_of_pull_back(x), threads);
 }
 
 // Whether a call's queries, its first array, are doubles.

@@ -1,4 +1,4 @@
-// Tasks on the threads of XLA's own pool.
+// Work on the threads of XLA's own pool.
 #pragma once
 
 #include <pthread.h>
@@ -14,21 +14,18 @@
 
 namespace xla {
 
-// Tasks 0 … count - 1, which some threads take one after the other. The caller works too, and waits only for tasks that
-// another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep nobody up.
+// So many turns of one piece of work, which some threads take one after the other. The caller works too, and waits only
+// for turns that another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep
+// nobody up.
 class Team {
 public:
-    using Work = bool (*)(void *, Index);
+    using Work = void (*)(void *);
 
-    static bool run(const Frame *frame, Work task, void *of, Index count, Index workers) {
-        bool done = true;
-        void *place = workers > 1 && count > 1 ? std::malloc(sizeof(Team)) : nullptr;
-        if (!place) {
-            for (Index i = 0; i < count; i++) done = task(of, i) && done;
-            return done;
-        }
-        Team *team = new (place) Team(task, of, count);
-        for (Index i = 1; i < std::min(workers, count); i++) {
+    static void run(const Frame *frame, Work work, void *of, Index count) {
+        void *place = std::malloc(sizeof(Team));
+        if (!place) return work(of);
+        Team *team = new (place) Team(work, of, count);
+        for (Index i = 1; i < count; i++) {
             Task args{sizeof(Task), nullptr, frame->context, help, team};
             team->users++;
             if (Error *error = frame->offers->schedule(&args)) {
@@ -36,13 +33,11 @@ public:
                 break;
             }
         }
-        team->work();
+        team->take_turns();
         pthread_mutex_lock(&team->lock);
         while (team->finished < count) pthread_cond_wait(&team->all, &team->lock);
         pthread_mutex_unlock(&team->lock);
-        done = !team->failed;
         team->leave();
-        return done;
     }
 
     static Index workers(const Frame *frame) {
@@ -54,16 +49,15 @@ public:
     }
 
 private:
-    const Work task;
-    void *const of;  // the caller's, who is gone when all tasks are done
+    const Work work;
+    void *const of;  // the caller's, who is gone when all turns are over
     const Index count;
     std::atomic<Index> next{0}, users{1};
-    std::atomic<bool> failed{false};
     Index finished = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t all = PTHREAD_COND_INITIALIZER;
 
-    Team(Work task, void *of, Index count) : task(task), of(of), count(count) {}
+    Team(Work work, void *of, Index count) : work(work), of(of), count(count) {}
 
     ~Team() { pthread_cond_destroy(&all), pthread_mutex_destroy(&lock); }
 
@@ -72,11 +66,11 @@ private:
         frame->offers->destroy_error(&args);
     }
 
-    static void help(void *team) { static_cast<Team *>(team)->work(), static_cast<Team *>(team)->leave(); }
+    static void help(void *team) { static_cast<Team *>(team)->take_turns(), static_cast<Team *>(team)->leave(); }
 
-    void work() {
-        for (Index i; (i = next++) < count;) {
-            if (!task(of, i)) failed = true;
+    void take_turns() {
+        while (next++ < count) {
+            work(of);
             pthread_mutex_lock(&lock);
             if (++finished == count) pthread_cond_signal(&all);
             pthread_mutex_unlock(&lock);

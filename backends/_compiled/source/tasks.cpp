@@ -1,0 +1,152 @@
+#include "tasks.hpp"
+
+#include <sched.h>
+#include <time.h>
+
+#include <new>
+
+namespace {
+
+constexpr double WANTED = 512;     // tasks of a call, if they are worth it, for many processors and an even end
+constexpr double MOST = 0x1p28;    // multiplications of a task: some milliseconds
+constexpr double PATIENCE = 0.05;  // seconds between two questions whether to go on
+constexpr Index STEP = 64;         // keys between which a group may be cut: whole panels of every kind of vectors
+constexpr double NEAR = 1 / 16.;   // of a task: so near to a group's end the cut is moved there
+
+}  // namespace
+
+bool Tasks::make() {
+    groups_ = (x_.queries + grain.queries - 1) / grain.queries;
+    units_ = x_.items * units_of_item();
+    ends_.reset(static_cast<Index *>(std::malloc(groups_ * sizeof(Index))));
+    if (!ends_) return false;
+    Index total = 0;
+    for (Index group = 0; group < groups_; group++) {
+        const Seen own = seen(group);
+        const Index queries = std::min(grain.queries, x_.queries - group * grain.queries);
+        ends_[group] = total += queries * std::max<Index>(0, own.high - own.low);
+    }
+    const double cost = grain.cost * static_cast<double>(total) * static_cast<double>(std::min(grain.heads, x_.heads));
+    const double wanted = std::max(WANTED / static_cast<double>(units_), cost / MOST);
+    each_ = std::max<Index>(1, static_cast<Index>(std::min(cost / grain.least, wanted)));
+    for (Index number = 0; number < each_; number++) {
+        const Task own = task(number);
+        const Seen keys = this->keys(own), queries = this->queries(own);
+        is_cut_ = is_cut_ || own.from.key;
+        most_keys_ = std::max(most_keys_, keys.high - keys.low);
+        most_queries_ = std::max(most_queries_, queries.high - queries.low);
+    }
+    done_.reset(static_cast<std::atomic<bool> *>(std::malloc(count() * sizeof(std::atomic<bool>))));
+    for (Index i = 0; done_ && i < count(); i++) new (&done_[i]) std::atomic<bool>(false);
+    return static_cast<bool>(done_);
+}
+
+double Tasks::now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+bool Tasks::take(Task &task) {
+    if (go_on_ && pthread_equal(caller_, pthread_self()) && now() > asked_ + PATIENCE) {
+        if (!go_on_(of_)) give_up();
+        asked_ = now();
+    }
+    const Index number = given_up_ ? count() : next_++;
+    if (number >= count()) return false;
+    task = this->task(number);
+    return true;
+}
+
+bool Tasks::wait(const Task &task) const {
+    while (task.number && !done_[task.number - 1].load(std::memory_order_acquire) && !given_up_) sched_yield();
+    return !given_up_;
+}
+
+Task Tasks::task(Index number) const {
+    const Index unit = number / each_, own = number % each_, item = unit / units_of_item();
+    const Index head = unit % units_of_item() * grain.heads;
+    return {number, item, head, place(own), place(own + 1), own == 0 && head % x_.group() == 0};
+}
+
+Seen Tasks::seen(Index group) const {
+    if (anywhere_) return {0, x_.keys};
+    const Index first = group * grain.queries, last = std::min(x_.queries, first + grain.queries) - 1;
+    return Seen::positions(x_, x_.offset + first, x_.offset + last).within(0, x_.keys);
+}
+
+// Return where the task with a number among those of a head begins.
+Place Tasks::place(Index number) const {
+    if (number == 0) return {0, 0};
+    if (number == each_) return {groups_, 0};
+    const double part = static_cast<double>(ends_[groups_ - 1]) / static_cast<double>(each_);
+    const double pairs = part * static_cast<double>(number);
+    const Index *const all = ends_.get();
+    const Index group = std::upper_bound(all, all + groups_, static_cast<Index>(pairs)) - all;
+    if (group == groups_) return {groups_, 0};
+    const Index start = group ? all[group - 1] : 0;
+    const double before = pairs - static_cast<double>(start), after = static_cast<double>(all[group]) - pairs;
+    if (before < NEAR * part) return {group, 0};
+    if (after < NEAR * part) return {group + 1, 0};
+    const Seen own = seen(group);
+    const double share = before / (before + after);
+    const Index key = own.low + static_cast<Index>(share * static_cast<double>(own.high - own.low) + 0.5 * STEP);
+    const Index cut = floored(key, STEP);
+    return cut <= own.low ? Place{group, 0} : cut >= own.high ? Place{group + 1, 0} : Place{group, cut};
+}
+
+Task::Piece Tasks::piece(const Task &task, Index group) const {
+    const Index first = group * grain.queries;
+    const bool goes_on = group == task.from.group && task.from.key;
+    return {first, std::min(x_.queries, first + grain.queries), goes_on ? task.from.key : 0,
+            group == task.to.group ? task.to.key : x_.keys, goes_on};
+}
+
+Seen Tasks::queries(const Task &task) const {
+    const Index end = task.to.group + (task.to.key > 0);
+    return {task.from.group * grain.queries, std::min(x_.queries, end * grain.queries)};
+}
+
+Seen Tasks::keys(const Task &task) const {
+    Seen found{x_.keys, 0};
+    task.groups([&](Index group) {
+        const Task::Piece own = piece(task, group);
+        const Seen there = seen(group).within(own.low, own.high);
+        if (!there.none()) found = {std::min(found.low, there.low), std::max(found.high, there.high)};
+    });
+    return found.none() ? Seen{0, 0} : found;
+}
+
+Index Tasks::pairs(const Task &task) const {
+    Index total = 0;
+    task.groups([&](Index group) {
+        const Task::Piece own = piece(task, group);
+        const Seen there = seen(group).within(own.low, own.high);
+        total += (own.end - own.first) * std::max<Index>(0, there.high - there.low);
+    });
+    return total;
+}
+
+namespace {
+
+struct Started {
+    void (*work)(void *);
+    void *of;
+
+    static void *run(void *own) {
+        const Started *started = static_cast<Started *>(own);
+        started->work(started->of);
+        return nullptr;
+    }
+};
+
+}  // namespace
+
+void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned) {
+    Started own{work, of};
+    std::unique_ptr<pthread_t[], Free> others(static_cast<pthread_t *>(std::malloc(threads * sizeof(pthread_t))));
+    unsigned count = 0;  // where no more can be started, these few do all
+    while (others && count + 1 < threads && !pthread_create(&others[count], nullptr, Started::run, &own)) count++;
+    work(of);
+    while (count) pthread_join(others[--count], nullptr);
+}

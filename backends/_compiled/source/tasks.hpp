@@ -1,0 +1,209 @@
+// How a call is cut into tasks, and the threads that work on them.
+//
+// The cut follows from the sizes of a call alone, and what tasks add to the same sums is added in their order: results
+// are the same to the bit on any number of threads.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "problem.hpp"
+
+constexpr Index ROWS = 2 * BLOCK;  // queries of a block at most
+constexpr Index FEW = 4;           // queries up to which nothing is worth packing
+constexpr Index TOGETHER = 8;      // heads that use the rows of a table at the same time, where queries are few
+
+inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to * to; }
+
+// Queries of a block. Lower blocks leave out more of the future. But where keys have a table, the products of a block
+// of them include rows of it that are not wanted, the same number for every block of queries.
+template <class Real>
+Index rows_of_blocks(const ProblemOf<Real> &x) {
+    return x.key_table ? ROWS : ROWS / 2;
+}
+
+struct Free {
+    void operator()(void *p) const { std::free(p); }
+};
+
+// Which keys some queries of an item see.
+struct Seen {
+    Index low, high;
+
+    // The positions that they see, whether there are keys or not.
+    static Seen positions(const Sizes &x, Index first_position, Index last_position) {
+        Index low = first_position - x.before, high = last_position + x.after + 1;
+        if (x.block) {
+            low = std::max(low, floored(first_position, x.block) - x.behind * x.block);
+            high = std::min(high, floored(last_position, x.block) + x.block);
+        }
+        return {low, high};
+    }
+
+    template <class Real>
+    static Seen of(const ProblemOf<Real> &x, Index first_position, Index last_position) {
+        if (x.k_positions) return {0, x.keys};
+        return positions(x, first_position, last_position).within(0, x.keys);
+    }
+
+    Seen within(Index from, Index to) const { return {std::max(from, low), std::min(to, high)}; }
+    bool none() const { return low >= high; }
+};
+
+// A place in the work of a head: before it are all groups of queries before this one, and of this one's pairs those
+// with keys before `key`.
+struct Place {
+    Index group, key;
+};
+
+// What lies between two places, for some heads of an item, which take the same way through their keys.
+struct Task {
+    Index number, item, head;
+    Place from, to;
+    bool begins;  // whether no task before has the same keys and values
+
+    // Visit its groups; the one that goes on comes last: by then the tasks before it should be done.
+    template <class Visit>
+    void groups(Visit &&visit) const {
+        const Index end = to.group + (to.key > 0);
+        for (Index group = from.group + (from.key > 0); group < end; group++) visit(group);
+        if (from.key) visit(from.group);
+    }
+
+    // Which queries of a group belong to a task, and which keys.
+    struct Piece {
+        Index first, end, low, high;
+        bool goes_on;  // whether tasks before have other keys of these queries
+    };
+};
+
+// How fine the cut is.
+struct Grain {
+    Index queries;  // of a group
+    Index heads;    // of a task
+    double cost;    // of a pair of a query and a key, in multiplications
+    double least;   // of a task that is worth being one
+    bool sums;      // whether tasks add to the same sums
+};
+
+// Run a function on so many threads, this one among them. So does `GOMP_parallel`, which OpenMP's libraries have.
+using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
+
+// The same on new threads, which end with it.
+void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned flags);
+
+// The tasks of a call; each thread takes the next one.
+class Tasks {
+public:
+    const Grain grain;
+
+    Tasks(const Sizes &x, bool anywhere, Grain grain) : grain(grain), x_(x), anywhere_(anywhere) {}
+
+    // Cut the call; false if there is no memory.
+    bool make();
+
+    Index count() const { return units_ * each_; }
+    Index of_a_head() const { return each_; }
+    bool is_cut() const { return is_cut_; }  // whether tasks share queries
+    Index most_keys() const { return most_keys_; }
+    Index most_queries() const { return most_queries_; }
+
+    // Ask, every now and then, the thread that calls this whether to go on.
+    void ask(bool (*go_on)(void *), void *of) { go_on_ = go_on, of_ = of, asked_ = now(), caller_ = pthread_self(); }
+
+    // Take the next task; false if there is none, or the call was given up.
+    bool take(Task &task);
+
+    // Wait until the tasks before it are done; false if the call was given up.
+    bool wait(const Task &task) const;
+
+    void finish(const Task &task) { done_[task.number].store(true, std::memory_order_release); }
+    bool are_left() const { return next_ < count() && !given_up_; }
+    void give_up() { given_up_ = true; }
+    bool given_up() const { return given_up_; }
+
+    Task task(Index number) const;
+    Task::Piece piece(const Task &task, Index group) const;
+    Seen keys(const Task &task) const;     // that its queries see
+    Index pairs(const Task &task) const;   // of queries and keys
+    Seen queries(const Task &task) const;  // of its groups
+
+private:
+    const Sizes x_;
+    const bool anywhere_;
+    Index groups_ = 0, units_ = 0, each_ = 1, most_keys_ = 0, most_queries_ = 0;
+    bool is_cut_ = false;
+    std::unique_ptr<Index[], Free> ends_;  // of groups: how many pairs there are up to there
+    std::unique_ptr<std::atomic<bool>[], Free> done_;
+    std::atomic<Index> next_{0};
+    std::atomic<bool> given_up_{false};
+    bool (*go_on_)(void *) = nullptr;
+    void *of_ = nullptr;
+    double asked_ = 0;
+    pthread_t caller_{};
+
+    static double now();
+    Index units_of_item() const { return (x_.heads + grain.heads - 1) / grain.heads; }
+    Seen seen(Index group) const;
+    Place place(Index number) const;
+};
+
+// Work on the tasks of a call with what one thread needs for it; false if there is no memory.
+template <class Real>
+using Kernel = bool (*)(const ProblemOf<Real> &, Tasks &);
+
+// Where a pass is cut: few queries between blocks of keys, for all heads that use the same rows of a table.
+template <class Real>
+bool is_few(const ProblemOf<Real> &x) {
+    return x.queries <= FEW && !x.k_positions && !x.k_segments;
+}
+
+template <class Real>
+double multiplications(const ProblemOf<Real> &x) {
+    const Index of_logits = x.width + (x.rel_k ? x.rel_width : 0) + (x.key_table ? x.width : 0);
+    return static_cast<double>(of_logits + x.value_width * (x.rel_v ? 2 : 1));
+}
+
+template <class Real>
+Grain grain_of_attend(const ProblemOf<Real> &x) {
+    const Index runs = (x.heads + TOGETHER - 1) / TOGETHER, together = (x.heads + runs - 1) / runs;
+    if (is_few(x)) return {FEW, together, multiplications(x), 0x1p19, false};
+    return {rows_of_blocks(x), 1, multiplications(x), 0x1p23, false};
+}
+
+template <class Real>
+Grain grain_of_pull_back(const ProblemOf<Real> &x) {
+    const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.d_added;
+    return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p24, sums};
+}
+
+// Work on a call that has been cut, on the threads of a team; false if there was no memory, or it was given up.
+template <class Real, class OnThreads>
+bool work_off(Kernel<Real> kernel, const ProblemOf<Real> &given, Tasks &tasks, OnThreads team, Index threads) {
+    struct Work {
+        Kernel<Real> kernel;
+        ProblemOf<Real> x;
+        Tasks &tasks;
+
+        static void run(void *of) {
+            Work &own = *static_cast<Work *>(of);
+            if (own.tasks.are_left() && !own.kernel(own.x, own.tasks)) own.tasks.give_up();
+        }
+    } work{kernel, given, tasks};
+    std::unique_ptr<Real[], Free> sums;
+    if (tasks.is_cut() && given.out && !given.lse) {  // by which the results of some of the keys are added up
+        Array<Real> &lse = work.x.lse;
+        lse.row = 1, lse.head = given.queries, lse.item = given.queries * given.heads;
+        sums.reset(static_cast<Real *>(std::calloc(given.items * lse.item, sizeof(Real))));
+        if (!(lse.at = sums.get())) return false;
+    }
+    threads = std::min(threads, tasks.count());
+    if (threads > 1)
+        team(Work::run, &work, threads);
+    else
+        Work::run(&work);
+    return !tasks.given_up();
+}

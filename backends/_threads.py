@@ -1,0 +1,54 @@
+"""On how many threads the compiled kernels work for NumPy's arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from relskew_core._array.checks import check_int
+
+_numpy_threads: int | None = None
+
+
+def set_numpy_threads(threads: int | None) -> None:
+    """Set on how many threads the compiled kernels work for NumPy's arrays.
+
+    Parameters
+    ----------
+    threads : int or None
+        At least 1; ``None``, which is the default, takes the processors of this process.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If ``threads`` is neither.
+
+    Examples
+    --------
+    >>> from relskew_core import backends
+    >>> backends.set_numpy_threads(1)
+    >>> backends.set_numpy_threads(None)
+    """
+    global _numpy_threads
+    _numpy_threads = None if threads is None else check_int("threads", threads, minimum=1)
+
+
+def numpy_threads() -> int:
+    """Return their number."""
+    return _numpy_threads or _processors()
+
+
+@contextmanager
+def numpy_on_one_thread() -> Iterator[None]:
+    """Keep the compiled kernels to one thread for NumPy's arrays."""
+    before = _numpy_threads
+    set_numpy_threads(1)
+    try:
+        yield
+    finally:
+        set_numpy_threads(before)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

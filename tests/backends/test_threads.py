@@ -1,0 +1,214 @@
+"""The threads that share a call of the compiled kernels: they change nothing, and go with it.
+
+What needs a process of its own, for its signals, its end or its limits, runs as a script.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dense
+from compiled_cases import as_torch, close, narrow, on_threads
+from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core.backends import _compiled
+
+kernels = _compiled.kernels
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+
+SETUP = """
+import threading
+import numpy as np
+from relskew_core import backends, relative_attention
+from relskew_core.backends._numpy import compiled
+
+compiled.NUMPY = compiled.NUMPY._replace(shared=0)  # short calls are shared by threads, too
+q, k, v, table = np.random.default_rng(0).standard_normal((4, 3, 120, 8))
+
+def attend(threads=2):
+    backends.set_numpy_threads(threads)
+    return relative_attention(q, k, v, table, causal=True, impl="native")
+
+expected = attend(1)
+"""
+
+
+def run(script: str, *words: str, shell: str = "") -> str:
+    """Run a script, and return what it prints."""
+    command = [sys.executable, "-c", script, *words]
+    command = ["sh", "-c", f'{shell}; exec "$0" "$@"', *command] if shell else command
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not ended.stderr
+    assert ended.returncode == 0
+    return ended.stdout
+
+
+INTERRUPTED = """
+import signal, sys, threading
+import numpy as np, torch
+from relskew_core import backends, relative_attention, relative_attention_vjp
+
+library, threads = sys.argv[1], int(sys.argv[2])
+backends.set_numpy_threads(threads)
+torch.set_num_threads(threads)
+to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
+x = to(np.random.default_rng(0).standard_normal((1, 8, 120_000, 16), np.float32))  # would take minutes
+lse, few = x[..., 0], x[:, :, :500]
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+expected = relative_attention(few, few, few, causal=True)
+for call in (
+    lambda: relative_attention(x, x, x, causal=True),
+    lambda: relative_attention_vjp(x, x, x, x, causal=True, out=x, lse=lse),
+):
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        call()
+    except KeyboardInterrupt:
+        print("interrupted")
+found = relative_attention(few, few, few, causal=True)
+assert np.array_equal(np.asarray(found), np.asarray(expected))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers on this system")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_an_interrupt_ends_a_call_in_its_middle(library: str, threads: str) -> None:
+    assert run(INTERRUPTED, library, threads) == "interrupted\n" * 2
+
+
+CUT = [
+    dense.Case("causal, grouped", n=700, m=700, heads=4, kv_heads=2, d=16, span=Span.causal(700), tables="rel_k rel_v",
+               options={"causal": True}),
+    dense.Case("window", n=1500, m=1500, heads=1, d=8, span=Span(40, 40, "clip"), tables="rel_k rel_bias",
+               options={"window": (400, 400)}),
+    dense.Case("keys with a table", n=600, m=600, heads=1, d=8, span=Span(99, 99, "clip"), tables="rel_k key_table",
+               mask="additive", mask_shape=(1, 1, 600, 600), options={"causal": True}),
+    dense.Case("one mask of the keys", n=900, m=900, heads=2, d=8, span=Span(9, 9, "clip"), tables="rel_v",
+               mask="additive", mask_shape=(1, 1, 1, 900)),
+    dense.Case("a mask of queries", n=900, m=900, heads=2, d=8, span=Span(9, 9, "clip"), tables="rel_v",
+               mask="additive", mask_shape=(1, 2, 900, 1), options={"dropout": 0.2, "seed": 1}),
+    dense.Case("few queries", n=3, m=9000, heads=9, kv_heads=3, d=8, span=Span(50, 3, "clip"), tables="rel_k rel_v",
+               options={"offset": 8990}),
+]  # fmt: skip
+"""Calls whose work is cut within heads, between queries and between keys."""
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+@pytest.mark.parametrize("library", [np.asarray, as_torch], ids=["numpy", "torch"])
+def test_results_are_the_same_to_the_bit_on_any_number_of_threads(case: dense.Case, library: Any) -> None:
+    given = {name: library(narrow(x)) for name, x in case.arrays().items()}
+    d_out = library(narrow(case.d_out()))
+    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
+    found = []
+    for threads in (1, 2, 5):
+        with on_threads(threads):
+            out, lse = relative_attention(**given, **case.call(), return_lse=True)
+            alone = relative_attention(**given, **case.call())
+            gradients = relative_attention_vjp(d_out, **given, **case.call(), impl="native")
+            of_names = {name: x for name, x in gradients._asdict().items() if x is not None}
+            found.append({"out": out, "lse": lse, "alone": alone, **of_names})
+    assert expected.keys() <= found[0].keys()
+    for name, x in found[0].items():
+        for other in found[1:]:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(other[name]), name)
+    for name, x in expected.items():
+        close(np.asarray(found[0][name]), x, name)
+
+
+def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
+    """Return how many pairs of queries and keys the tasks of a head have, and check that they are all."""
+    q, k = (np.empty((1, heads, n, 64), np.float32) for n in (queries, keys))
+    table = np.empty((keys, 64), np.float32)
+    given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
+    x = given.operands()
+    call, arrays = _compiled.Call.of(x, given.options), _compiled._arrays(x)
+    lse = np.empty(q.shape[:-1], np.float32)
+    handed = [*call[:3], *arrays, *_compiled.NO_INTEGERS]
+    if backward:
+        of_names = (getattr(x, name) for name in kernels.GRADIENTS)
+        gradients = [None if own is None else np.empty(own.shape, "f4") for own in of_names]
+        found = kernels.pull_back(*handed, q, q, lse, None, *gradients, 0, 0)
+    else:
+        found = kernels.attend(*handed, np.empty(q.shape, "f4"), None, 0, 0)
+    return tuple(found)
+
+
+def test_the_tasks_of_a_call_are_enough_and_even() -> None:
+    """For 16, 64 and 128 processors: the last to be busy is busy for little longer than all are."""
+    for heads, queries, keys, backward, processors in (
+        (1, 4096, 4096, False, 128), (1, 4096, 4096, True, 128), (1, 16384, 16384, True, 128),
+        (32, 4096, 4096, False, 128), (32, 4096, 4096, True, 128), (8, 2048, 2048, True, 64),
+        (1, 1, 100_000, False, 16), (32, 1, 16384, False, 64),
+    ):  # fmt: skip
+        tasks = cut(heads, queries, keys, backward=backward)
+        runs = heads if queries > 4 else -(-heads // 8)
+        pairs = (keys - queries) * queries + queries * (queries + 1) // 2
+        assert pairs <= sum(tasks) <= 1.1 * pairs
+        assert runs * len(tasks) >= processors
+        assert max(tasks) <= 1.15 * sum(tasks) / len(tasks)
+
+
+def test_after_the_end_of_the_main_thread_calls_still_work() -> None:
+    script = """
+import atexit
+
+def late(who):
+    for _ in range(3):
+        assert np.array_equal(attend(), expected)
+    print(who)
+
+def thread():
+    threading.main_thread().join()
+    late("thread")
+
+atexit.register(late, "atexit")
+threading.Thread(target=thread).start()
+"""
+    assert run(SETUP + script) == "thread\natexit\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are no limits of threads elsewhere")
+def test_where_no_thread_can_be_started_the_caller_does_it_all() -> None:
+    script = """
+import resource
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, -1))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    assert np.array_equal(attend(), expected)
+    print("alone")
+"""
+    assert run(SETUP + script, shell="ulimit -s 1048576") == "alone\n"  # KiB of each thread's stack
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_many_calls_take_neither_threads_nor_memory() -> None:
+    script = """
+import resource
+from pathlib import Path
+
+def taken():
+    size = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    return len([*Path("/proc/self/task").iterdir()]), size
+
+for threads in range(1, 33):
+    attend(threads)
+before = taken()
+for _ in range(3000):
+    attend()
+after = taken()
+assert after[0] == before[0], (before, after)
+assert after[1] - before[1] < 2**21, (before, after)
+print("done")
+"""
+    assert run(SETUP + script) == "done\n"
