@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import dense
+from benchmarks.cores import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
 from relskew_core import Span, relative_attention, relative_attention_vjp
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
 
 kernels = _compiled.kernels
@@ -124,24 +123,6 @@ def test_results_are_the_same_to_the_bit_on_any_number_of_threads(case: dense.Ca
         close(np.asarray(found[0][name]), x, name)
 
 
-def cut(heads: int, queries: int, keys: int, *, backward: bool) -> tuple[int, ...]:
-    """Return how many pairs of queries and keys the tasks of a head have, and check that they are all."""
-    q, k = (np.empty((1, heads, n, 64), np.float32) for n in (queries, keys))
-    table = np.empty((keys, 64), np.float32)
-    given = problem(Arguments(q, k, k, table, causal=True, offset=keys - queries))
-    x = given.operands()
-    call, arrays = _compiled.Call.of(x, given.options), _compiled._arrays(x)
-    lse = np.empty(q.shape[:-1], np.float32)
-    handed = [*call[:3], *arrays, *_compiled.NO_INTEGERS]
-    if backward:
-        of_names = (getattr(x, name) for name in kernels.GRADIENTS)
-        gradients = [None if own is None else np.empty(own.shape, "f4") for own in of_names]
-        found = kernels.pull_back(*handed, q, q, lse, None, *gradients, 0, 0)
-    else:
-        found = kernels.attend(*handed, np.empty(q.shape, "f4"), None, 0, 0)
-    return tuple(found)
-
-
 def test_the_tasks_of_a_call_are_enough_and_even() -> None:
     """For 16, 64 and 128 processors: the last to be busy is busy for little longer than all are."""
     for heads, queries, keys, backward, processors in (
@@ -155,6 +136,8 @@ def test_the_tasks_of_a_call_are_enough_and_even() -> None:
         assert pairs <= sum(tasks) <= 1.1 * pairs
         assert runs * len(tasks) >= processors
         assert max(tasks) <= 1.15 * sum(tasks) / len(tasks)
+        assert speed_up(tasks * runs, processors) > 0.6 * processors
+        assert speed_up(tasks * runs, 1) == 1
 
 
 def test_after_the_end_of_the_main_thread_calls_still_work() -> None:
