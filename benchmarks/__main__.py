@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.page import put
 from benchmarks.record import Record, machine
-from benchmarks.runner import ROOT, Benchmark, Case, Row, child
+from benchmarks.runner import ROOT, Benchmark, Case, Row
 
 NAMES = {
     "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
@@ -28,6 +28,7 @@ NAMES = {
     "runtimes": "graphs in old and other runtimes, which it installs",
     "devices": "what splitting a sequence over GPUs costs, by arithmetic",
     "gpu": "calls on a GPU; needs torch alone",
+    "gpu_graphs": "graphs in onnxruntime on CUDA",
     "gpu_registers": "registers, spills and shared memory of the fused kernels; needs no GPU",
 }
 
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     benchmark = load(asked.name)
     if asked.child:
-        print(json.dumps(child(benchmark, *json.loads(asked.child))))
+        print(json.dumps(benchmark.answer(*json.loads(asked.child))))
         return 0
     record = measure(benchmark, asked) if asked.record is None else Record.load(asked.record)
     for text in (texts := benchmark.texts(record)).values():

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -140,13 +141,22 @@ class Benchmark:
         return turns(calls, seconds, first, pause=PAUSE_SECONDS if self.pauses else 0.0)
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
-        """Measure the peak of one call, with its time and error, in a fresh process."""
+        """Measure the peak of one call, with its time and error."""
+        return self.apart(name, case, contender)[0]
+
+    def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
+        """Return what a fresh process answers, and all that it said."""
         command = [sys.executable, "-m", "benchmarks", name, "--child", json.dumps([case, contender])]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=900, check=False
+        )
         if ended.returncode:
             raise RuntimeError(f"{contender} failed at {case} with {ended.returncode}:\n{ended.stderr[-2000:]}")
-        found: Case = json.loads(ended.stdout.splitlines()[-1])
-        return found
+        return json.loads(ended.stdout.splitlines()[-1]), ended.stdout + ended.stderr
+
+    def answer(self, case: Case, contender: str) -> Case:
+        """Answer in the fresh process."""
+        return child(self, case, contender)
 
     def run(self, name: str, cases: Iterable[Case], seconds: float, only: Iterable[str] = ()) -> Iterator[list[Row]]:
         """Measure the cases, group by group."""

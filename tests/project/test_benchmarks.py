@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, first, graphs, models, runtimes
+from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
 from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
@@ -157,6 +157,8 @@ def tiny(name: str) -> list[str]:
         "devices": ("", [], ""),
         "gpu": ("device=cpu dtype=float32 batch=1 heads=2 dim=16 length=40", ["causal=True"],
                 "torch torch-clipped torch-plain torch-portable sdpa-flash sdpa-cudnn sdpa-bias huang"),
+        "gpu_graphs": ("provider=CPUExecutionProvider length=16 rounds=1 dtype=float32",
+                       ["form=full", "kernels=usual"], ""),
         "gpu_registers": ("", ["capability=90", "width=64", "dtype=bfloat16", "terms=plain"], ""),
     }[name]  # fmt: skip
     options = [part for each in changes.split() for part in ("--set", each)]
@@ -517,3 +519,17 @@ def test_targets_and_tables_of_graphs() -> None:
     assert f"| {graphs.CHUNKED} | 1 | 1.0 MiB | 100 ms | – | 1.05 s (1.05×) | fails |" in text
     assert "| torch: x | 1 | 1.0 MiB | 100 ms | wrong | 1.25 s (1.25×) | gives numbers |" in text
     assert text.endswith("torch: x, L = 512: wrong by 3.0e-01")
+
+
+def test_a_provider_that_is_not_there_is_said(tmp_path: Path) -> None:
+    """Nothing falls back unseen: a row without its numbers says why."""
+    case = {
+        "form": "full",
+        "dtype": "float32",
+        "length": 16,
+        "kernels": "usual",
+        "provider": "NoSuchProvider",
+        "rounds": 1,
+    }
+    with pytest.raises(RuntimeError, match="NoSuchProvider"):
+        gpu_graphs.BENCHMARK.prepare(case, "relskew `ort`")()

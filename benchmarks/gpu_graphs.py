@@ -1,0 +1,123 @@
+"""Graphs in onnxruntime on CUDA: times with inputs and outputs bound, where each node ran, which kernel attention took.
+
+onnxruntime says so of ``GroupQueryAttention`` alone; of ``Attention`` it shows in the time with the memory-efficient
+kernel forbidden: what does not get slower did not use it. Kernels are chosen when a session is made, from the process's
+environment, so every measurement is a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.graphs import BARE, BARE_CONTRIB, CONTRIB, bare_bytes, forms
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case
+from relskew_core import init_weights
+from relskew_core.export import to_onnx
+
+ARMS = {"usual": {}, "no memory-efficient kernel": {"ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION": "1"}}
+TELL = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}
+GRAPHS: dict[str, dict[str, Any]] = {
+    BARE: {},
+    "relskew `ort`": {},  # the window by Slice
+    "relskew `portable`": {"profile": "portable"},  # by Gather
+    BARE_CONTRIB: {"profile": "ort-contrib"},
+    CONTRIB: {"profile": "ort-contrib"},
+}
+
+
+class GPUGraphs(Benchmark):
+    """Blocks in one provider of onnxruntime, each graph with its usual kernels and without one of them."""
+
+    fallible = True
+    measures = frozenset[str]()
+
+    def cases(self) -> Iterator[Case]:
+        for form, dtype, length, arm in itertools.product(
+            ("causal", "full"), ("float16", "float32"), (512, 1024, 2048, 4096), ARMS
+        ):
+            case = {"form": form, "dtype": dtype, "length": length, "kernels": arm}
+            yield case | {"provider": "CUDAExecutionProvider", "rounds": 30}
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return [name for name, options in GRAPHS.items() if case["form"] == "causal" or "contrib" not in str(options)]
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        def call() -> Case:
+            found, said = self.apart("gpu_graphs", case, contender, **ARMS[case["kernels"]], **TELL)
+            kernel = re.search(r"SdpaKernel=(\w+)", said)
+            return found | {"kernel": kernel[1] if kernel else None}
+
+        return call
+
+    def answer(self, case: Case, contender: str) -> Case:
+        return run(case, contender)
+
+    def facts(self, case: Case, contender: str, result: Any) -> Case:
+        return result
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.rows:
+            case, facts = row.case, row.facts
+            line = f"{case['form']} {case['dtype']} {case['length']}: {row.contender}"
+            kernel = f", {facts['kernel']}" if facts.get("kernel") else ""
+            placed = ", ".join(
+                f"{n} {name.removesuffix('ExecutionProvider')}" for name, n in facts.get("placement", {}).items()
+            )
+            text = row.skipped or f"{facts['seconds'] * 1e3:.3g} ms ({placed}{kernel})"
+            yield line, case["kernels"], text
+
+
+def run(case: Case, label: str) -> Case:
+    """Run one graph in this process."""
+    import onnxruntime
+
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()
+    dtype, length, provider = case["dtype"], case["length"], case["provider"]
+    spec = forms(length)[case["form"]].spec
+    weights = init_weights(spec, seed=0, dtype=dtype)
+    bare = label in (BARE, BARE_CONTRIB)
+    model = (
+        bare_bytes(spec, weights, **GRAPHS[label])()
+        if bare
+        else to_onnx(spec, weights, **GRAPHS[label]).SerializeToString()
+    )
+    device = "cuda" if provider.startswith("CUDA") else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = onnxruntime.SessionOptions()
+        settings.enable_profiling, settings.profile_file_prefix = True, f"{folder}/profile"
+        session = onnxruntime.InferenceSession(model, settings, providers=[provider])
+        if session.get_providers()[0] != provider:
+            raise SystemExit(f"onnxruntime {onnxruntime.__version__} has no {provider} here: {session.get_providers()}")
+        x = np.random.default_rng(0).standard_normal((1, length, spec.embed_dim)).astype(dtype)
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, device, 0))
+        binding.bind_output("y", device, 0)
+
+        def call() -> float:
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            return time.perf_counter() - start
+
+        call()
+        seconds = median(call() for _ in range(case["rounds"]))
+        events = json.loads(Path(session.end_profiling()).read_text())
+    ran = Counter(event["args"]["provider"] for event in events if event.get("args", {}).get("provider"))
+    finite = bool(np.isfinite(binding.copy_outputs_to_cpu()[0]).all())
+    return {"seconds": seconds, "placement": dict(ran), "finite": finite}
+
+
+BENCHMARK = GPUGraphs()
