@@ -61,7 +61,7 @@ class Cores(Benchmark):
         torch.manual_seed(0)
         heads, n, m, training = (case[name] for name in ("heads", "queries", "keys", "training"))
         sizes = ((1, heads, n, WIDTH), (1, heads, m, WIDTH), (1, heads, m, WIDTH), (m, WIDTH))
-        arrays = [torch.randn(size, requires_grad=training) for size in sizes]
+        arrays: list[Any] = [torch.randn(size, requires_grad=training) for size in sizes]
 
         def call() -> Any:
             torch.set_num_threads(int(contender))
