@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-import array_api_compat.numpy as xp
 import numpy as np
 
+from relskew_core._array.namespace import namespace_of
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._batch import by_batch, flattened
@@ -70,4 +70,5 @@ def _in_rows(x: Array | None) -> Array | None:
     return x.copy()
 
 
+xp = namespace_of(np)
 NUMPY = _compiled.Library(xp, iter, _in_rows, np.empty, np.zeros, _threads.numpy_threads)

@@ -138,13 +138,16 @@ def test_a_first_long_call_of_torch_imports_no_compiler() -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.skipif(not hasattr(np, "__array_namespace_info__"), reason="NumPy before 2.1 needs a wrapper")
-def test_a_first_call_of_numpy_in_portable_code_imports_nothing_else_of_numpy() -> None:
+@pytest.mark.parametrize("impl", ["portable", "auto"])
+def test_a_first_call_of_numpy_imports_nothing_else_of_numpy(impl: str) -> None:
     """The wrapper of NumPy would import its compiler of Fortran and its tools for tests."""
-    code = """
+    code = f"""
 import sys, numpy as np
-before = {name for name in sys.modules if name.startswith("numpy")}
-from relskew_core import Span, relative_logits
-relative_logits(np.ones((1, 2, 8, 4), "f4"), np.ones((15, 4), "f4"), Span.full(8), n_keys=8)
+before = {{name for name in sys.modules if name.startswith("numpy")}}
+from relskew_core import relative_attention, relative_attention_vjp
+x = np.ones((1, 2, 8, 4), "f4")
+relative_attention(x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")
+relative_attention_vjp(x, x, x, x, np.ones((8, 4), "f4"), causal=True, impl="{impl}")
 print(*(name for name in sys.modules if name.startswith(("numpy", "array_api_compat.numpy")) and name not in before))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
