@@ -50,6 +50,7 @@ struct Backward {
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask;
+    Real *own_q = nullptr, *own_met = nullptr;  // of these, where those of a block begin
     Packed packed;
     Seen task_queries{0, 0};
 
@@ -86,11 +87,13 @@ struct Backward {
                queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
                key_side.make(true) && sight.make() && (!relative || changed_by_row.make(height)) &&
                (!x.rel_v || mixed_by_row.make(height)) && keys.make(room, x.width, static_cast<bool>(sight)) &&
-               d_q.make(height, x.width) && d_k.make(room, x.width) && d_v.make(room, x.value_width) && make_tables();
+               d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
+               d_v.make(room, x.value_width) && make_tables();
     }
 
     bool make_tables() {
-        return (!queries.apart || d_met.make(height, x.rel_width)) && (!x.bias || d_bias.make(1, x.rows)) &&
+        return (!queries.apart || d_met.make(tasks.most_queries_of_a_group(), x.rel_width)) &&
+               (!x.bias || d_bias.make(1, x.rows)) &&
                (!x.rel_k ||
                 (rel_k.make(x.rows, x.rel_width, static_cast<bool>(places)) && d_rel_k.make(x.rows, x.rel_width))) &&
                (!x.key_table ||
@@ -135,8 +138,8 @@ struct Backward {
     // Add what a task has found to what those before it have.
     void hand_over(const Task &task) {
         const Index item = task.item, head = task.head, own = head / x.group(), entry = x.entry(item);
-        const bool shares = tasks.grain.sums || tasks.of_a_head() > 1 || x.group() > 1;
-        if (shares && !tasks.wait(task)) return;
+        if (tasks.share_sums() && !tasks.wait(task)) return;
+        if (task.from.key) write_queries(task, tasks.piece(task, task.from.group));
         Seen seen = tasks.keys(task);
         for (Index j = 0; task.begins && j < x.keys; j++) {
             std::fill_n(x.d_k.of(item, own, j), x.width, 0);
@@ -175,16 +178,18 @@ struct Backward {
     }
 
     void pull_back(const Task &task, const Task::Piece &piece) {
+        d_q.clear();
+        if (queries.apart) d_met.clear();
         for (Index first = piece.first; first < piece.end; first += most)
             pull_back(task, piece, first, std::min(most, piece.end - first));
+        if (!piece.goes_on) write_queries(task, piece);  // else later, when the tasks before are done
     }
 
     void pull_back(const Task &task, const Task::Piece &piece, Index first, Index count) {
         const Index item = task.item, head = task.head, position = x.offset + first;
         sight.take_queries(item, first, count), key_side.take_queries(item, first, count);
+        own_q = d_q.of(first - piece.first), own_met = queries.apart ? d_met.of(first - piece.first) : own_q;
         const Seen seen = sight.of(0, count, position, piece.low, piece.high);
-        d_q.clear();
-        if (queries.apart) d_met.clear();
         if (!seen.none()) {
             queries.take(item, head, first, count);
             for (Index m = 0; m < count; m++) {
@@ -201,8 +206,6 @@ struct Backward {
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
             end_anywhere(count);
         }
-        if (piece.goes_on && !tasks.wait(task)) return;
-        for (Index m = 0; m < count; m++) write_queries(item, head, first, m, piece.goes_on);
     }
 
     // Of queries and keys that stand anywhere: products with tables are taken once for a block, and so are those that
@@ -216,10 +219,9 @@ struct Backward {
     }
 
     void end_anywhere(Index count) {
-        Sums &met = queries.apart ? d_met : d_q;
         if (!places) return;
         if (x.rel_k) {
-            changed_by_row.mix(count, rel_k, met.at.get(), met.row);
+            changed_by_row.mix(count, rel_k, own_met, met_row());
             changed_by_row.spread(count, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         }
         if (x.rel_v) mixed_by_row.spread(count, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
@@ -238,17 +240,20 @@ struct Backward {
         }
     }
 
-    // Write the gradients of a query, or add them to those that tasks before have found by its other keys.
-    void write_queries(Index item, Index head, Index first, Index m, bool goes_on) const {
-        const auto write = [&](Real *to, const Sums &from, Index width, Real scale, bool adds) {
-            for (Index d = 0; d < width; d++) to[d] = from.of(m)[d] * scale + (adds ? to[d] : 0);
+    // Write the gradients of queries, or add them to those that tasks before have found by other keys.
+    void write_queries(const Task &task, const Task::Piece &piece) const {
+        const auto write = [](Real *to, const Real *from, Index width, Real scale, bool adds) {
+            for (Index d = 0; d < width; d++) to[d] = from[d] * scale + (adds ? to[d] : 0);
         };
-        Real *to = x.d_q.of(item, head, first + m);
-        write(to, d_q, x.width, x.scale, goes_on);
-        if (queries.apart && x.rel_q)
-            write(x.d_rel_q.of(item, head, first + m), d_met, x.rel_width, x.rel_scale, goes_on);
-        else if (queries.apart)
-            write(to, d_met, x.rel_width, x.rel_scale, true);
+        for (Index i = piece.first; i < piece.end; i++) {
+            Real *to = x.d_q.of(task.item, task.head, i);
+            write(to, d_q.of(i - piece.first), x.width, x.scale, piece.goes_on);
+            if (queries.apart && x.rel_q)
+                write(x.d_rel_q.of(task.item, task.head, i), d_met.of(i - piece.first), x.rel_width, x.rel_scale,
+                      piece.goes_on);
+            else if (queries.apart)
+                write(to, d_met.of(i - piece.first), x.rel_width, x.rel_scale, true);
+        }
     }
 
     // A block of queries meets a block of keys, `start … start + n - 1`.
@@ -366,10 +371,12 @@ struct Backward {
 
     void mix_queries(Index m, const Weights &changed) {
         add_product(changed.count, changed.high - changed.low, {changed.at + changed.low, logits_row, 1},
-                    keys.of(changed.start + changed.low), keys.row, width, d_q.at.get() + m * d_q.row, d_q.row);
-        Sums &to = queries.apart ? d_met : d_q;
-        if (x.rel_k && !places) changed.mix(span, rel_k.of(0), rel_k.row, rel_width, to.at.get() + m * to.row, to.row);
+                    keys.of(changed.start + changed.low), keys.row, width, own_q + m * d_q.row, d_q.row);
+        if (x.rel_k && !places)
+            changed.mix(span, rel_k.of(0), rel_k.row, rel_width, own_met + m * met_row(), met_row());
     }
+
+    Index met_row() const { return queries.apart ? d_met.row : d_q.row; }
 
     void add_to_bias(const Weights &changed) {
         Real *to = d_bias.at.get();

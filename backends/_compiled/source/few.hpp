@@ -108,7 +108,7 @@ struct Few {
     Real *out(Index n) const { return outs.get() + n * value_row; }
 
     void attend(const Task &task, const Task::Piece &piece, Index i) {
-        const Index item = task.item, head = task.head, count = std::min(tasks.grain.heads, x.heads - head);
+        const Index item = task.item, head = task.head, count = std::min(tasks.heads(), x.heads - head);
         const Index p = x.offset + i;
         const Seen seen = Seen::of(x, p, p).within(piece.low, piece.high);
         for (Index n = 0; n < count; n++) take(item, head, n, i);

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include <cmath>
 #include <new>
 
 namespace {
@@ -15,20 +16,24 @@ constexpr double NEAR = 1 / 16.;   // of a task: so near to a group's end the cu
 
 }  // namespace
 
-bool Tasks::make() {
-    groups_ = (x_.queries + grain.queries - 1) / grain.queries;
-    units_ = x_.items * units_of_item();
-    ends_.reset(static_cast<Index *>(std::malloc(groups_ * sizeof(Index))));
-    if (!ends_) return false;
+// Count the pairs of queries and keys up to each group, of all groups of a head.
+Index Tasks::count_pairs() {
+    groups_ = (x_.queries + grain_.queries - 1) / grain_.queries;
     Index total = 0;
-    for (Index group = 0; group < groups_; group++) {
-        const Seen own = seen(group);
-        const Index queries = std::min(grain.queries, x_.queries - group * grain.queries);
-        ends_[group] = total += queries * std::max<Index>(0, own.high - own.low);
-    }
-    const double cost = grain.cost * static_cast<double>(total) * static_cast<double>(std::min(grain.heads, x_.heads));
+    for (Index group = 0; group < groups_; group++) ends_[group] = total += pairs(group, 0, x_.keys);
+    return total;
+}
+
+bool Tasks::make() {
+    units_ = x_.items * units_of_item();
+    ends_.reset(static_cast<Index *>(std::malloc(((x_.queries - 1) / grain_.queries + 1) * sizeof(Index))));
+    if (!ends_) return false;
+    const double pairs = static_cast<double>(count_pairs());
+    const double cost = grain_.cost * pairs * static_cast<double>(std::min(grain_.heads, x_.heads));
     const double wanted = std::max(WANTED / static_cast<double>(units_), cost / MOST);
-    each_ = std::max<Index>(1, static_cast<Index>(std::min(cost / grain.least, wanted)));
+    each_ = std::max<Index>(1, static_cast<Index>(std::min(cost / grain_.least, wanted)));
+    const double side = std::sqrt(pairs / static_cast<double>(each_)) / static_cast<double>(grain_.queries);
+    if (grain_.square && side >= 2) grain_.queries *= static_cast<Index>(side), count_pairs();
     for (Index number = 0; number < each_; number++) {
         const Task own = task(number);
         const Seen keys = this->keys(own), queries = this->queries(own);
@@ -65,14 +70,25 @@ bool Tasks::wait(const Task &task) const {
 
 Task Tasks::task(Index number) const {
     const Index unit = number / each_, own = number % each_, item = unit / units_of_item();
-    const Index head = unit % units_of_item() * grain.heads;
+    const Index head = unit % units_of_item() * grain_.heads;
     return {number, item, head, place(own), place(own + 1), own == 0 && head % x_.group() == 0};
 }
 
-Seen Tasks::seen(Index group) const {
+Seen Tasks::seen(Index first, Index end) const {
     if (anywhere_) return {0, x_.keys};
-    const Index first = group * grain.queries, last = std::min(x_.queries, first + grain.queries) - 1;
-    return Seen::positions(x_, x_.offset + first, x_.offset + last).within(0, x_.keys);
+    return Seen::positions(x_, x_.offset + first, x_.offset + end - 1).within(0, x_.keys);
+}
+
+// Return how many pairs there are of a group's queries and the keys low … high - 1, as they are worked on: by blocks.
+Index Tasks::pairs(Index group, Index low, Index high) const {
+    Index total = 0;
+    const Index end = std::min(x_.queries, (group + 1) * grain_.queries);
+    for (Index first = group * grain_.queries; first < end; first += BLOCK) {
+        const Index stop = std::min(end, first + BLOCK);
+        const Seen own = seen(first, stop).within(low, high);
+        total += (stop - first) * std::max<Index>(0, own.high - own.low);
+    }
+    return total;
 }
 
 // Return where the task with a number among those of a head begins.
@@ -88,30 +104,35 @@ Place Tasks::place(Index number) const {
     const double before = pairs - static_cast<double>(start), after = static_cast<double>(all[group]) - pairs;
     if (before < NEAR * part) return {group, 0};
     if (after < NEAR * part) return {group + 1, 0};
-    const Seen own = seen(group);
-    const double share = before / (before + after);
-    const Index key = own.low + static_cast<Index>(share * static_cast<double>(own.high - own.low) + 0.5 * STEP);
-    const Index cut = floored(key, STEP);
-    return cut <= own.low ? Place{group, 0} : cut >= own.high ? Place{group + 1, 0} : Place{group, cut};
+    Index low = 0, high = x_.keys / STEP + 1;  // steps of keys before which there are too few pairs, or enough
+    while (high - low > 1) {
+        const Index middle = (low + high) / 2;
+        (static_cast<double>(this->pairs(group, 0, middle * STEP)) < before ? low : high) = middle;
+    }
+    const Index under = this->pairs(group, 0, low * STEP), over = this->pairs(group, 0, high * STEP);
+    const bool is_nearer = static_cast<double>(over) - before < before - static_cast<double>(under);
+    const Index cut = (is_nearer ? high : low) * STEP, there = is_nearer ? over : under;
+    if (there == 0) return {group, 0};
+    return there == all[group] - start ? Place{group + 1, 0} : Place{group, cut};
 }
 
 Task::Piece Tasks::piece(const Task &task, Index group) const {
-    const Index first = group * grain.queries;
+    const Index first = group * grain_.queries;
     const bool goes_on = group == task.from.group && task.from.key;
-    return {first, std::min(x_.queries, first + grain.queries), goes_on ? task.from.key : 0,
+    return {first, std::min(x_.queries, first + grain_.queries), goes_on ? task.from.key : 0,
             group == task.to.group ? task.to.key : x_.keys, goes_on};
 }
 
 Seen Tasks::queries(const Task &task) const {
     const Index end = task.to.group + (task.to.key > 0);
-    return {task.from.group * grain.queries, std::min(x_.queries, end * grain.queries)};
+    return {task.from.group * grain_.queries, std::min(x_.queries, end * grain_.queries)};
 }
 
 Seen Tasks::keys(const Task &task) const {
     Seen found{x_.keys, 0};
     task.groups([&](Index group) {
         const Task::Piece own = piece(task, group);
-        const Seen there = seen(group).within(own.low, own.high);
+        const Seen there = seen(own.first, own.end).within(own.low, own.high);
         if (!there.none()) found = {std::min(found.low, there.low), std::max(found.high, there.high)};
     });
     return found.none() ? Seen{0, 0} : found;
@@ -121,8 +142,7 @@ Index Tasks::pairs(const Task &task) const {
     Index total = 0;
     task.groups([&](Index group) {
         const Task::Piece own = piece(task, group);
-        const Seen there = seen(group).within(own.low, own.high);
-        total += (own.end - own.first) * std::max<Index>(0, there.high - there.low);
+        total += pairs(group, own.low, own.high);
     });
     return total;
 }

@@ -87,6 +87,7 @@ struct Grain {
     double cost;    // of a pair of a query and a key, in multiplications
     double least;   // of a task that is worth being one
     bool sums;      // whether tasks add to the same sums
+    bool square;    // whether a task costs by its keys, too, so that more queries are better where it is large
 };
 
 // Run a function on so many threads, this one among them. So does `GOMP_parallel`, which OpenMP's libraries have.
@@ -98,18 +99,19 @@ void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsign
 // The tasks of a call; each thread takes the next one.
 class Tasks {
 public:
-    const Grain grain;
-
-    Tasks(const Sizes &x, bool anywhere, Grain grain) : grain(grain), x_(x), anywhere_(anywhere) {}
+    Tasks(const Sizes &x, bool anywhere, Grain grain) : x_(x), anywhere_(anywhere), grain_(grain) {}
 
     // Cut the call; false if there is no memory.
     bool make();
 
     Index count() const { return units_ * each_; }
     Index of_a_head() const { return each_; }
+    Index heads() const { return grain_.heads; }  // of a task, at most
+    bool share_sums() const { return grain_.sums || each_ > 1 || x_.group() > 1; }
     bool is_cut() const { return is_cut_; }  // whether tasks share queries
     Index most_keys() const { return most_keys_; }
     Index most_queries() const { return most_queries_; }
+    Index most_queries_of_a_group() const { return std::min(x_.queries, grain_.queries); }
 
     // Ask, every now and then, the thread that calls this whether to go on.
     void ask(bool (*go_on)(void *), void *of) { go_on_ = go_on, of_ = of, asked_ = now(), caller_ = pthread_self(); }
@@ -134,6 +136,7 @@ public:
 private:
     const Sizes x_;
     const bool anywhere_;
+    Grain grain_;
     Index groups_ = 0, units_ = 0, each_ = 1, most_keys_ = 0, most_queries_ = 0;
     bool is_cut_ = false;
     std::unique_ptr<Index[], Free> ends_;  // of groups: how many pairs there are up to there
@@ -146,8 +149,10 @@ private:
     pthread_t caller_{};
 
     static double now();
-    Index units_of_item() const { return (x_.heads + grain.heads - 1) / grain.heads; }
-    Seen seen(Index group) const;
+    Index count_pairs();
+    Index units_of_item() const { return (x_.heads + grain_.heads - 1) / grain_.heads; }
+    Seen seen(Index first, Index end) const;
+    Index pairs(Index group, Index low, Index high) const;
     Place place(Index number) const;
 };
 
@@ -170,14 +175,14 @@ double multiplications(const ProblemOf<Real> &x) {
 template <class Real>
 Grain grain_of_attend(const ProblemOf<Real> &x) {
     const Index runs = (x.heads + TOGETHER - 1) / TOGETHER, together = (x.heads + runs - 1) / runs;
-    if (is_few(x)) return {FEW, together, multiplications(x), 0x1p19, false};
-    return {rows_of_blocks(x), 1, multiplications(x), 0x1p23, false};
+    if (is_few(x)) return {FEW, together, multiplications(x), 0x1p19, false, false};
+    return {rows_of_blocks(x), 1, multiplications(x), 0x1p23, false, false};
 }
 
 template <class Real>
 Grain grain_of_pull_back(const ProblemOf<Real> &x) {
     const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.d_added;
-    return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p24, sums};
+    return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 
 // Work on a call that has been cut, on the threads of a team; false if there was no memory, or it was given up.
