@@ -47,4 +47,5 @@ def _then(module: str, commit: str) -> dict[str, str]:
 
 
 def _file(module: str) -> Path:
-    return (ROOT / module.replace(".", "/")).with_suffix(".py").resolve()
+    path = ROOT / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).resolve()

@@ -39,7 +39,8 @@ def build(stage: Path, parts: Sequence[str]) -> list[Mutant]:
 def _mutate(file: Path, stage: Path) -> list[Mutant]:
     mutated = mutate_file_contents(str(file), undecorated(file.read_text()))
     file.write_text(mutated.code)
-    module, lines = ".".join(file.relative_to(stage).with_suffix("").parts), mutated.code.splitlines()
+    name = ".".join(file.relative_to(stage).with_suffix("").parts)
+    module, lines = name.removesuffix(".__init__"), mutated.code.splitlines()
     spans = mutated.line_span_by_function_name
     bodies = {
         name: [line.strip().replace(name, "…") for line in lines[span.start - 1 : span.end]]

@@ -146,6 +146,7 @@ def tiny(name: str) -> list[str]:
     changes, only, who = {
         "calls": ("length=64 block_size=16 window=16", sections, " ".join(set(CONTENDERS) - set(slow))),
         "compiled": ("length=40", some, ""),
+        "peak": ("length=40", ["training=False"], ""),
         "cores": ("queries=70 keys=70", ["heads=1"], ""),
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
         "first": ("length=32", ["first=relskew --help", "first=None"], ""),
