@@ -20,10 +20,12 @@ FLAGS = [
     "-std=c++17", "-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0",
 ]  # fmt: skip
+AVX512 = [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 LEVELS = {
     "base": [],
-    "v3": ["-mavx2", "-mfma"],
-    "v4": [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mprefer-vector-width=512"],
+    "v3": ["-mavx2", "-mfma", "-mf16c"],
+    "v4": AVX512,
+    "v4_bf16": [*AVX512, "-mavx512bf16"],
 }
 """What processors the kernels are compiled for: the least of a platform, and on x86-64 those that module.cpp asks for.
 
@@ -31,7 +33,8 @@ The flags are such as older compilers know too.
 """
 
 WITHOUT_LEVEL = ("module.cpp", "tasks.cpp")
-REALS = ("float", "double")
+STORED = ("float", "double", "Float16", "BFloat16")
+"""What arrays are made of; a level that only multiplies bfloat16 differs from the one before it in nothing else."""
 
 
 class Build(build_ext):
@@ -44,8 +47,10 @@ class Build(build_ext):
             with ThreadPoolExecutor() as threads:
                 # In this order: of functions that several have, the linker takes those of the least processor.
                 made = [threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL]
-                for level, real in product(levels, REALS):
-                    macros = [("LEVEL", level), ("REAL", real)]
+                for level, stored in product(levels, STORED):
+                    if level == "v4_bf16" and stored != "BFloat16":
+                        continue
+                    macros = [("LEVEL", level), ("STORED", stored)]
                     made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
                 objects = [path for each in made for path in each.result()]
             self.compiler.link_shared_object(objects, str(target), libraries=["m"])

@@ -11,6 +11,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from relskew_core._array.namespace import device
+from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
 from relskew_core._positions.ragged import RaggedVisibility
@@ -70,7 +71,7 @@ def attention_vjp(
         for name, x in named.items()
     }
     total = {
-        name: xp.zeros(x.shape, dtype=x.dtype, device=device(x))
+        name: xp.zeros(x.shape, dtype=wide(x.dtype, xp=xp), device=device(x))
         for name in DIFFERENTIABLE
         if (x := getattr(like, name)) is not None and xp.isdtype(x.dtype, "real floating")
     }

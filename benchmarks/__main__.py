@@ -18,6 +18,7 @@ NAMES = {
     "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
     "compiled": "calls beside the same without the compiled kernels",
     "peak": "what share of the multiplications of a processor the kernels reach; needs a C++ compiler",
+    "half": "calls in half precision beside float32",
     "cores": "calls on two threads beside one, and by arithmetic on many",
     "short": "one token, small batches and short training beside the formula by hand",
     "first": "first calls of fresh processes, and what XLA takes to compile; needs JAX",

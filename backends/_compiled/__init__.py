@@ -1,4 +1,4 @@
-"""Kernels compiled at installation, where there was a compiler: whole calls of float32 and float64 on CPUs.
+"""Kernels compiled at installation, where there was a compiler: whole calls of every floating dtype on CPUs.
 
 Products, skew, softmax and mixing of a block of queries and keys happen in one core's cache. What they do not serve
 stays with the library's own path, as does everything where nothing was compiled.
@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from relskew_core._array.namespace import device
+from relskew_core._array.precision import cast, wide
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options, has_tables, unknown
@@ -54,8 +55,8 @@ NO_INTEGERS = (None,) * len(INTEGERS)
 
 OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
 
-DTYPES = ("float32", "float64")
-"""Of calls that the kernels take, as all libraries call them."""
+DTYPES = ("float16", "float32", "float64")  # and bfloat16
+"""How all libraries end the names of dtypes that the kernels take."""
 
 LONGEST = 2**16
 """Rows of a table whose products with a block of queries are kept."""
@@ -250,7 +251,7 @@ def results(out: Any, lse: Any, compute: Callable[[], tuple[Any, Any]], *, xp: N
     if out is None or lse is None:
         own, own_lse = compute()
         if out is None:
-            out = own if lse is None else own * share_of(own_lse, lse, xp=xp)[..., None]
+            out = own if lse is None else cast(own * share_of(own_lse, lse, xp=xp)[..., None], own.dtype, xp=xp)
         lse = own_lse if lse is None else lse
     return out, lse
 
@@ -268,6 +269,8 @@ def pull_back(
 ) -> dict[str, Any]:
     """Return the gradients of a call's arrays by name; of those that are not ``wanted`` the mask's alone is left out.
 
+    They have the dtype of the accumulation, as they may have to be added up.
+
     The results and their gradients are (B, H, Lq, Dv) and (B, H, Lq).
     """
     learned = has_additive_mask(x) and "mask" in wanted
@@ -284,7 +287,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
             make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # which the kernels add to
-            found[name] = make(array.shape, dtype=array.dtype)
+            found[name] = make(array.shape, dtype=wide(array.dtype, xp=library.xp))
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
     kernels.pull_back(*call[:3], *arrays, *integers, *lent(given), *gradients, *_threads(call, library))
@@ -292,12 +295,17 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
 
 
 def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict[str, Any]:
-    """Return the gradients of arrays with one batch axis in the shapes of a call's own arrays."""
+    """Return the gradients of arrays with one batch axis in the shapes and dtypes of a call's own arrays.
+
+    Each is taken out of what was found: where they are rounded, there are never twice as many.
+    """
     mask, own = found.get("mask"), operands.mask
     if mask is not None and own is not None and mask.shape[0] > 1:  # it may broadcast along some of the batch axes
         mask = mask.reshape((*operands.q.shape[:-3], *mask.shape[1:]))
-        found = {**found, "mask": sum_to(mask, own.shape[:-2], xp=xp)}
-    return {name: array.reshape(getattr(operands, name).shape) for name, array in found.items()}
+        found["mask"] = sum_to(mask, own.shape[:-2], xp=xp)
+        del mask
+    likes = {name: getattr(operands, name) for name in found}
+    return {name: cast(found.pop(name).reshape(like.shape), like.dtype, xp=xp) for name, like in likes.items()}
 
 
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:

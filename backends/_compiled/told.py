@@ -18,4 +18,4 @@ def told() -> str:
     except ImportError as error:
         return f"none: what was compiled at installation cannot be loaded: {error}"
     level = kernels.LEVELS[-1]
-    return f"for {f'any {platform.machine()}' if level == 'base' else level}, float32 and float64 on CPUs"
+    return f"for {f'any {platform.machine()}' if level == 'base' else level}, every floating dtype on CPUs"

@@ -19,6 +19,9 @@ with jax.ensure_compile_time_eval():  # or the first array that is met in `jax.j
     TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
 """Of arguments: arrays that are there. One that is traced has another type."""
 
+HALF = False
+"""Whether the kernels get half precision as it is."""
+
 
 def ordinary() -> bool:
     """Whether nobody wants to see every step."""

@@ -14,13 +14,14 @@ from relskew_core.backends._path import Path
 
 def serve(function: str, call: Problem) -> Path | str:
     """Return the kernels that serve a call, or say why there are none."""
-    x, options = call.operands(), call.options
+    x, options, half = call.given, call.options, call.is_final
     if not isinstance(options.visibility, RaggedVisibility):
         reason = _compiled.refusal(x, options)
-        return reason or Path(attention, attention_vjp, knows=_compiled.KNOWN)
+        return reason or Path(attention, attention_vjp, knows=_compiled.KNOWN, half=half)
     reason = _ragged.refusal(options) or _compiled.refusal(x, _ragged.of_a_run(options))
     return reason or Path(
         partial(_ragged.attention, attend=attention, split=_ragged.slices),
         partial(_ragged.attention_vjp, pull_back=attention_vjp, split=_ragged.slices),
         knows=_ragged.KNOWN,
+        half=half,
     )

@@ -1,4 +1,4 @@
-"""NumPy: calls of float32 and float64 by the kernels that were compiled at installation."""
+"""NumPy: calls by the kernels that were compiled at installation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relskew_core._array.namespace import namespace_of
+from relskew_core._array.precision import wide
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._batch import by_batch, flattened
@@ -33,7 +34,7 @@ def attend(operands: Operands, call: Call, library: Library | None = None) -> tu
     """Return the same for a call of which all is known."""
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
     out = library.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
-    lse = library.empty(out.shape[:-1], dtype=x.q.dtype) if call.options.return_lse else None
+    lse = library.empty(out.shape[:-1], dtype=wide(x.q.dtype, xp=xp)) if call.options.return_lse else None
     _compiled.attend(x, call, out, lse, library=library)
     if operands.q.ndim == 4:
         return out, lse

@@ -16,6 +16,9 @@ from relskew_core.backends._numpy.compiled import attend as attend
 TYPES = frozenset((np.ndarray, NoneType))
 """Of arguments; subclasses have ways of their own."""
 
+HALF = True
+"""Whether the kernels get half precision as it is."""
+
 
 def ordinary() -> bool:
     """Whether nobody traces, watches or changes what is computed here."""

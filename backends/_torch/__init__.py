@@ -42,7 +42,7 @@ def serve(function: str, call: Problem) -> Path | str:
 
 def _on_cpus(call: Problem) -> Path | str:
     """Return the kernels as they are; where others take part in a call, in an operator that looks at the values."""
-    x, options, attend = call.operands(), call.options, eager.attention
+    x, options, attend, half = call.given, call.options, eager.attention, call.is_final
     is_ragged = isinstance(options.visibility, RaggedVisibility)
     knows = _ragged.KNOWN if is_ragged else _compiled.KNOWN
     reason = _ragged.refusal(options) if is_ragged else None
@@ -55,10 +55,10 @@ def _on_cpus(call: Problem) -> Path | str:
     if reason is not None:
         return reason
     if not is_ragged:
-        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), knows=knows)
+        return Path(attend, pulled_back(eager.attention_vjp, operator.OPERATOR), knows=knows, half=half)
     attend_runs: Callable[..., Any] = partial(_ragged.attention, attend=attend, split=torch.split)
     pull_back_runs = partial(_ragged.attention_vjp, pull_back=eager.attention_vjp, split=torch.split)
-    return Path(attend_runs, pulled_back(pull_back_runs, None), knows=knows)
+    return Path(attend_runs, pulled_back(pull_back_runs, None), knows=knows, half=half)
 
 
 KEPT = 2**20

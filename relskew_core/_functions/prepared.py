@@ -164,7 +164,7 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
         _checked.clear()
     (alike, *_), values = kind
     _checked[kind[0]] = checked
-    return checked.attend(call.operands(), values[alike.offset] or 0, formed=True)
+    return checked.attend(call.operands(half=checked.kernels.HALF), values[alike.offset] or 0, formed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +183,12 @@ class Checked:
         """Return what a call that has passed every check tells of its kind, ``None`` if kernels do not serve it."""
         if given.impl != "auto" or given.seed is not None:
             return None
-        kernels, x, wide = backends.prepared(type(call.given.q)), call.given, call.operands()
-        own = kernels.call_of(wide, call.options)
+        kernels, x = backends.prepared(type(call.given.q)), call.given
+        operands = call.operands(half=kernels.HALF)
+        own = kernels.call_of(operands, call.options)
         if own is None:
             return None
-        as_given = all(getattr(given, name) is getattr(wide, name) for name in DIFFERENTIABLE)
+        as_given = all(getattr(given, name) is getattr(operands, name) for name in DIFFERENTIABLE)
         known = replace(call, given=Operands(None, None, None))
         span = call.options.span
         guessed = given.span is None and span.right == 0 and span.rows > 1 and has_tables(x)
@@ -207,7 +208,7 @@ class Checked:
                 return None
         if not (formed or self.as_given):
             own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}
-            x = replace(problem, given=Operands(**own)).operands()
+            x = replace(problem, given=Operands(**own)).operands(half=self.kernels.HALF)
         out, lse = self.kernels.attend(x, call)
         if not self.as_given:
             out, lse = problem.result(out), None if lse is None else problem.result(lse, dtype=problem.wide)

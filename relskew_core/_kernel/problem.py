@@ -57,6 +57,11 @@ class Problem:
         """The dtype of the accumulation."""
         return wide(self.dtype, xp=self.xp)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the caller gets what a kernel gives, which may then be rounded by the kernel."""
+        return self.sinks is None and not self.options.part.of_more
+
     def operands(self, *, half: bool = False) -> Operands:
         """Return the arrays in the dtype of the accumulation, or as they are for kernels that take half precision.
 

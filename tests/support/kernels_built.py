@@ -22,11 +22,12 @@ def asked_for(name: str) -> Any:
     """Return a constant of setup.py."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return eval(ast.unparse(node.value))
+            return eval(ast.unparse(node.value), globals())
     raise AssertionError(name)
 
 
-FLAGS, LEVELS, REALS = asked_for("FLAGS"), asked_for("LEVELS"), asked_for("REALS")
+FLAGS, AVX512 = asked_for("FLAGS"), asked_for("AVX512")
+LEVELS, STORED = asked_for("LEVELS"), asked_for("STORED")
 
 
 class Unit(NamedTuple):
@@ -44,9 +45,10 @@ UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
     Unit(SOURCE / "tasks.cpp", None, [*FLAGS]),
     *(
-        Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DREAL={real}"])
+        Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS
-        for real in REALS
+        for stored in STORED
+        if level != "v4_bf16" or stored == "BFloat16"
     ),
 ]
 

@@ -46,6 +46,9 @@ struct Backward {
     const Places &places;
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
     Rows keys, rel_k, key_table;
+    JoinedRows key_pairs, table_pairs;
+    Rounded rounded_outs, rounded_changes;                               // of a block; of HIGH of its queries
+    Turned turned_outs, turned_queries, turned_weights, turned_changes;  // of a block
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
@@ -73,9 +76,12 @@ struct Backward {
           sight(x),
           places(sight.places),
           changed_by_row(x, places),
-          mixed_by_row(x, places) {}
+          mixed_by_row(x, places) {
+        relative.in_pairs = queries.in_pairs, relative.of_bias = 1 / queries.rest;
+    }
 
     bool make() {
+        if (queries.in_pairs && !make_pairs()) return false;
         key_panels = reals(room * x.width);
         value_panels = reals(room * x.value_width);
         d_outs = zeros(height * value_width);
@@ -86,9 +92,17 @@ struct Backward {
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
                queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
                key_side.make(true) && sight.make() && (!relative || changed_by_row.make(height)) &&
-               (!x.rel_v || mixed_by_row.make(height)) && keys.make(room, x.width, static_cast<bool>(sight)) &&
+               (!x.rel_v || mixed_by_row.make(height)) &&
+               (queries.in_pairs || keys.make(room, x.width, static_cast<bool>(sight))) &&
                d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
                d_v.make(room, x.value_width) && make_tables();
+    }
+
+    bool make_pairs() {
+        return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
+               rounded_outs.make(height, value_width) && rounded_changes.make(HIGH, logits_row, margin) &&
+               turned_outs.make(height, value_width) && turned_queries.make(height, width) &&
+               turned_weights.make(height, logits_row, margin) && turned_changes.make(height, logits_row, margin);
     }
 
     bool make_tables() {
@@ -123,16 +137,24 @@ struct Backward {
         sight.take_keys(item);
         if (x.rel_k && rel_k.given != x.rel_k.of(entry, head))
             rel_k.take(x.rel_k.of(entry, head), x.rel_k.row, 0, 0, x.rows);
-        const Array<const Real> of_keys = turned(x.key_table, x.rows);
+        if (x.rel_k && queries.in_pairs && table_pairs.given != x.rel_k.of(entry, head))
+            table_pairs.take(x.rel_k.of(entry, head), x.rel_k.row, 0, 0, x.rows);
+        const Array<const Stored> of_keys = turned(x.key_table, x.rows);
         if (x.key_table && key_table.given != of_keys.of(entry, head))
             key_table.take(of_keys.of(entry, head), of_keys.row, 0, 0, x.rows);
         task_queries = tasks.queries(task);
         const Seen seen = tasks.keys(task);
         if (seen.none()) return;
         const Index done = packed.take(item, own, seen, room), there = done - packed.first, n = packed.end - done;
-        if (n > 0) pack(x.k.of(item, own, done), x.k.row, n, x.width, key_panels.get() + there * x.width);
-        if (n > 0) pack(x.v.of(item, own, done), x.v.row, n, x.value_width, value_panels.get() + there * x.value_width);
-        keys.take(x.k.of(item, own), x.k.row, packed.first, done, packed.end);
+        const bool pairs = queries.in_pairs;
+        if (n > 0) {
+            pack_as(pairs, x.k.of(item, own, done), x.k.row, n, x.width, key_panels.get() + there * queries.depth());
+            pack_as(pairs, x.v.of(item, own, done), x.v.row, n, x.value_width, value_panels.get() + there * depth());
+        }
+        if (pairs)
+            key_pairs.take(x.k.of(item, own), x.k.row, packed.first, done, packed.end);
+        else
+            keys.take(x.k.of(item, own), x.k.row, packed.first, done, packed.end);
     }
 
     // Add what a task has found to what those before it have.
@@ -156,7 +178,7 @@ struct Backward {
             d_key_table.hand_over(x.rows - high, x.rows - low, x.d_key_table.of(entry, head, high - 1),
                                   -x.d_key_table.row, x.width);
         for (Index c = low; x.bias && c < high; c++)
-            x.d_bias.of(entry, head)[c] += d_bias.at.get()[c], d_bias.at.get()[c] = 0;
+            x.d_bias.of(entry, head)[c] += d_bias.at.get()[c] / queries.rest, d_bias.at.get()[c] = 0;
         hand_over_mask(item, head, first, end);
     }
 
@@ -193,12 +215,13 @@ struct Backward {
         if (!seen.none()) {
             queries.take(item, head, first, count);
             for (Index m = 0; m < count; m++) {
-                const Real *d_out = x.d_out.of(item, head, first + m);
-                for (Index d = 0; d < x.value_width; d++) d_outs.get()[m * value_width + d] = d_out[d] / x.kept;
+                const Stored *d_out = x.d_out.of(item, head, first + m);
+                for (Index d = 0; d < x.value_width; d++) d_outs.get()[m * value_width + d] = d_out[d];
                 delta[m] = dot(d_out, x.given_out.of(item, head, first + m), x.value_width) -
                            (x.d_lse ? *x.d_lse.of(item, head, first + m) : 0);
             }
             keep_apart(count);
+            if (queries.in_pairs) take_pairs(count);
             relative.take_edges(queries.met(), queries.met_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
             begin_anywhere(count);
@@ -207,6 +230,16 @@ struct Backward {
             end_anywhere(count);
         }
     }
+
+    void take_pairs(Index count) {
+        rounded_outs.take(d_outs.get(), value_width, count, 0, value_width);
+        turned_outs.take(d_outs.get(), value_width, count, 0, value_width);
+        queries.pairs.take(queries.same.get(), width, count, 0, width);  // those that are not finite are zeros by now
+        turned_queries.take(queries.same.get(), width, count, 0, width);
+    }
+
+    // The columns of a product with values, or pairs of them.
+    Index depth() const { return queries.in_pairs ? (x.value_width + 1) / 2 : x.value_width; }
 
     // Of queries and keys that stand anywhere: products with tables are taken once for a block, and so are those that
     // give the tables' gradients.
@@ -247,7 +280,7 @@ struct Backward {
         };
         for (Index i = piece.first; i < piece.end; i++) {
             Real *to = x.d_q.of(task.item, task.head, i);
-            write(to, d_q.of(i - piece.first), x.width, x.scale, piece.goes_on);
+            write(to, d_q.of(i - piece.first), x.width, queries.scale, piece.goes_on);
             if (queries.apart && x.rel_q)
                 write(x.d_rel_q.of(task.item, task.head, i), d_met.of(i - piece.first), x.rel_width, x.rel_scale,
                       piece.goes_on);
@@ -275,16 +308,43 @@ struct Backward {
         }
         const Index keys_there = high - low;
         Real *d_keys = d_k.of(start + low - packed.first), *d_values = d_v.of(start + low - packed.first);
-        add_product(keys_there, count, {p + low, 1, logits_row}, d_outs.get(), value_width, value_width, d_values,
-                    d_v.row);
-        add_product(keys_there, count, {ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys, d_k.row);
+        if (queries.in_pairs) {
+            const Index pairs = (count + 1) / 2;
+            turned_weights.take(p, logits_row, count, low, high + HIGH);
+            turned_changes.take(ds, logits_row, count, low, high + HIGH);
+            add_product(keys_there, pairs, turned_weights.from(low), turned_outs.at.get(), turned_outs.row, value_width,
+                        d_values, d_v.row);
+            add_product(keys_there, pairs, turned_changes.from(low), turned_queries.at.get(), turned_queries.row, width,
+                        d_keys, d_k.row);
+        } else {
+            add_product(keys_there, count, Matrix{p + low, 1, logits_row}, d_outs.get(), value_width, value_width,
+                        d_values, d_v.row);
+            add_product(keys_there, count, Matrix{ds + low, 1, logits_row}, queries.same.get(), width, width, d_keys,
+                        d_k.row);
+        }
         if (x.key_table)
             key_side.pull_back(keys, item, count, position, start + low, keys_there, ds + low, logits_row, d_keys,
                                d_k.row, d_key_table.at.get(), d_key_table.row, key_table);
         if (places) return;
-        if (x.rel_k) changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
+        if (x.rel_k && queries.in_pairs)
+            spread_pairs(changed);
+        else if (x.rel_k)
+            changed.spread(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
         if (x.rel_v) mixed.spread(span, d_outs.get(), value_width, value_width, d_rel_v.at.get(), d_rel_v.row);
         if (x.bias) add_to_bias(changed);
+    }
+
+    // Add, to the gradients of the rows of a table, what pairs of queries make of them.
+    void spread_pairs(const Weights &changed) {
+        const auto [c, stop] = changed.met(span);
+        if (c < stop) {
+            const Index first = c - span.left + changed.p - changed.start;  // the column of the first query
+            turned_changes.take(changed.at, logits_row, changed.count, changed.low - most, changed.high + most + HIGH,
+                                1);
+            add_product(stop - c, (changed.count + 1) / 2, turned_changes.from(first, 1), turned_queries.at.get(),
+                        turned_queries.row, rel_width, d_rel_k.of(c), d_rel_k.row);
+        }
+        changed.spread_beyond(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }
 
     // Write products of queries with keys and with the table, and of the outputs' gradients with values and theirs.
@@ -292,22 +352,34 @@ struct Backward {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
         const Index origin = relative.origin(start - (position + height - 1));
         const Index of_values = relative_values.origin(start - (position + height - 1));
-        const Real *g = d_outs.get() + m * value_width;
-        if (relative && !places) relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
+        if (relative && queries.in_pairs)
+            relative.write(queries.pairs.from(m), m, rows, low, high, origin);
+        else if (relative && !places)
+            relative.multiply(queries.met(), queries.met_row(), m, rows, low, high, origin);
         if (relative_values && !places)
             relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
             Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
             const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
                                               static_cast<bool>(x.key_table));
-            ::multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                          key_panels.get() + (start + j - packed.first) * x.width, PANEL, of_logits.at, of_logits.row,
-                          s, logits_row);
+            const auto of_keys = [&](auto a) {
+                ::multiply<2>(rows, queries.depth(), a, key_panels.get() + (start + j - packed.first) * queries.depth(),
+                              PANEL, of_logits.at, of_logits.row, s, logits_row);
+            };
+            if (queries.in_pairs)
+                of_keys(queries.pairs.from(m));
+            else
+                of_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
             const Start of_weights =
                 Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
-            ::multiply<2>(rows, x.value_width, {g, value_width, 1},
-                          value_panels.get() + (start + j - packed.first) * x.value_width, PANEL, of_weights.at,
-                          of_weights.row, d, logits_row);
+            const auto with_values = [&](auto a) {
+                ::multiply<2>(rows, depth(), a, value_panels.get() + (start + j - packed.first) * depth(), PANEL,
+                              of_weights.at, of_weights.row, d, logits_row);
+            };
+            if (queries.in_pairs)
+                with_values(rounded_outs.from(m));
+            else
+                with_values(Matrix{d_outs.get() + m * value_width, value_width, 1});
         }
     }
 
@@ -319,7 +391,8 @@ struct Backward {
         const Row row{s, std::max(there.low, seen.low - start), std::min(there.high, seen.high - start)};
         const Row changed{d, row.low, row.high};
         if (row.low < row.high) {
-            const Real log_sum = *x.given_lse.of(item, head, first + m);
+            const Real log_sum = *x.given_lse.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
+            for (Index j = row.start(); rest != 1 && j < row.end(); j += LANES) store(s + j, load(s + j) * rest);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
@@ -327,13 +400,13 @@ struct Backward {
             const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
             const Row uncapped{x.d_added ? d_added.get() + margin : nullptr, row.low, row.high};
             for (Index j = row.start(); j < row.end(); j += LANES) {
-                const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) : splat(1);
+                const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) * part : splat(1);
                 Vec change = weight * (load(d + j) * here - delta[m]);
                 change = weight == Vec{} ? Vec{} : change;  // what is hidden may be anything
                 if (uncapped.at) store(uncapped.at + j, change);
                 if (x.softcap != 0) change = weight == Vec{} ? Vec{} : change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
-                store(d + j, change);
+                store(d + j, change * rest);
             }
             if (uncapped.at) add_to_mask(item, head, first + m, uncapped, start);
         }
@@ -370,10 +443,25 @@ struct Backward {
     }
 
     void mix_queries(Index m, const Weights &changed) {
-        add_product(changed.count, changed.high - changed.low, {changed.at + changed.low, logits_row, 1},
+        if (queries.in_pairs) return mix_pairs(m, changed);
+        add_product(changed.count, changed.high - changed.low, Matrix{changed.at + changed.low, logits_row, 1},
                     keys.of(changed.start + changed.low), keys.row, width, own_q + m * d_q.row, d_q.row);
         if (x.rel_k && !places)
             changed.mix(span, rel_k.of(0), rel_k.row, rel_width, own_met + m * met_row(), met_row());
+    }
+
+    void mix_pairs(Index m, const Weights &changed) {
+        const Index around = x.rel_k ? HIGH : 0, first = changed.start + changed.low,
+                    end = changed.start + changed.high;
+        Real *own = own_q + m * d_q.row;
+        rounded_changes.take(changed.at, logits_row, changed.count, changed.low - around, changed.high + around);
+        key_pairs.mix(changed.count, changed.at, logits_row, rounded_changes.from(0), changed.low, first, end, own,
+                      d_q.row);
+        if (!x.rel_k) return;
+        const auto [c, stop] = changed.met(span);
+        table_pairs.mix(changed.count, changed.at, logits_row + 1, rounded_changes.from(0, 1),
+                        c - span.left + changed.p - changed.start, c, stop, own, d_q.row);
+        changed.mix_beyond(span, rel_k.of(0), rel_k.row, rel_width, own, d_q.row);
     }
 
     Index met_row() const { return queries.apart ? d_met.row : d_q.row; }

@@ -11,7 +11,7 @@ constexpr Index KEYS = 512;  // that are worked on at once
 
 // Write the products of a query with consecutive rows of N vectors each; N = 0: as many as it takes.
 template <int N>
-inline void multiply_rows(const Real *query, const Real *x, Index row, Index rows, Index width, Real *to) {
+inline void multiply_rows(const Real *query, const Stored *x, Index row, Index rows, Index width, Real *to) {
     const Index length = N ? N * LANES : width;
     for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
         const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after it are the last one once more
@@ -21,7 +21,7 @@ inline void multiply_rows(const Real *query, const Real *x, Index row, Index row
         }
         Vec total[LANES];
         for (Index i = 0; i < LANES; i++) {  // row after row, as memory likes it
-            const Real *at = x + std::min(i, last) * row;
+            const Stored *at = x + std::min(i, last) * row;
             total[i] = load(query) * load(at);
             for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
         }
@@ -29,7 +29,7 @@ inline void multiply_rows(const Real *query, const Real *x, Index row, Index row
     }
 }
 
-inline void multiply_rows(const Real *query, const Real *x, Index row, Index rows, Index width, Real *to) {
+inline void multiply_rows(const Real *query, const Stored *x, Index row, Index rows, Index width, Real *to) {
     if (width % LANES)
         for (Index j = 0; j < rows; j++) to[j] = dot(query, x + j * row, width);
     else if (width == 4 * LANES)
@@ -41,7 +41,7 @@ inline void multiply_rows(const Real *query, const Real *x, Index row, Index row
 }
 
 // Add rows of values to an output, times their weights.
-inline void mix_rows(const Real *weights, const Real *v, Index row, Index rows, Index width, Real *out) {
+inline void mix_rows(const Real *weights, const Stored *v, Index row, Index rows, Index width, Real *out) {
     Index d = 0;
     const auto columns = [&](auto count) {
         constexpr int N = decltype(count)::value;
@@ -122,7 +122,7 @@ struct Few {
     }
 
     void take(Index item, Index head, Index n, Index i) {
-        const Real *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
+        const Stored *q = x.q.of(item, head + n, i), *other = x.rel_q ? x.rel_q.of(item, head + n, i) : q;
         Real *own = same(n);
         for (Index d = 0; d < x.width; d++) own[d] = q[d] * x.scale;
         if (apart())
@@ -133,7 +133,7 @@ struct Few {
 
     void meet(Index item, Index head, Index n, Index i, Index key, Index count) {
         const Index own = (head + n) / x.group(), r = key - (x.offset + i);
-        const Real *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
+        const Stored *keys = x.k.of(item, own, key), *values = x.v.of(item, own, key);
         Real *s = logits.get() + MARGIN, *out = this->out(n);
         multiply_rows(same(n), keys, x.k.row, count, x.width, s);
         if (x.rel_k || x.bias)
@@ -183,11 +183,11 @@ struct Few {
         Real edge = 0;
         if (x.clip)
             edge = (x.rel_k ? dot(met(h), x.rel_k.of(entry, head + h, row), x.rel_width) : 0) +
-                   (x.bias ? x.bias.of(entry, head + h)[row] : 0);
+                   (x.bias ? Real(x.bias.of(entry, head + h)[row]) : 0);
         std::fill(of_table(h) + low, of_table(h) + high, edge);
     }
 
-    void add_key_side(const Real *keys, Index head, Index r, Index n, Real *s) const {
+    void add_key_side(const Stored *keys, Index head, Index r, Index n, Real *s) const {
         for (Index j = 0; j < n; j++) {
             const Index c = r + j + x.left, row = std::clamp<Index>(c, 0, x.rows - 1);
             if (c == row || x.clip)
@@ -205,7 +205,7 @@ struct Few {
             if (low >= high) continue;
             Real weight = 0;
             for (Index j = low; j < high; j++) weight += weights[j];
-            const Real *row = x.rel_v.of(entry, head, side ? x.rows - 1 : 0);
+            const Stored *row = x.rel_v.of(entry, head, side ? x.rows - 1 : 0);
             for (Index d = 0; d < x.value_width && weight != 0; d++) out[d] += weight * row[d];
         }
     }

@@ -2,40 +2,51 @@
 #pragma once
 
 #include "key_side.hpp"
+#include "pairs.hpp"
 
 namespace {
 
 // What both passes have of the queries of a block, scaled: those that meet the keys, and those that meet the table.
+// Pairs of bfloat16 are scaled by a power of two alone, and what they make of keys by the rest.
 struct Queries {
     const Problem &x;
-    const bool apart;  // whether these are not the same
+    const bool apart;     // whether these are not the same
+    const bool in_pairs;  // whether their products are made by pairs
+    const Real scale, rest;
     const Index row, own_row;
     Reals same, others;
+    Rounded pairs;
 
     explicit Queries(const Problem &x)
         : x(x),
           apart(x.rel_k && (x.rel_q || x.rel_scale != x.scale)),
+          in_pairs(PAIRS && x.scale > 0 && !apart && !x.k_segments && !x.k_positions && !x.key_table),
+          scale(in_pairs ? std::exp2(std::round(std::log2(x.scale))) : x.scale),
+          rest(in_pairs ? x.scale / scale : 1),
           row(padded(x.width)),
           own_row(padded(x.rel_width)) {}
 
     bool make(Index height) {
         same = zeros(height * row);
         if (apart) others = zeros(height * own_row);
-        return same && (!apart || others);
+        return same && (!apart || others) && (!in_pairs || pairs.make(height, row));
     }
+
+    Index depth() const { return in_pairs ? (x.width + 1) / 2 : x.width; }
 
     const Real *met() const { return apart ? others.get() : same.get(); }
     Index met_row() const { return apart ? own_row : row; }
 
     void take(Index item, Index head, Index first, Index count) {
-        const Array<const Real> &from = x.rel_q ? x.rel_q : x.q;
+        const Array<const Stored> &from = x.rel_q ? x.rel_q : x.q;
         for (Index m = 0; m < count; m++) {
-            const Real *q = x.q.of(item, head, first + m);
-            for (Index d = 0; d < x.width; d++) same.get()[m * row + d] = q[d] * x.scale;
+            const Stored *q = x.q.of(item, head, first + m);
+            for (Index d = 0; d < x.width; d++) same.get()[m * row + d] = q[d] * scale;
             if (!apart) continue;
-            const Real *other = from.of(item, head, first + m);
+            const Stored *other = from.of(item, head, first + m);
             for (Index d = 0; d < x.rel_width; d++) others.get()[m * own_row + d] = other[d] * x.rel_scale;
         }
+        if (in_pairs) pairs.take(same.get(), row, count, 0, row);
     }
 };
 
@@ -61,7 +72,8 @@ inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys()
 // Write what a query has found, or add it to what the tasks before have found of its other keys: by the log-sum-exp.
 inline void write_result(const Problem &x, Index item, Index head, Index query, const Softmax &softmax,
                          const Real *from, bool goes_on) {
-    Real *to = x.out.of(item, head, query), *log_sum = x.lse ? x.lse.of(item, head, query) : nullptr;
+    Stored *to = x.out.of(item, head, query);
+    Real *log_sum = x.lse ? x.lse.of(item, head, query) : nullptr;
     Real part = softmax.total == 0 ? 0 : 1 / (softmax.total * x.kept), own = softmax.log_sum();
     if (!goes_on) {
         for (Index d = 0; d < x.value_width; d++) to[d] = from[d] * part;
@@ -95,6 +107,8 @@ struct Forward {
     ByRow by_row;  // the weights that meet values' table
     Rows values, rel_v;
     Reals keys, logits, outs;
+    JoinedRows value_pairs;
+    Rounded weights;  // of HIGH queries
     Packed packed;
     Softmax softmax[ROWS];
 
@@ -112,15 +126,20 @@ struct Forward {
           key_side(x),
           sight(x),
           places(sight.places),
-          by_row(x, places) {}
+          by_row(x, places) {
+        relative.in_pairs = queries.in_pairs, relative.of_bias = 1 / queries.rest;
+    }
 
     bool make() {
+        if (queries.in_pairs && !(value_pairs.make(room, x.value_width) && weights.make(HIGH, logits_row)))
+            return false;
         keys = reals(room * x.width);
         logits = reals(height * logits_row);
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
-               (!x.rel_v || by_row.make(height)) && values.make(room, x.value_width, static_cast<bool>(sight)) &&
+               (!x.rel_v || by_row.make(height)) &&
+               (queries.in_pairs || values.make(room, x.value_width, static_cast<bool>(sight))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
 
@@ -141,10 +160,14 @@ struct Forward {
         const Seen seen = tasks.keys(task);
         if (seen.none()) return;
         const Index done = packed.take(item, own, seen, room);
-        if (done < packed.end)
-            pack(x.k.of(item, own, done), x.k.row, packed.end - done, x.width,
-                 keys.get() + (done - packed.first) * x.width);
-        values.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
+        const Index there = done - packed.first, n = packed.end - done;
+        if (n > 0)
+            pack_as(queries.in_pairs, x.k.of(item, own, done), x.k.row, n, x.width,
+                    keys.get() + there * queries.depth());
+        if (queries.in_pairs)
+            value_pairs.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
+        else
+            values.take(x.v.of(item, own), x.v.row, packed.first, done, packed.end);
     }
 
     void attend(const Task &task, Index group) {
@@ -177,17 +200,27 @@ struct Forward {
         if (x.key_table) key_side.write(item, head, count, position, start, n, logits, logits_row);
         for (Index m = 0; m < count; m += HIGH) {
             const Index rows = std::min<Index>(HIGH, count - m), p = position + m;
-            const auto [low, high] = sight.of(m, rows, p, start, start + n);
+            const Seen seen = sight.of(m, rows, p, start, start + n);
+            const Index low = seen.low, high = seen.high;
             if (low >= high) continue;
-            if (relative && !places)
-                relative.multiply(queries.met(), queries.met_row(), m, rows, low - (p + rows - 1), high - p, origin);
+            const auto with_relative = [&](auto a) {
+                if (relative && !places) relative.write(a, m, rows, low - (p + rows - 1), high - p, origin);
+            };
             Real *s = logits + m * logits_row;
-            for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
-                const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
-                                             static_cast<bool>(x.key_table));
-                multiply<2>(rows, x.width, {queries.same.get() + m * queries.row, queries.row, 1},
-                            keys.get() + (start + j - packed.first) * x.width, PANEL, from.at, from.row, s + j,
-                            logits_row);
+            const auto with_keys = [&](auto a) {
+                for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
+                    const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
+                                                 static_cast<bool>(x.key_table));
+                    multiply<2>(rows, queries.depth(), a, keys.get() + (start + j - packed.first) * queries.depth(),
+                                PANEL, from.at, from.row, s + j, logits_row);
+                }
+            };
+            if (queries.in_pairs) {
+                with_relative(queries.pairs.from(m));
+                with_keys(queries.pairs.from(m));
+            } else {
+                with_relative(Matrix{queries.met() + m * queries.met_row(), queries.met_row(), 1});
+                with_keys(Matrix{queries.same.get() + m * queries.row, queries.row, 1});
             }
             for (Index i = 0; i < rows; i++) weigh(item, head, first, position, m + i, start, low, high);
             mix(m, {s, logits_row, rows, p, start, low - start, high - start});
@@ -202,6 +235,8 @@ struct Forward {
         const Index around = x.rel_v ? AROUND : 0;
         Real factor = 1;
         if (row.low < row.high) {
+            for (Index j = row.start(); queries.rest != 1 && j < row.end(); j += LANES)
+                store(s + j, load(s + j) * queries.rest);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
             factor = softmax[m].take(row);
@@ -222,8 +257,15 @@ struct Forward {
         const Index first = weights.start + weights.low, n = weights.high - weights.low;
         const Real *at = weights.at + weights.low;
         Real *out = outs.get() + m * value_row;
-        add_product(weights.count, n, {at, logits_row, 1}, values.of(first), values.row, value_row, out, value_row);
-        values.add_lost(at, logits_row, weights.count, first, n, out, value_row);
+        if (queries.in_pairs) {
+            this->weights.take(weights.at, logits_row, weights.count, weights.low, weights.high);
+            value_pairs.mix(weights.count, weights.at, logits_row, this->weights.from(0), weights.low, first, first + n,
+                            out, value_row);
+        } else {
+            add_product(weights.count, n, Matrix{at, logits_row, 1}, values.of(first), values.row, value_row, out,
+                        value_row);
+            values.add_lost(at, logits_row, weights.count, first, n, out, value_row);
+        }
         if (x.rel_v && !by_row) weights.mix(span, rel_v.of(0), rel_v.row, value_row, out, value_row);
     }
 };

@@ -6,7 +6,7 @@
 namespace {
 
 // The table of the keys from its last row to its first: row by row what queries further and further on meet.
-inline Array<const Real> turned(Array<const Real> table, Index rows) {
+inline Array<const Stored> turned(Array<const Stored> table, Index rows) {
     if (table) table.at += (rows - 1) * table.row, table.row = -table.row;
     return table;
 }
@@ -114,7 +114,7 @@ struct KeySide {
 
     void take_keys(Index item, Index head, Index first, Index count) {
         for (Index j = 0; j < count; j++)
-            std::memcpy(keys.get() + j * width, x.k.of(item, head / x.group(), first + j), x.width * sizeof(Real));
+            std::copy_n(x.k.of(item, head / x.group(), first + j), x.width, keys.get() + j * width);
     }
 
     // Write LANES rows of as many entries as columns, of which some are wanted.

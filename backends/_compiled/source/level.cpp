@@ -1,4 +1,5 @@
-// The kernels for one kind of processors and one dtype: compiled once for each LEVEL and each REAL, see setup.py.
+// The kernels for one kind of processors and one dtype of arrays: compiled once for each LEVEL and each STORED, see
+// setup.py.
 #include "backward.hpp"
 #include "few.hpp"
 

@@ -186,7 +186,8 @@ struct ByRow {
     void mix(Index count, const Rows &table, Real *out, Index out_row) const {
         const auto add = [&](Index first, Index n, const Real *weights) {
             if (n <= 0) return;
-            add_product(count, n, {weights, row, 1}, table.of(first), table.row, padded(table.width), out, out_row);
+            add_product(count, n, Matrix{weights, row, 1}, table.of(first), table.row, padded(table.width), out,
+                        out_row);
             table.add_lost(weights, row, count, first, n, out, out_row);
         };
         add(first_row(), end_row() - first_row(), column(first_row()));
@@ -197,7 +198,7 @@ struct ByRow {
     // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
     void spread(Index count, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         if (first_row() < end_row())
-            add_product(end_row() - first_row(), count, {column(first_row()), 1, row}, from, from_row, width,
+            add_product(end_row() - first_row(), count, Matrix{column(first_row()), 1, row}, from, from_row, width,
                         table + first_row() * table_row, table_row);
         for (int side = 0; side < 2; side++)
             for (Index m = 0; m < count && is_beyond(side); m++)

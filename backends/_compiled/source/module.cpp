@@ -4,60 +4,71 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <tuple>
 #include <type_traits>
 
 #include "tasks.hpp"
 #include "xla.hpp"
 
-#define DECLARE_FOR(REAL)                          \
-    bool attend(const ProblemOf<REAL> &, Tasks &); \
-    bool pull_back(const ProblemOf<REAL> &, Tasks &);
-#define DECLARE(LEVEL)  \
-    namespace LEVEL {   \
-    DECLARE_FOR(float)  \
-    DECLARE_FOR(double) \
+#define DECLARE_FOR(STORED)                          \
+    bool attend(const ProblemOf<STORED> &, Tasks &); \
+    bool pull_back(const ProblemOf<STORED> &, Tasks &);
+#define DECLARE(LEVEL)    \
+    namespace LEVEL {     \
+    DECLARE_FOR(float)    \
+    DECLARE_FOR(double)   \
+    DECLARE_FOR(Float16)  \
+    DECLARE_FOR(BFloat16) \
     }
 DECLARE(base)
 #if defined(LEVELS_OF_X86_64)
 DECLARE(v3)
 DECLARE(v4)
+namespace v4_bf16 {
+DECLARE_FOR(BFloat16)
+}
 #endif
 
 namespace {
 
 // The kernels of both passes, for one dtype.
-template <class Real>
+template <class Stored>
 struct Passes {
-    Kernel<Real> attend, pull_back;
+    Kernel<Stored> attend, pull_back;
 };
 
 // What was compiled, the least first, and whether this processor can do it.
 struct Level {
     const char *name;
-    Passes<float> singles;
-    Passes<double> doubles;
+    std::tuple<Passes<float>, Passes<double>, Passes<Float16>, Passes<BFloat16>> passes;
     bool here = true;
 
-    const Passes<float> &of(float) const { return singles; }
-    const Passes<double> &of(double) const { return doubles; }
+    template <class Stored>
+    const Passes<Stored> &of() const {
+        return std::get<Passes<Stored>>(passes);
+    }
 };
 
-#define PASSES(LEVEL) \
-    {LEVEL::attend, LEVEL::pull_back}, { LEVEL::attend, LEVEL::pull_back }
+#define PASSES(LEVEL, STORED) \
+    Passes<STORED> { LEVEL::attend, LEVEL::pull_back }
+#define ALL_PASSES(LEVEL) {PASSES(LEVEL, float), PASSES(LEVEL, double), PASSES(LEVEL, Float16), PASSES(LEVEL, BFloat16)}
 Level levels[] = {
-    {"base", PASSES(base)},
+    {"base", ALL_PASSES(base)},
 #if defined(LEVELS_OF_X86_64)
-    {"x86-64-v3", PASSES(v3)},
-    {"x86-64-v4", PASSES(v4)},
+    {"x86-64-v3", ALL_PASSES(v3)},
+    {"x86-64-v4", ALL_PASSES(v4)},
+    {"x86-64-v4 with bfloat16",
+     {PASSES(v4, float), PASSES(v4, double), PASSES(v4, Float16), PASSES(v4_bf16, BFloat16)}},
 #endif
 };
 
 void look_at_processor() {
 #if defined(LEVELS_OF_X86_64)
     __builtin_cpu_init();  // nothing says that the compiler's own start has come before
-    levels[1].here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    levels[1].here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    levels[3].here = levels[2].here && __builtin_cpu_supports("avx512bf16");
 #endif
 }
 
@@ -77,7 +88,7 @@ PyObject *use(PyObject *, PyObject *name) {
     return PyErr_Format(PyExc_ValueError, "%R is not compiled, or not for this processor", name);
 }
 
-// How a buffer and DLPack call a type of numbers.
+// How a buffer and DLPack call a type of numbers; no buffer has a word for bfloat16.
 struct Type {
     char format;
     std::uint8_t code;
@@ -87,6 +98,8 @@ struct Type {
 template <class T>
 constexpr Type TYPE = std::is_same_v<T, float>          ? Type{'f', 2, sizeof(T)}
                       : std::is_same_v<T, double>       ? Type{'d', 2, sizeof(T)}
+                      : std::is_same_v<T, Float16>      ? Type{'e', 2, sizeof(T)}
+                      : std::is_same_v<T, BFloat16>     ? Type{'\0', 4, sizeof(T)}
                       : std::is_same_v<T, std::int32_t> ? Type{'i', 0, sizeof(T)}
                                                         : Type{'?', 6, sizeof(T)};
 
@@ -116,17 +129,17 @@ public:
         while (count_) PyBuffer_Release(&buffers_[--count_]);
     }
 
-    // Whether an array, the first that is looked at, is of such numbers; what is none is refused when it is read.
-    template <class T>
-    bool is_of(PyObject *from) {
+    // The type of an array, the first that is looked at; what is none is refused when it is read.
+    Type type_of(PyObject *from) {
         if (PyCapsule_CheckExact(from)) {
             const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
             PyErr_Clear();
-            return own && own->code == TYPE<T>.code && own->bits == 8 * TYPE<T>.size;
+            return own ? Type{0, own->code, own->bits / 8} : Type{};
         }
-        if (PyObject_GetBuffer(from, buffers_, PyBUF_STRIDES | PyBUF_FORMAT)) return PyErr_Clear(), false;
+        if (PyObject_GetBuffer(from, buffers_, PyBUF_STRIDES | PyBUF_FORMAT)) return PyErr_Clear(), Type{};
         opened_ = from, count_ = 1;
-        return buffers_->itemsize == TYPE<T>.size;
+        const char *format = buffers_->format ? buffers_->format : "B";
+        return {format[*format == '='], 0, buffers_->itemsize};
     }
 
     PyObject *next() { return *next_++; }
@@ -229,8 +242,8 @@ struct Names {
 };
 
 // Keys and offset, a tuple of the other numbers, the arrays, the integers.
-template <class Real>
-bool read_call(Reader &from, ProblemOf<Real> &x) {
+template <class Stored>
+bool read_call(Reader &from, ProblemOf<Stored> &x) {
     x.keys = from.whole(), x.offset = from.whole();
     PyObject *numbers = from.next();
     if (!PyTuple_Check(numbers)) return PyErr_SetString(PyExc_TypeError, "numbers are a tuple"), false;
@@ -241,7 +254,7 @@ bool read_call(Reader &from, ProblemOf<Real> &x) {
         if constexpr (std::is_same_v<decltype(number), Index &>) {
             if (own) number = PyLong_AsLongLong(own);
         } else {
-            if (own) number = static_cast<Real>(PyFloat_AsDouble(own));
+            if (own) number = static_cast<typename ProblemOf<Stored>::Real>(PyFloat_AsDouble(own));
         }
         at++;
     });
@@ -262,8 +275,8 @@ PyObject *cut(const Tasks &tasks) {
 }
 
 // Work on a call without the interpreter's lock, which is taken now and then to notice an interrupt.
-template <class Real>
-PyObject *work(Kernel<Real> kernel, ProblemOf<Real> &x, Grain grain, Reader &from) {
+template <class Stored>
+PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader &from) {
     const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(from.next()));
     const Index threads = from.whole();
     if (PyErr_Occurred()) return nullptr;
@@ -299,32 +312,43 @@ bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
 }
 
 // attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, team, threads); on no threads: see `cut`
-template <class Real>
+template <class Stored>
 PyObject *attend_of(Reader &from) {
-    ProblemOf<Real> x{};
-    return read_call(from, x) && x.results(from) ? work(chosen->of(Real()).attend, x, grain_of_attend(x), from)
+    ProblemOf<Stored> x{};
+    return read_call(from, x) && x.results(from) ? work(chosen->of<Stored>().attend, x, grain_of_attend(x), from)
                                                  : nullptr;
 }
 
 // pull_back(keys, offset, numbers, *ARRAYS, *INTEGERS, *COTANGENTS, *GRADIENTS, team, threads)
-template <class Real>
+template <class Stored>
 PyObject *pull_back_of(Reader &from) {
-    ProblemOf<Real> x{};
+    ProblemOf<Stored> x{};
     if (!read_call(from, x) || !x.cotangents(from) || !x.gradients(from)) return nullptr;
-    return work(chosen->of(Real()).pull_back, x, grain_of_pull_back(x), from);
+    return work(chosen->of<Stored>().pull_back, x, grain_of_pull_back(x), from);
 }
 
 // A call's dtype is that of its queries, the first array.
+template <class Visit>
+PyObject *with_type(const Type &type, Visit &&visit) {
+    const auto is = [&](const Type &other) {
+        return type.size == other.size && (type.format ? type.format == other.format : type.code == other.code);
+    };
+    if (is(TYPE<double>)) return visit(double());
+    if (is(TYPE<Float16>)) return visit(Float16());
+    if (is(TYPE<BFloat16>)) return visit(BFloat16());
+    return visit(float());
+}
+
 PyObject *attend(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, forward_count)) return nullptr;
     Reader from(args);
-    return from.is_of<double>(args[3]) ? attend_of<double>(from) : attend_of<float>(from);
+    return with_type(from.type_of(args[3]), [&](auto stored) { return attend_of<decltype(stored)>(from); });
 }
 
 PyObject *pull_back(PyObject *, PyObject *const *args, Py_ssize_t count) {
     if (!check_count(count, backward_count)) return nullptr;
     Reader from(args);
-    return from.is_of<double>(args[3]) ? pull_back_of<double>(from) : pull_back_of<float>(from);
+    return with_type(from.type_of(args[3]), [&](auto stored) { return pull_back_of<decltype(stored)>(from); });
 }
 
 PyMethodDef methods[] = {
@@ -337,14 +361,14 @@ PyMethodDef methods[] = {
 // What XLA calls, by the addresses that XLA_ATTEND and XLA_PULL_BACK hold.
 xla::Error *xla_attend(xla::Frame *frame) {
     if (xla::tell_version(frame)) return nullptr;
-    return xla::of_doubles(frame) ? xla::attend(chosen->doubles.attend, frame)
-                                  : xla::attend(chosen->singles.attend, frame);
+    return xla::of_doubles(frame) ? xla::attend(chosen->of<double>().attend, frame)
+                                  : xla::attend(chosen->of<float>().attend, frame);
 }
 
 xla::Error *xla_pull_back(xla::Frame *frame) {
     if (xla::tell_version(frame)) return nullptr;
-    return xla::of_doubles(frame) ? xla::pull_back(chosen->doubles.pull_back, frame)
-                                  : xla::pull_back(chosen->singles.pull_back, frame);
+    return xla::of_doubles(frame) ? xla::pull_back(chosen->of<double>().pull_back, frame)
+                                  : xla::pull_back(chosen->of<float>().pull_back, frame);
 }
 
 bool add_address(PyObject *module, const char *name, xla::Handler *handler) {

@@ -3,7 +3,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
+
+#include "half.hpp"
 
 using Index = std::int64_t;
 
@@ -52,12 +53,14 @@ struct Sizes {
     Index entry(Index item) const { return item / (items / entries); }
 };
 
-template <class Real>
+template <class Stored>
 struct ProblemOf : Sizes {
+    using Real = typename Computed<Stored>::Real;
+
     Real kept;                       // of the weights, the share that dropout keeps
     Real scale, rel_scale, softcap;  // softcap 0: none
 
-    Array<const Real> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
+    Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
     Array<const unsigned char> seen;  // a boolean mask
 
     // What queries and keys belong to: a query sees the keys of its own segment. Where they stand, if not one after the
@@ -65,10 +68,12 @@ struct ProblemOf : Sizes {
     // threshold. Keys have some to spare.
     Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
 
-    Array<Real> out, lse;
+    Array<Stored> out;
+    Array<Real> lse;
 
     // What the backward pass is given, and gives.
-    Array<const Real> d_out, given_out, given_lse, d_lse;
+    Array<const Stored> d_out, given_out;
+    Array<const Real> given_lse, d_lse;
     Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added;
 
     // Visit the numbers: keys and offset first, which change from token to token.
@@ -180,10 +185,10 @@ private:
     Axes mask() const { return {any(items), any(heads), any(queries), any(keys)}; }
     Axes rows_of(Index columns) const { return {{items}, {heads}, {queries}, {columns}}; }
     Axes of_rows() const { return {{items}, {heads}, {queries}, NONE}; }
-    Axes for_each_entry(const Array<const Real> &table, Axis row) const {
+    Axes for_each_entry(const Array<const Stored> &table, Axis row) const {
         return {{entries}, {table.sizes[1]}, row, {table.sizes[3]}};
     }
-    static Axes like(const Array<const Real> &x) {
+    static Axes like(const Array<const Stored> &x) {
         const auto &[of_items, of_heads, rows, columns] = x.sizes;
         return {{of_items}, {of_heads}, {rows}, {columns}};
     }

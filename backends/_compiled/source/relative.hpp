@@ -28,9 +28,10 @@ inline Reals zeros(Index count) {  // pages of many zeros cost nothing until the
     return Reals(static_cast<Real *>(at));
 }
 
-inline bool finite(const Real *x, Index width) {
+template <class T>
+inline bool finite(const T *x, Index width) {
     Real nothing = 0;
-    for (Index d = 0; d < width; d++) nothing += x[d] * 0;
+    for (Index d = 0; d < width; d++) nothing += Real(x[d]) * 0;
     return nothing == 0;
 }
 
@@ -38,34 +39,37 @@ inline bool finite(const Real *x, Index width) {
 // are zeros here, and are added only to what queries make of them that see them: 0 · NaN is not 0. A copy only where
 // there are such rows, or no whole vectors.
 struct Rows {
+    static const Real *as_it_is(const Real *x) { return x; }
+    static const Real *as_it_is(const void *) { return nullptr; }  // numbers that are converted
+
     Reals copy;
     std::unique_ptr<Index[], Free> lost;
-    const Real *given = nullptr;
+    const Stored *given = nullptr;
     Index row = 0, given_row = 0, width = 0, first = 0, copied = 0, lost_count = 0;
     bool is_copy = false;
 
     bool make(Index rows, Index entries, bool labelled = false) {
         width = entries;
-        const bool copied = labelled || padded(width) != width;
+        const bool copied = CONVERTED || labelled || padded(width) != width;
         if (copied) copy = zeros(rows * padded(width));
         if (labelled) lost.reset(static_cast<Index *>(std::calloc(rows, sizeof(Index))));
         return (copy || !copied) && (lost || !labelled);
     }
 
     // Take the rows first … end - 1 of an array; those before `from` have been taken, and are still as they were.
-    void take(const Real *all, Index all_row, Index first, Index from, Index end) {
+    void take(const Stored *all, Index all_row, Index first, Index from, Index end) {
         if (from == first) lost_count = 0, copied = first;
         given = all, given_row = all_row, this->first = first;
         for (Index j = from; lost && j < end; j++)
             if (!finite(all + j * all_row, width)) lost[lost_count++] = j;
-        is_copy = padded(width) != width || lost_count;
+        is_copy = CONVERTED || padded(width) != width || lost_count;
         row = is_copy ? padded(width) : given_row;
         for (; is_copy && copied < end; copied++)
-            std::memcpy(copy.get() + (copied - first) * row, all + copied * all_row, width * sizeof(Real));
+            std::copy_n(all + copied * all_row, width, copy.get() + (copied - first) * row);
         for (Index i = 0; i < lost_count; i++) std::fill_n(copy.get() + (lost[i] - first) * row, width, 0);
     }
 
-    const Real *of(Index j) const { return is_copy ? copy.get() + (j - first) * row : given + j * given_row; }
+    const Real *of(Index j) const { return is_copy ? copy.get() + (j - first) * row : as_it_is(given + j * given_row); }
 
     // Add those first … first + n - 1 that are not finite, times the weights of some queries.
     void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Real *out,
@@ -94,16 +98,18 @@ struct Span {
 
 // Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
 struct Relative {
-    const Array<const Real> table, bias;
+    const Array<const Stored> table, bias;
     const Span span;
     const Index width;
     const Real scale;
-    Index row = 0;  // the step of `products`
+    bool in_pairs = false;  // whether the table is packed by pairs
+    Real of_bias = 1;       // what biases are multiplied with
+    Index row = 0;          // the step of `products`
     Reals panels, biases, products;
     Index entry = -1, head = -1;
     Real edges[2][ROWS];
 
-    Relative(Array<const Real> table, Array<const Real> bias, Span span, Index width, Real scale = 1)
+    Relative(Array<const Stored> table, Array<const Stored> bias, Span span, Index width, Real scale = 1)
         : table(table), bias(bias), span(span), width(table ? width : 0), scale(scale) {}
 
     explicit operator bool() const { return table || bias; }
@@ -123,8 +129,8 @@ struct Relative {
             head >= 0 && !table.moved(entry, head, of_entry, of_head) && !bias.moved(entry, head, of_entry, of_head);
         if (!*this || known) return;
         entry = of_entry, head = of_head;
-        if (table) pack(table.of(entry, head), table.row, span.rows, width, panels.get());
-        if (bias) std::memcpy(biases.get(), bias.of(entry, head), span.rows * sizeof(Real));
+        if (table) pack_as(in_pairs, table.of(entry, head), table.row, span.rows, width, panels.get());
+        for (Index c = 0; bias && c < span.rows; c++) biases.get()[c] = bias.of(entry, head)[c] * of_bias;
         for (Index i = 0; scale != 1 && i < padded(span.rows, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
@@ -135,7 +141,7 @@ struct Relative {
             const Index c = side ? span.rows - 1 : 0;
             for (Index m = 0; m < count; m++)
                 edges[side][m] = (table ? dot(met + m * met_row, table.of(entry, head, c), width) * scale : 0) +
-                                 (bias ? bias.of(entry, head)[c] : 0);
+                                 (bias ? bias.of(entry, head)[c] * of_bias : 0);
         }
     }
 
@@ -145,18 +151,23 @@ struct Relative {
 
     // Write the products of some queries for the relative positions low … high - 1.
     void multiply(const Real *met, Index met_row, Index m, Index rows, Index low, Index high, Index origin) {
-        const Index shift = span.left, have = span.rows;
+        write(Matrix{met + m * met_row, met_row, 1}, m, rows, low, high, origin);
+    }
+
+    // The same for rows of queries, as numbers or pairs of them.
+    template <class A>
+    void write(A a, Index m, Index rows, Index low, Index high, Index origin) {
+        const Index shift = span.left, have = span.rows, depth = in_pairs ? (width + 1) / 2 : width;
         const Index start = low + shift, stop = high + shift;  // rows of the table: not all of them are there
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
-            const Matrix a{met + m * met_row, met_row, 1};
-            const Real *b = panels.get() + floored(c, PANEL) * width + c % PANEL,
+            const Real *b = panels.get() + floored(c, PANEL) * depth + c % PANEL,
                        *start = bias ? biases.get() + c : nullptr;
             Real *to = products.get() + m * row + (c - shift - origin);
             if (whole)
-                ::multiply<2>(rows, width, a, b, PANEL, start, 0, to, row);
+                ::multiply<2>(rows, depth, a, b, PANEL, start, 0, to, row);
             else
-                ::multiply<1>(rows, width, a, b, PANEL, start, 0, to, row);
+                ::multiply<1>(rows, depth, a, b, PANEL, start, 0, to, row);
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {
@@ -214,8 +225,12 @@ struct Weights {
     void mix(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
         const auto [c, stop] = met(x);
         if (c < stop)
-            add_product(count, stop - c, {at + (c - x.left + p - start), row + 1, 1}, table + c * table_row, table_row,
-                        width, out, out_row);
+            add_product(count, stop - c, Matrix{at + (c - x.left + p - start), row + 1, 1}, table + c * table_row,
+                        table_row, width, out, out_row);
+        mix_beyond(x, table, table_row, width, out, out_row);
+    }
+
+    void mix_beyond(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
         for (int side = 0; side < 2 && x.clip; side++)
             for (Index i = 0; i < count; i++)
                 add_row(beyond(x, i, side), table + (side ? x.rows - 1 : 0) * table_row, width, out + i * out_row);
@@ -225,8 +240,13 @@ struct Weights {
     void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         const auto [c, stop] = met(x);
         if (c < stop)
-            add_product(stop - c, count, {at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
+            add_product(stop - c, count, Matrix{at + (c - x.left + p - start), 1, row + 1}, from, from_row, width,
                         table + c * table_row, table_row);
+        spread_beyond(x, from, from_row, width, table, table_row);
+    }
+
+    void spread_beyond(const Span &x, const Real *from, Index from_row, Index width, Real *table,
+                       Index table_row) const {
         for (int side = 0; side < 2 && x.clip; side++)
             for (Index i = 0; i < count; i++)
                 add_row(beyond(x, i, side), from + i * from_row, width, table + (side ? x.rows - 1 : 0) * table_row);

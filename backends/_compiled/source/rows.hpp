@@ -31,7 +31,7 @@ struct Row {
 
 // The keys' entries of a mask for one query.
 struct MaskRow {
-    const Real *added = nullptr;
+    const Stored *added = nullptr;
     const unsigned char *seen = nullptr;
     Index step = 0;
 

@@ -3,15 +3,22 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <utility>
 
+#include "half.hpp"
+
+#if defined(__F16C__)  // so has every processor with AVX2
+#include <immintrin.h>
+#endif
+
 namespace {
 
-using Real = REAL;  // what level.cpp is compiled for
+using Stored = STORED;  // of which arrays are made: what level.cpp is compiled for
+using Real = typename Computed<Stored>::Real;
 constexpr bool DOUBLE = sizeof(Real) == 8;
+constexpr bool CONVERTED = !std::is_same_v<Stored, Real>;  // whether arrays are computed with as they are
 
 #if defined(__AVX512F__)
 constexpr int REGISTER = 64;  // bytes
@@ -28,6 +35,13 @@ typedef std::conditional_t<DOUBLE, std::int64_t, std::int32_t> Ints __attribute_
 typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as many of them
 typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef std::uint16_t LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
+
+#if defined(__AVX512BF16__)  // the processor multiplies pairs of bfloat16, and adds both products to a float
+constexpr bool PAIRS = std::is_same_v<Stored, BFloat16>;
+#else
+constexpr bool PAIRS = false;
+#endif
 
 constexpr Real INF = std::numeric_limits<Real>::infinity();
 constexpr Real NEGLIGIBLE = -70;  // relskew_core._array.softmax
@@ -36,8 +50,67 @@ inline Words load_words(const std::int32_t *p) { return *reinterpret_cast<const 
 inline Ints widened(Words x) { return __builtin_convertvector(reinterpret_cast<Labels32>(x), Ints); }
 inline Ints load_ints(const std::int32_t *p) { return widened(load_words(p)); }
 inline Vec load(const Real *p) { return *reinterpret_cast<const Loose *>(p); }
+
+template <class Half>
+inline Words load_bits(const Half *p) {
+    static_assert(sizeof(Half) == 2, "numbers of 16 bits");
+    return __builtin_convertvector(*reinterpret_cast<const LooseHalves *>(p), Words);
+}
+
+// Templates, as there are no such vectors where numbers are doubles.
+template <class Half, class To = Vec, std::enable_if_t<std::is_same_v<Half, BFloat16>, int> = 0>
+inline To load(const Half *p) {
+    return reinterpret_cast<To>(load_bits(p) << 16);
+}
+
+template <class Half, class To = Vec, std::enable_if_t<std::is_same_v<Half, Float16>, int> = 0>
+inline To load(const Half *p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<To>(
+        _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));
+#elif defined(__F16C__)
+    return reinterpret_cast<To>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+#else
+    const Words x = load_bits(p), size = x & 0x7FFF, sign = (x & 0x8000) << 16;
+    const To small = __builtin_convertvector(reinterpret_cast<Labels32>(size), To) * Float16::LEAST;
+    const Words large =
+        (size << 13) + (size < 0x7C00 ? Words{} + Float16::EXPONENTS : Words{} + 2 * Float16::EXPONENTS);
+    return reinterpret_cast<To>((size < 0x400 ? reinterpret_cast<Words>(small) : large) | sign);
+#endif
+}
+
 inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
 inline Vec splat(Real x) { return x - Vec{}; }
+
+// a · b + c, where the lanes of a and b are pairs: that of a the same in all lanes.
+inline Vec add_pairs([[maybe_unused]] const BFloat16 *a, [[maybe_unused]] Vec b, Vec c) {
+#if defined(__AVX512BF16__)
+    std::int32_t pair;
+    std::memcpy(&pair, a, sizeof(pair));
+    const auto all = (__m512bh)_mm512_set1_epi32(pair);
+    return (Vec)_mm512_dpbf16_ps((__m512)c, all, (__m512bh)b);
+#else
+    return c;
+#endif
+}
+
+// Pairs of what is nearest to the lanes of two vectors.
+inline Vec paired([[maybe_unused]] Vec a, [[maybe_unused]] Vec b) {
+#if defined(__AVX512BF16__)
+    const auto bits = [](Vec x) { return __builtin_convertvector((LooseHalves)_mm512_cvtneps_pbh((__m512)x), Words); };
+    return (Vec)(bits(a) | bits(b) << 16);
+#else
+    return Vec{};
+#endif
+}
+
+// Round to the nearest.
+inline void store_rounded([[maybe_unused]] BFloat16 *p, [[maybe_unused]] Vec x) {
+#if defined(__AVX512BF16__)
+    const auto rounded = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(p, &rounded, sizeof(rounded));
+#endif
+}
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // The polynomial with these coefficients, that of the highest power first.

@@ -20,8 +20,8 @@ inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to 
 
 // Queries of a block. Lower blocks leave out more of the future. But where keys have a table, the products of a block
 // of them include rows of it that are not wanted, the same number for every block of queries.
-template <class Real>
-Index rows_of_blocks(const ProblemOf<Real> &x) {
+template <class Stored>
+Index rows_of_blocks(const ProblemOf<Stored> &x) {
     return x.key_table ? ROWS : ROWS / 2;
 }
 
@@ -43,8 +43,8 @@ struct Seen {
         return {low, high};
     }
 
-    template <class Real>
-    static Seen of(const ProblemOf<Real> &x, Index first_position, Index last_position) {
+    template <class Stored>
+    static Seen of(const ProblemOf<Stored> &x, Index first_position, Index last_position) {
         if (x.k_positions) return {0, x.keys};
         return positions(x, first_position, last_position).within(0, x.keys);
     }
@@ -157,40 +157,40 @@ private:
 };
 
 // Work on the tasks of a call with what one thread needs for it; false if there is no memory.
-template <class Real>
-using Kernel = bool (*)(const ProblemOf<Real> &, Tasks &);
+template <class Stored>
+using Kernel = bool (*)(const ProblemOf<Stored> &, Tasks &);
 
 // Where a pass is cut: few queries between blocks of keys, for all heads that use the same rows of a table.
-template <class Real>
-bool is_few(const ProblemOf<Real> &x) {
+template <class Stored>
+bool is_few(const ProblemOf<Stored> &x) {
     return x.queries <= FEW && !x.k_positions && !x.k_segments;
 }
 
-template <class Real>
-double multiplications(const ProblemOf<Real> &x) {
+template <class Stored>
+double multiplications(const ProblemOf<Stored> &x) {
     const Index of_logits = x.width + (x.rel_k ? x.rel_width : 0) + (x.key_table ? x.width : 0);
     return static_cast<double>(of_logits + x.value_width * (x.rel_v ? 2 : 1));
 }
 
-template <class Real>
-Grain grain_of_attend(const ProblemOf<Real> &x) {
+template <class Stored>
+Grain grain_of_attend(const ProblemOf<Stored> &x) {
     const Index runs = (x.heads + TOGETHER - 1) / TOGETHER, together = (x.heads + runs - 1) / runs;
     if (is_few(x)) return {FEW, together, multiplications(x), 0x1p19, false, false};
     return {rows_of_blocks(x), 1, multiplications(x), 0x1p23, false, false};
 }
 
-template <class Real>
-Grain grain_of_pull_back(const ProblemOf<Real> &x) {
+template <class Stored>
+Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
     const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.d_added;
     return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 
 // Work on a call that has been cut, on the threads of a team; false if there was no memory, or it was given up.
-template <class Real, class OnThreads>
-bool work_off(Kernel<Real> kernel, const ProblemOf<Real> &given, Tasks &tasks, OnThreads team, Index threads) {
+template <class Stored, class OnThreads>
+bool work_off(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tasks, OnThreads team, Index threads) {
     struct Work {
-        Kernel<Real> kernel;
-        ProblemOf<Real> x;
+        Kernel<Stored> kernel;
+        ProblemOf<Stored> x;
         Tasks &tasks;
 
         static void run(void *of) {
@@ -198,6 +198,7 @@ bool work_off(Kernel<Real> kernel, const ProblemOf<Real> &given, Tasks &tasks, O
             if (own.tasks.are_left() && !own.kernel(own.x, own.tasks)) own.tasks.give_up();
         }
     } work{kernel, given, tasks};
+    using Real = typename ProblemOf<Stored>::Real;
     std::unique_ptr<Real[], Free> sums;
     if (tasks.is_cut() && given.out && !given.lse) {  // by which the results of some of the keys are added up
         Array<Real> &lse = work.x.lse;

@@ -10,7 +10,7 @@
 
 namespace {
 
-using Problem = ProblemOf<Real>;
+using Problem = ProblemOf<Stored>;
 
 constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
 #if defined(HIGH_ROWS) && !defined(__AVX2__)
@@ -47,17 +47,43 @@ void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *star
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
+// A matrix whose entries are pairs of numbers, as are those of what it is multiplied with: (row, column) is at
+// at[row * row_step + column * step].
+struct Paired {
+    const BFloat16 *at;
+    Index row, step = 2;
+};
+
+// The same by pairs, of which there are `depth`.
+template <int N, int V>
+void product(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+             Index c_row) {
+    Vec total[N][V];
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < V; i++) total[n][i] = start ? load(start + n * start_row + i * LANES) : Vec{};
+    for (Index k = 0; k < depth; k++) {
+        Vec row[V];
+        for (int i = 0; i < V; i++) row[i] = load(b + k * b_row + i * LANES);
+#pragma GCC unroll 12
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < V; i++) total[n][i] = add_pairs(a.at + n * a.row + k * a.step, row[i], total[n][i]);
+    }
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
+}
+
 // The same for any number of rows, which is rounded up: a and c have rows to spare.
-template <int V>
-void multiply(Index rows, Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row,
-              Real *c, Index c_row) {
-    const bool transposed = a.step != 1;
+template <int V, class A>
+void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
+              Index c_row) {
     while (rows > 0) {
         constexpr int MIDDLE = std::min(8, HIGH);
         const int n = rows > 8 ? HIGH : rows > 4 ? MIDDLE : 4;
         const auto with = [&](auto tall) {
             constexpr int N = decltype(tall)::value;
-            if (transposed)
+            if constexpr (std::is_same_v<A, Paired>)
+                product<N, V>(depth, a, b, b_row, start, start_row, c, c_row);
+            else if (a.step != 1)
                 product<N, V, true>(depth, a, b, b_row, start, start_row, c, c_row);
             else
                 product<N, V, false>(depth, a, b, b_row, start, start_row, c, c_row);
@@ -76,8 +102,8 @@ void multiply(Index rows, Index depth, Matrix a, const Real *b, Index b_row, con
 }
 
 // c += a · b for all columns of rows that are padded to whole vectors.
-inline void add_product(Index rows, Index depth, Matrix a, const Real *b, Index b_row, Index columns, Real *c,
-                        Index c_row) {
+template <class A>
+void add_product(Index rows, Index depth, A a, const Real *b, Index b_row, Index columns, Real *c, Index c_row) {
     Index i = 0;
     for (; i + PANEL <= columns; i += PANEL) multiply<2>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
     for (; i < columns; i += LANES) multiply<1>(rows, depth, a, b + i, b_row, c + i, c_row, c + i, c_row);
@@ -86,12 +112,12 @@ inline void add_product(Index rows, Index depth, Matrix a, const Real *b, Index 
 inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
 
 // Lay rows out by panels of PANEL of them, each a column after the other; rows that are not there are zeros.
-inline void pack(const Real *x, Index row, Index rows, Index width, Real *panels) {
+inline void pack(const Stored *x, Index row, Index rows, Index width, Real *panels) {
     const Index whole = width / LANES * LANES;
     for (Index first = 0; first < rows; first += PANEL, panels += PANEL * width)
         for (int half = 0; half < PANEL; half += LANES) {
             const Index have = std::clamp<Index>(rows - first - half, 0, LANES);
-            const Real *from = have ? x + (first + half) * row : x;
+            const Stored *from = have ? x + (first + half) * row : x;
             for (Index d = 0; d < whole; d += LANES) {
                 Vec block[LANES];
                 for (Index j = 0; j < LANES; j++) block[j] = j < have ? load(from + j * row + d) : Vec{};
@@ -99,16 +125,49 @@ inline void pack(const Real *x, Index row, Index rows, Index width, Real *panels
                 for (int i = 0; i < LANES; i++) store(panels + (d + i) * PANEL + half, block[i]);
             }
             for (Index d = whole; d < width; d++)
-                for (Index j = 0; j < LANES; j++) panels[d * PANEL + half + j] = j < have ? from[j * row + d] : 0;
+                for (Index j = 0; j < LANES; j++) panels[d * PANEL + half + j] = j < have ? Real(from[j * row + d]) : 0;
         }
 }
 
-inline Real dot(const Real *a, const Real *b, Index width) {
+// Lay rows of bfloat16 out by panels as `pack` does, of pairs of columns; a last one alone has a zero beside it.
+template <class T>
+void pack_pairs(const T *x, Index row, Index rows, Index width, Real *panels) {
+    const Index pairs = (width + 1) / 2, whole = width / (2 * LANES) * LANES;
+    for (Index first = 0; first < rows; first += PANEL, panels += PANEL * pairs)
+        for (int half = 0; half < PANEL; half += LANES) {
+            const Index have = std::clamp<Index>(rows - first - half, 0, LANES);
+            const T *from = have ? x + (first + half) * row : x;
+            for (Index d = 0; d < whole; d += LANES) {
+                Vec block[LANES] = {};
+                for (Index j = 0; j < have; j++) std::memcpy(block + j, from + j * row + 2 * d, sizeof(Vec));
+                transpose(block);
+                for (int i = 0; i < LANES; i++) store(panels + (d + i) * PANEL + half, block[i]);
+            }
+            for (Index d = whole; d < pairs; d++)
+                for (Index j = 0; j < LANES; j++) {
+                    T pair[2] = {};
+                    for (Index i = 2 * d; i < std::min(2 * d + 2, width) && j < have; i++)
+                        pair[i - 2 * d] = from[j * row + i];
+                    std::memcpy(panels + d * PANEL + half + j, pair, sizeof(pair));
+                }
+        }
+}
+
+// Pack rows, by pairs if so asked.
+template <class T>
+void pack_as(bool in_pairs, const T *x, Index row, Index rows, Index width, Real *panels) {
+    if constexpr (PAIRS)
+        if (in_pairs) return pack_pairs(x, row, rows, width, panels);
+    pack(x, row, rows, width, panels);
+}
+
+template <class A, class B>
+inline Real dot(const A *a, const B *b, Index width) {
     Vec total{};
     Index d = 0;
     for (; d + LANES <= width; d += LANES) total += load(a + d) * load(b + d);
     Real rest = 0;
-    for (; d < width; d++) rest += a[d] * b[d];
+    for (; d < width; d++) rest += Real(a[d]) * Real(b[d]);
     return sum(total) + rest;
 }
 

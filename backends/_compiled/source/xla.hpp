@@ -115,26 +115,26 @@ private:
                                                                        : BOOL;
 };
 
-template <class Real>
-bool read(Reader &from, ProblemOf<Real> &x, Index &threads) {
+template <class Stored>
+bool read(Reader &from, ProblemOf<Stored> &x, Index &threads) {
     x.numbers(from), from("entries", x.entries), from("threads", threads);
     if (!from.wrong && x.is_too_large()) from.wrong = "a call is too large";
     return !from.wrong && x.arrays(from) && x.integers(from);
 }
 
 // The gradients of tables are added to; XLA gives memory that holds anything.
-template <class Real>
-void clear_tables(ProblemOf<Real> &x) {
-    const auto clear = [](const Array<Real> &gradient) {
+template <class Stored>
+void clear_tables(ProblemOf<Stored> &x) {
+    const auto clear = [](const auto &gradient) {
         const auto &[entries, heads, rows, columns] = gradient.sizes;
-        if (gradient) std::memset(gradient.at, 0, entries * heads * rows * columns * sizeof(Real));
+        if (gradient) std::memset(gradient.at, 0, entries * heads * rows * columns * sizeof(*gradient.at));
     };
     clear(x.d_rel_k), clear(x.d_rel_v), clear(x.d_bias), clear(x.d_key_table);
 }
 
 // Work on a call with the threads of XLA's pool, so many at most as it pays to wake.
-template <class Real>
-Error *work(const Frame *frame, Kernel<Real> kernel, ProblemOf<Real> &x, Grain grain, Index threads) {
+template <class Stored>
+Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Index threads) {
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
     const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
@@ -143,20 +143,20 @@ Error *work(const Frame *frame, Kernel<Real> kernel, ProblemOf<Real> &x, Grain g
     return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: there is no memory");
 }
 
-template <class Real>
-Error *attend(Kernel<Real> kernel, Frame *frame) {
+template <class Stored>
+Error *attend(Kernel<Stored> kernel, Frame *frame) {
     Reader from(frame);
-    ProblemOf<Real> x{};
+    ProblemOf<Stored> x{};
     Index threads = 1;
     const char *wrong = read(from, x, threads) && x.results(from) ? x.wrong() : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);
     return work(frame, kernel, x, grain_of_attend(x), threads);
 }
 
-template <class Real>
-Error *pull_back(Kernel<Real> kernel, Frame *frame) {
+template <class Stored>
+Error *pull_back(Kernel<Stored> kernel, Frame *frame) {
     Reader from(frame);
-    ProblemOf<Real> x{};
+    ProblemOf<Stored> x{};
     Index threads = 1;
     const char *wrong = read(from, x, threads) && x.cotangents(from) && x.gradients(from) ? x.wrong() : from.wrong;
     if (wrong) return error(frame, NewError::INVALID_ARGUMENT, wrong);

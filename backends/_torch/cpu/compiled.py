@@ -1,4 +1,4 @@
-"""torch on CPU: calls of float32 and float64 by the kernels that were compiled at installation."""
+"""torch on CPU: calls by the kernels that were compiled at installation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, and not among what is exported
 
+from relskew_core._array.precision import wide
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, Kind, Operands, Options
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled import Call
@@ -42,7 +43,11 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
         whole, sums = _results(x, call.own_options)
         return whole.view(*shape, -1), sums.view(shape) if return_lse or call.options.return_lse else None
     out = operands.q.new_empty((*shape, operands.v.shape[-1]))
-    lse = operands.q.new_empty(shape) if return_lse or call.options.return_lse else None
+    lse = (
+        operands.q.new_empty(shape, dtype=wide(operands.q.dtype, xp=xp))
+        if return_lse or call.options.return_lse
+        else None
+    )
     if x is operands:
         _compiled.attend(x, call, out, lse, library=TORCH)
     else:
@@ -62,7 +67,8 @@ def pull_back(
 ) -> dict[str, Tensor]:
     """Return the gradients by name, of a call that is known; of those that are not wanted the mask's is left out."""
     if flattened(operands) is operands:
-        return _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
+        found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
+        return found if found["q"].dtype == operands.q.dtype else _compiled.of_call(found, operands, xp=xp)
     return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse, wanted)
 
 
@@ -97,7 +103,8 @@ def attention_vjp(
 def _results(x: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a flattened call."""
     shape = x.q.shape[:-1]
-    out, lse = x.q.new_zeros((*shape, x.v.shape[-1])), x.q.new_full(shape, -math.inf)
+    out = x.q.new_zeros((*shape, x.v.shape[-1]))
+    lse = x.q.new_full(shape, -math.inf, dtype=wide(x.q.dtype, xp=xp))
     for part in parts(x, options):
         attend(part.operands, part.options, out[part.items], lse[part.items])
     return out, lse
@@ -122,7 +129,7 @@ def _put(found: dict[str, Tensor], name: str, gradient: Tensor, part: Share, lik
     elif gradient.shape == like.shape:
         found[name] = gradient
     else:
-        part.cut(name, found.setdefault(name, like.new_zeros(like.shape))).copy_(gradient)
+        part.cut(name, found.setdefault(name, gradient.new_zeros(like.shape))).copy_(gradient)
 
 
 def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:

@@ -15,6 +15,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from relskew_core._array.precision import wide, widened
 from relskew_core._kernel import backward, forward
 from relskew_core._kernel.call import Gradients, Operands, Options
 from relskew_core.backends import _compiled
@@ -38,7 +39,8 @@ def _attend(operands: Operands, options: Options) -> tuple[Tensor, Tensor | None
     with _undisturbed():
         if _compiled.serves(operands, options):
             return compiled.attention(operands, compiled.call_of(operands, options), return_lse=True)
-        return forward.attention(operands, replace(options, return_lse=True), xp=xp)
+        out, lse = forward.attention(_wide(operands), replace(options, return_lse=True), xp=xp)
+        return out if options.part.of_more else out.to(operands.q.dtype), lse
 
 
 def _pull_back(
@@ -54,7 +56,11 @@ def _pull_back(
     with _undisturbed():
         if _compiled.serves(operands, options):
             return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse, wanted))
-        return backward.attention_vjp(d_out, operands, options, d_lse=d_lse, xp=xp)
+        return backward.attention_vjp(d_out.to(wide(d_out.dtype, xp=xp)), _wide(operands), options, d_lse=d_lse, xp=xp)
+
+
+def _wide(operands: Operands) -> Operands:
+    return Operands(*widened(operands, operands.q.dtype, xp=xp))
 
 
 OPERATOR = Operator("attention", _attend, _pull_back, keeps=True, devices="cpu")

@@ -17,6 +17,9 @@ from relskew_core.backends._torch.cpu.eager import attend as attend
 TYPES = frozenset((*watched.TYPES, NoneType))
 """Of arguments; subclasses have ways of their own."""
 
+HALF = True
+"""Whether the kernels get half precision as it is."""
+
 ordinary = watched.is_ordinary
 
 about = attrgetter("dtype", "device", "layout")

@@ -1,0 +1,193 @@
+"""Half precision by the compiled kernels, which read it where it is, and compute in float32 or by pairs of bfloat16."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dense
+import kernels_built
+from compiled_cases import CASES
+from libraries import GATES
+from relskew_core import Span, relative_attention
+from relskew_core.backends import _compiled
+
+kernels = _compiled.kernels
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels were not compiled at installation")
+
+LEVELS = kernels.LEVELS if kernels else []
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(params=[*LEVELS, "ARM"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Work as on an older processor, or another one."""
+    if request.param == "ARM":
+        if kernels_built.COMPILER is None:
+            pytest.skip("no compiler is here")
+        monkeypatch.setattr(_compiled, "kernels", kernels_built.built(*kernels_built.ARM))
+        yield request.param
+        return
+    kernels.use(request.param)
+    yield request.param
+    kernels.use(LEVELS[-1])
+
+
+def rounded(x: Any, dtype: str) -> Any:
+    """Return an array as a tensor of half precision; labels and boolean masks are as they were."""
+    if isinstance(x, tuple):
+        return tuple(map(torch.from_numpy, x))
+    tensor: Tensor = torch.from_numpy(x.copy())
+    return tensor.to(DTYPES[dtype]) if x.dtype == np.float64 else tensor
+
+
+def as_float64(x: Any) -> Any:
+    return x.detach().double().numpy()
+
+
+def near(found: Tensor, expected: Any, dtype: str, size: Any, what: str) -> None:
+    """Check a result; ``size`` is what gradients are made of, which may cancel."""
+    assert found.dtype == DTYPES[dtype], what
+    error = np.linalg.norm(as_float64(found) - expected)
+    assert error <= GATES[dtype] * max(np.linalg.norm(expected), size), what
+
+
+def is_label(x: Any) -> bool:
+    return isinstance(x, tuple) or not x.is_floating_point()
+
+
+def results(given: dict[str, Any], options: dict[str, Any], d_out: Any, **more: Any) -> dict[str, Any]:
+    """Return the output and all gradients by autograd."""
+    arrays = {name: x if is_label(x) else x.clone().requires_grad_() for name, x in given.items()}
+    out: Any = relative_attention(**arrays, **options, **more)
+    learned = {name: x for name, x in arrays.items() if not is_label(x)}
+    gradients = torch.autograd.grad(out, list(learned.values()), d_out.to(out.dtype))
+    return {"out": out, **dict(zip(learned, gradients, strict=True))}
+
+
+PAIRS = [
+    dense.Case("pairs of columns that do not go up", n=130, m=700, d=33, dv=7, span=Span(20, 9, "clip"),
+               tables="rel_k rel_v rel_bias", options={"offset": 301, "scale": 0.37}),
+    dense.Case("pairs, an odd window", n=151, m=151, d=48, heads=4, kv_heads=2, span=Span(75, 75), tables="rel_k",
+               options={"window": (37, 4)}),
+    dense.Case("pairs, all options", n=99, m=99, d=17, span=Span.causal(99), tables="rel_k rel_bias", mask="additive",
+               options={"causal": True, "softcap": 4.0, "dropout": 0.3, "seed": 5, "scale": 0.3}),
+    dense.Case("pairs of which some see nothing", n=120, m=41, d=16, span=Span(9, 9, "clip"), tables="rel_k rel_v",
+               options={"window": (3, 3), "offset": -20}),
+    dense.Case("pairs, blocks", n=300, m=300, d=64, span=Span(5, 3, "zero"), tables="rel_k",
+               options={"block_size": 37, "blocks_before": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("level")
+@dtypes
+@pytest.mark.parametrize("case", [*CASES, *PAIRS], ids=str)
+def test_results_and_gradients_equal_those_in_float64_of_the_same_arrays(case: dense.Case, dtype: str) -> None:
+    given, d_out = {name: rounded(x, dtype) for name, x in case.arrays().items()}, rounded(case.d_out(), dtype)
+    found = results(given, case.call(), d_out, impl="native")
+    wide = {name: x if is_label(x) else x.double() for name, x in given.items()}
+    expected = results(wide, case.call(), d_out, impl="portable")
+    for name, x in found.items():
+        near(x, as_float64(expected[name]), dtype, np.linalg.norm(as_float64(d_out)), name)
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("n", [1, 40], ids="{} queries".format)
+@dtypes
+def test_every_number_is_read_and_written_as_it_is(dtype: str, n: int) -> None:
+    """Each query sees one key: its value is the result, however large or small; one query's may be no number."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    if n > 1:  # processors that multiply bfloat16 take what is less than normal for zero
+        bits = torch.where(bits.isfinite() & (bits.float().abs() >= 2.0**-126), bits, 0)
+    v = bits.reshape(1, -1, 1, 32).expand(1, -1, n, 32).contiguous()
+    q = torch.zeros(1, v.shape[1], n, 8, dtype=v.dtype)
+    out = relative_attention(q, q, v, window=(0, 0))
+    np.testing.assert_array_equal(as_float64(out), as_float64(v))
+
+
+@pytest.mark.usefixtures("level")
+@dtypes
+def test_results_are_rounded_to_the_nearest(dtype: str) -> None:
+    """Means of two numbers, exact in float32: between neighbours, at the ends of what there is, and random ones."""
+    bits = torch.arange(2**15 - 2**7, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    first = bits[bits.float() < 2.0**126]
+    second = torch.cat([first[1:], first[:1]])
+    other = first[torch.randperm(len(first), generator=torch.Generator().manual_seed(0))]
+    a, b = torch.cat([first, -first, first]), torch.cat([second, -second, other])
+    v = torch.stack([a, b], 1)[None, :, :, None]
+    q = torch.zeros(1, len(a), 1, 8, dtype=v.dtype)
+    out = relative_attention(q, q.expand(1, -1, 2, 8), v, impl="native")
+    expected = ((a.float() + b.float()) / 2).to(v.dtype)
+    np.testing.assert_array_equal(as_float64(out)[0, :, 0, 0], as_float64(expected))
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("low", [3, 4, 7])
+@dtypes
+def test_what_nobody_sees_may_be_anything(dtype: str, low: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, table, d_out = (
+        rounded(rng.standard_normal(shape), dtype)
+        for shape in ((1, 2, 20, 64), (1, 2, 60, 64), (1, 2, 60, 64), (200, 64), (1, 2, 20, 64))
+    )
+    options = {"span": Span(99, 100), "window": (5, 0), "offset": low + 5}
+    expected = results({"q": q, "k": k, "v": v, "rel_k": table}, options, d_out)
+    for x in (k, v):
+        x[:, :, :low], x[:, :, low + 25 :] = torch.nan, torch.inf
+    table[:94], table[100:] = torch.nan, torch.inf
+    found = results({"q": q, "k": k, "v": v, "rel_k": table}, options, d_out)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("n", [1, 50], ids="{} queries".format)
+def test_numpy_has_float16(n: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, m, 16)).astype(np.float16) for m in (n, 50, 50))
+    out, lse = relative_attention(q, k, v, return_lse=True, impl="native")
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    expected = relative_attention(wide[0], wide[1], wide[2], impl="portable")
+    assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+    np.testing.assert_allclose(out, expected, atol=2e-3)
+
+
+TAKEN = """
+import sys, torch
+from relskew_core import relative_attention
+torch.set_num_threads(1)
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+def attend(n):
+    dtype, training = getattr(torch, sys.argv[1]), sys.argv[2] == "1"
+    arrays = [torch.ones(1, 4, n, 64, dtype=dtype, requires_grad=training) for _ in "qkv"]
+    before = status("VmRSS")
+    out = relative_attention(*arrays, causal=True, window=(64, 0))
+    if training:
+        torch.autograd.grad(out, arrays, out.detach())
+    return status("VmHWM") - before
+
+attend(512)
+print(attend(16384))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("training", [False, True], ids=["", "training"])
+@dtypes
+def test_a_call_takes_no_more_memory_than_one_of_float32(dtype: str, training: bool) -> None:
+    def taken(dtype: str) -> int:
+        command = [sys.executable, "-c", TAKEN, dtype, str(int(training))]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert taken(dtype) <= taken("float32") + 2**21
