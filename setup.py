@@ -19,6 +19,8 @@ SOURCE = Path("backends/_compiled/source")
 FLAGS = [
     "-std=c++17", "-O3", "-Wall", "-Wextra", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-g0",
+    # On ARM, GCC 12 orders loads so early that sums of products leave their registers. Clang has no such flag.
+    "-fno-schedule-insns", "-Wno-ignored-optimization-argument",
 ]  # fmt: skip
 AVX512 = [*(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl")), "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 LEVELS = {

@@ -752,7 +752,7 @@ def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit) -> N
         pytest.skip(f"no {compiler} is here")
     if unit.level not in (None, "base") and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("for another kind of processors")
-    flags = [*unit.flags, "-Werror", "-fsyntax-only"]
+    flags = [*unit.flags, *kernels_built.warnings(compiler), "-Werror", "-fsyntax-only"]
     ended = subprocess.run([compiler, *flags, unit.source], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 

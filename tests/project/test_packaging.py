@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import relskew_core
+from kernels_built import LEVELS, linked_names
 from tracked import IN_GIT, PACKED, ROOT, tracked
 
 COMPILED = "_compiled/source/"
@@ -154,6 +155,17 @@ def test_the_compiler_warns_of_nothing(built: dict[str, Path]) -> None:
     told = built[".log"].read_text()
     assert "-Wall -Wextra" in told
     assert not re.findall(r"^.*_compiled/source/.*warning.*$", told, re.MULTILINE)
+
+
+@needs_compiler
+def test_no_older_processor_can_be_given_the_code_of_a_newer_one(source: Path, built: dict[str, Path]) -> None:
+    """Linkers take one of all functions with the same name: so what is compiled for a level has names of its own."""
+    assert built
+    objects = [path for path in source.glob("build/temp*/**/level.o") if "base" not in path.parts]
+    assert objects or not sysconfig.get_platform().endswith("x86_64")
+    for path in objects:
+        own = [f"_ZN{len(part)}{part}" for part in path.parts if part in LEVELS]
+        assert not [name for name in linked_names(path) if not name.startswith(own[0])], path
 
 
 def test_a_wheel_without_kernels_is_for_every_platform(source: Path, tmp_path: Path) -> None:

@@ -52,6 +52,24 @@ UNITS = [
     ),
 ]
 
+
+def warnings(compiler: str) -> list[str]:
+    """Return those that nothing may give rise to, beside the ones that installing shows.
+
+    Sizes are signed numbers here, and memory is asked for in unsigned ones. An argument may have the name of a field:
+    GCC can be asked to look at other variables alone, Clang cannot.
+    """
+    return ["-Wconversion", "-Wno-sign-conversion", *([] if "clang" in compiler else ["-Wshadow=local"])]
+
+
+def linked_names(made: Path) -> list[str]:
+    """Return the names of functions and data by which other objects can use what is in one."""
+    told = subprocess.run(
+        ["nm", "--extern-only", "--defined-only", str(made)], capture_output=True, text=True, check=True
+    )
+    return [line.split()[-1] for line in told.stdout.splitlines() if line.strip()]
+
+
 COMPILER = os.environ.get("KERNELS_COMPILER") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 ARM = ("-DHIGH_ROWS=12", "-DPOISON", *os.environ.get("KERNELS_FLAGS", "").split())

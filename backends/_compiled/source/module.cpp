@@ -288,10 +288,10 @@ PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader 
     if (!threads) return cut(tasks);
     PyThreadState *state = PyEval_SaveThread();
     const auto go_on = [](void *of) {
-        PyThreadState *&state = *static_cast<PyThreadState **>(of);
-        PyEval_RestoreThread(state);
+        PyThreadState *&own = *static_cast<PyThreadState **>(of);
+        PyEval_RestoreThread(own);
         const bool interrupted = PyErr_CheckSignals() != 0;
-        state = PyEval_SaveThread();
+        own = PyEval_SaveThread();
         return !interrupted;
     };
     tasks.ask(go_on, &state);

@@ -13,7 +13,11 @@ using Reals = std::unique_ptr<Real, Free>;
 
 inline Reals reals(Index count) {
     const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(Real)), 64);
+#if defined(_WIN32)  // where `free` takes no memory that was aligned; vectors are loaded from anywhere
+    void *at = std::malloc(static_cast<std::size_t>(bytes));
+#else
     void *at = std::aligned_alloc(64, static_cast<std::size_t>(bytes));
+#endif
 #if defined(POISON)  // with NaN, so that what is read before it is written shows
     if (at) std::memset(at, 0xFF, static_cast<std::size_t>(bytes));
 #endif
@@ -162,12 +166,12 @@ struct Relative {
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Real *b = panels.get() + floored(c, PANEL) * depth + c % PANEL,
-                       *start = bias ? biases.get() + c : nullptr;
+                       *with = bias ? biases.get() + c : nullptr;
             Real *to = products.get() + m * row + (c - shift - origin);
             if (whole)
-                ::multiply<2>(rows, depth, a, b, PANEL, start, 0, to, row);
+                ::multiply<2>(rows, depth, a, b, PANEL, with, 0, to, row);
             else
-                ::multiply<1>(rows, depth, a, b, PANEL, start, 0, to, row);
+                ::multiply<1>(rows, depth, a, b, PANEL, with, 0, to, row);
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {

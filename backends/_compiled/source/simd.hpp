@@ -164,7 +164,7 @@ inline Vec hyperbolic_tangent(Vec x) {
     if constexpr (DOUBLE)  // of the continued fraction
         near = polynomial(s, {21, 1260, 10395}) / polynomial(s, {1, 210, 4725, 10395});
     else
-        near = polynomial(s, {0.0218694885, -0.0539682540, 0.133333333, -0.333333333, 1});
+        near = polynomial(s, {0.0218694885f, -0.0539682540f, 0.133333333f, -0.333333333f, 1});
     Vec result = size < Real(0.25) ? size * near : far;
     return x < 0 ? -result : result;
 }
