@@ -24,6 +24,10 @@ NATIVE = ("cupy", "dask", "jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
 
+FOLDERS = frozenset((*NATIVE, "mlx"))
+"""The libraries that have something of their own here: MLX a form of the portable kernels."""
+
+
 def available() -> dict[str, list[str]]:
     """List what this machine offers: for each installed array library its implementations.
 
@@ -32,7 +36,7 @@ def available() -> dict[str, list[str]]:
     dict of str to list of str
         ``{"numpy": ["portable"], …}``; nothing is imported to find out.
     """
-    libraries = ("numpy", "torch", "cupy", "jax", "dask", "array_api_strict")
+    libraries = ("numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict")
     return {
         library: ["portable", *(["native"] if library in NATIVE else [])] for library in libraries if find_spec(library)
     }
@@ -72,7 +76,7 @@ _prepared: dict[type, Any] = {}
 def _instead(call: Problem) -> Path:
     """Return what serves where the native path does not or is the slower one, in the form that a library wants."""
     library = library_name(call.xp)
-    choose = getattr(_module(library), "instead", None) if library in NATIVE else None
+    choose = getattr(_module(library), "instead", None) if library in FOLDERS else None
     path: Path = PORTABLE if choose is None else choose(call)
     return path
 
@@ -104,6 +108,10 @@ def _module(library: str) -> Any:
         from relskew_core.backends import _jax
 
         return _jax
+    if library == "mlx":
+        from relskew_core.backends import _mlx
+
+        return _mlx
     if library == "numpy":
         from relskew_core.backends import _numpy
 
@@ -117,7 +125,7 @@ def _module(library: str) -> Any:
 
 def library_name(xp: Any) -> str:
     """Return the top-level name of the library behind a namespace, such as ``numpy`` or ``torch``."""
-    name = xp.__name__.removeprefix("array_api_compat.")
+    name = xp.__name__.removeprefix("array_api_compat.").removeprefix("relskew_core._array.")
     return str(name).partition(".")[0]
 
 

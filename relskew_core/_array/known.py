@@ -59,5 +59,7 @@ def known_values(x: Array) -> Any:
             return None
     if "cpu" not in str(device(x)).lower():  # JAX's tracers are on no device
         return None
-    # Under jit JAX would trace any other operation on a known array.
-    return x.tolist() if hasattr(x, "tolist") else None
+    try:  # under jit JAX would trace any other operation on a known array
+        return x.tolist() if hasattr(x, "tolist") else None
+    except ValueError:  # MLX's, while it compiles or maps
+        return None

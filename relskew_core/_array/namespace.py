@@ -13,7 +13,8 @@ from relskew_core._array.typing import Array, Namespace
 
 LIBRARIES = {
     "cupy": ("CuPy", "cupy.asarray"), "dask": ("dask", "dask.array.asarray"), "jax": ("JAX", "jnp.asarray"),
-    "jaxlib": ("JAX", "jnp.asarray"), "numpy": ("NumPy", "np.asarray"), "torch": ("torch", "torch.as_tensor"),
+    "jaxlib": ("JAX", "jnp.asarray"), "mlx": ("MLX", "mx.asarray"), "numpy": ("NumPy", "np.asarray"),
+    "torch": ("torch", "torch.as_tensor"),
 }  # fmt: skip
 """Libraries by the first part of their arrays' module: what people call them, and what makes an array of another's."""
 
@@ -69,8 +70,16 @@ def namespace_of(library: Any) -> Namespace:
 
 
 def device(array: Array) -> Any:
-    """Return the device of an array, ``None`` while JAX traces, and of arrays that it splits over several."""
-    found = array.device if is_torch(array) else array_api_compat.device(array)
+    """Return the device of an array, ``None`` while JAX traces, and of arrays that it splits over several.
+
+    A library whose arrays have none, such as MLX, has them on the host.
+    """
+    if is_torch(array):
+        return array.device
+    try:
+        found = array_api_compat.device(array)
+    except AttributeError:
+        return "cpu"
     return None if hasattr(found, "device_set") else found
 
 
@@ -111,4 +120,9 @@ def _namespace(name: str, array: Array) -> Namespace:
 def _conforming(array: Array) -> Namespace:
     """Return the array's namespace: NumPy itself from 2.1 on, whose wrapper would import all of it, F2PY too."""
     own = array_api_compat.is_numpy_array(array) and hasattr(sys.modules["numpy"], "__array_namespace_info__")
-    return array_api_compat.array_namespace(array, use_compat=False if own else None)
+    namespace = array_api_compat.array_namespace(array, use_compat=False if own else None)
+    if namespace.__name__ == "mlx.core":
+        from relskew_core._array import mlx
+
+        return mlx
+    return namespace

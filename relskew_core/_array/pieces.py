@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from relskew_core._array.typing import Array, Namespace
+
+
+def in_turn(arrays: Any, names: tuple[str, ...], done: list[Array], *, xp: Namespace) -> Any:
+    """Return arrays those of which that are named wait until others are done, where a library computes late.
+
+    MLX would compute many pieces side by side, and keep what each needs.
+    """
+    wait = getattr(xp, "after", None)
+    if wait is None or not done:
+        return arrays
+    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+    return arrays._replace(**{name: wait(x, done) for name, x in given.items()})
 
 
 def joined(pieces: list[Array], *, axis: int, xp: Namespace) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from relskew_core._array.pieces import joined
+from relskew_core._array.pieces import in_turn, joined
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_value import placed
@@ -74,7 +74,9 @@ def attention_vjp(
             sums.add_nothing(chunk)
         else:
             chunk = placed(chunk, operands, options, xp=xp)
-            _backward(cotangents, operands, options, tables, chunk, sums, xp=xp)
+            done = sums.done()
+            then = in_turn(cotangents, ("d_out",), done, xp=xp)
+            _backward(then, in_turn(operands, ("q", "rel_q"), done, xp=xp), options, tables, chunk, sums, xp=xp)
     return sums.gradients()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from relskew_core._array.namespace import device
 from relskew_core._array.nothing import nothing
+from relskew_core._array.pieces import in_turn
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
@@ -27,9 +28,11 @@ def attention(operands: Operands, options: Options, *, xp: Namespace) -> tuple[A
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     laid = list(chunks(operands, options))
     tables = Tables.of(operands, options, laid, xp=xp)
-    outs, sums = [], []
+    outs: list[Array] = []
+    sums: list[Array | None] = []
     for chunk in laid:
-        out, lse = _attend(operands, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
+        now = in_turn(operands, ("q", "rel_q"), outs[-1:], xp=xp)
+        out, lse = _attend(now, options, tables, placed(chunk, operands, options, xp=xp), xp=xp)
         outs.append(out)
         sums.append(lse)
     if not outs:

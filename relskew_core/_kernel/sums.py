@@ -19,7 +19,7 @@ class RunningSum:
     def __init__(self, like: Array, xp: Namespace) -> None:
         self._like, self._xp = like, xp
         self._done: list[Array] = []
-        self._open: Array | None = None
+        self.growing: Array | None = None
         self._first = 0
 
     def _zeros(self, rows: int) -> Array:
@@ -28,28 +28,28 @@ class RunningSum:
 
     def add(self, first: int, piece: Array) -> None:
         """Add a piece that starts at row ``first``."""
-        if self._open is None:
+        if self.growing is None:
             self._done.append(self._zeros(first))
-            self._first, self._open = first, piece
+            self._first, self.growing = first, piece
             return
-        closed = min(first - self._first, self._open.shape[-2])
+        closed = min(first - self._first, self.growing.shape[-2])
         if closed:
-            self._done.append(self._open[..., :closed, :])
-            self._open = self._open[..., closed:, :]
+            self._done.append(self.growing[..., :closed, :])
+            self.growing = self.growing[..., closed:, :]
         gap = first - self._first - closed
         if gap:
             self._done.append(self._zeros(gap))
         self._first = first
-        missing = piece.shape[-2] - self._open.shape[-2]
+        missing = piece.shape[-2] - self.growing.shape[-2]
         if missing > 0:
-            self._open = self._xp.concat([self._open, self._zeros(missing)], axis=-2)
+            self.growing = self._xp.concat([self.growing, self._zeros(missing)], axis=-2)
         elif missing < 0:
             piece = self._xp.concat([piece, self._zeros(-missing)], axis=-2)
-        self._open = self._open + piece
+        self.growing = self.growing + piece
 
     def total(self) -> Array:
         """Return the sum, with the shape of the array that it is the gradient of."""
-        pieces = [*self._done, *([] if self._open is None else [self._open])]
+        pieces = [*self._done, *([] if self.growing is None else [self.growing])]
         rows = sum(piece.shape[-2] for piece in pieces)
         pieces.append(self._zeros(self._like.shape[-2] - rows))
         return self._xp.concat(pieces, axis=-2)
@@ -88,6 +88,11 @@ class GradientSums:
         mask = self.operands.mask
         if mask is not None and mask.shape[-2] > 1:
             self._mask.append(self.xp.zeros_like(mask[..., chunk.start : chunk.stop, :]))
+
+    def done(self) -> list[Array]:
+        """Return what the gradients of the last chunk have become a part of."""
+        latest = [*self._q[-1:], *self._mask[-1:], *self._columns.values()]
+        return [*latest, *(x for x in (self.k.growing, self.v.growing) if x is not None)]
 
     def add_table(self, name: str, low: int, high: int, relative: Array, rows: Array | None) -> None:
         """Add ``Σ_i rows_i relative_i`` to the columns ``low … high`` of a table; ``rows`` of ones if ``None``."""

@@ -154,7 +154,7 @@ def is_ragged(offset: Any) -> bool:
         return True
     try:
         operator.index(offset)
-    except (TypeError, RuntimeError):  # JAX traces it; torch maps it, or it is a fake tensor
+    except (TypeError, RuntimeError, ValueError):  # JAX traces it; torch maps it, or it is a fake tensor; MLX too
         return True
     return False
 

@@ -152,6 +152,24 @@ def _jax() -> Iterator[ArrayLibrary]:
     yield ArrayLibrary("jax jit", jax.default_backend(), jax.__version__, ALL, make, _float64, **more)
 
 
+def _mlx() -> Iterator[ArrayLibrary]:
+    mx = importlib.import_module("mlx.core")
+
+    def make(array: Any, dtype: str) -> Any:
+        return mx.array(array, dtype=getattr(mx, dtype))
+
+    def to_numpy(array: Any) -> Any:
+        return np.asarray(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array, dtype=np.float64)
+
+    def finish(result: Any) -> Any:
+        mx.eval(result)
+        return result
+
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    dtypes = ALL if on_cpu else ALL[1:]  # float64 is the CPU's alone
+    yield ArrayLibrary("mlx", "cpu" if on_cpu else "gpu", mx.__version__, dtypes, make, to_numpy, finish)
+
+
 def _dask() -> Iterator[ArrayLibrary]:
     da = importlib.import_module("dask.array")
     dask = importlib.import_module("dask")
@@ -172,6 +190,7 @@ PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
     "torch": _torch,
     "cupy": _cupy,
     "jax": _jax,
+    "mlx": _mlx,
     "dask": _dask,
 }
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from array_api_compat import device
-
 from relskew_core._array.checks import describe
 from relskew_core._array.integers import integers
+from relskew_core._array.namespace import device
 from relskew_core._array.softmax import softmax
 from relskew_core._array.typing import Array, Namespace
 

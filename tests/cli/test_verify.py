@@ -97,7 +97,7 @@ def test_the_error_sees_shapes_and_numbers_that_are_none() -> None:
 # What it finds
 
 
-@pytest.mark.parametrize("library", ["numpy", "array-api-strict", "torch", "jax", "dask"])
+@pytest.mark.parametrize("library", ["numpy", "array-api-strict", "torch", "jax", "mlx", "dask"])
 def test_every_library_here_passes(capsys: pytest.CaptureFixture[str], library: str) -> None:
     found, missing = libraries((library,))
     if not found:

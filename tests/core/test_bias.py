@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import time
@@ -190,7 +189,7 @@ def test_deberta_rows_without_sharing_are_clipped_distances() -> None:
 
 @pytest.mark.parametrize("n_heads", [1, 2, 3, 8, 12, 20])
 def test_alibi_slopes_fall_geometrically(library: Library, n_heads: int) -> None:
-    xp = importlib.import_module("jax.numpy" if library.module == "jax" else _module(library))
+    xp = library.namespace()
     bias = alibi_bias(n_heads, Span(3, 2), xp=xp, dtype=xp.float32)
     rows = np.asarray(bias.get() if hasattr(bias, "get") else bias)
     power = 2 ** int(math.log2(n_heads))
@@ -199,10 +198,6 @@ def test_alibi_slopes_fall_geometrically(library: Library, n_heads: int) -> None
     want = [[slope * -abs(r) for r in range(-3, 3)] for slope in slopes + between]
     np.testing.assert_allclose(rows, want, rtol=1e-6)
     assert str(bias.dtype).endswith("float32")
-
-
-def _module(library: Library) -> str:
-    return "dask.array" if library.module == "dask" else library.module
 
 
 def test_proximal_bias() -> None:

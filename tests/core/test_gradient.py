@@ -29,7 +29,7 @@ XP = namespace_of(np)
 GATE = 1e-10
 
 STRICT = ("array-api-strict, strictest flags", "array-api-strict, second device")
-EAGER = [library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", *STRICT)]
+EAGER = [library for library in LIBRARIES if library.name in ("numpy", "torch, CPU", "MLX", *STRICT)]
 NUMPY, TORCH = (next(row for row in LIBRARIES if row.name == name) for name in ("numpy", "torch, CPU"))
 JAX = next(row for row in LIBRARIES if row.name == "jax.jit")
 
@@ -71,6 +71,7 @@ def check(actual: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) ->
 @pytest.mark.parametrize("case", dense.CASES, ids=str)
 @pytest.mark.parametrize("row", EAGER, ids=str)
 def test_every_option_has_the_gradients_of_the_dense_formula(row: Library, case: dense.Case) -> None:
+    of_name(row.name)
     with row.setting():
         actual = gradients_on(row, case.d_out(), case.arrays(), case.call())
     check(actual, dense.vjp(case.d_out(), case.arrays(), case.call()))

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import oracles
 import relskew_core as relskew
-from libraries import GATES, LIBRARIES, Library
+from libraries import GATES, LIBRARIES, Library, device_of
 from oracles import Floats
 from relskew_core import BlockSpec, Span
 
@@ -197,7 +196,7 @@ def draw(library: Library, case: Case, dtype: str) -> tuple[dict[str, Any], dict
 def check(library: Library, actual: Any, expected: Floats, *, dtype: str, gate: str | None = None) -> None:
     """Check library, device, dtype and numbers of a result."""
     assert isinstance(actual, library.array_type())
-    assert array_api_compat.device(actual) == library.device()
+    assert device_of(actual) == library.device()
     assert str(actual.dtype).rpartition(".")[2] == dtype
     assert oracles.relative_error(library.to_numpy(actual), expected) <= GATES[gate or dtype]
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import oracles
-from libraries import GATES, LIBRARIES, Library
+from libraries import GATES, LIBRARIES, Library, device_of
 from relskew_core import (
     Span,
     papers,
@@ -51,7 +51,7 @@ def run(library: Library, function: Callable[..., Any], arrays: dict[str, Any], 
     given = {name: library.asarray(array) for name, array in arrays.items() if array is not None}
     result = library.call(function, given, **options)
     assert isinstance(result, library.array_type())
-    assert array_api_compat.device(result) == library.device()
+    assert device_of(result) == library.device()
     return library.to_numpy(result)
 
 

@@ -294,7 +294,11 @@ def test_an_error_says_what_to_write_instead(call: Callable[[], Any], words: str
 
 @pytest.mark.parametrize(
     ("library", "words"),
-    [("torch", r"torch: torch\.as_tensor\(rel_k\)"), ("jax.numpy", r"JAX: jnp\.asarray\(rel_k\)")],
+    [
+        ("torch", r"torch: torch\.as_tensor\(rel_k\)"),
+        ("jax.numpy", r"JAX: jnp\.asarray\(rel_k\)"),
+        ("mlx.core", r"MLX: mx\.asarray\(rel_k\)"),
+    ],
 )
 def test_an_array_of_another_library_is_answered_with_how_to_make_one(library: str, words: str) -> None:
     xp = pytest.importorskip(library)

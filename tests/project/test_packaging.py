@@ -36,7 +36,7 @@ CAN_COMPILE = (
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler with Python's headers")
 FAILING = {"CC": "false", "CXX": "false"}
 
-ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "dask", "array_api_strict", "onnx", "onnxruntime"}
+ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict", "onnx", "onnxruntime"}
 
 
 @pytest.fixture(scope="module")

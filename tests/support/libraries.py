@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import array_api_compat
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
@@ -50,7 +51,7 @@ class Library:
     to_numpy: Callable[[Array], NDArray[Any]]
     """Bring a result home; floating ones in float64."""
     device: Callable[[], Any]
-    """What ``array_api_compat.device`` must say of every result."""
+    """What :func:`device_of` must say of every result."""
     array_type: Callable[[], Any]
     """What every result must be an instance of."""
     wrap: Callable[[Function], Function] = unchanged
@@ -75,7 +76,9 @@ class Library:
 
     def namespace(self) -> Any:
         """Return the module that has the library's functions."""
-        return importlib.import_module({"jax": "jax.numpy", "dask": "dask.array"}.get(self.module, self.module))
+        return importlib.import_module(
+            {"jax": "jax.numpy", "dask": "dask.array", "mlx": "mlx.core"}.get(self.module, self.module)
+        )
 
     def missing(self) -> str | None:
         """Why the row cannot be tested on this machine; ``None`` if it can."""
@@ -92,6 +95,11 @@ class Library:
     def call(self, function: Function, arrays: dict[str, Array], **options: Any) -> Any:
         """Call ``function`` on arrays by name, in the row's way of use; options are constants of the compiled code."""
         return self.wrap(lambda given: function(**given, **options))(arrays)
+
+
+def device_of(x: Array) -> Any:
+    """Return the device of a result, ``None`` of a library whose arrays have none."""
+    return None if type(x).__module__ == "mlx.core" else array_api_compat.device(x)
 
 
 def _no_cuda(module: str) -> str | None:
@@ -173,6 +181,21 @@ def _jax_to_numpy(x: Array) -> NDArray[Any]:
 def _jax_jit(function: Function) -> Function:
     jitted: Function = importlib.import_module("jax").jit(function)
     return jitted
+
+
+def _mlx(data: NDArray[Any], dtype: str | None) -> Array:
+    mx = importlib.import_module("mlx.core")
+    return mx.array(data, dtype=getattr(mx, dtype or str(data.dtype).replace("bool", "bool_")))
+
+
+def _mlx_to_numpy(x: Array) -> NDArray[Any]:
+    mx = importlib.import_module("mlx.core")
+    return np.asarray(x.astype(mx.float64) if mx.issubdtype(x.dtype, mx.floating) else x)
+
+
+def _mlx_compile(function: Function) -> Function:
+    compiled: Function = importlib.import_module("mlx.core").compile(function)
+    return compiled
 
 
 def _dask(data: NDArray[Any], dtype: str | None) -> Array:
@@ -290,6 +313,27 @@ LIBRARIES = (
         device=lambda: importlib.import_module("jax").devices()[0],
         array_type=_type("jax", "Array"),
         wrap=_jax_jit,
+    ),
+    Library(
+        name="MLX",
+        module="mlx",
+        tested="lazy, on the CPU",
+        dtypes=(*WIDE, "float16", "bfloat16"),
+        from_numpy=_mlx,
+        to_numpy=_mlx_to_numpy,
+        device=lambda: None,
+        array_type=_type("mlx.core", "array"),
+    ),
+    Library(
+        name="mx.compile",
+        module="mlx",
+        tested="compiled, values unknown while tracing",
+        dtypes=("float32", "float16"),
+        from_numpy=_mlx,
+        to_numpy=_mlx_to_numpy,
+        device=lambda: None,
+        array_type=_type("mlx.core", "array"),
+        wrap=_mlx_compile,
     ),
     Library(
         name="dask",

@@ -1,0 +1,54 @@
+"""MLX as a namespace of the standard: its own module, but for what it leaves out or does in lower precision.
+
+Its arrays are in the host's memory, which its devices share, and no function takes a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from relskew_core._array.typing import Array
+
+
+def __getattr__(name: str) -> Any:
+    if name == "softmax":  # in float64 as precise as float32
+        raise AttributeError(name)
+    return getattr(mx, "bool_" if name == "bool" else name)
+
+
+def arange(*bounds: Any, device: Any = None, **options: Any) -> Array:
+    """Return evenly spaced numbers."""
+    return mx.arange(*bounds, **options)
+
+
+def asarray(data: Any, *, device: Any = None, **options: Any) -> Array:
+    """Make an array."""
+    return mx.asarray(data, **options)
+
+
+def full(shape: tuple[int, ...], value: Any, *, device: Any = None, **options: Any) -> Array:
+    """Return an array of one number."""
+    return mx.full(shape, value, **options)
+
+
+def zeros(shape: tuple[int, ...], *, device: Any = None, **options: Any) -> Array:
+    """Return zeros."""
+    return mx.zeros(shape, **options)
+
+
+def after(x: Array, done: list[Array]) -> Array:
+    """Return an array that is computed once all of ``done`` is, as MLX's ``depends`` does, which has no ``vmap``."""
+    ends = [mx.isnan(mx.sum(each[..., :1, :1])) for each in done]
+    return x + mx.astype(mx.any(mx.stack(ends)) & False, x.dtype)
+
+
+def exp(x: Array) -> Array:
+    """Return exponentials: in float64 MLX's are those of float32, which a step of Halley's makes precise."""
+    found = mx.exp(x)
+    if x.dtype != mx.float64:
+        return found
+    there = found > 0
+    rest = mx.where(there, x, 0.0) - mx.log(mx.where(there, found, 1.0))
+    return found * (1 + rest + rest * rest / 2)
