@@ -23,6 +23,9 @@ __all__ = ["available", "default_library", "set_numpy_threads"]
 NATIVE = ("cupy", "dask", "jax", "numpy", "torch")
 """The libraries that have a fast path, by the top-level name of their namespace."""
 
+COMPILED = ("jax", "numpy", "torch")
+"""Those whose calls the compiled kernels take."""
+
 
 FOLDERS = frozenset((*NATIVE, "mlx"))
 """The libraries that have something of their own here: MLX a form of the portable kernels."""
@@ -86,7 +89,12 @@ def _native(function: str, call: Problem) -> Path | str:
     library = library_name(call.xp)
     if library not in NATIVE:
         return f"{library} has none"
-    found: Path | str = _module(library).serve(function, call)
+    module = _module(library)
+    if library in COMPILED:
+        from relskew_core.backends._compiled.told import warn_of_long_calls
+
+        warn_of_long_calls(call.given)
+    found: Path | str = module.serve(function, call)
     if isinstance(found, Path):
         names = unknown(call.given, call.options, found.knows)
         if names:

@@ -1,21 +1,63 @@
-"""Says whether there are compiled kernels here, and for which processors."""
+"""Says whether there are compiled kernels here, and for which processors; and warns once where they are missed."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
+import os
 import platform
+import sys
+import sysconfig
+import warnings
+
+from relskew_core._array.namespace import device, is_compiling
+from relskew_core._kernel.call import Operands
+from relskew_core.backends import _compiled
+
+LONG = 2**28
+"""Multiplications of queries with keys, hidden ones too, from which a call without kernels takes tenths of a second."""
+
+TO_COMPILE = (
+    "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary relskew-core relskew-core` compiles them"
+)
+"""pip keeps a wheel that it made without a compiler, and takes it again unless it is asked not to."""
 
 
 def told() -> str:
-    """Say which processors the kernels are for that work here, or why there are none."""
+    """Say which processors the kernels are for that work here, or why there are none and what to do."""
     try:
         kernels = importlib.import_module("relskew_core.backends._compiled._kernels")
     except ModuleNotFoundError:
+        if sys.platform == "win32":
+            return "none: they are not made for Windows"
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return "none: they are not made for a Python without the GIL"
         return (
             "none: no C++ compiler served at installation, or relskew was made without them "
-            "(RELSKEW_PURE=1, a wheel for every platform)"
+            f"(RELSKEW_PURE=1, a wheel for every platform); with a compiler, {TO_COMPILE}"
         )
     except ImportError as error:
-        return f"none: what was compiled at installation cannot be loaded: {error}"
+        return f"none: what was compiled at installation cannot be loaded: {error}; with a compiler, {TO_COMPILE} anew"
     level = kernels.LEVELS[-1]
     return f"for {f'any {platform.machine()}' if level == 'base' else level}, every floating dtype on CPUs"
+
+
+def warn_of_long_calls(x: Operands) -> None:
+    """Warn, once, of a long call on a CPU where there are no kernels; ``RELSKEW_PURE=1`` means that this is known."""
+    if _compiled.kernels is not None or is_compiling() or os.environ.get("RELSKEW_PURE") == "1":
+        return
+    lengths = (*x.q.shape, x.k.shape[-2])
+    is_long = all(isinstance(length, int) for length in lengths) and math.prod(lengths) >= LONG  # traced ones have none
+    if is_long and "cpu" in str(device(x.q)).lower():
+        _warn()
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        "long calls on CPUs take several times as long as they could. "
+        f"Compiled kernels: {told()}. RELSKEW_PURE=1 silences this",
+        RuntimeWarning,
+        stacklevel=2,
+    )

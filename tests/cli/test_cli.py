@@ -270,7 +270,12 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["base", "x86-64-v3"], "compiled kernels: for x86-64-v3, every floating dtype on CPUs\n"),
         (["base"], f"compiled kernels: for any {platform.machine()}, every floating dtype on CPUs\n"),
-        (None, "compiled kernels: none: no C++ compiler served at installation, or"),
+        (
+            None,
+            "compiled kernels: none: no C++ compiler served at installation, or relskew was made without them "
+            "(RELSKEW_PURE=1, a wheel for every platform); with a compiler, `pip install --force-reinstall --no-deps "
+            "--no-cache-dir --no-binary relskew-core relskew-core` compiles them\n",
+        ),
     ],
     ids=["one level", "base", "none"],
 )
@@ -295,6 +300,7 @@ def test_info_says_why_kernels_cannot_be_loaded(
     told = capsys.readouterr().out
     assert "compiled kernels: none: what was compiled at installation cannot be loaded: " in told
     assert str(tmp_path) in told
+    assert "--no-binary relskew-core relskew-core` compiles them anew\n" in told
 
 
 # export

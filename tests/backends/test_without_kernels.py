@@ -1,0 +1,94 @@
+"""Machines without compiled kernels: long calls say so, once, and what to do."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relskew_core import relative_attention
+from relskew_core._kernel.call import Operands
+from relskew_core.backends import _compiled
+from relskew_core.backends._compiled import told
+
+LONG = (1, 1024, 1024, 256)
+"""So many heads, queries, keys and numbers of each: as long as it has to be."""
+
+
+@pytest.fixture(autouse=True)
+def _without(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have no kernels, in a process that has not been warned."""
+    monkeypatch.setattr(_compiled, "kernels", None)
+    monkeypatch.setitem(sys.modules, "relskew_core.backends._compiled._kernels", None)
+    monkeypatch.delenv("RELSKEW_PURE", raising=False)
+    told._warn.cache_clear()
+    yield
+    told._warn.cache_clear()
+
+
+def call(xp: Any, heads: int, queries: int, keys: int, width: int, **options: Any) -> Any:
+    q, kv = np.ones((heads, queries, width), np.float32), np.ones((heads, keys, width), np.float32)
+    return relative_attention(xp.asarray(q), xp.asarray(kv), xp.asarray(kv), **options)
+
+
+def warnings_of(*arguments: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*arguments, **options)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_a_first_long_call_warns(library: str) -> None:
+    xp = pytest.importorskip(library)
+    heads, queries, keys, width = LONG
+    assert warnings_of(xp, heads, queries, keys - 1, width) == []
+    (message,) = warnings_of(xp, *LONG)
+    assert message.startswith("long calls on CPUs take several times as long as they could. Compiled kernels: none: ")
+    assert "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary relskew-core relskew-core`" in message
+    assert warnings_of(xp, *LONG) == []
+
+
+def test_who_wants_none_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warnings_of(np, *LONG, impl="portable") == []
+    monkeypatch.setenv("RELSKEW_PURE", "1")
+    assert warnings_of(np, *LONG) == []
+    monkeypatch.setenv("RELSKEW_PURE", "0")
+    assert len(warnings_of(np, *LONG)) == 1
+
+
+def test_no_warning_is_part_of_a_compiled_graph() -> None:
+    torch = pytest.importorskip("torch")
+    compiled = torch.compile(lambda x: relative_attention(x, x, x, causal=True), fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        compiled(torch.ones(1, 1024, 256))
+
+
+def test_whoever_has_kernels_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compiled, "kernels", object())
+    q = np.ones((1, 1024, 256), np.float32)
+    told.warn_of_long_calls(Operands(q, q, q))
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ((sys, "platform", "win32"), "none: they are not made for Windows"),
+        (
+            (sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get),
+            "none: they are not made for a Python without the GIL",
+        ),
+    ],
+    ids=["Windows", "no GIL"],
+)
+def test_where_there_are_none_nothing_is_to_be_done(
+    where: tuple[Any, str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*where)
+    assert told.told() == why
