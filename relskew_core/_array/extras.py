@@ -5,6 +5,7 @@ from __future__ import annotations
 
 def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Return the error of an import within a ``part``, with what to install; a broken package is raised as it is."""
-    if (error.name or "").startswith("relskew_core"):
+    package = (error.name or "").partition(".")[0]
+    if package == "relskew_core":
         raise error
-    return ModuleNotFoundError(f"{part} needs {error.name}: pip install 'relskew-core[{extra}]'", name=error.name)
+    return ModuleNotFoundError(f"{part} needs {package}: pip install 'relskew-core[{extra}]'", name=error.name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from relskew_core._array.checks import check_int, describe
+from relskew_core._array.integers import integers
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._block.spec import BlockSpec
 
@@ -44,6 +45,17 @@ class Growing(NamedTuple):
             check_cached(name, value, length, new)
         k, v = (xp.concat([old, new], axis=-2) for old, new in zip(self, (k, v), strict=True))
         return k, v, Growing(k, v), {"offset": length}
+
+
+def slid(cache: Any, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
+    """Append new keys and values to the last ones, a tuple of keys, values and how many are there; forget as many."""
+    keep, n = cache.keys.shape[-2], k.shape[-2]
+    for name, old, new in (("past.keys", cache.keys, k), ("past.values", cache.values, v)):
+        check_cached(name, old, keep, new)
+    k, v = (xp.concat(pair, axis=-2) for pair in ((cache.keys, k), (cache.values, v)))
+    unfilled = integers(0, keep + n, device=None, xp=xp) < keep - cache.length
+    present = type(cache)(k[..., n:, :], v[..., n:, :], xp.minimum(cache.length + n, keep))
+    return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
 
 
 def check_cached(name: str, value: Any, length: int, new: Array) -> None:

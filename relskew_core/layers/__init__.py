@@ -1,3 +1,3 @@
-"""Modules for the frameworks that people build models in: ``torch``, ``flax`` and ``equinox``, each by its name."""
+"""Modules for the frameworks that people build models in: ``torch``, ``flax``, ``equinox``, ``mlx``, by their names."""
 
 __all__: list[str] = []

@@ -131,6 +131,7 @@ def test_a_missing_package_names_the_pip_command(
         *(("export", package, "onnx") for package in ("onnx", "ml_dtypes", "numpy")),
         ("layers.torch", "torch", "torch"),
         *((f"layers.{name}", package, name) for name in ("flax", "equinox") for package in (name, "jax")),
+        ("layers.mlx", "mlx", "mlx"),
         ("huggingface", "torch", "torch"),
     ],
 )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import export
 from jax.core import Tracer
 
-from relskew_core._array.typing import Array
-from relskew_core._block.cache import Growing, check_cached, check_room
-from relskew_core._block.spec import BlockSpec
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._block.cache import Growing, check_cached, slid
+from relskew_core._block.module import ModuleBlock
 
 
 class FixedCache(NamedTuple):
@@ -106,13 +106,7 @@ class SlidingCache(NamedTuple):
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
         """Append the new keys and values, and forget as many."""
-        keep, n = self.keys.shape[-2], k.shape[-2]
-        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
-            check_cached(name, old, keep, new)
-        k, v = (jnp.concat(pair, axis=-2) for pair in ((self.keys, k), (self.values, v)))
-        unfilled = jnp.arange(keep + n, dtype=int) < keep - self.length
-        present = SlidingCache(k[..., n:, :], v[..., n:, :], jnp.minimum(self.length + n, keep))
-        return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}
+        return slid(self, k, v, xp=xp)
 
 
 Cache = Growing | FixedCache | SlidingCache
@@ -121,13 +115,8 @@ for kind in Cache.__args__:  # so that what jax.export makes of a step can be se
     export.register_namedtuple_serialization(kind, serialized_name=f"relskew_core.{kind.__name__}")
 
 
-def empty_cache(
-    spec: BlockSpec, batch: int | tuple[int, ...], *, length: int | None, keep: int | None, dtype: Any
-) -> Cache:
-    """Return the cache of a first call: no keys and no values, and perhaps room."""
-    lead, length, keep = check_room(spec, batch, length, keep)
-    shape = (*lead, spec.num_kv_heads, length or keep or 0, spec.head_dim)
-    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
-    if length is keep is None:
-        return Growing(keys, values)
-    return (SlidingCache if length is None else FixedCache)(keys, values, jnp.zeros((), jnp.int32))
+class JaxBlock(ModuleBlock):
+    """What the modules of both frameworks do alike."""
+
+    xp: ClassVar[Namespace] = jnp
+    caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)

@@ -14,8 +14,7 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
-from relskew_core.layers._jax.block import JaxBlock
-from relskew_core.layers._jax.caches import Cache
+from relskew_core.layers._jax.caches import Cache, JaxBlock
 from relskew_core.layers._jax.weights import drawn, taken
 
 

@@ -1,0 +1,14 @@
+"""MLX: relative attention as a module, for models made of modules.
+
+``from relskew_core.layers.mlx import RelativeMultiheadAttention``; nothing else here imports MLX on its own.
+"""
+
+from relskew_core._array.extras import needs_extra as _needs_extra
+
+try:
+    from relskew_core.layers.mlx._caches import FixedCache, SlidingCache
+    from relskew_core.layers.mlx._relative import RelativeMultiheadAttention
+except ModuleNotFoundError as error:
+    raise _needs_extra("relskew_core.layers.mlx", "mlx", error) from error
+
+__all__ = ["FixedCache", "RelativeMultiheadAttention", "SlidingCache"]

@@ -1,0 +1,98 @@
+"""Caches that keep their shape, so that ``mx.compile`` sees every step of decoding as the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from relskew_core._array.known import known_values
+from relskew_core._array.typing import Array
+from relskew_core._block.cache import check_cached, slid
+
+
+class FixedCache(NamedTuple):
+    """Room for the keys and values of a whole sequence, of one shape however much is there.
+
+    Parameters
+    ----------
+    keys, values : array, shape (..., Hkv, N, D)
+        What is there so far, and room.
+    length : array of integers, shape () or (...)
+        How many positions are there, for all items or for each: the next keys are written from there on. Prompts of
+        different lengths, padded on the right, are followed by what comes next after
+        ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
+
+    Notes
+    -----
+    Too many positions are an error where ``length`` is known, and NaN where it is compiled.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
+    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
+    >>> x = mx.random.normal((2, 6, 8))
+    >>> _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))
+    >>> cache = cache._replace(length=mx.array([4, 3]))  # the second prompt is shorter
+    >>> y, cache = attention(x[:, 4:5], past=cache)
+    >>> cache.length
+    array([5, 4], dtype=int32)
+    """
+
+    keys: Array
+    values: Array
+    length: Array
+
+    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
+        """Write the new keys and values behind those that are there; places after them are hidden as the future is."""
+        room, n = self.keys.shape[-2], k.shape[-2]
+        last = known_values(mx.max(self.length))
+        if last is not None and last + n > room:
+            raise ValueError(f"`past` must have room for {n} more positions, got {last} of {room} filled")
+        places = mx.minimum(self.length[..., None] + mx.arange(n), room - 1)[..., None, :, None]
+        fits = (self.length + n <= room)[..., None, None, None]
+        written = []
+        for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
+            check_cached(name, old, room, new)
+            new = mx.where(fits, new, mx.nan)
+            written.append(mx.put_along_axis(old, mx.broadcast_to(places, new.shape), new, axis=-2))
+        keys, values = written
+        return keys, values, FixedCache(keys, values, self.length + n), {"offset": self.length}
+
+
+class SlidingCache(NamedTuple):
+    """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
+
+    A query meets the ``keep`` positions before it, and itself. Positions further away are forgotten.
+
+    Parameters
+    ----------
+    keys, values : array, shape (..., Hkv, keep, D)
+        The last positions, in order; in the beginning, room in front of them.
+    length : array of integers, shape ()
+        How many of them there are, at most ``keep``.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
+    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0)))
+    >>> x, steps, cache = mx.random.normal((2, 20, 8)), [], attention.empty_cache(2, keep=3)
+    >>> for token in mx.split(x, 20, axis=1):
+    ...     y, cache = attention(token, past=cache)
+    ...     steps.append(y)
+    >>> mx.allclose(mx.concatenate(steps, axis=1), attention(x), atol=1e-5).item()
+    True
+    """
+
+    keys: Array
+    values: Array
+    length: Array
+
+    def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
+        """Append the new keys and values, and forget as many."""
+        return slid(self, k, v, xp=xp)

@@ -1,0 +1,195 @@
+"""``RelativeMultiheadAttention``: the attention block as a module of mlx.nn that calls its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+
+from relskew_core._array import mlx
+from relskew_core._array.keywords import explains
+from relskew_core._array.namespace import is_torch
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._block.module import ModuleBlock
+from relskew_core._block.settings import Settings
+from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
+from relskew_core._block.weights import starts_at_zero, uniform_bound
+from relskew_core.layers.mlx._caches import FixedCache, SlidingCache
+
+
+class RelativeMultiheadAttention(ModuleBlock, Module):
+    """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a module of mlx.nn.
+
+    The projections are called as modules, so that what replaces them takes part: quantized ones, say. Dropout goes by
+    ``train()`` and ``eval()``, and by the state of ``mx.random``, as in ``nn.Dropout``.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block.
+    dropout : float, default 0.0
+        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+    impl : {"auto", "portable", "native"}, default "auto"
+        As in :func:`relskew_core.relative_attention`.
+    chunk_size : int, optional
+        As in :func:`relskew_core.relative_attention`.
+    dtype : dtype, default float32
+        Of the parameters, which are drawn in the bounds of :func:`relskew_core.init_weights`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from relskew_core import BlockSpec, Span
+    >>> attention = RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1)
+    >>> attention(mx.random.normal((2, 7, 16))).shape
+    (2, 7, 16)
+    """
+
+    xp: ClassVar[Namespace] = mlx
+    caches: ClassVar[tuple[type[Any], type[Any]]] = (FixedCache, SlidingCache)
+
+    @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        dropout: float = 0.0,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        dtype: Any = mx.float32,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx.nn declares no types there
+        self.settings = Settings.of(spec, dropout, impl, chunk_size)
+        self.spec = spec
+        shapes = spec.weight_shapes()
+        for name in PROJECTIONS:
+            width, source = shapes[f"{name}.weight"]
+            setattr(self, name, Linear(source, width, bias=spec.bias))
+        for name in ATTENDED:
+            setattr(self, name, None)
+        self._put({name: _drawn(spec, name, shape, dtype) for name, shape in shapes.items()})
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
+        """Return a module with the weights of a mapping.
+
+        Parameters
+        ----------
+        weights : mapping of str to array
+            Exactly the keys and shapes of ``spec.weight_shapes()``, of any array library: those of ``init_weights``,
+            of a torch module's ``state_dict``, of another module's :meth:`weights`. They are copied.
+        spec : BlockSpec
+            The block.
+        **options
+            Those of the class.
+
+        Returns
+        -------
+        RelativeMultiheadAttention
+            Its parameters are of the weights' dtype.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If keys or shapes are others; the message names the key.
+
+        Examples
+        --------
+        >>> from relskew_core import BlockSpec, Span, init_weights
+        >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
+        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention.q_proj.weight.shape, attention.rel_k.shape
+        ((16, 16), (4, 32, 4))
+        """
+        module = cls(spec, **options)
+        spec.check_weights(weights)
+        module._put({name: _copy(weights[name]) for name in spec.weight_shapes()})
+        return module
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
+        return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
+
+    @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
+    def __call__(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        past: tuple[Array, Array] | FixedCache | SlidingCache | None = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        offset: int | Sequence[int] | Array | None = None,
+        segments: Array | tuple[Array, Array] | None = None,
+        positions: tuple[Array, Array] | None = None,
+    ) -> Any:
+        """Project, attend with relative positions, project back.
+
+        Parameters
+        ----------
+        x : array, shape (..., Lq, E)
+            Input of the queries, and of the keys and values unless ``spec.cross``.
+        memory : array, shape (..., Lk, E), optional
+            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+        past : cache, optional
+            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
+            the queries then stand at positions ``P … P + Lq - 1``.
+        mask : array, optional
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
+            are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
+        key_padding_mask : array, shape (..., Lk), optional
+            Boolean, ``True`` for keys that are padding and not attended to.
+        offset, segments, positions : optional
+            As in :func:`relskew_core.relative_attention`. A cache knows its own offset.
+
+        Returns
+        -------
+        y : array, shape (..., Lq, E)
+        present : cache
+            Only with ``past``, and of its kind: the next call's ``past``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        seed = mx.random.randint(0, 2**31 - 1) if self.training and self.settings.dropout else None
+        return self._call(
+            x, memory, seed, past=past, mask=mask, key_padding_mask=key_padding_mask, offset=offset,
+            segments=segments, positions=positions,
+        )  # fmt: skip
+
+    def _put(self, weights: Mapping[str, Array]) -> None:
+        for name, weight in weights.items():
+            owner, _, part = name.rpartition(".")
+            setattr(getattr(self, owner) if owner else self, part, weight)
+
+    def _project(self, name: str, x: Array) -> Array:
+        return getattr(self, name)(x)
+
+    def _tables(self) -> dict[str, Array]:
+        return {name: table for name in ATTENDED if (table := getattr(self, name)) is not None}
+
+
+def _drawn(spec: BlockSpec, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Draw the weight of a name, in the bounds of :func:`relskew_core.init_weights`."""
+    bound = 0.0 if starts_at_zero(name) else uniform_bound(spec, name)
+    return mx.random.uniform(-bound, bound, shape, dtype) if bound else mx.zeros(shape, dtype)
+
+
+def _copy(x: Any) -> Array:
+    """Return an array in MLX, of the same dtype."""
+    if is_torch(x):
+        x = x.detach().cpu()
+    elif hasattr(x, "strides"):  # NumPy's, which MLX does not take with negative ones
+        x = x.copy()
+    return mx.asarray(x, dtype=getattr(mx, str(x.dtype).rpartition(".")[2]), copy=True)
