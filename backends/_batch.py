@@ -27,18 +27,15 @@ def flattened(operands: Operands, *, xp: Namespace) -> Operands:
             return mask_by_batch(x, operands.q, xp=xp)
         if name in TABLES and x.ndim > (2 if kind is Kind.BIAS else 3):
             return xp.reshape(x, (math.prod(x.shape[:lead]), *x.shape[lead:]))
-        return labels_by_batch(x, operands.q, xp=xp) if kind is Kind.LABEL else x
+        return labels_by_batch(x, xp=xp) if kind is Kind.LABEL else x
 
     return operands._replace(**{name: flat(name, x) for name, x in operands._asdict().items() if x is not None})
 
 
-def labels_by_batch(labels: Array, q: Array, *, xp: Namespace) -> Array:
-    """Return labels with one axis before that of their sequence, whole or 1."""
-    *given, count = labels.shape
-    if math.prod(given) != 1:
-        lead = tuple(q.shape[:-3])
-        labels = xp.broadcast_to(xp.reshape(labels, (*(1,) * (len(lead) - len(given)), *given, count)), (*lead, count))
-    return xp.reshape(labels, (math.prod(labels.shape[:-1]), count))
+def labels_by_batch(labels: Array, *, xp: Namespace) -> Array:
+    """Return labels, which are one for all items or one for each, with one axis before that of their sequence."""
+    *lead, count = labels.shape
+    return xp.reshape(labels, (math.prod(lead), count))
 
 
 def mask_by_batch(mask: Array, q: Array, *, xp: Namespace) -> Array:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from relskew_core._array.namespace import device
 from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
@@ -35,17 +34,11 @@ def refusal(options: Options) -> str | None:
     return None
 
 
-def of_a_run(options: Options) -> Options:
-    """Return the options of a call of some items, wherever they are."""
-    pattern = options.visibility
-    return replace(options, visibility=Visibility(pattern.n_queries, pattern.n_keys, 0))
-
-
 def attention(
     operands: Operands, options: Options, *, xp: Namespace, attend: Callable[..., Any], split: Split
 ) -> tuple[Array, Array | None]:
     """Return the output and, if asked for, the log-sum-exp."""
-    found = [attend(*run, xp=xp) for run in runs(operands, options, xp=xp, split=split)]
+    found = [attend(*run) for run in runs(operands, options, xp=xp, split=split)]
     outs, sums = zip(*found, strict=True)
     rows = operands.q.shape[:-1]
     out = xp.reshape(xp.concat(outs), (*rows, operands.v.shape[-1]))
@@ -71,14 +64,14 @@ def attention_vjp(
         for name, x in named.items()
     }
     total = {
-        name: xp.zeros(x.shape, dtype=wide(x.dtype, xp=xp), device=device(x))
+        name: xp.zeros_like(x, dtype=wide(x.dtype, xp=xp))
         for name in DIFFERENTIABLE
         if (x := getattr(like, name)) is not None and xp.isdtype(x.dtype, "real floating")
     }
     places = {name: _apart(name, x, sizes, split) for name, x in total.items()}
     for index, (own, pattern) in enumerate(runs(operands, options, xp=xp, split=split)):
         cotangents = {name: pieces[index] for name, pieces in given.items()}
-        found = pull_back(operands=own, options=pattern, **cotangents, xp=xp)
+        found = pull_back(operands=own, options=pattern, **cotangents)
         for name, pieces in places.items():
             pieces[index][...] += getattr(found, name)
     return Gradients(**_compiled.of_call(total, operands, xp=xp))

@@ -37,12 +37,10 @@ ALONE_WORTH = 2
 """Queries whose products take as long as one's, which waits for its keys."""
 
 
-def _declared(names: str) -> tuple[str, ...]:
-    found: tuple[str, ...] = getattr(kernels, names, ())
-    return found
-
-
-WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = map(_declared, ("WHOLE", "REAL", "ARRAYS", "INTEGERS", "GRADIENTS"))
+_declared: list[tuple[str, ...]] = [
+    getattr(kernels, names, ()) for names in ("WHOLE", "REAL", "ARRAYS", "INTEGERS", "GRADIENTS")
+]
+WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = _declared
 """What the kernels are given and give, by names that they say themselves, in their order: numbers, of which keys and
 offset come first, arrays, integers of queries and keys, gradients."""
 
@@ -91,30 +89,30 @@ def missing() -> str | None:
     return "no kernels were compiled at installation" if kernels is None else None
 
 
-def refusal(x: Operands, options: Options) -> str | None:
-    """Say why a call is not one for these kernels."""
-    if (reason := missing()) is not None or serves(x, options):
+def refusal(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> str | None:
+    """Say why a call is not one for these kernels, or for those who bring it to them and take more."""
+    if (reason := missing()) is not None or serves(x, options, known):
         return reason
-    names = unknown(x, options, KNOWN)
+    names = unknown(x, options, known)
     told = f"`{'` and `'.join(names)}`" if names else "such sizes, dtypes, offsets, segments or positions"
     return f"the compiled kernels do not take {told}"
 
 
-def serves(x: Operands, options: Options) -> bool:
+def serves(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
     """Whether a call is one for these kernels."""
-    if not serves_kind(x, options):
+    if not serves_kind(x, options, known):
         return False
     if x.k_segments is not None and not _near(*_ends(x.q_segments, x.k_segments)):
         return False
     return x.k_positions is None or _reached(x, options)
 
 
-def serves_kind(x: Operands, options: Options) -> bool:
+def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
     """Whether a call is one for these kernels whatever its integers are: in 32 bits, and if tables reach them."""
     if (
         kernels is None
         or not str(x.q.dtype).endswith(DTYPES)
-        or unknown(x, options, KNOWN)
+        or unknown(x, options, known)
         or abs(options.visibility.offset) >= OFFSETS
     ):
         return False

@@ -18,7 +18,7 @@ def serve(function: str, call: Problem) -> Path | str:
     if not isinstance(options.visibility, RaggedVisibility):
         reason = _compiled.refusal(x, options)
         return reason or Path(attention, attention_vjp, knows=_compiled.KNOWN, half=half)
-    reason = _ragged.refusal(options) or _compiled.refusal(x, _ragged.of_a_run(options))
+    reason = _ragged.refusal(options) or _compiled.refusal(x, options, _ragged.KNOWN)
     return reason or Path(
         partial(_ragged.attention, attend=attention, split=_ragged.slices),
         partial(_ragged.attention_vjp, pull_back=attention_vjp, split=_ragged.slices),

@@ -51,7 +51,7 @@ def _on_cpus(call: Problem) -> Path | str:
         # It would be compiled anew for every value of a softcap that is learned.
         knows -= {"softcap"} if varies(options.softcap) else set()
     else:
-        reason = reason or _compiled.refusal(x, _ragged.of_a_run(options) if is_ragged else options)
+        reason = reason or _compiled.refusal(x, options, knows)
     if reason is not None:
         return reason
     if not is_ragged:

@@ -176,7 +176,7 @@ class Checked:
     call: Any  # what the kernels are to know
     as_given: bool  # whether they get the caller's arrays as they are
     one_query: bool  # wherever it is, and however many keys there are
-    ambiguous: int  # how many keys a table without a span may be the full one of
+    guessed: int  # rows of a table without a span, 0 if there is none
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -191,9 +191,8 @@ class Checked:
         as_given = all(getattr(given, name) is getattr(operands, name) for name in DIFFERENTIABLE)
         known = replace(call, given=Operands(None, None, None))
         span = call.options.span
-        guessed = given.span is None and span.right == 0 and span.rows > 1 and has_tables(x)
-        ambiguous = (span.rows + 1) // 2 if guessed and span.rows % 2 else 0
-        return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, ambiguous)
+        guessed = given.span is None and span.right == 0 and has_tables(x)
+        return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, span.rows if guessed else 0)
 
     def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
         """Return the results of a call of this kind; ``None`` leaves it, and its errors, to the usual way.
@@ -203,8 +202,8 @@ class Checked:
         problem, call = self.problem, self.call
         if self.one_query:
             count = x.k.shape[-2]
-            call = None if count == self.ambiguous else call.at(count, offset)
-            if call is None:
+            full = self.guessed == 2 * count - 1  # the table may be that of all keys, then
+            if full or (call := call.at(count, offset)) is None:
                 return None
         if not (formed or self.as_given):
             own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}

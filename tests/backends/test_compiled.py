@@ -30,8 +30,10 @@ from relskew_core import Span, backends, relative_attention, relative_attention_
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import DIFFERENTIABLE, Arguments, Operands
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _compiled
+from relskew_core.backends import _compiled, _threads
+from relskew_core.backends._compiled.told import told as told_of_processors
 from relskew_core.backends._torch.cpu import compiled as of_torch
+from relskew_core.backends._torch.cpu import threads as of_threads
 
 kernels = _compiled.kernels
 
@@ -452,6 +454,32 @@ def test_torch_works_on_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[3] == (team, 1)
 
 
+def test_the_threads_of_torch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_threads, "_address", of_threads._address.__wrapped__)
+    for forked in (False, True):
+        monkeypatch.setattr(of_threads, "_forked", forked)
+        assert (of_threads.team() > 0) == (sys.platform == "linux" and not forked)
+    monkeypatch.setattr(of_threads, "_forked", False)
+    monkeypatch.setattr(of_threads, "_symbol", lambda name: None)
+    assert of_threads.team() == 0
+
+
+def test_a_short_call_is_for_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, ...]] = []
+    threads = {name: lambda *args: found.append(args[-2:]) for name in ("attend", "pull_back")}
+    monkeypatch.setattr(_compiled, "kernels", SimpleNamespace(**{**vars(kernels), **threads}))
+    monkeypatch.setattr(_threads, "_numpy_threads", 3)
+    # Heads, queries, keys and width; keys of a window alone are seen.
+    for (heads, n, m, width), window in (
+        ((2, 8, 200, 16), None), ((2, 200, 8, 16), None), ((1, 1, 99, 99), None), ((4, 200, 200, 16), (9, 9)),
+        ((40, 200, 200, 16), None), ((20, 1, 9999, 16), None), ((40, 2000, 2000, 8), (9, 9)),
+    ):  # fmt: skip
+        q, k = np.zeros((heads, n, width), np.float32), np.zeros((heads, m, width), np.float32)
+        relative_attention(q, k, k, window=window, offset=0)
+        relative_attention_vjp(q, q, k, k, window=window, offset=0, out=q, lse=q[..., 0])
+    assert found == [(0, 1)] * 8 + [(0, 3)] * 6
+
+
 @dtypes
 def test_memory_is_given_back(dtype: str) -> None:
     rng = np.random.default_rng(0)
@@ -687,7 +715,7 @@ import torch
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, and not among what is exported
 from relskew_core import relative_attention, relative_attention_vjp
 from relskew_core._kernel import call as declared
-from relskew_core.backends import _compiled
+from relskew_core.backends import _compiled, _threads
 
 assert declared.__file__ == str(call.resolve())
 assert "tilt" in declared.Operands._fields
@@ -724,8 +752,8 @@ def test_a_new_array_of_a_call_is_refused_where_it_is_used_and_changes_nothing_e
         ("positions", 2**30, 20, False),
         ("positions", -(2**61), 20, False),
         ("segments", 2**30, 20, False),
-        ("positions", 90, 2000, False),  # a long table for few keys
-        ("positions", 90, 1000, True),
+        ("positions", 90, 1230, False),  # a long table for few keys
+        ("positions", 90, 1200, True),
     ],
 )
 def test_integers_that_are_far_apart_are_for_others(
@@ -745,6 +773,20 @@ def test_integers_that_are_far_apart_are_for_others(
     assert bool(found) == served
 
 
+@pytest.mark.parametrize("first", [-(2**40), -(2**30) - 4, -100, 0, 100, 2**30 - 4, 2**40])
+def test_a_table_reaches_positions_wherever_they_begin(first: int) -> None:
+    places = first + np.array([3, 0, 8]), first + np.array([7, 2, 4, 1])
+    rng = np.random.default_rng(0)
+    q, k, table = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 8), (1, 4, 8), (15, 8)))
+    found, expected = (
+        relative_attention(q, k, k, table, Span(7, 7), positions=places, impl=impl) for impl in ("native", "portable")
+    )
+    close(found, expected)
+    call = problem(Arguments(q, k, k, table, Span(7, 7), positions=places))
+    for span, reached in ((Span(7, 7), True), (Span(6, 8), False), (Span(8, 6), False), (Span(6, 8, "zero"), True)):
+        assert _compiled.serves(call.operands(), replace(call.options, span=span)) == reached
+
+
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 @pytest.mark.parametrize("unit", kernels_built.UNITS, ids=str)
 def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit) -> None:
@@ -760,6 +802,24 @@ def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit) -> N
 def test_a_level_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="'x86-64-v9' is not compiled"):
         kernels.use("x86-64-v9")
+
+
+def test_which_processors_they_are_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, name = "every floating dtype on CPUs", kernels.__name__
+    assert (LEVELS[-1] if LEVELS[1:] else "any") in told_of_processors()
+    for level, whom in (("x86-64-v3", "x86-64-v3"), ("base", f"any {platform.machine()}")):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LEVELS=("base", level)))
+        assert told_of_processors() == f"for {whom}, {what}"
+    monkeypatch.setitem(sys.modules, name, None)
+    none = "none: no C++ compiler served at installation, or relskew was made without them"
+    assert told_of_processors() == f"{none} (RELSKEW_PURE=1, a wheel for every platform)"
+
+    def broken(module: str) -> Any:
+        raise ImportError(f"{module}: undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    why = f"none: what was compiled at installation cannot be loaded: {name}: undefined symbol"
+    assert told_of_processors() == why
 
 
 def test_without_them_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:

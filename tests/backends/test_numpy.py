@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import dense
 from relskew_core import Span, backends, relative_attention, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends import _compiled
+from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._numpy import serve
 from relskew_core.backends._path import Path
 
@@ -163,6 +164,20 @@ def test_a_number_of_threads_that_is_none_is_refused(threads: Any, error: type[E
         backends.set_numpy_threads(threads)
 
 
+def test_threads_are_as_many_as_processors_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3 + process), raising=False)
+    assert _threads.numpy_threads() == 3
+    backends.set_numpy_threads(5)
+    with _threads.numpy_on_one_thread():
+        assert _threads.numpy_threads() == 1
+    assert _threads.numpy_threads() == 5
+    backends.set_numpy_threads(None)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for count, threads in ((7, 7), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert _threads.numpy_threads() == threads
+
+
 @pytest.mark.usefixtures("two_threads")
 def test_a_thread_pool_may_call_it() -> None:
     given = arrays(150)
@@ -222,6 +237,42 @@ def test_forked_processes_may_call_it() -> None:
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.stdout == "done\n", done.stderr
+
+
+FAR = np.arange(150) * 2**30
+BY_ITEM: dict[str, Any] = {"offset": [1, 0, 2]}
+ONE_OFFSET = "the compiled kernels take `block_size` and `dropout` with one `offset` for all items"
+NO_OFFSET = "the values of `offset` are not known, or there are none"
+UNFIT = "the compiled kernels do not take such sizes, dtypes, offsets, segments or positions"
+
+
+@pytest.mark.parametrize(
+    ("items", "width", "options", "reason"),
+    [
+        (3, 8, {**BY_ITEM, "block_size": 2}, ONE_OFFSET),
+        (3, 8, {**BY_ITEM, "dropout": 0.5, "seed": 0}, ONE_OFFSET),
+        (0, 8, {"offset": []}, NO_OFFSET),
+        (3, 0, {}, UNFIT),
+        (3, 8, {"segments": FAR}, UNFIT),
+        (3, 8, {**BY_ITEM, "segments": FAR}, UNFIT),
+    ],
+    ids=["blocks", "dropout", "no items", "no values", "segments", "segments of a ragged batch"],
+)
+def test_a_refusal_says_why(items: int, width: int, options: dict[str, Any], reason: str) -> None:
+    q, k, v = (np.broadcast_to(x, (items, *x.shape)) for x in arrays(150)[:3])
+    with pytest.raises(ValueError, match=f"no native path for this call: {re.escape(reason)}$"):
+        relative_attention(q, k, v[..., :width], **options, impl="native")
+
+
+def test_a_refusal_names_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = arrays(9)[0]
+    call = problem(Arguments(q, q, q, mask=np.zeros((9, 9)), softcap=2.0))
+    x, options = call.operands(), call.options
+    assert _compiled.refusal(x, options) is None
+    names = _compiled.refusal(x, options, _compiled.KNOWN - {"mask", "softcap"})
+    assert names == "the compiled kernels do not take `mask` and `softcap`"
+    monkeypatch.setattr(_compiled, "kernels", None)
+    assert _compiled.refusal(x, options) == "no kernels were compiled at installation"
 
 
 @pytest.mark.filterwarnings("error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -67,11 +68,13 @@ def close(found: Any, expected: Any) -> None:
 
 @libraries
 def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[..., Any], known: dict[Any, Any]) -> None:
-    for m in (3, 9, 1, 9, 40):
-        x = [library(each) for each in drawn(1, m)]
-        for more in ({}, {"offset": m + 5}, {"offset": -2}, {"offset": 0}):
-            close(attend(*x, **more), attend(*x, impl="portable", **more))
-    assert len(known) == 1
+    for width in (4, 2):
+        for m in (3, 9, 1, 9, 40):
+            q, k, v, table = (library(each) for each in drawn(1, m))
+            x = q, k, v[..., :width], table
+            for more in ({}, {"offset": m + 5}, {"offset": -2}, {"offset": 0}):
+                close(attend(*x, **more), attend(*x, impl="portable", **more))
+    assert len(known) == 2  # one for either width of values
 
 
 @libraries
@@ -98,11 +101,34 @@ def test_calls_alike_are_one_kind(library: Callable[..., Any], known: dict[Any, 
     assert len(known) == 2
 
 
+@libraries
+def test_a_function_is_called_for_calls_of_unknown_kinds_alone(library: Callable[..., Any]) -> None:
+    asked: list[Any] = []
+    call = prepared.first(lambda given, kind: asked.append((given, kind)), Arguments)
+    q, k, v, table = (library(each) for each in drawn(3, 9))
+    options: dict[str, Any] = {"v": v, "rel_k": table, "span": Span.causal(64), "causal": True, "offset": 6}
+    call(q, k, **options)
+    given, kind = asked.pop()
+    assert (given.q, given.v, given.causal) == (q, v, True)  # the very arrays
+    expected = relative_attention(q, k, **options)
+    assert kind[0] in prepared._checked
+    close(call(q, k, **options), expected)
+    assert not asked
+    options["segments"] = library(np.zeros(3, int)), library(np.zeros(9, int))
+    call(q, k, **options)
+    assert asked.pop()[1] is None
+
+
 def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MOST", 3)
     for m in range(3, 13):
         attend(*tensors(3, m))
         assert 1 <= len(known) <= 3
+    attention: Any = relative_attention
+    options = {"span": Span.causal(64), "causal": True, "offset": 6, "scale": 1.0}
+    for names in itertools.permutations(options):
+        attention(*tensors(3, 9), **{name: options[name] for name in names})
+        assert 1 <= len(prepared._alike) <= 3
 
 
 @every_case
@@ -394,10 +420,26 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @libraries
 @pytest.mark.parametrize("lead", [(), (2,), (3, 2), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("span", "window", "offsets"),
+    [
+        (Span(40, 23, "clip"), None, (8, 2, 2**38, -(2**38))),
+        (Span.causal(64), (None, 0), (8, 63, -5)),
+        (Span(60, 3), (60, 3), (2, 63, 500)),
+        (Span(3, 60), (3, None), (69, 10, 9)),
+    ],
+    ids=str,
+)
 def test_one_query_is_checked_once(
-    library: Callable[..., Any], lead: tuple[int, ...], masked: bool, unchecked: Callable[[], None]
+    library: Callable[..., Any],
+    lead: tuple[int, ...],
+    masked: bool,
+    span: Span,
+    window: Any,
+    offsets: tuple[int, ...],
+    unchecked: Callable[[], None],
 ) -> None:
-    """Whatever it attends to, and wherever it stands."""
+    """Whatever it attends to, and wherever it stands, as long as its tables reach what it sees."""
     calls = []
     for m in (9, 5, 70):
         q, k, v, table = drawn(1, m)
@@ -406,8 +448,8 @@ def test_one_query_is_checked_once(
         arrays["rel_k"] = library(table)
         if masked:
             arrays["mask"] = library(np.arange(m)[None] % 3 > 0)
-        calls += [{**arrays, "offset": offset} for offset in (m - 1, 2, 2**38, -(2**38))]
-    options: dict[str, Any] = {"span": Span(40, 23, "clip"), "return_lse": True}
+        calls += [{**arrays, "offset": offset} for offset in offsets]
+    options: dict[str, Any] = {"span": span, "window": window, "return_lse": True}
     expected = [relative_attention(**call, **options, impl="portable") for call in calls]
     relative_attention(**calls[0], **options)
     unchecked()
@@ -510,6 +552,29 @@ def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkey
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert len(cuts) == 2
+
+
+@pytest.mark.parametrize("lead", [(3,), (3, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_one_query_of_padded_keys(lead: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys are cut as those of many queries; those of an item may all be padding."""
+    monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
+    attention: Any = relative_attention
+    for m in (9, 12):
+        x = [y.reshape(*lead, *y.shape[1:]) if y.ndim == 4 else y for y in tensors(1, m)]
+        mask = (torch.arange(m) < torch.tensor([m, 0, 5])[:, None]).reshape(*lead, 1, 1, m)
+        if kind == "additive":
+            mask = torch.where(mask, torch.linspace(-1, 1, m, dtype=torch.float64), -torch.inf)
+        options: Any = {"causal": True, "span": Span.causal(64), "offset": m - 2, "return_lse": True}
+        both = []
+        for impl in ("auto", "portable"):
+            alone = attention(*x, mask=mask, impl=impl, **options)
+            wanted = [y.detach().requires_grad_() for y in (*x, *([mask] if kind == "additive" else []))]
+            learned = {"mask": mask, **({"mask": wanted[4]} if kind == "additive" else {})}
+            out, lse = attention(*wanted[:4], **learned, impl=impl, **options)
+            loss = out.sin().sum() + lse[lse > -torch.inf].cos().sum()
+            both.append([*alone, out, lse, *torch.autograd.grad(loss, wanted)])
+        torch.testing.assert_close(*both, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -126,6 +126,8 @@ def test_items_keep_the_keys_that_masks_leave_and_no_mask() -> None:
     """One that keeps no key is no part of it."""
     expected = [(1, 24, False), (1, 20, False), (1, 19, False), (1, 6, False), (2, 20, False)]
     assert cut(visible(holes=False)) == expected
+    added = torch.zeros(()).where(visible(holes=False), -torch.inf)
+    assert cut(added) == [(items, keys, True) for items, keys, _ in expected]
     assert cut(visible(holes=False)[1:2]) == [(7, 20, False)]
     assert cut(visible(holes=True)[3:4]) == [(7, 6, True)]
     assert cut(visible(holes=False)[2:3], block_size=4) == [(7, 20, True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -68,17 +69,21 @@ def test_so_are_their_explicit_gradients(options: dict[str, Any], given: tuple[s
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
 
 
-def test_two_axes_before_the_heads() -> None:
+@pytest.mark.parametrize(("lead", "of_mask"), [((), (3,)), ((2, 3), (2, 1))], ids=str)
+def test_two_axes_before_the_heads(lead: tuple[int, ...], of_mask: tuple[int, ...]) -> None:
     offsets = torch.tensor(OFFSETS).reshape(2, 3)
-    mask = torch.linspace(-1, 1, 3 * KEYS, dtype=torch.float64).reshape(3, 1, 1, KEYS)  # for all along the first
+    mask = torch.linspace(-1, 1, math.prod(of_mask) * KEYS, dtype=torch.float64).reshape(*of_mask, 1, 1, KEYS)
+    segments = torch.arange(LENGTH) // 4, (torch.arange(math.prod(lead) * KEYS) // 5 % 4).reshape(*lead, KEYS)
     found, expected = (
-        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, causal=True) for impl in (NATIVE, "portable")
+        by_autograd(impl, arrays((2, 3)), offset=offsets, mask=mask, segments=segments, causal=True)
+        for impl in (NATIVE, "portable")
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     detached: dict[str, Any] = {name: x.detach() for name, x in arrays((2, 3)).items()}
     vjps = [
         relative_attention_vjp(
-            expected[0].detach(), **detached, span=Span.clipped(4), offset=offsets, mask=mask, impl=impl
+            expected[0].detach(), **detached, span=Span.clipped(4), offset=offsets, mask=mask, segments=segments,
+            impl=impl,
         )
         for impl in (NATIVE, "portable")
     ]  # fmt: skip

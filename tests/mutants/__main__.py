@@ -17,25 +17,27 @@ from mutants.changed import has_changed
 from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
-CORE, EXPORT = "relskew_core/_", "relskew_core/export/_"
+BACKENDS, CORE, EXPORT = "relskew_core/backends/_", "relskew_core/_", "relskew_core/export/_"
 
 
-def _tests(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/export/test_{name}.py" for name in names.split())
+def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
 
 
-SUITES = {  # the modules, and the tests that are to notice their mutants
+SUITES = {  # the modules, each for the first suite that has it, and the tests that are to notice their mutants
+    "kernels": (
+        (
+            *(f"{BACKENDS}{name}" for name in ("compiled", "numpy", "batch", "ragged", "threads", "torch/cpu")),
+            f"{CORE}functions/prepared",
+        ),
+        (
+            *_tests("compiled numpy prepared torch_operator torch_padding torch_ragged way_of_a_call", "backends"),
+            *_tests("hidden traps", "core"),
+        ),
+    ),
     "core": (
         (f"{CORE}positions", f"{CORE}kernel", f"{CORE}functions"),
         ("tests/core", "tests/backends/test_prepared.py"),
-    ),
-    "kernels": (
-        tuple(f"relskew_core/backends/{name}" for name in ("_compiled", "_numpy/compiled", "_batch", "_ragged")),
-        (
-            *(f"tests/backends/test_{name}.py" for name in ("way_of_a_call", "prepared", "numpy", "torch_ragged")),
-            "tests/core/test_hidden.py",
-            "tests/backends/test_compiled.py",
-        ),
     ),
     "saving": ((f"{EXPORT}publish", f"{EXPORT}save"), _tests("save")),
     "validation": (
@@ -50,7 +52,7 @@ SUITES = {  # the modules, and the tests that are to notice their mutants
     "models": ((f"{EXPORT}whole",), _tests("convert decoder_check fixed generate names whole")),
     "translation": ((f"{EXPORT}from_torch",), _tests("translation")),
 }
-TORCH = ("models",)  # whose tests export models of torch, a second or more each: try a sample
+TORCH = ("kernels", "models")  # whose tests are of torch, too; of models they cost a second or more each: try a sample
 RECORD = Path(__file__).with_name("survivors.md")
 
 
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         parts = [part.removesuffix(".py") for part in asked.only or folders if part.startswith(folders)]
         if parts:
             stage = ROOT / ".mutants" / name
-            mutants = build(stage, parts)
+            mutants = [mutant for mutant in build(stage, parts) if mutant.module not in sizes]
             sizes.update(mutant.module for mutant in mutants)
             if asked.sample:
                 print(f"seed {asked.seed}")
@@ -83,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
                     for mutant in mutants
                     if mutant.line in known or (asked.since and has_changed(mutant, asked.since))
                 ]
-            tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
+            if mutants:
+                tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
     faults = update(RECORD, tried, sizes, again=asked.again, since=bool(asked.since))
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")

@@ -41,8 +41,8 @@ MEMORY = 8 << 30  # and have so much
 # graphs; those that compile, and those that measure; and one that starts Python anew, which does not find mutmut there.
 OTHERS = (
     "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "portable_runtimes", "ndonnx",
-    "[arm", "new_array", "compilers_warn", "forked", "first_long",
-    "limits_of_time", "test_chunks.py::test_memory", "same_bytes",
+    "[arm", "[x86-64", "new_array", "compilers_warn", "forked", "first_long", "own_threads",
+    "limits_of_time", "test_chunks.py::test_memory", "same_bytes", "the_compiler", "compiled_training",
 )  # fmt: skip
 
 # The same examples each time; a failure is enough, no smaller one is looked for.

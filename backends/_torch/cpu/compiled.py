@@ -143,7 +143,7 @@ def _in_rows(x: Tensor | None) -> Tensor | None:
         return None
     if x.numel() and not x.untyped_storage().nbytes() and not x._is_zerotensor():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no memory: its storage was resized to 0")
-    in_one_piece = x.ndim == 0 or x.shape[-1] == 1 or x.stride(-1) == 1
+    in_one_piece = x.shape[-1] == 1 or x.stride(-1) == 1
     if in_one_piece and x.data_ptr() % x.element_size() == 0 and not x._is_zerotensor():
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from relskew_core.backends._torch.operator import flat
 from relskew_core.backends._torch.watched import asks_for_gradients, is_ordinary
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     return attend(operands, compiled.call_of(operands, options))
 
@@ -34,10 +34,10 @@ def attention_vjp(
     operands: Operands,
     options: Options,
     *,
-    xp: Any,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     d_lse: Tensor | None = None,
+    **_: Any,
 ) -> Gradients:
     """Return the gradients of every operand."""
     return Gradients(**compiled.attention_vjp(d_out, operands, options, out, lse, d_lse))

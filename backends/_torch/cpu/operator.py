@@ -23,7 +23,7 @@ from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.operator import Operator
 
 
-def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Tensor, Tensor | None]:
+def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
     """Return the output and, if asked for, the log-sum-exp."""
     return OPERATOR(operands, options)
 
