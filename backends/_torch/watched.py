@@ -45,6 +45,11 @@ def is_ordinary() -> bool:
     )
 
 
+def are_mapped(cotangents: Arrays) -> bool:
+    """Whether autograd has many cotangents in one backward pass (``is_grads_batched``), which no interpreter shows."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in cotangents)
+
+
 def is_watched(arrays: Arrays) -> bool:
     """Whether anybody but the caller and autograd has a part in a call."""
     plain = all(x is None or type(x) in TYPES for x in arrays)

@@ -12,7 +12,7 @@ from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import compiled
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat
-from relskew_core.backends._torch.watched import asks_for_gradients, is_ordinary
+from relskew_core.backends._torch.watched import are_mapped, asks_for_gradients, is_ordinary
 
 
 def attention(operands: Operands, options: Options, **_: Any) -> tuple[Tensor, Tensor | None]:
@@ -56,11 +56,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Return the gradients; where these are to be differentiated again, the operator's."""
+        """Return the gradients; where these are to be differentiated again, or others take part, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints let nobody ask for twice
         x, call = Operands(*operands), ctx.call
         wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary():
+        seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()
+        if seen or are_mapped((d_out, d_lse)):
             found = OPERATOR.vjp(d_out, d_lse, out, lse, " ".join(wanted), *x, *flat(call.own_options))
             gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
