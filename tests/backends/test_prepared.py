@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +160,26 @@ def test_gradients_of_many_cotangents_at_once(which: int) -> None:
     found = torch.autograd.grad(out, x, cotangents, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(out, x, cotangent, retain_graph=True) for cotangent in cotangents]
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))), rtol=0, atol=1e-12)
+
+
+class Noting(TorchDispatchMode):
+    """A mode that notes the names of operators."""
+
+    def __init__(self) -> None:
+        parent: Any = super()  # which has no types
+        parent.__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_backward_pass() -> None:
+    out = attend(*tensors(3, 5, grad=True))
+    with Noting() as mode:
+        out.sum().backward()
+    assert "relskew::attention_vjp" in mode.names
 
 
 def test_checkpoints_find_the_same_graph_again() -> None:
