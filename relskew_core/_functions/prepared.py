@@ -191,7 +191,7 @@ class Checked:
         as_given = all(getattr(given, name) is getattr(operands, name) for name in DIFFERENTIABLE)
         known = replace(call, given=Operands(None, None, None))
         span = call.options.span
-        guessed = given.span is None and span.right == 0 and has_tables(x)
+        guessed = given.span is None and span.right == 0 and span.rows > 1 and has_tables(x)
         return cls(kernels, known, own, as_given, x.q.shape[-2] == 1, span.rows if guessed else 0)
 
     def attend(self, x: Operands, offset: int, *, formed: bool = False) -> Any:
