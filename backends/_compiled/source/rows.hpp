@@ -43,6 +43,14 @@ struct MaskRow {
     }
 
     void hide(const Row &row, Index first) const {
+        if (step == 1)  // as compilers make vectors of it
+            hide(row, first, 1);
+        else
+            hide(row, first, step);
+    }
+
+private:
+    [[gnu::always_inline]] void hide(const Row &row, Index first, Index step) const {
         if (seen)
             for (Index j = row.low; j < row.high; j++) row.at[j] = seen[(first + j) * step] ? row.at[j] : -INF;
         if (added)
