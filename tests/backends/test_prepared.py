@@ -25,9 +25,7 @@ from relskew_core._functions import prepared
 from relskew_core._kernel.call import Arguments
 from relskew_core.backends import _compiled
 from relskew_core.backends._numpy import prepared as numpy_kernels
-from relskew_core.backends._torch.cpu import compiled as of_torch
 from relskew_core.backends._torch.cpu import eager
-from relskew_core.backends._torch.cpu.parts import parts
 
 pytestmark = pytest.mark.skipif(_compiled.kernels is None, reason="no kernels were compiled")
 
@@ -563,35 +561,10 @@ def test_long_calls_are_remembered(library: Callable[..., Any], known: dict[Any,
     assert len(known) == 1
 
 
-def test_long_padded_calls_are_cut_where_a_mask_hides_keys_of_whole_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And their log-sum-exp has its gradient, too."""
-    monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
-    rng = np.random.default_rng(0)
-    shapes = ((3, 2, 40, 8), (3, 2, 40, 8), (3, 2, 40, 8), (79, 8))
-    x = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).requires_grad_() for shape in shapes]
-    mask = (torch.arange(40) < torch.tensor([[40], [0], [17]]))[:, None, None]
-    cuts = []
-
-    def seen(*args: Any) -> Any:
-        cuts.append(args)
-        return parts(*args)
-
-    monkeypatch.setattr(of_torch, "parts", seen)
-    found = []
-    for impl in ("auto", "portable"):
-        out, lse = relative_attention(*x, mask=mask, return_lse=True, impl=impl)  # type: ignore[arg-type]
-        loss = out.sin().sum() + lse.nan_to_num(neginf=0.0).sin().sum()
-        found.append([out, lse, *torch.autograd.grad(loss, x)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert len(cuts) == 2
-
-
 @pytest.mark.parametrize("lead", [(3,), (3, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_one_query_of_padded_keys(lead: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys are cut as those of many queries; those of an item may all be padding."""
-    monkeypatch.setattr(of_torch, "WORTH_CUTTING", 0)
+def test_one_query_of_padded_keys(lead: tuple[int, ...], kind: str) -> None:
+    """They are left out as for many queries; those of an item may all be padding."""
     attention: Any = relative_attention
     for m in (9, 12):
         x = [y.reshape(*lead, *y.shape[1:]) if y.ndim == 4 else y for y in tensors(1, m)]

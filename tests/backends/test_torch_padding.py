@@ -1,4 +1,4 @@
-"""torch on CPU: batches that are cut where masks hide ends of the keys."""
+"""Batches whose masks hide keys from all queries of an item, at the ends or between others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from libraries import NATIVE
 from relskew_core import Span, relative_attention
-from relskew_core._kernel.call import Arguments
-from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.cpu.parts import flattened, parts
 
 LENGTH, KEPT = 24, [(0, 24), (0, 20), (5, 24), (3, 9), (0, 0), (0, 20), (0, 20)]
 GENERATOR = torch.Generator().manual_seed(0)
@@ -112,29 +109,6 @@ def test_an_empty_cache_may_have_any_steps() -> None:
         assert bool(out.any()) == bool(torch.all(lse > -torch.inf)) == (keys > 0)
 
 
-def cut(mask: Tensor, **options: Any) -> list[tuple[int, int, bool]]:
-    """Return for each part how many items and keys it has, and whether it has a mask."""
-    x = torch.zeros(7, 1, LENGTH, 4)
-    call = problem(Arguments(x, x, x, mask=mask, **options))
-    return [
-        (part.operands.q.shape[0], part.operands.k.shape[-2], part.operands.mask is not None)
-        for part in parts(flattened(call.operands()), call.options)
-    ]
-
-
-def test_items_keep_the_keys_that_masks_leave_and_no_mask() -> None:
-    """One that keeps no key is no part of it."""
-    expected = [(1, 24, False), (1, 20, False), (1, 19, False), (1, 6, False), (2, 20, False)]
-    assert cut(visible(holes=False)) == expected
-    added = torch.zeros(()).where(visible(holes=False), -torch.inf)
-    assert cut(added) == [(items, keys, True) for items, keys, _ in expected]
-    assert cut(visible(holes=False)[1:2]) == [(7, 20, False)]
-    assert cut(visible(holes=True)[3:4]) == [(7, 6, True)]
-    assert cut(visible(holes=False)[2:3], block_size=4) == [(7, 20, True)]
-    assert cut(visible(holes=False)[1:2], dropout=0.1, seed=0) == [(7, 24, True)]
-    assert cut(visible(holes=False).expand(-1, 1, LENGTH, -1)) == [(7, 24, True)]
-
-
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_keys_that_are_hidden_from_all_may_be_anything(poison: float) -> None:
     x = torch.randn(2, 2, LENGTH, 4, generator=GENERATOR)
@@ -148,3 +122,25 @@ def test_keys_that_are_hidden_from_all_may_be_anything(poison: float) -> None:
     seen = relative_attention(x, x.index_fill(-2, torch.tensor([0]), torch.nan), x, mask=mask, impl=NATIVE)
     assert isinstance(seen, Tensor)
     assert bool(seen.isnan().all())
+
+
+@pytest.mark.parametrize("n", [2, LENGTH], ids="{} queries".format)
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_keys_and_values_of_padding_may_be_anything(n: int, kind: str, dtype: torch.dtype) -> None:
+    """They are left out: also where what they are would reach sums as 0 · NaN, forward and backward."""
+    hidden = ~visible(holes=False)
+    mask = ~hidden if kind == "boolean" else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+    table = torch.randn(9, 8, generator=GENERATOR).to(dtype)
+
+    def found(poison: float) -> list[Tensor]:
+        GENERATOR.manual_seed(0)
+        q = torch.randn(7, 2, n, 8, generator=GENERATOR).to(dtype).requires_grad_()
+        k, v = torch.randn(2, 7, 2, LENGTH, 8, generator=GENERATOR).to(dtype).masked_fill(hidden.mT, poison)
+        given = [q, k.requires_grad_(), v.requires_grad_(), table.clone().requires_grad_()]
+        q, k, v, rel_k = given
+        out: Any = relative_attention(q, k, v, rel_k, Span.clipped(4), mask=mask, offset=LENGTH - n, impl=NATIVE)
+        return [out, *torch.autograd.grad(out.sum(), given)]
+
+    for x, y in zip(found(torch.nan), found(0.0), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -74,6 +74,7 @@ struct Few {
     const Index query_row, keys_row, value_row;
     Reals queries, relative, logits, outs;
     Softmax softmax[TOGETHER];
+    Padding padding;
     Index entry = 0;
 
     Few(const Problem &x, Tasks &tasks)
@@ -81,19 +82,20 @@ struct Few {
           tasks(tasks),
           query_row(padded(x.width) + padded(x.rel_width) + PANEL),
           keys_row(padded(std::min(KEYS, x.keys)) + 2 * MARGIN),
-          value_row(padded(x.value_width)) {}
+          value_row(padded(x.value_width)),
+          padding(x) {}
 
     bool make() {
         queries = reals(TOGETHER * query_row);
         relative = reals(TOGETHER * keys_row);
         logits = reals(keys_row);
         outs = reals(TOGETHER * value_row);
-        return queries && relative && logits && outs;
+        return queries && relative && logits && outs && padding.make();
     }
 
     void run() {
         for (Task task; tasks.take(task); tasks.finish(task)) {
-            entry = x.entry(task.item);
+            entry = x.entry(task.item), padding.take_keys(task.item);
             task.groups([&](Index group) {
                 const Task::Piece piece = tasks.piece(task, group);
                 for (Index i = piece.first; i < piece.end; i++) attend(task, piece, i);
@@ -110,7 +112,8 @@ struct Few {
     void attend(const Task &task, const Task::Piece &piece, Index i) {
         const Index item = task.item, head = task.head, count = std::min(tasks.heads(), x.heads - head);
         const Index p = x.offset + i;
-        const Seen seen = Seen::of(x, p, p).within(piece.low, piece.high);
+        Seen seen = Seen::of(x, p, p).within(piece.low, piece.high);
+        padding.narrow(seen);
         for (Index n = 0; n < count; n++) take(item, head, n, i);
         for (Index key = seen.low; key < seen.high; key += KEYS) {
             const Index keys = std::min(KEYS, seen.high - key);

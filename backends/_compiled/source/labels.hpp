@@ -20,6 +20,43 @@ struct Bounds {
     void take(Bounds others) { low = std::min(low, others.low), high = std::max(high, others.high); }
 };
 
+// A mask that is the same for all queries of an item, as padding is: the keys at both ends that it hides are left out.
+struct Padding {
+    const Problem &x;
+    const bool here;
+    std::unique_ptr<Index[], Free> firsts,
+        ends;  // from each key on, the first that is left; and up to it, the last's end
+    Index item = -1;
+
+    explicit Padding(const Problem &x) : x(x), here(is_of_keys(x.seen) || is_of_keys(x.added)) {}
+
+    bool make() {
+        if (!here) return true;
+        firsts.reset(static_cast<Index *>(std::calloc(x.keys + 1, sizeof(Index))));
+        ends.reset(static_cast<Index *>(std::calloc(x.keys + 1, sizeof(Index))));
+        return firsts && ends;
+    }
+
+    void take_keys(Index of) {
+        const bool known = item >= 0 && !x.seen.moved(item, 0, of, 0) && !x.added.moved(item, 0, of, 0);
+        if (!here || known) return;
+        item = of, firsts[x.keys] = x.keys, ends[0] = 0;
+        const MaskRow mask = MaskRow::of(x, item, 0, 0);
+        for (Index j = 0; j < x.keys; j++) ends[j + 1] = mask.leaves(j) ? j + 1 : ends[j];
+        for (Index j = x.keys - 1; j >= 0; j--) firsts[j] = mask.leaves(j) ? j : firsts[j + 1];
+    }
+
+    void narrow(Seen &there) const {
+        if (here && !there.none()) there = {firsts[there.low], ends[there.high]};
+    }
+
+private:
+    template <class T>
+    static bool is_of_keys(const Array<T> &mask) {
+        return mask && mask.sizes[1] == 1 && mask.sizes[2] == 1 && mask.sizes[3] > 1;
+    }
+};
+
 // Those of an item's keys and of a block of queries, if there are any.
 struct Labels {
     const Problem &x;

@@ -86,13 +86,14 @@ struct Sight {
     const Problem &x;
     Labels segments;
     Places places;
+    Padding padding;
 
-    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments, false), places(x) {}
+    explicit Sight(const Problem &x) : x(x), segments(x, x.q_segments, x.k_segments, false), places(x), padding(x) {}
 
     explicit operator bool() const { return segments || places; }
 
-    bool make() { return segments.make() && places.make(); }
-    void take_keys(Index item) { segments.take_keys(item), places.take_keys(item); }
+    bool make() { return segments.make() && places.make() && padding.make(); }
+    void take_keys(Index item) { segments.take_keys(item), places.take_keys(item), padding.take_keys(item); }
     void take_queries(Index item, Index first, Index count) {
         segments.take_queries(item, first), places.take_queries(item, first, count);
     }
@@ -101,6 +102,7 @@ struct Sight {
     Seen of(Index m, Index rows, Index p, Index low, Index high) const {
         Seen seen = Seen::of(x, p, p + rows - 1);
         seen = {std::max(low, seen.low), std::min(high, seen.high)};
+        padding.narrow(seen);
         segments.narrow(m, rows, seen), places.narrow(m, rows, seen);
         return seen;
     }

@@ -42,6 +42,9 @@ struct MaskRow {
         return row;
     }
 
+    // Whether it leaves a key to be seen.
+    bool leaves(Index key) const { return seen ? seen[key * step] != 0 : added[key * step] != -INF; }
+
     void hide(const Row &row, Index first) const {
         if (step == 1)  // as compilers make vectors of it
             hide(row, first, 1);
