@@ -31,6 +31,14 @@ EXCEPTIONS = {
         "relskew_core/_block/weights.py",
         "xp.zeros(shape, dtype=xp.float32)",
     ): "on the library's own device",
+    (
+        "relskew_core/_block/module.py",
+        "self.xp.zeros(shape, dtype=dtype)",
+    ): "on the library's own device, and MLX names none",
+    (
+        "relskew_core/_block/module.py",
+        "self.xp.zeros((), dtype=self.xp.int32)",
+    ): "on the library's own device, and MLX names none",
 }
 """Calls that mean a default, and why."""
 
