@@ -267,7 +267,10 @@ class Operator:
                 return None
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in rows}
+        # Labels that differ by item are repeated along the new axis; those that all items share broadcast.
+        labels = operands._asdict()
+        by_item = [x for x in names_of(Kind.LABEL) if labels[x] is not None and labels[x].shape[:-1].numel() > 1]
+        moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in (*rows, *by_item)}
         if operands.mask is not None and dims.mask is not None:
             mask = operands.mask.movedim(dims.mask, 0)
             q_axes = operands.q.ndim - (dims.q is not None)

@@ -83,9 +83,13 @@ def test_the_compiler_takes_every_option(case: dense.Case) -> None:
     torch.testing.assert_close(found, gradients(case, relative_attention, return_lse=True), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["positions", "packed documents", "sinks", "scales by head", "softcap"])
+MAPPED = ["positions", "packed documents", "documents in any order", "sinks", "scales by head", "softcap", "ragged"]
+
+
+@pytest.mark.parametrize("name", MAPPED)
 def test_vmap_takes_every_option(name: str) -> None:
-    (case,) = (case for case in CASES if case.name == name)
+    by_item = dense.Case("ragged", n=3, tables="rel_k rel_v rel_bias", span=Span.full(9), options={"offset": [2, 0]})
+    (case,) = (case for case in (*CASES, by_item) if case.name == name)
     given = tensors(case)
     own = given.pop("q")
     queries = torch.stack([own * factor for factor in (1.0, 0.5, -1.0)])
