@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch_exports
 from torch import Tensor, nn
 
 from relskew_core import Span, relative_attention, sinusoidal_table
@@ -53,13 +53,37 @@ class Made(nn.Module):
         return torch.stack(results)
 
 
-class Both(nn.Module):
+class Network(nn.Module):
+    """As Swin v2 and x-transformers do it: biases that a network makes of positions; and with a memory before them."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.sliced, self.made = Sliced(), Made()
+        torch.manual_seed(0)
+        self.bias = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sliced(x), self.made(x)
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        keys = torch.cat([x.flip(-2), x], -2)
+
+        def biases(left: int, right: int) -> Any:
+            far = torch.arange(-left, right + 1, dtype=x.dtype, device=x.device)[:, None]
+            return self.bias(far.sign() * far.abs().log1p()).mT
+
+        past, q, k = Span(2 * length - 1, 0), cast(Any, x), cast(Any, keys)
+        results: list[Any] = [
+            relative_attention(q, q, q, rel_bias=biases(length - 1, length - 1)),
+            relative_attention(q, k, k, rel_bias=biases(2 * length - 1, 0), span=past, causal=True, offset=length),
+        ]
+        return torch.stack(results)
+
+
+class All(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Sliced(), Made(), Network()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.parts)
 
 
 def heads(batch: int, length: int) -> Tensor:
@@ -67,20 +91,23 @@ def heads(batch: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def test_a_graph_of_any_length() -> None:
-    model = Both()
-    made = torch_to_onnx(model, heads(2, 7))
+@pytest.mark.parametrize("opset", [18, 23])
+def test_a_graph_of_any_length(opset: int) -> None:
+    model = All().eval()
+    vary = {"x": {0: DYNAMIC, 2: DYNAMIC}}
+    made = torch_to_onnx(model, heads(2, 7), opset=opset)
     session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    for shape in [(3, 60), (1, 2)]:
+    plain = torch_exports.session(torch_exports.export(model, (heads(2, 7),), vary, opset, optimize=False))
+    for shape in [(3, 60), (1, 2), (1, 1)]:
         x = heads(*shape)
-        for got, want in zip(session.run(None, {"x": x.numpy()}), model(x), strict=True):
-            np.testing.assert_allclose(got, want.numpy(), rtol=1e-4, atol=1e-5)
+        torch_exports.assert_same(session.run(None, {"x": x.numpy()}), model, x, gate=1e-5)
+        torch_exports.assert_same(plain(x), model, x, gate=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.no_cover
 def test_a_program_of_any_length() -> None:
-    model = Both()
+    model = All()
     program = torch.export.export(model, (heads(2, 7),), dynamic_shapes=({0: DYNAMIC, 2: DYNAMIC},)).module()
     for shape in [(3, 60), (1, 2)]:
         for got, want in zip(program(heads(*shape)), model(heads(*shape)), strict=True):
