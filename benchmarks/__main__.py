@@ -14,30 +14,37 @@ from benchmarks.page import put
 from benchmarks.record import Record, machine
 from benchmarks.runner import ROOT, Benchmark, Case, Row
 
-NAMES = {
-    "calls": "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets",
-    "compiled": "calls beside the same without the compiled kernels",
-    "peak": "what share of the multiplications of a processor the kernels reach; needs a C++ compiler",
-    "half": "calls in half precision beside float32",
-    "cores": "calls on two threads beside one, and by arithmetic on many",
-    "short": "one token, small batches and short training beside the formula by hand",
-    "first": "first calls of fresh processes, and what XLA takes to compile; needs JAX",
-    "options": "options of a call beside the dense masks that people write",
-    "models": "whole torch models: training, decoding, graphs of the compiler",
-    "families": "models of transformers beside themselves replaced; needs transformers",
-    "export": "graphs beside what torch's exporter makes of textbook code; needs onnxruntime",
-    "quantise": "what quantisation costs in accuracy and saves in size",
-    "runtimes": "graphs in old and other runtimes, which it installs",
-    "devices": "what splitting a sequence over GPUs costs, by arithmetic",
-    "gpu": "calls on a GPU; needs torch alone",
-    "gpu_graphs": "graphs in onnxruntime on CUDA",
-    "gpu_registers": "registers, spills and shared memory of the fused kernels; needs no GPU",
+NAMES: dict[str, tuple[str, str]] = {
+    "calls": ("calls.Calls", "calls beside the textbook's, plain attention and FlexAttention: time, memory, targets"),
+    "compiled": ("compiled.Compiled", "calls beside the same without the compiled kernels"),
+    "peak": (
+        "processor.Peak",
+        "what share of the multiplications of a processor the kernels reach; needs a C++ compiler",
+    ),
+    "half": ("compiled.Half", "calls in half precision beside float32"),
+    "cores": ("processor.Cores", "calls on two threads beside one, and by arithmetic on many"),
+    "short": ("short.Short", "one token, small batches and short training beside the formula by hand"),
+    "first": ("first.First", "first calls of fresh processes, and what XLA takes to compile; needs JAX"),
+    "options": ("options.OptionsOfCalls", "options of a call beside the dense masks that people write"),
+    "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
+    "families": ("families.Families", "models of transformers beside themselves replaced; needs transformers"),
+    "export": ("export.Export", "graphs beside what torch's exporter makes of textbook code; needs onnxruntime"),
+    "quantise": ("quantise.Quantise", "what quantisation costs in accuracy and saves in size"),
+    "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
+    "devices": ("devices.Devices", "what splitting a sequence over GPUs costs, by arithmetic"),
+    "gpu": ("gpu.GPU", "calls on a GPU; needs torch alone"),
+    "gpu_graphs": ("gpu_graphs.GPUGraphs", "graphs in onnxruntime on CUDA"),
+    "gpu_registers": (
+        "gpu_registers.GPURegisters",
+        "registers, spills and shared memory of the fused kernels; needs no GPU",
+    ),
 }
 
 
 def load(name: str) -> Benchmark:
     """Return a benchmark by its name."""
-    return import_module(f"benchmarks.{name}").BENCHMARK
+    module, kind = NAMES[name][0].split(".")
+    return getattr(import_module(f"benchmarks.{module}"), kind)()
 
 
 def chosen(cases: Iterable[Case], only: Iterable[str], instead: Iterable[str]) -> Iterator[Case]:
@@ -76,7 +83,7 @@ def line(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, show, document; 1 if a result is wrong."""
-    about = "\n".join(f"  {name:14} {text}" for name, text in NAMES.items())
+    about = "\n".join(f"  {name:14} {text}" for name, (_, text) in NAMES.items())
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=f"Time and memory, side by side:\n\n{about}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -215,6 +215,3 @@ def targets(record: Record) -> str:
     """Return every promise beside what was measured."""
     verdicts = {True: "met", False: "**missed**", None: "–"}
     return markdown(("", "target", "measured", ""), ((*texts, verdicts[met]) for *texts, met in outcomes(record)))
-
-
-BENCHMARK = Calls()

@@ -1,9 +1,12 @@
-"""What the compiled kernels win: calls with them, the same by the portable code, and plain attention of torch."""
+"""Compiled kernels beside the same calls without them, beside plain attention, and in half precision.
+
+All calls are of batch 1, on one thread; `drawn`, `attend` and `passes` serve the next module too.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,37 @@ from relskew_core import Span, backends, relative_attention, relative_attention_
 from relskew_core.backends import _compiled
 
 HEADS, WIDTH = 8, 64
+
+
+def drawn(queries: int, keys: int, dtype: str = "float32", heads: int = HEADS) -> list[Any]:
+    """Return queries, keys, values and a table of the keys."""
+    torch.manual_seed(0)
+    sizes = ((1, heads, queries, WIDTH), (1, heads, keys, WIDTH), (1, heads, keys, WIDTH), (keys, WIDTH))
+    return [torch.randn(size).to(getattr(torch, dtype)) for size in sizes]
+
+
+def attend(q: Any, k: Any, v: Any, table: Any) -> Any:
+    """Attend from the last positions."""
+    return relative_attention(q, k, v, table, causal=True, offset=k.shape[2] - q.shape[2])
+
+
+def passes(function: Callable[..., Any], given: Sequence[Any], *, training: bool) -> Call:
+    """Return a call, or with ``training`` one that returns the gradients of all that is given."""
+    learned = [x.detach().requires_grad_(training) for x in given]
+    d_out = torch.randn_like(given[0])
+
+    def call() -> Any:
+        out = function(*learned)
+        return torch.autograd.grad(out, learned, d_out) if training else out
+
+    return call
+
+
+def after(training: bool) -> str:
+    """Return what a line says of gradients."""
+    return ", with backward" if training else ""
+
+
 CAUSAL = {"causal": True}
 KEYS = ("rel_k", "key_table")
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -37,26 +71,25 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 """Lengths, and what is asked for: tables (``rel_k``) that reach everywhere or are clipped, and options."""
 DOUBLE = (1024, 2048)
 """Lengths of causal calls in float64."""
-TOLERANCES = {"float32": 1e-5, "float64": 1e-12}
 
 
-def arguments(call: str, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a call but for queries, keys and values."""
-    asked = dict(CALLS[call][1])
-    last, reach = length - 1, asked.pop("reach", None)
-    span = Span(last, 0 if "causal" in asked else last) if reach is None else Span.clipped(reach)
-    tables = {name: torch.randn(span.rows, WIDTH, dtype=dtype) for name in asked.pop("tables", ("rel_k",))}
-    if asked.get("mask"):
-        asked["mask"] = torch.randn(1, 1, 1, length) < 1.3  # of ten keys, nine
-    if documents := asked.get("segments"):
-        asked["segments"] = torch.arange(length) * documents // length
-    if asked.get("positions"):
-        asked["positions"] = (torch.randint(0, 4, (length,)).cumsum(0),) * 2
-    return {"span": span, **asked, **tables}
+def asked(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables of a call, and its other arguments but for queries, keys and values."""
+    options = dict(CALLS[call][1])
+    last, reach = length - 1, options.pop("reach", None)
+    span = Span(last, 0 if "causal" in options else last) if reach is None else Span.clipped(reach)
+    tables = {name: torch.randn(span.rows, WIDTH, dtype=dtype) for name in options.pop("tables", ("rel_k",))}
+    if options.get("mask"):
+        options["mask"] = torch.randn(1, 1, 1, length) < 1.3  # of ten keys, nine
+    if documents := options.get("segments"):
+        options["segments"] = torch.arange(length) * documents // length
+    if options.get("positions"):
+        options["positions"] = (torch.randint(0, 4, (length,)).cumsum(0),) * 2
+    return tables, {"span": span, **options}
 
 
 class Compiled(Benchmark):
-    """Calls of batch 1, in both libraries, forward and with backward."""
+    """Calls with options in both libraries, the same by the portable code, and plain attention of torch."""
 
     page = "compiled.md"
     names = ("compiled", "without", "plain")
@@ -73,58 +106,44 @@ class Compiled(Benchmark):
     def prepare(self, case: Case, contender: str) -> Call:
         backends.set_numpy_threads(1)
         threadpool_limits(1, "blas")  # NumPy's own threads spin for a while after their work
-        torch.manual_seed(0)
-        dtype, training = getattr(torch, case["dtype"]), case["training"]
-        q, k, v, d_out = torch.randn(4, 1, HEADS, case["length"], WIDTH, dtype=dtype)
-        given = arguments(case["call"], case["length"], dtype)
+        length, training = case["length"], case["training"]
+        q, k, v, _ = drawn(length, length, case["dtype"])
+        tables, options = asked(case["call"], length, q.dtype)
         if contender == "plain":
-            plain = partial(F.scaled_dot_product_attention, is_causal=given.get("causal", False))
-            return _by_torch(plain, {"query": q, "key": k, "value": v}, d_out, training=training)
-        given |= {"q": q, "k": k, "v": v, "impl": "auto" if contender == "compiled" else "portable"}
+            plain = partial(F.scaled_dot_product_attention, is_causal=options.get("causal", False))
+            return passes(plain, (q, k, v), training=training)
+        options["impl"] = "auto" if contender == "compiled" else "portable"
         if case["library"] == "torch":
-            return _by_torch(relative_attention, given, d_out, training=training)
-        return _by_numpy({name: _as_numpy(x) for name, x in given.items()}, d_out.numpy(), training=training)
+
+            def function(q: Any, k: Any, v: Any, *of: Any) -> Any:
+                return relative_attention(q, k, v, **dict(zip(tables, of, strict=True)), **options)
+
+            return passes(function, (q, k, v, *tables.values()), training=training)
+        given = {name: _as_numpy(x) for name, x in ({"q": q, "k": k, "v": v} | tables | options).items()}
+        d_out = torch.randn_like(q).numpy()
+
+        def call() -> Any:
+            if not training:
+                return relative_attention(**given)
+            out, lse = relative_attention(**given, return_lse=True)
+            gradients = relative_attention_vjp(d_out, **given, out=out, lse=lse)
+            return [x for x in gradients if x is not None]
+
+        return call
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
         return distance(result, first) if contender == "without" and first is not None else None
 
     def gate(self, case: Case) -> float:
-        return TOLERANCES[case["dtype"]]
+        return {"float32": 1e-5, "float64": 1e-12}[case["dtype"]]
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
         for case, rows in record.by_case():
             if "compiled" in rows:
                 dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
-                training = ", with backward" if case["training"] else ""
                 compiled, without, plain = (rows[name].cpu or 0.0 for name in self.names)
                 text = f"{as_time(compiled)}, {compiled / plain:.2f} ({without / plain:.2f})"
-                yield f"{case['call']}, {case['length']}{dtype}", f"{case['library']}{training}", text
-
-
-def _by_torch(function: Callable[..., Any], given: dict[str, Any], d_out: Any, *, training: bool) -> Call:
-    learned = {
-        name: x.clone().requires_grad_(training)
-        for name, x in given.items()
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    }
-    given = given | learned
-
-    def call() -> Any:
-        out = function(**given)
-        return torch.autograd.grad(out, list(learned.values()), d_out) if training else out
-
-    return call
-
-
-def _by_numpy(given: dict[str, Any], d_out: Any, *, training: bool) -> Call:
-    def call() -> Any:
-        if not training:
-            return relative_attention(**given)
-        out, lse = relative_attention(**given, return_lse=True)
-        gradients = relative_attention_vjp(d_out, **given, out=out, lse=lse)
-        return [x for x in gradients if x is not None]
-
-    return call
+                yield f"{case['call']}, {case['length']}{dtype}", f"{case['library']}{after(case['training'])}", text
 
 
 def _as_numpy(x: Any) -> Any:
@@ -133,4 +152,34 @@ def _as_numpy(x: Any) -> Any:
     return x.numpy() if isinstance(x, torch.Tensor) else x
 
 
-BENCHMARK = Compiled()
+PLAIN = "torch's attention, bfloat16"
+
+
+class Half(Benchmark):
+    """What half precision costs beside float32, and beside torch's attention without positions in bfloat16."""
+
+    page = "compiled.md"
+    names = ("float32", "bfloat16", "float16", PLAIN)
+    tolerance = 2e-2
+
+    def cases(self) -> Iterator[Case]:
+        for length, training in itertools.product((1024, 2048), (False, True)):
+            yield {"queries": length, "keys": length, "training": training}
+        yield from ({"queries": 1, "keys": keys, "training": False} for keys in (1000, 16_000))
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        n, m, training = case.values()
+        given = drawn(n, m, "bfloat16" if contender == PLAIN else contender)
+        if contender == PLAIN:
+            return passes(partial(F.scaled_dot_product_attention, is_causal=n > 1), given[:3], training=training)
+        return passes(attend, given, training=training)
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        return None if first is None or contender == PLAIN else distance(result, first)
+
+    def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        for row in record.measured():
+            n, m, training = row.case.values()
+            ratio = "" if row.contender == "float32" else f", {row.ratio:.2f}"
+            line = f"{f'causal, {m}' if n > 1 else f'one token after {m}'}{after(training)}"
+            yield line, row.contender, f"{as_time(row.cpu or 0.0)}{ratio}"

@@ -56,14 +56,9 @@ class Split:
         compute = products * 2 * seen * WIDTH * heads / (REACHED * speed)
         # Keys and values; backward also their gradients, in float32.
         sent = 2 * share * of_keys * WIDTH * (BYTES + (4 if backward else 0))
-        exchanged = 0.0
-        if self.heads > 1:
-            own = self.length // (self.ring * self.heads) * WIDTH * BYTES
-            exchanged = 2 * (HEADS + KEY_HEADS) * own * (self.heads - 1) / self.heads / (REACHED * NEAR)
-            exchanged *= 2 if backward else 1
-        rounds = max(self.rounds - 1, 0)
-        whole = compute * self.rounds
-        return whole, compute + rounds * max(compute, sent / self.bandwidth) + exchanged
+        own = self.length // (self.ring * self.heads) * WIDTH * BYTES * (2 if backward else 1)
+        exchanged = 2 * (HEADS + KEY_HEADS) * own * (self.heads - 1) / self.heads / (REACHED * NEAR)
+        return compute * self.rounds, compute + (self.rounds - 1) * max(compute, sent / self.bandwidth) + exchanged
 
     @property
     def efficiency(self) -> float:
@@ -101,16 +96,10 @@ class Devices(Benchmark):
 
     def texts(self, record: Record) -> dict[str, str]:
         header = ("L", "ring × heads", "table", "computing, forward and backward", "efficiency", "table on a GPU")
-        lines = []
-        for row in record.rows:
-            case, facts = row.case, row.facts
-            reach = "" if case["reach"] is None else f", a window of {case['reach']}"
-            lines.append((
-                f"{case['length'] // 1024}k", f"{case['ring']} × {case['heads']}", f"{case['table']}{reach}",
-                f"{facts['seconds'] * 1e3:.2f} ms", f"{facts['efficiency']:.0%}",
-                f"{facts['table_bytes'] / 2**20:.0f} MiB",
-            ))  # fmt: skip
-        return {"": markdown(header, lines)}
 
+        def line(case: Case, seconds: float, efficiency: float, table_bytes: float) -> tuple[str, ...]:
+            table = case["table"] + ("" if case["reach"] is None else f", a window of {case['reach']}")
+            where = f"{case['length'] // 1024}k", f"{case['ring']} × {case['heads']}", table
+            return *where, f"{seconds * 1e3:.2f} ms", f"{efficiency:.0%}", f"{table_bytes / 2**20:.0f} MiB"
 
-BENCHMARK = Devices()
+        return {"": markdown(header, (line(row.case, **row.facts) for row in record.rows))}

@@ -201,6 +201,3 @@ def table(rows: Sequence[Row]) -> str:
     body = pivot(cells())
     notes = [f"{label}, L = {', '.join(lengths)}: {reason}" for (label, reason), lengths in reasons.items()]
     return "\n\n".join([body, *notes])
-
-
-BENCHMARK = Export()

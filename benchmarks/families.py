@@ -247,6 +247,3 @@ class Families(Benchmark):
         columns = (*map(str, TOKENS), GENERATE, "time, longest", "memory, longest")
         ordered = sorted(cells(), key=lambda cell: columns.index(cell[1]))
         return {"": f"{record.where}\n\n{pivot(ordered, none='')}"}
-
-
-BENCHMARK = Families()

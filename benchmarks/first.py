@@ -103,6 +103,3 @@ def _of_a_process(first: str) -> tuple[float, float | None]:
     ended = subprocess.run([sys.executable, *asked], cwd=ROOT, env=environment, capture_output=True, check=True)
     seconds = time.perf_counter() - start
     return (seconds, None) if help_ else tuple(json.loads(ended.stdout))
-
-
-BENCHMARK = First()

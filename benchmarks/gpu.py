@@ -126,6 +126,3 @@ class GPU(Benchmark):
             peak = "" if row.bytes is None else f", {row.bytes / 2**20:.0f} MiB"
             text = f"{seconds * 1e3:.3f} ms ({row.ratio or 0.0:.2f}×), {plain:.1f} ({true:.1f}) TFLOP/s{peak}"
             yield f"{where}{', backward' if case['backward'] else ''}", row.contender, text
-
-
-BENCHMARK = GPU()

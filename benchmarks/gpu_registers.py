@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from triton.compiler import ASTSource
 
 from benchmarks.page import pivot
 from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, Row
+from benchmarks.runner import Benchmark, Call, Case
 from relskew_core import Span
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
-from relskew_core.backends._torch.triton.call import TILES, Tile, TiledCall, block, fitted
+from relskew_core.backends._torch.triton.call import TILES, TiledCall, block, fitted
 from relskew_core.backends._torch.triton.kernels import forward as forward_kernels
 from relskew_core.backends._torch.triton.kernels import keys as key_kernels
 from relskew_core.backends._torch.triton.kernels import queries as query_kernels
@@ -44,23 +44,6 @@ TERMS = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one compiled kernel takes."""
-
-    kernel: str
-    capability: int
-    tile: Tile
-    registers: int
-    spilled_bytes: int  # the stack of a thread
-    shared_bytes: int
-
-    @property
-    def cell(self) -> str:
-        """Registers a thread, bytes that it spills, KiB that a program shares."""
-        return f"{self.registers}, {self.spilled_bytes}, {self.shared_bytes // 1024}"
-
-
 SHARED_BYTES = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Shared memory that a program may have, by compute capability."""
 
@@ -70,14 +53,9 @@ def call_of(dtype: torch.dtype, width: int, terms: str, capability: int) -> Tile
     span, values = TERMS[terms]
     x = torch.empty((1, 2, 1024, width), dtype=dtype)
     table = None if span is None else torch.empty((2, span.rows, width), dtype=dtype)
-    others: dict[str, Any] = {}
-    if terms == "everything":
-        others = {
-            "rel_bias": torch.empty((2, 1024), dtype=dtype),
-            "rel_q": x,
-            "mask": torch.empty((1024, 1024), dtype=dtype),
-            "softcap": 50.0,
-        }
+    bias, mask = torch.empty((2, 1024), dtype=dtype), torch.empty((1024, 1024), dtype=dtype)
+    others: dict[str, Any] = {"rel_bias": bias, "rel_q": x, "mask": mask, "softcap": 50.0}
+    others = others if terms == "everything" else {}
     given = problem(Arguments(x, x, x, table, span, rel_v=table if values else None, causal=True, **others))
     call = TiledCall.of(given.given, given.options)
     device = capability // 10, SHARED_BYTES[capability]
@@ -108,8 +86,11 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         }  # fmt: skip
 
 
-def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int) -> Usage:
-    """Compile a kernel as a launch with these arguments would."""
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[str, str]:
+    """Compile a kernel as a launch with these arguments would: its tile, warps and stages, and what it takes.
+
+    That is registers of a thread, bytes that it spills to its stack, and KiB that a program shares.
+    """
     signature, constants, attributes = {}, {}, {}
     fixed = set(kernel.do_not_specialize or ())
     for index, parameter in enumerate(kernel.params):
@@ -123,8 +104,7 @@ def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int)
             attributes[(index,)] = [["tt.divisibility", 16]]
         signature[parameter.name] = _type(value)
     source = ASTSource(kernel, signature, constants, attributes)
-    tile = Tile(arguments["B"], arguments["num_warps"], arguments["num_stages"])
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {name: arguments[name] for name in ("num_warps", "num_stages")}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
@@ -132,8 +112,8 @@ def compiled(name: str, kernel: Any, arguments: dict[str, Any], capability: int)
         report = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report
-    registers, stack = map(int, found.groups())
-    return Usage(name, capability, tile, registers, stack, int(binary.metadata.shared))
+    tile = ", ".join(str(arguments[name]) for name in ("B", "num_warps", "num_stages"))
+    return tile, f"{found[1]}, {found[2]}, {int(binary.metadata.shared) // 1024}"
 
 
 def _type(value: Any) -> str:
@@ -161,25 +141,20 @@ class GPURegisters(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         kernel, given = _kernels(*case.values())[contender]
-        return lambda: compiled(contender, kernel, given, case["capability"])
+        return lambda: compiled(kernel, given, case["capability"])
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        tile = result.tile
-        return {"tile": f"{tile.size}, {tile.warps}, {tile.stages}", "uses": result.cell}
+        return dict(zip(("tile", "uses"), result, strict=True))
 
     def texts(self, record: Record) -> dict[str, str]:
-
         def cells() -> Iterator[tuple[str, str, str]]:
-            rows = list(record.measured())
-            of: dict[tuple[int, str, int, str], list[Row]] = {}
-            for row in rows:
-                key = (row.case["capability"], row.case["dtype"], row.case["width"], row.contender)
-                of.setdefault(key, []).append(row)
-            for (capability, dtype, width, kernel), found in of.items():
-                short = TYPES[getattr(torch, dtype)]
-                for row in found:
-                    line = f"{capability / 10} | {short}, {width} | {kernel} | {row.facts['tile']}"
-                    yield line, row.case["terms"], row.facts["uses"]
+            keys = ("capability", "dtype", "width")
+            rows = {id(row): (*(row.case[key] for key in keys), row.contender) for row in record.measured()}
+            first = list(dict.fromkeys(rows.values()))
+            for row in sorted(record.measured(), key=lambda row: first.index(rows[id(row)])):
+                capability, dtype, width, kernel = rows[id(row)]
+                line = f"{capability / 10} | {TYPES[getattr(torch, dtype)]}, {width} | {kernel} | {row.facts['tile']}"
+                yield line, row.case["terms"], row.facts["uses"]
 
         return {"": pivot(cells(), "compute capability | dtype, width | kernel | tile, warps, stages", none="")}
 
@@ -189,6 +164,3 @@ def _kernels(capability: int, dtype: str, width: int, terms: str, tf32: bool) ->
     torch.backends.cuda.matmul.allow_tf32 = tf32
     call = call_of(getattr(torch, dtype), width, terms, capability)
     return {name: (kernel, given) for name, kernel, given in launches(call)}
-
-
-BENCHMARK = GPURegisters()

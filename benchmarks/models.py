@@ -249,6 +249,3 @@ class Models(Benchmark):
         lines = [(name, str(calls), str(found), str(found - 1)) for name, calls, found in counts]
         graphs = markdown(("compiled", "calls", "graphs", "recompilations"), lines)
         return {"": "\n\n".join([record.where, pivot(cells()), graphs])}
-
-
-BENCHMARK = Models()

@@ -209,6 +209,3 @@ class OptionsOfCalls(Benchmark):
 
         ordered, corner = sorted(cells(), key=lambda cell: "memory" in cell[1]), "ours, and of the dense one's"
         return {"": f"{record.where}\n\n{pivot(ordered, corner)}"}
-
-
-BENCHMARK = OptionsOfCalls()

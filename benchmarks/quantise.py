@@ -95,6 +95,3 @@ def _run(path: Path, x: np.ndarray) -> np.ndarray:
     half = session.get_inputs()[0].type == "tensor(float16)"
     result: np.ndarray = session.run(None, {"x": x.astype(np.float16) if half else x})[0]
     return result.astype(np.float64)
-
-
-BENCHMARK = Quantise()

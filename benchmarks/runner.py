@@ -56,7 +56,7 @@ class Row:
 
 
 class Benchmark:
-    """Cases and contenders. A module of this folder has one of these, under the name ``BENCHMARK``."""
+    """Cases and contenders. ``NAMES`` of the command line says where each is."""
 
     names: tuple[str, ...] = ()
     """Who takes part; multiples are of the first one's time."""

@@ -243,6 +243,3 @@ def clean(reason: str) -> str:
     )
     without = without.replace("|", "/").replace("<", "‹").replace(">", "›")
     return " ".join(without.split())[:200]
-
-
-BENCHMARK = Runtimes()

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
 
 from benchmarks.page import pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, Row, distance
+from benchmarks.textbook import attended, future, picked, skewed
 from relskew_core import Span, relative_attention
 
 REACH = 4096
@@ -61,66 +62,47 @@ def ours(q: Any, k: Any, v: Any, table: Any) -> Any:
 
 def by_hand(q: Any, k: Any, v: Any, table: Any) -> Any:
     """One query by hand: it sees all keys, the last of which stands where it does."""
-    logits = (q @ k.mT + q @ table[-k.shape[2] :].mT) * q.shape[-1] ** -0.5
-    return softmax(logits) @ v
+    return _attended(q, k, v, q @ table[-k.shape[2] :].mT)
 
 
 def textbook(q: Any, k: Any, v: Any, table: Any) -> Any:
     """Pad, reshape, slice (Huang et al. 2018, section 3.4)."""
-    pad, xp = _pad(q), _module(q)
-    length = q.shape[2]
-    relative = pad(q @ table.mT).reshape(*q.shape[:2], length + 1, length)[:, :, 1:]
-    future = xp.triu(xp.ones((length, length), dtype=bool if xp is not torch else torch.bool), 1)
-    logits = (q @ k.mT + relative) * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(future, -torch.inf) if xp is torch else xp.where(future, -xp.inf, logits)
-    return softmax(logits) @ v
+    length, product, xp = q.shape[2], q @ table.mT, _module(q)
+    if xp is torch:
+        return _attended(q, k, v, skewed(product), future(length))
+    padded = xp.pad(product, ((0, 0), (0, 0), (0, 0), (1, 0)))
+    relative = padded.reshape(*q.shape[:2], length + 1, length)[:, :, 1:]
+    return _attended(q, k, v, relative, xp.triu(xp.ones((length, length), dtype=bool), 1))
 
 
 def dense(q: Any, k: Any, v: Any, table: Any) -> Any:
     """The dense formula: the product with the table, gathered at every pair's relative position."""
     xp, n, m = _module(q), q.shape[2], k.shape[2]
     behind = xp.arange(m - n, m)[:, None] - xp.arange(m)[None, :]
-    columns = (m - 1 - behind).clip(0, m - 1)
-    product = q @ table[-m:].mT
-    if xp is torch:
-        relative = product.gather(-1, columns.expand(product.shape))
-    else:
-        relative = xp.take_along_axis(product, columns[None, None], axis=-1)
-    logits = (q @ k.mT + relative) * q.shape[-1] ** -0.5
-    logits = logits.masked_fill(behind < 0, -torch.inf) if xp is torch else xp.where(behind < 0, -xp.inf, logits)
-    return softmax(logits) @ v
+    index = (m - 1 - behind).clip(0, m - 1)
+    rows = table[-m:]
+    relative = picked(q, rows, index) if xp is torch else xp.take_along_axis(q @ rows.mT, index[None, None], axis=-1)
+    return _attended(q, k, v, relative, behind < 0)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"ours": ours, "by hand": by_hand, "textbook": textbook, "dense": dense}
 OTHERS = {"decoding": ("by hand",), "continuing": ("dense",)}
 
 
-def softmax(x: Any) -> Any:
-    """Return the softmax as it is written in each library."""
-    if isinstance(x, torch.Tensor):
-        return x.softmax(-1)
-    if isinstance(x, np.ndarray):
-        x = np.exp(x - x.max(-1, keepdims=True))
-        return x / x.sum(-1, keepdims=True)
-    import jax
-
-    return jax.nn.softmax(x)
+def _attended(q: Any, k: Any, v: Any, relative: Any, hidden: Any = None) -> Any:
+    """Attend as it is written in each library."""
+    logits, xp = (q @ k.mT + relative) * q.shape[-1] ** -0.5, _module(q)
+    if xp is torch:
+        return attended(logits, v, hidden)
+    logits = logits if hidden is None else xp.where(hidden, -xp.inf, logits)
+    if xp is not np:
+        return import_module("jax").nn.softmax(logits) @ v
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
 
 
 def _module(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return torch
-    if isinstance(x, np.ndarray):
-        return np
-    import jax.numpy as jnp
-
-    return jnp
-
-
-def _pad(x: Any) -> Callable[[Any], Any]:
-    if isinstance(x, torch.Tensor):
-        return lambda y: F.pad(y, (1, 0))
-    return partial(_module(x).pad, pad_width=((0, 0), (0, 0), (0, 0), (1, 0)))
+    return torch if isinstance(x, torch.Tensor) else np if isinstance(x, np.ndarray) else import_module("jax.numpy")
 
 
 @functools.lru_cache(maxsize=1)
@@ -197,6 +179,3 @@ class Short(Benchmark):
         above = sum(ratio > BOUND for ratio in ratios.values())
         summary = f"{len(ratios)} cells, {above} of them above {BOUND}×."
         return {"": f"{record.where} {summary}\n\n{pivot(cells())}"}
-
-
-BENCHMARK = Short()

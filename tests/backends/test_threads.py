@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dense
-from benchmarks.cores import cut, speed_up
+from benchmarks.processor import cut, speed_up
 from compiled_cases import as_torch, close, narrow, on_threads
 from relskew_core import Span, relative_attention, relative_attention_vjp
 from relskew_core.backends import _compiled
