@@ -114,7 +114,7 @@ def check(example: Example) -> None:
     try:
         with defaults(example.default_dtype, example.default_device):
             found = HOW[example.how](example, ours, again, d_out)
-    except ValueError as error:
+    except Exception as error:  # a compiler wraps a ValueError
         if refused_heads(example.call.arrays["q"], error):
             return
         raise
@@ -154,9 +154,15 @@ def compiled(example: Example, attend: Callable[..., Any], arrays: Tensors, d_ou
 
 def backward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
     """Go back through it, whatever it sees."""
+    return _backward(example, attend, arrays, d_out, may_need_nothing=attend == example.formula)
+
+
+def _backward(
+    example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor, *, may_need_nothing: bool
+) -> Tensors:
     given = {name: x.detach().requires_grad_() if name in example.chosen else x for name, x in arrays.items()}
     out = attend(**given)
-    if out.requires_grad or attend != example.formula:  # the formula may need nothing of what is chosen
+    if out.requires_grad or not may_need_nothing:  # of a scale by which nothing is multiplied
         out.backward(d_out.to(out.dtype))
     return {"out": out, **{name: _or_zeros(given[name].grad, given[name]) for name in example.chosen}}
 
@@ -167,7 +173,7 @@ def kept(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: t
     def again(**given: Any) -> Any:
         return checkpoint(attend, use_reentrant=False, **given)
 
-    return backward(example, again, arrays, d_out)
+    return _backward(example, again, arrays, d_out, may_need_nothing=attend == example.formula)
 
 
 def functional(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out: torch.Tensor) -> Tensors:
@@ -219,6 +225,8 @@ def forward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out
         cotangent = torch.zeros_like(d_out, dtype=torch.float64, requires_grad=True)
         wide = {name: x.double().requires_grad_() for name, x in own.items()}
         out = attend(**{**arrays, **wide})
+        if not out.requires_grad:  # it needs nothing of what is chosen
+            return {"out": out, "tangent": torch.zeros_like(out)}
         back = torch.autograd.grad(out, list(wide.values()), cotangent, create_graph=True, materialize_grads=True)
         sums = sum(((x * tangents[name].double()).sum() for name, x in zip(wide, back, strict=True)), torch.zeros(()))
         tangent = torch.autograd.grad(sums, cotangent)[0] if sums.requires_grad else torch.zeros_like(out)
