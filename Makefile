@@ -12,6 +12,9 @@
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, which look after what they read and
 #                       write; needs GCC
+#   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; a long
+#                       time; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
+#   make test-emulated  random calls alone on another processor, ARCH=s390x
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
@@ -50,6 +53,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
+.PHONY: test-aarch64 test-emulated
 .PHONY: sanitize fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -95,6 +99,12 @@ test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --editable '.[test]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n $(WORKERS)
+
+test-aarch64: .venv/dev.stamp
+	.ci/emulated aarch64 $(TESTS)
+
+test-emulated: .venv/dev.stamp
+	.ci/emulated $(ARCH)
 
 # In a copy, beside which the kernels in use stay as they are, compiled in a third of the time. Of leaks, Python's own are
 # too many. SANITIZED_LEVELS=base leaves out the kernels of newer processors.
@@ -157,7 +167,7 @@ release-check: .venv-release/stamp
 	.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output site *.egg-info backends/_compiled/*.so
+	rm -rf .venv .venv-* .emulated .mutants .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output example-output site *.egg-info backends/_compiled/*.so
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "relskew needs Python 3.11 or newer, this is %s: name another one, make PYTHON=python3.13" % sys.version.split()[0])'

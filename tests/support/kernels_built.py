@@ -70,7 +70,9 @@ def linked_names(made: Path) -> list[str]:
     return [line.split()[-1] for line in told.stdout.splitlines() if line.strip()]
 
 
-COMPILER = os.environ.get("KERNELS_COMPILER") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+FOUND = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+COMPILER = os.environ.get("KERNELS_COMPILER", FOUND) or None
+"""What ``KERNELS_COMPILER`` names, where it is set: nothing, where what is compiled here could not be loaded."""
 
 ARM = ("-DHIGH_ROWS=12", "-DPOISON", *os.environ.get("KERNELS_FLAGS", "").split())
 """Vectors as short and products as high as on ARM; fresh memory is full of NaN. `make sanitize` asks for more."""
