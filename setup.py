@@ -14,6 +14,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 
 SOURCE = Path("backends/_compiled/source")
 FLAGS = [
@@ -75,6 +76,16 @@ class Build(build_ext):
         return objects
 
 
+class Editable(editable_wheel):
+    """Install the folder as a path where it has its links: type checkers and editors follow no hooks of imports."""
+
+    def finalize_options(self) -> None:
+        """Choose between the path and the hook, which needs no links."""
+        super().finalize_options()
+        if all(Path("relskew_core", name).is_dir() for name in ("backends", "export")):
+            self.package_dir = {"": "."}
+
+
 asked = os.environ.get("RELSKEW_PURE", "")
 if asked not in ("", "0", "1"):
     raise SystemExit(f"RELSKEW_PURE must be 0 or 1, got {asked!r}")
@@ -93,6 +104,6 @@ without = asked == "1" or sys.platform == "win32" or sysconfig.get_config_var("P
 
 setup(
     ext_modules=[] if without else [kernels],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "editable_wheel": Editable},
     options={} if without else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

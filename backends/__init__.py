@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from relskew_core._array.checks import check_choice
+from relskew_core._array.typing import IMPLS, Impl
 from relskew_core._kernel.call import unknown
 from relskew_core.backends._path import PORTABLE, Path
 from relskew_core.backends._threads import set_numpy_threads
@@ -45,7 +46,7 @@ def available() -> dict[str, list[str]]:
     }
 
 
-def path(function: str, call: Problem, impl: str) -> Path:
+def path(function: str, call: Problem, impl: Impl) -> Path:
     """Return the kernels that serve a call.
 
     Raises
@@ -53,7 +54,7 @@ def path(function: str, call: Problem, impl: str) -> Path:
     ValueError
         If ``impl="native"`` and there is no fast path for this call: the message says why.
     """
-    check_choice("impl", impl, ("auto", "portable", "native"))
+    check_choice("impl", impl, IMPLS)
     if impl == "portable":  # dask does not reshape arrays of any blocks
         return _instead(call) if library_name(call.xp) == "dask" else PORTABLE
     found = _native(function, call)

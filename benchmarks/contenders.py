@@ -105,7 +105,7 @@ def flex_by(x: Inputs, attention: Any) -> Any:
     return attention(x.q, x.k, x.v, score_mod=add, block_mask=mask)
 
 
-def ours(x: Inputs, impl: str = "auto", **other: Any) -> Any:
+def ours(x: Inputs, impl: Any = "auto", **other: Any) -> Any:
     """``relative_attention``, by the path that it chooses itself; on a GPU by the fused kernels or not at all."""
     impl = "native" if x.shape.device == "cuda" and impl == "auto" else impl
     given = other or {"rel_bias" if x.shape.bias else "rel_k": x.table, "span": x.shape.span}
@@ -165,7 +165,7 @@ class Contender:
 
     label: str
     function: Callable[[Inputs], Any]
-    kind: str = "full"  # which reference it is held to: "full", "clipped", "plain", or "" for none
+    kind: Any = "full"  # which reference it is held to: "full", "clipped", "plain", or "" for none
     library: str = "torch"
     floats: Callable[[Shape], float] = lambda _: 0.0  # how many numbers it holds at once, about, where they are many
     missing: Callable[[], str | None] = lambda: None  # why it cannot run here at all

@@ -62,7 +62,7 @@ class Graph:
         np.savez(folder / f"{self.name}.npz", **arrays)
 
 
-def graphs(profile: str, opset: int | None = None) -> Iterator[Graph]:
+def graphs(profile: Any, opset: int | None = None) -> Iterator[Graph]:
     """Make every form in a profile."""
     for name, (spec, options) in FORMS.items():
         weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=1).items()}

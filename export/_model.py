@@ -22,6 +22,7 @@ from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Pr
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import GraphPlan, make_plan
+from relskew_core.export._profiles import ProfileName
 from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
 
 
@@ -29,7 +30,7 @@ def to_onnx(
     spec: BlockSpec,
     weights: Mapping[str, Any],
     *,
-    profile: str = "ort",
+    profile: ProfileName = "ort",
     opset: int | None = None,
     dtype: Any = None,
     max_length: int | None = None,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+ProfileName = Literal["ort", "ort-contrib", "portable", "trt"]
 
 
 @dataclass(frozen=True, slots=True)

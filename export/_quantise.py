@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx
@@ -19,7 +19,8 @@ from relskew_core._array.checks import check_choice, describe
 from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._save import save
 
-KINDS = ("dynamic", "static", "weights-8", "weights-4")
+Kind = Literal["dynamic", "static", "weights-8", "weights-4"]
+KINDS = get_args(Kind)
 MOVED = ("Concat", "Reshape", "Slice", "Transpose", "Unsqueeze")
 """What torch's exporter leaves to the runtime before a weight or a table is read."""
 FUSED = ("Attention", "GroupQueryAttention")
@@ -34,7 +35,7 @@ BLOCK = 32
 def quantize(
     model: onnx.ModelProto | str | os.PathLike[str],
     path: str | os.PathLike[str],
-    kind: str = "weights-8",
+    kind: Kind = "weights-8",
     *,
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     overwrite: bool = False,

@@ -10,7 +10,7 @@ from relskew_core._block.spec import BlockSpec
 from relskew_core.export._validate.inspect import Subject, inspect_model
 from relskew_core.export._validate.questions import Questions, reason
 from relskew_core.export._validate.report import Check
-from relskew_core.export._validate.runtimes import Provider, opener, provider_name
+from relskew_core.export._validate.runtimes import Provider, Runtime, opener, provider_name
 from relskew_core.export._validate.trials import Trial, empty_batch, make_trials
 
 # Longest input fed in pieces.
@@ -25,7 +25,7 @@ class Request:
     spec: BlockSpec
     weights: Mapping[str, Any]
     providers: Sequence[Provider]
-    runtimes: Sequence[str]
+    runtimes: Sequence[Runtime]
     lengths: Sequence[int] | None
     batches: Sequence[int] | None
     atol: float | None

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ from onnx import TensorProto
 from relskew_core.export._weights import DTYPES
 
 Feeds: TypeAlias = Mapping[str, np.ndarray]
+Runtime: TypeAlias = Literal["onnxruntime", "reference", "openvino"]
 Provider: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 
 BFLOAT16 = DTYPES["bfloat16"]

@@ -17,7 +17,7 @@ from relskew_core.export._validate.isolated import run_isolated
 from relskew_core.export._validate.questions import reason
 from relskew_core.export._validate.report import Check, Report
 from relskew_core.export._validate.run import Request, run
-from relskew_core.export._validate.runtimes import Provider, provider_name
+from relskew_core.export._validate.runtimes import Provider, Runtime, provider_name
 from relskew_core.export._weights import to_numpy
 
 TIME_LIMIT = 600.0
@@ -38,7 +38,7 @@ def validate(
     providers: Sequence[Provider] = ("CPUExecutionProvider",),
     lengths: Sequence[int] | None = None,
     batches: Sequence[int] | None = None,
-    runtimes: Sequence[str] = ("onnxruntime",),
+    runtimes: Sequence[Runtime] = ("onnxruntime",),
     atol: float | None = None,
     tolerance: float | None = None,
     seed: int | None = None,

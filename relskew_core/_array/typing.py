@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 # The array API standard has no nominal array type: these names document, they do not restrict.
 Array: TypeAlias = Any
 Namespace: TypeAlias = Any
+
+Impl: TypeAlias = Literal["auto", "portable", "native"]
+IMPLS = get_args(Impl)

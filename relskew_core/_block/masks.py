@@ -1,15 +1,32 @@
-"""Keys that modules hide beside a mask: padding, and what a cache has yet to fill."""
+"""What hides keys in a call of a module: masks, padding, segments, and the places that a cache has yet to fill."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict, TypeVar
 
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.ranks import same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.shapes import check_mask
+
+X = TypeVar("X")
+"""The arrays that a module is called with, and that come out."""
+
+Past = TypeVar("Past", bound=tuple[Any, ...])
+"""The cache that a module is called with, and that comes out."""
+
+
+class Seen(TypedDict, total=False):
+    """The options of a module's call, for type checkers: the modules of all frameworks have them."""
+
+    mask: Array | None
+    key_padding_mask: Array | None
+    offset: int | Sequence[int] | Array | None
+    segments: Array | tuple[Array, Array] | None
+    positions: tuple[Array, Array] | None
 
 
 def check_padding(padding: Any, k: Array, *, xp: Namespace) -> Array:

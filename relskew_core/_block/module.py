@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from relskew_core._array.checks import describe
 from relskew_core._array.precision import cast
@@ -25,6 +25,14 @@ class ModuleBlock:
     spec: BlockSpec
     settings: Settings
 
+    @overload
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: None = None, keep: None = None, dtype: Any = None
+    ) -> Growing: ...
+    @overload
+    def empty_cache(
+        self, batch: int | tuple[int, ...], *, length: int | None = None, keep: int | None = None, dtype: Any = None
+    ) -> Any: ...
     def empty_cache(
         self,
         batch: int | tuple[int, ...],

@@ -1,10 +1,11 @@
-"""What a module is told beside its block."""
+"""The options of a module that its spec does not have."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from relskew_core._array.checks import check_choice, check_int, check_real
+from relskew_core._array.typing import IMPLS, Impl
 from relskew_core._block.spec import check_spec
 
 
@@ -12,15 +13,15 @@ class Settings(NamedTuple):
     """A module's options that are no arrays."""
 
     dropout: float
-    impl: str
+    impl: Impl
     chunk_size: int | None
 
     @classmethod
-    def of(cls, spec: Any, dropout: float, impl: str, chunk_size: int | None) -> Settings:
+    def of(cls, spec: Any, dropout: float, impl: Impl, chunk_size: int | None) -> Settings:
         """Return what a caller chose, if it can be chosen."""
         check_spec(spec)
         dropout = check_real("dropout", dropout)
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must be at least 0 and less than 1, got {dropout}")
-        check_choice("impl", impl, ("auto", "portable", "native"))
+        check_choice("impl", impl, IMPLS)
         return cls(dropout, impl, None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1))

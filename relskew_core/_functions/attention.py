@@ -10,7 +10,7 @@ from relskew_core._array.autocast import autocast, undisturbed
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Impl
 from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, Part, takes
@@ -150,7 +150,7 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     return (out, lse) if given.return_lse else out
 
 
-def attend(call: Problem, impl: str) -> tuple[Array, Array | None]:
+def attend(call: Problem, impl: Impl) -> tuple[Array, Array | None]:
     """Return the output and, if asked for, the log-sum-exp of a checked call, in the caller's form."""
     path = backends.path("attention", call, impl)
     with undisturbed(call.given.q):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from relskew_core._array.checks import check_bool, check_choice, check_int, describe
 from relskew_core._array.integers import integers
@@ -25,6 +25,8 @@ from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
 from relskew_core._positions.visibility import Visibility
 
+Side = Literal["query", "key"]
+
 
 @explains
 def relative_logits(
@@ -36,7 +38,7 @@ def relative_logits(
     n_queries: int | None = None,
     offset: int | Sequence[int] | Array | None = None,
     causal: bool = False,
-    side: str = "query",
+    side: Side = "query",
     positions: tuple[Array, Array] | None = None,
 ) -> Array:
     """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
@@ -104,7 +106,7 @@ def relative_logits(
     xp = namespace_of_arrays({"q": q, "table": table})
     if q.ndim < 2:
         raise ValueError(f"`q` must have shape (..., heads, length, width) or (length, width), got {describe(q)}")
-    check_choice("side", side, ("query", "key"))
+    check_choice("side", side, get_args(Side))
     span = _check_table(q, table, span, causal=causal, n_keys=n_keys if side == "query" else q.shape[-2])
     if table.shape[-1] != q.shape[-1]:
         raise ValueError(f"`table` must have the width of `q`, {q.shape[-1]}, got {describe(table)}")
@@ -135,7 +137,7 @@ def relative_logits(
 
 
 def _logits_by_value(
-    q: Array, table: Array, span: Span, positions: Any, *, causal: bool, side: str, xp: Namespace
+    q: Array, table: Array, span: Span, positions: Any, *, causal: bool, side: Side, xp: Namespace
 ) -> Array:
     """Return the logits of queries and keys that stand anywhere."""
     if not isinstance(positions, (tuple, list)) or len(positions) != 2:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, Self, T
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, check_real, is_array
 from relskew_core._array.keywords import refuse_unknown
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Impl
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import Visibility
@@ -56,7 +56,7 @@ class Arguments:
     dropout: float = 0.0
     seed: int | Array | None = None
     chunk_size: int | None = None
-    impl: str = "auto"
+    impl: Impl = "auto"
 
     def arrays(self) -> dict[str, Array | None]:
         """Return the arrays that become :class:`Operands` as they are, by name."""

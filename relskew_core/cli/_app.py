@@ -118,7 +118,7 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
+    profile: Annotated[Any, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
     max_length: Annotated[int | None, sized("Trim the table to inputs up to this length.")] = None,
@@ -193,13 +193,14 @@ def validate(
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=projections)
     from relskew_core.export import validate as validate_model
 
+    runtimes: Any = tuple(runtime or ("onnxruntime",))
     with progress(f"validate {path.name}", None) as tell:
         report = validate_model(
             path,
             spec,
             arrays,
             providers=providers,
-            runtimes=tuple(runtime or ("onnxruntime",)),
+            runtimes=runtimes,
             lengths=length,
             batches=batch,
             atol=atol,

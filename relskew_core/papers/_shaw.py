@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from relskew_core._array.checks import check_choice, check_int
 from relskew_core._array.integers import integers
@@ -208,7 +208,7 @@ def shaw_attention(
     rel_k: Array,
     rel_v: Array | None = None,
     *,
-    form: str = "gather",
+    form: Literal["gather", "split"] = "gather",
     offset: int | None = None,
 ) -> Array:
     """Attention with relative keys and values: equations 4, 2 and 3 of Shaw et al. 2018, one after the other.

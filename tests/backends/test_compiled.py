@@ -114,7 +114,8 @@ def test_torch_trains_with_them(n: int, mask: str, dtype: str) -> None:
     case = replace(case, mask=mask) if mask else case
     arrays = {name: as_torch(x) for name, x in case.arrays().items()}
     results = []
-    for as_type, impl in ((getattr(torch, dtype), "auto"), (torch.float64, "portable")):
+    chosen: Any = ((getattr(torch, dtype), "auto"), (torch.float64, "portable"))
+    for as_type, impl in chosen:
         given = {name: x.to(as_type).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
         out: Any = relative_attention(**given, **case.call(), impl=impl)
         out.backward(as_torch(case.d_out()).to(as_type))

@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("span", [Span.clipped(4), Span(4, 4, "zero")], ids=str)
-def test_many_blocks(kind: str, span: Span) -> None:
+def test_many_blocks(kind: Any, span: Span) -> None:
     """Uneven blocks along every axis that is cut, groups of heads, tables in blocks of their own."""
     given = OPTIONS[kind]
     rest: dict[str, Any] = {name: x for name, x in given.items() if name in NO_ARRAYS}
@@ -124,7 +124,7 @@ def test_half_precision_is_merged_in_float32() -> None:
 )
 @pytest.mark.parametrize("heads", [1, 2, (1, 3)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "portable"])
-def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], impl: str) -> None:
+def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], impl: Any) -> None:
     rng = np.random.default_rng(3)
     arrays: dict[str, Any] = {name: rng.standard_normal((2, 4, 11, 3)) for name in ("d_out", "q", "k", "v")}
     tables: dict[str, Any] = {"rel_k": rng.standard_normal((4, 21, 3)), "rel_v": rng.standard_normal((21, 3))}
@@ -142,7 +142,7 @@ def test_gradients_of_arrays_in_any_blocks(heads: Any, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_gradients_block_by_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_block_by_block(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the batch and of the heads, as the queries are cut: no task has more of either than a block."""
     from relskew_core.backends._dask import backward as module
 

@@ -156,7 +156,7 @@ def test_numpy_has_float16(n: int) -> None:
     out, lse = relative_attention(q, k, v, return_lse=True, impl="native")
     wide = [x.astype(np.float64) for x in (q, k, v)]
     expected = relative_attention(wide[0], wide[1], wide[2], impl="portable")
-    assert (out.dtype, lse.dtype) == (np.float16, np.float32)
+    assert [out.dtype, lse.dtype] == [np.float16, np.float32]
     np.testing.assert_allclose(out, expected, atol=2e-3)
 
 

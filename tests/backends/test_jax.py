@@ -58,7 +58,7 @@ def close(actual: Any, expected: Any, tolerance: float, name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(call=strategies.calls(), seed=strategies.seeds)
 def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
-    impl: str, call: strategies.Call, seed: int
+    impl: Any, call: strategies.Call, seed: int
 ) -> None:
     options = call.options if impl == "native" else {**call.options, "chunk_size": None}  # a few logits need no loop
     portable = relative_attention(**call.arrays, **options, return_lse=True, impl="portable")
@@ -222,7 +222,7 @@ def test_a_key_of_jax_drops_the_same_in_both_passes(new: bool) -> None:
     key = jax.random.key(7) if new else jax.random.PRNGKey(7)
     case = dense.Case("drawn", options={"dropout": 0.4, "chunk_size": 3})
 
-    def pull(arrays: Any, key: Any, impl: str) -> Any:
+    def pull(arrays: Any, key: Any, impl: Any) -> Any:
         def total(arrays: Any) -> Any:
             return jnp.sum(jnp.sin(relative_attention(**arrays, **case.call(), seed=key, impl=impl)))
 
@@ -386,7 +386,7 @@ def test_other_labels_and_offsets_are_compiled_once() -> None:
 )
 @pytest.mark.parametrize("impl", ["native", "auto"], ids=["loops", "at once"])
 def test_what_nobody_sees_gets_no_gradient_and_gives_none(
-    options: dict[str, Any], seen: slice, rows: slice, impl: str
+    options: dict[str, Any], seen: slice, rows: slice, impl: Any
 ) -> None:
     case = dense.Case("poison", n=6, m=9, span=Span.causal(9), tables="rel_k rel_v rel_bias")
     way: dict[str, Any] = {"chunk_size": 4} if impl == "native" else {"softcap": 3.0}  # the chunks overlap
@@ -517,7 +517,7 @@ def test_a_second_derivative_goes_through() -> None:
     case = dense.Case("twice", n=5, m=5, span=Span.causal(5), lead=(), options={"causal": True, "chunk_size": 2})
     arrays = on_jax(case.arrays())
 
-    def second(impl: str) -> Any:
+    def second(impl: Any) -> Any:
         def slope(q: Any) -> Any:
             others = {name: x for name, x in arrays.items() if name != "q"}
             return jnp.sum(jnp.square(relative_attention(q, **others, **case.call(), impl=impl)))
@@ -557,7 +557,7 @@ def test_every_transformation_goes_through(transformed: Any) -> None:
     arrays = on_jax(case.arrays())
     q, rel_k, k, v = (arrays[name] for name in ("q", "rel_k", "k", "v"))
 
-    def made(impl: str) -> Any:
+    def made(impl: Any) -> Any:
         def attend(q: Any, rel_k: Any) -> Any:
             keys, values = (jnp.broadcast_to(x[0, 0], (*q.shape[:-2], *x.shape[-2:])) for x in (k, v))
             return relative_attention(q, keys, values, rel_k, **case.call(), return_lse=True, impl=impl)
@@ -575,14 +575,14 @@ def test_what_is_pushed_forward_twice_is_the_same_in_any_order() -> None:
     )
     arrays = on_jax(case.arrays())
 
-    def pushed(q: Any, impl: str) -> Any:
+    def pushed(q: Any, impl: Any) -> Any:
         def slope(q: Any) -> Any:
             return jnp.sin(relative_attention(q, **others, **case.call(), impl=impl)).sum()
 
         others = {name: x for name, x in arrays.items() if name != "q"}
         return jax.jvp(slope, (q,), (jnp.cos(q),))[1]
 
-    def both(q: Any, impl: str) -> Any:
+    def both(q: Any, impl: Any) -> Any:
         again = jax.jvp(partial(pushed, impl=impl), (q,), (jnp.sin(q),))[1]
         return again, jax.grad(partial(pushed, impl=impl))(q)
 
@@ -599,7 +599,7 @@ def test_a_call_may_stand_in_shard_map(traced: bool) -> None:
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("x",))
     over, whole = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
 
-    def pull(arrays: Any, tables: Any, impl: str) -> Any:
+    def pull(arrays: Any, tables: Any, impl: Any) -> Any:
         def attend(arrays: Any, tables: Any) -> Any:
             place = jax.lax.axis_index("x")
             own = {"offset": place, "segments": jnp.arange(7) // (place + 3), "dropout": 0.3, "seed": place}
@@ -657,7 +657,7 @@ def test_an_offset_may_be_an_array_that_jit_closes_over(offset: Any) -> None:
 
 
 @pytest.mark.parametrize("impl", ["portable", "native"])
-def test_a_window_may_be_as_wide_as_an_int_can_say(impl: str) -> None:
+def test_a_window_may_be_as_wide_as_an_int_can_say(impl: Any) -> None:
     q, table = decoding()
     wide = relative_attention(q, q, q, table, causal=True, window=(sys.maxsize, None), impl=impl)
     close(wide, relative_attention(q, q, q, table, causal=True), 1e-12, impl)

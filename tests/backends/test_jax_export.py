@@ -33,7 +33,7 @@ def symbolic(arrays: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attend(given: dict[str, Any], impl: str = "native") -> Any:
+def attend(given: dict[str, Any], impl: Any = "native") -> Any:
     return relative_attention(**given, span=Span(6, 2, "clip"), causal=True, dropout=0.2, return_lse=True, impl=impl)
 
 
@@ -43,7 +43,7 @@ def pull(given: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("impl", ["native", "portable", "gradient"])
-def test_one_program_for_any_batch(impl: str) -> None:
+def test_one_program_for_any_batch(impl: Any) -> None:
     """With a table for every place, offsets by item, a mask, and dropout."""
 
     def function(given: dict[str, Any]) -> Any:

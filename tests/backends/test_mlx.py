@@ -41,6 +41,7 @@ def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("how", ["auto", "auto, compiled", "portable"])
 @pytest.mark.parametrize("case", dense.CASES[::2], ids=str)
 def test_gradients_by_the_library_are_those_of_the_dense_formula(case: dense.Case, how: str) -> None:
+    impl: Any
     impl, _, compiled = how.partition(", ")
     floating = dense.floating(case.arrays())
     given = {name: dense.each(ROW.asarray, x) for name, x in case.arrays().items()}
@@ -72,7 +73,7 @@ def test_the_log_sum_exp_has_a_gradient_too() -> None:
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
-def test_calls_are_mapped_pushed_forward_and_differentiated_twice(impl: str) -> None:
+def test_calls_are_mapped_pushed_forward_and_differentiated_twice(impl: Any) -> None:
     q = queries()
     step = ROW.asarray(np.random.default_rng(1).standard_normal(q.shape))
 

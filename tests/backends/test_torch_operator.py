@@ -71,7 +71,7 @@ def tensors(case: dense.Case, *, grad: bool = False, dtype: str = "float64") -> 
     return {name: x.requires_grad_(grad and x.is_floating_point()) for name, x in given.items()}
 
 
-def attend(case: dense.Case, *, impl: str = NATIVE, **more: Any) -> Callable[..., Any]:
+def attend(case: dense.Case, *, impl: Any = NATIVE, **more: Any) -> Callable[..., Any]:
     """Return attention as a function of the case's tensors by position."""
     names = list(case.arrays())
     return lambda *given: relative_attention(**dict(zip(names, given, strict=True)), **case.call(), impl=impl, **more)
@@ -359,7 +359,7 @@ def test_torch_func_refuses_the_native_path_by_name() -> None:
 
 
 @pytest.mark.parametrize("impl", ["auto", "portable"])
-def test_autocast_gives_its_dtype_and_takes_mixed_ones(impl: str) -> None:
+def test_autocast_gives_its_dtype_and_takes_mixed_ones(impl: Any) -> None:
     case = BY_NAME["all tables, by head"]
     given = tensors(case, dtype="float32")
     mixed = {**given, "v": given["v"].bfloat16(), "rel_bias": given["rel_bias"].half()}

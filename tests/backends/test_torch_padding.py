@@ -36,7 +36,7 @@ def visible(holes: bool, kept: Sequence[tuple[int, int]] = KEPT) -> Tensor:
     return (rows & (keys % 5 != 1) if holes else rows)[:, None, None]
 
 
-def results(mask: Tensor, impl: str, dtype: torch.dtype = torch.float64, **options: Any) -> list[Tensor]:
+def results(mask: Tensor, impl: Any, dtype: torch.dtype = torch.float64, **options: Any) -> list[Tensor]:
     """Return the output, the log-sum-exp and all gradients."""
 
     def draw(*shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def results(mask: Tensor, impl: str, dtype: torch.dtype = torch.float64, **optio
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("holes", [False, True], ids=["ends alone", "holes"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_padding_is_what_the_portable_code_makes_of_it(kind: str, holes: bool, options: dict[str, Any]) -> None:
+def test_padding_is_what_the_portable_code_makes_of_it(kind: Any, holes: bool, options: dict[str, Any]) -> None:
     mask = visible(holes)
     if kind == "additive":
         mask = torch.where(mask, torch.linspace(-1, 1, LENGTH, dtype=torch.float64), -torch.inf)
@@ -69,7 +69,7 @@ def test_padding_is_what_the_portable_code_makes_of_it(kind: str, holes: bool, o
 @pytest.mark.parametrize("kept", [KEPT, [(0, 0)]], ids=["one item", "all items"])
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_an_item_may_keep_no_key(kind: str, kept: list[tuple[int, int]], options: dict[str, Any]) -> None:
+def test_an_item_may_keep_no_key(kind: Any, kept: list[tuple[int, int]], options: dict[str, Any]) -> None:
     """By the compiled kernels, which take no call of no keys; from keys that are kept by column, too."""
     mask = visible(holes=False, kept=kept)
     if kind == "additive":
@@ -93,7 +93,7 @@ def test_an_item_may_keep_no_key_of_those_that_are_kept_by_column(length: int, l
     k = torch.randn(3, 2, 8, length, generator=GENERATOR).mT
     mask = (places < torch.tensor([[length], [0], [5]]))[:, None, None]
 
-    def both(impl: str) -> list[Tensor]:
+    def both(impl: Any) -> list[Tensor]:
         given = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attend(*given, mask=mask, impl=impl, **options)
         return [out, *torch.autograd.grad(out.sin().sum(), given), attend(q, k, v, mask=mask, impl=impl, **options)]
@@ -127,7 +127,7 @@ def test_keys_that_are_hidden_from_all_may_be_anything(poison: float) -> None:
 @pytest.mark.parametrize("n", [2, LENGTH], ids="{} queries".format)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_keys_and_values_of_padding_may_be_anything(n: int, kind: str, dtype: torch.dtype) -> None:
+def test_keys_and_values_of_padding_may_be_anything(n: int, kind: Any, dtype: torch.dtype) -> None:
     """They are left out: also where what they are would reach sums as 0 · NaN, forward and backward."""
     hidden = ~visible(holes=False)
     mask = ~hidden if kind == "boolean" else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)

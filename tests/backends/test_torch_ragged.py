@@ -38,7 +38,7 @@ def arrays(lead: tuple[int, ...] = (6,)) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def by_autograd(impl: str, given: dict[str, Any], **options: Any) -> list[Tensor]:
+def by_autograd(impl: Any, given: dict[str, Any], **options: Any) -> list[Tensor]:
     options = {name: x.clone().requires_grad_() if is_additive(x) else x for name, x in options.items()}
     out, lse = relative_attention(**given, span=Span.clipped(4), return_lse=True, impl=impl, **options)
     wanted = [*given.values(), *(x for x in options.values() if is_additive(x))]

@@ -525,9 +525,9 @@ def test_an_error_repeats_no_long_value(value: str) -> None:
 
 def test_an_error_repeats_no_long_choice() -> None:
     with pytest.raises(ValueError, match=f"^`impl` must be one of .*, got '{'x' * 59}…$"):
-        relskew_core.relative_attention(Q, Q, Q, impl="x" * 1000)
+        relskew_core.relative_attention(Q, Q, Q, impl="x" * 1000)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"^`impl` must be one of .*, got list of 9$"):
-        relskew_core.relative_attention(Q, Q, Q, impl=["auto"] * 9)  # type: ignore[arg-type]
+        relskew_core.relative_attention(Q, Q, Q, impl=["auto"] * 9)  # type: ignore[call-overload]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

@@ -109,7 +109,7 @@ class Drawn:
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("how", ["positions", "offsets", "offset"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_far_away_is_far_away(row: Library, how: str, impl: str) -> None:
+def test_far_away_is_far_away(row: Library, how: str, impl: Any) -> None:
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
     for seed in range(4 if row.compiled else 60):
@@ -148,7 +148,7 @@ MANY = [sys.maxsize, 2**31 - 1, 2**62 - 1, 2**62, 2**62 + 1, 2**70]
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("row", [row for row in LIBRARIES if row.name != "torch.compile"], ids=str)
-def test_very_many_blocks_are_all_of_the_past(row: Library, impl: str) -> None:
+def test_very_many_blocks_are_all_of_the_past(row: Library, impl: Any) -> None:
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
     rng = np.random.default_rng(1)
@@ -171,7 +171,7 @@ def test_very_many_blocks_are_all_of_the_past(row: Library, impl: str) -> None:
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
 @pytest.mark.parametrize("past", [False, True])
-def test_graphs_and_pictures_of_very_many_blocks(profile: str, past: bool) -> None:
+def test_graphs_and_pictures_of_very_many_blocks(profile: Any, past: bool) -> None:
     def model(before: int) -> Any:
         spec = BlockSpec(8, 2, Span.clipped(4), block_size=4, blocks_before=before)
         return ReferenceEvaluator(to_onnx(spec, init_weights(spec, seed=0), profile=profile, past=past))
@@ -193,7 +193,7 @@ def test_a_block_as_large_as_all_integers_ends_at_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["int64", "uint64"])
 @pytest.mark.parametrize("make", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
-def test_positions_and_offsets_that_cannot_be_counted_from_are_refused(make: Any, kind: str) -> None:
+def test_positions_and_offsets_that_cannot_be_counted_from_are_refused(make: Any, kind: Any) -> None:
     q = make(np.ones((2, 1, 2, 2)))
     far, near = make(np.asarray([2**61, 2**61 + 1], kind)), make(np.asarray([0, 1], kind))
     with pytest.raises(
@@ -215,7 +215,7 @@ def test_jax_looks_at_unsigned_positions_while_it_may() -> None:
     with pytest.raises(ValueError, match=r"`positions\[0\]` must be of integers of at most .*, got 4294967295"):
         relative_attention(q, q, q, positions=(far, jnp.arange(2)))
 
-    def biased(positions: Any, impl: str) -> Any:
+    def biased(positions: Any, impl: Any) -> Any:
         options: Any = {"span": Span.clipped(1), "rel_bias": table[:, 0], "impl": impl, "return_lse": True}
         return relative_attention(0 * q, q, q, positions=(positions, jnp.arange(2)), **options)[1]
 

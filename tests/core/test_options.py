@@ -86,7 +86,7 @@ def test_values_of_strangers_may_be_anything(dtype: str, gate: float) -> None:
 
 @pytest.mark.parametrize("impl", ["portable", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: torch.dtype, impl: str) -> None:
+def test_values_that_documents_and_window_hide_together_may_be_anything(dtype: torch.dtype, impl: Any) -> None:
     """A key of a query's document but beyond its window, for one query; in its window but of others, for the next."""
     q, k, v = (torch.as_tensor(x, dtype=dtype) for x in RNG.standard_normal((3, 3, 240, 8)))
     v[:, 20] = torch.nan
@@ -190,7 +190,7 @@ def test_consecutive_positions_take_the_fast_path() -> None:
 
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("span", [Span.clipped(3), Span(2, 5, "zero"), Span.full(30)], ids=str)
-def test_logits_by_position_are_those_of_the_loops(side: str, span: Span) -> None:
+def test_logits_by_position_are_those_of_the_loops(side: Any, span: Span) -> None:
     queries, keys = RNG.integers(-9, 9, (2, 40)), RNG.integers(-9, 9, 11)
     table = RNG.standard_normal((4, span.rows, 8))
     for causal in (False, True):
@@ -206,7 +206,7 @@ def test_logits_by_position_are_those_of_the_loops(side: str, span: Span) -> Non
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_logits_by_position_without_heads_and_in_half_precision(side: str) -> None:
+def test_logits_by_position_without_heads_and_in_half_precision(side: Any) -> None:
     positions, table = (np.arange(40) // 2, np.arange(12) * 3), RNG.standard_normal((1, 7, 8))
     given = Q[0, 0] if side == "query" else K[0, 0, :12]
     options: dict[str, Any] = {"positions": positions, "side": side, "causal": True, "span": Span.clipped(3)}
@@ -275,7 +275,7 @@ def test_weights_of_nobody_and_of_nothing_stay_where_their_arrays_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
-def test_small_integers_never_wrap(kind: str) -> None:
+def test_small_integers_never_wrap(kind: Any) -> None:
     top = min(np.iinfo(kind).max, 2**20)
     values = np.asarray([top, 0, 1, top - 1] * 10)
     expected = relative_attention(Q, K, V, TABLE[:, :5], Span.clipped(2), positions=(values, values), segments=values)
@@ -314,7 +314,7 @@ def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
 # Dropout
 
 
-def dropped(impl: str = "auto", dropout: float = 0.3, seed: int = 3, n: int = 300, **options: Any) -> Any:
+def dropped(impl: Any = "auto", dropout: float = 0.3, seed: int = 3, n: int = 300, **options: Any) -> Any:
     """Which weights are kept, by values that are one-hot."""
     x = torch.zeros(2, 2, n, 4, dtype=torch.float64)
     v = torch.eye(n, dtype=torch.float64).expand(2, 2, n, n)

@@ -167,7 +167,7 @@ def test_shaw_values(library: Library, form: Callable[..., Any], lead: tuple[int
     ids=["gather, table by head", "gather", "split"],
 )
 @pytest.mark.parametrize("lead", SHAPES[1:], ids=str)
-def test_shaw_attention(library: Library, form: str, lead: tuple[int, ...], by_head: bool, values: bool) -> None:
+def test_shaw_attention(library: Library, form: Any, lead: tuple[int, ...], by_head: bool, values: bool) -> None:
     n, d, k = 6, 4, 2
     heads = lead[-1:] if by_head else ()
     arrays: dict[str, Any] = {

@@ -89,7 +89,7 @@ def test_products_with_a_table(dtype: str, offset: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_products_with_a_table_looked_up(dtype: str, side: str) -> None:
+def test_products_with_a_table_looked_up(dtype: str, side: Any) -> None:
     x, table, places = drawn(dtype, 2, 4, 5), drawn(dtype, 7, 5), np.asarray([3, 1, 1, 0])
     logits = relative_logits(x, table, Span(4, 2, "clip"), positions=(places, places), side=side)
     assert logits.dtype == dtype

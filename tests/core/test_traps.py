@@ -250,7 +250,7 @@ def test_an_unknown_argument_is_answered_with_the_name_here(name: str) -> None:
 
 def test_what_nobody_can_have_meant_is_named_alone() -> None:
     with pytest.raises(TypeError, match=r"^relative_attention\(\) has no argument `xyz`$"):
-        relative_attention(Q, K, V, xyz=1)  # type: ignore[call-arg]
+        relative_attention(Q, K, V, xyz=1)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"^toeplitz\(\) has no argument `is_causal`: it is called `causal` here$"):
         toeplitz(TABLE[:, 0], n_queries=N, n_keys=N, is_causal=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^BlockSpec\(\) has no argument `is_causal`: it is called `causal` here$"):
@@ -262,7 +262,7 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
     [
         (lambda: relative_attention(Q, K, V, segments=[0] * N), "an integer array, or a pair of integer arrays"),
         (
-            lambda: relative_attention(Q, K, V, positions=[np.arange(N)] * 3),  # type: ignore[arg-type]  # what is refused
+            lambda: relative_attention(Q, K, V, positions=[np.arange(N)] * 3),  # type: ignore[call-overload]  # what is refused
             r"^`positions` must be a pair of integer",
         ),
         (lambda: relative_attention(Q, K, V, mask=np.ones((2, N), bool)), r"is mask\[\.\.\., None, None, :\], got"),

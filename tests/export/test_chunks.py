@@ -21,8 +21,9 @@ LOOPED = [name for name, (spec, _) in FORMS.items() if spec.block_size is None]
 
 
 @pytest.mark.parametrize("form", LOOPED)
-def test_chunks_in_onnxruntime(form: str) -> None:
+def test_chunks_in_onnxruntime(form: Any) -> None:
     spec, options, weights = made(form)
+    profile: Any
     profile, size = (("ort", 3), ("portable", 4))[LOOPED.index(form) % 2]
     model = to_onnx(spec, weights, profile=profile, chunk_size=size, **options)
     onnx.checker.check_model(model, full_check=True)
@@ -32,7 +33,7 @@ def test_chunks_in_onnxruntime(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["full", "causal", "cache, mask", "cross, window, mask", "clip, values"])
 @pytest.mark.parametrize("size", [1, 64])
-def test_one_query_and_all_at_once(form: str, size: int) -> None:
+def test_one_query_and_all_at_once(form: Any, size: int) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, chunk_size=size, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 2, 5, 9])
@@ -40,7 +41,7 @@ def test_one_query_and_all_at_once(form: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["full", "cache, mask", "cross, window, mask"])
-def test_chunks_in_other_runtimes(form: str) -> None:
+def test_chunks_in_other_runtimes(form: Any) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile="portable", chunk_size=3, **options)
     report = validate(model, spec, weights, batches=(2,), lengths=[1, 3, 8], runtimes=["reference", "openvino"])

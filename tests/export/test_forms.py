@@ -32,7 +32,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 @pytest.mark.no_cover
 @form
 @pytest.mark.parametrize("profile", PROFILES)
-def test_onnxruntime(form: str, profile: str) -> None:
+def test_onnxruntime(form: Any, profile: Any) -> None:
     spec, options, weights = made(form)
     batches = (1, 2, 3) if profile == "ort" else (2,)
     report = validate(to_onnx(spec, weights, profile=profile, **options), spec, weights, batches=batches)
@@ -41,7 +41,7 @@ def test_onnxruntime(form: str, profile: str) -> None:
 
 
 @form
-def test_portable_runtimes(form: str) -> None:
+def test_portable_runtimes(form: Any) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile="portable", **options)
     report = validate(model, spec, weights, runtimes=["reference", "openvino"], batches=(2,))
@@ -50,7 +50,7 @@ def test_portable_runtimes(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["full", "full, mask", "cache, mask", "cross, window", "clip, values", "blocks"])
 @pytest.mark.parametrize("profile", ["ort", "trt"])
-def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> None:
+def test_reference_evaluator_agrees_with_attention(form: Any, profile: Any) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, **options)
     report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
@@ -61,7 +61,7 @@ def test_reference_evaluator_agrees_with_attention(form: str, profile: str) -> N
 @pytest.mark.parametrize("form", TYPED)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
+def test_types_in_onnxruntime(form: Any, profile: Any, dtype: str) -> None:
     spec, options, weights = made(form)
     report = validate(to_onnx(spec, weights, profile=profile, dtype=dtype, **options), spec, weights, batches=(2,))
     assert report.ok, report.table()
@@ -69,7 +69,7 @@ def test_types_in_onnxruntime(form: str, profile: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("form", ["full", "cache, mask", "clip, values", "blocks"])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_bfloat16_in_the_reference_evaluator(form: str, profile: str) -> None:
+def test_bfloat16_in_the_reference_evaluator(form: Any, profile: Any) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, dtype="bfloat16", **options)
     report = validate(model, spec, weights, runtimes=["reference"], batches=(2,))
@@ -94,7 +94,7 @@ class Attention(op_attention.Attention):  # whose name says which operator it st
      "core: cross, window, mask"],
 )  # fmt: skip
 @pytest.mark.parametrize("profile", ["ort", "trt"])
-def test_queries_that_see_no_key_are_zeros_whatever_attention_makes_of_them(form: str, profile: str) -> None:
+def test_queries_that_see_no_key_are_zeros_whatever_attention_makes_of_them(form: Any, profile: Any) -> None:
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, **options)
     plan, before = make_plan(spec, np.dtype(np.float32), profile=profile, **options), Attention.made
@@ -111,7 +111,7 @@ def test_queries_that_see_no_key_are_zeros_whatever_attention_makes_of_them(form
 @pytest.mark.no_cover
 @form
 @pytest.mark.parametrize("profile", PROFILES)
-def test_symbols_tell_the_truth(form: str, profile: str) -> None:
+def test_symbols_tell_the_truth(form: Any, profile: Any) -> None:
     """Runtimes share buffers between tensors of equal symbolic shapes: equal symbols must be equal lengths."""
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, dtype="float32", **options)

@@ -23,7 +23,7 @@ FORMS = ["full", "full, grouped", "causal", "cache, mask", "cross", "clip, value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_on_cuda(form: str, profile: str, dtype: str) -> None:  # pragma: gpu only
+def test_on_cuda(form: Any, profile: Any, dtype: str) -> None:  # pragma: gpu only
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, dtype=dtype, **options)
     report = validate(model, spec, weights, providers=["cuda"], batches=(2,))

@@ -36,7 +36,7 @@ def shapes(values: Any) -> dict[str, tuple[int | str, ...]]:
     }
 
 
-def export(form: str, **options: Any) -> onnx.ModelProto:
+def export(form: Any, **options: Any) -> onnx.ModelProto:
     spec, own, weights = made(form)
     return to_onnx(spec, weights, **{**own, **options})
 
@@ -47,7 +47,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_interface(profile: str) -> None:
+def test_interface(profile: Any) -> None:
     model = export("cache, mask", profile=profile)
     assert shapes(model.graph.input) == {
         "x": ("batch", "query_length", 8),
@@ -65,7 +65,7 @@ def test_interface(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_interface_without_projections(profile: str) -> None:
+def test_interface_without_projections(profile: Any) -> None:
     model = export("core: cache, grouped, no bias", profile=profile)
     assert shapes(model.graph.input) == {
         "q": ("batch", 4, "query_length", 2),
@@ -87,7 +87,7 @@ def test_interface_without_projections(profile: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_form_of_the_file(form: str, profile: str) -> None:
+def test_form_of_the_file(form: Any, profile: Any) -> None:
     model = export(form, profile=profile)
     onnx.checker.check_model(model, full_check=True)
     assert model.ir_version == (8 if profile == "portable" else 10)
@@ -150,7 +150,7 @@ def test_metadata() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_blocks_are_stacked_by_onnx(profile: str) -> None:
+def test_blocks_are_stacked_by_onnx(profile: Any) -> None:
     first, second = (to_onnx(CAUSAL, random_weights(CAUSAL, seed), profile=profile) for seed in (0, 1))
     stack = compose.merge_models(first, second, io_map=[("y", "x")], prefix1="0/", prefix2="1/")
     onnx.checker.check_model(stack, full_check=True)

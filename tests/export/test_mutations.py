@@ -50,7 +50,7 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     return (node for graph in graphs(model) for node in graph.node)
 
 
-def failures(form: str, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
+def failures(form: Any, mutate: Callable[[onnx.ModelProto], None]) -> set[str]:
     """Validate a form as it is, which must pass, and then changed."""
     spec, own, weights = made(form)
     model = to_onnx(spec, weights, **own, **FORMS.get(form, {}))
@@ -67,7 +67,7 @@ def change(model: onnx.ModelProto, key: str, how: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["one percent", "flipped", "shifted"])
-def test_tables(form: str, how: str) -> None:
+def test_tables(form: Any, how: str) -> None:
     for key in [key for key in made(form)[2] if key.startswith("rel_")]:
 
         def mutate(model: onnx.ModelProto, key: str = key) -> None:
@@ -88,7 +88,7 @@ def test_tables(form: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_skew_off_by_one(form: str) -> None:
+def test_a_skew_off_by_one(form: Any) -> None:
     """Drop one entry too few in front and one more behind, so that every shape stays right."""
     start = f"relskew/compute/{SCOPES.get(form, '')}skew/rows"
 
@@ -118,7 +118,7 @@ def test_a_skew_off_by_one(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["core: causal", "bias alone, cache", "causal", "causal, window"])
-def test_a_lost_causal_attribute(form: str) -> None:
+def test_a_lost_causal_attribute(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (attention,) = (node for node in nodes(model) if node.op_type == "Attention")
         (causal,) = (attribute for attribute in attention.attribute if attribute.name == "is_causal")
@@ -129,7 +129,7 @@ def test_a_lost_causal_attribute(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["in place: cache", "in place: cache, zero, values, mask"])
-def test_a_future_that_is_seen(form: str) -> None:
+def test_a_future_that_is_seen(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (buffer,) = (node for node in nodes(model) if node.name == "relskew/compute/relative/buffer")
         model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "nothing"))
@@ -139,7 +139,7 @@ def test_a_future_that_is_seen(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["causal, values"])
-def test_a_lost_causal_condition(form: str) -> None:
+def test_a_lost_causal_condition(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         name = f"relskew/compute/{SCOPES.get(form, '')}visible/causal"
         (causal,) = (node for node in nodes(model) if node.name == name)
@@ -149,7 +149,7 @@ def test_a_lost_causal_condition(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["core: causal", "core: cross"])
-def test_a_wrong_scale_of_the_core(form: str) -> None:
+def test_a_wrong_scale_of_the_core(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (scaled,) = (node for node in nodes(model) if node.name == "relskew/compute/q/scaled")
         change(model, scaled.input[1], lambda scale: scale * 1.1)
@@ -158,13 +158,13 @@ def test_a_wrong_scale_of_the_core(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["sinks", "sinks, stream", "in place: sinks, cache, mask"])
-def test_sinks_of_other_heads(form: str) -> None:
+def test_sinks_of_other_heads(form: Any) -> None:
     found = failures(form, lambda model: change(model, "sinks", lambda sinks: np.roll(sinks, 1, axis=0)))
     assert {"weights", "y"} <= found
 
 
 @pytest.mark.parametrize("form", ["segments", "segments, cache", "segments, stream", "in place: segments, cache"])
-def test_lost_segments(form: str) -> None:
+def test_lost_segments(form: Any) -> None:
     def mutate(model: onnx.ModelProto) -> None:
         (same,) = (node for node in nodes(model) if node.name == "relskew/compute/visible/segment")
         same.op_type = "GreaterOrEqual"
@@ -173,7 +173,7 @@ def test_lost_segments(form: str) -> None:
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
-def test_a_wrong_band_past_a_clip(profile: str) -> None:
+def test_a_wrong_band_past_a_clip(profile: Any) -> None:
     """Some positions far past the table do not have the logits of its edge: only an input that is long has them."""
     spec = BlockSpec(8, 2, Span.clipped(3))
     weights = init_weights(spec, seed=0)

@@ -33,7 +33,7 @@ def run(path: Path, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
 @pytest.mark.parametrize("kind", TOLERANCES)
-def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
+def test_kinds(kind: Any, profile: Any, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile=profile)
     before = model.SerializeToString()
     given = inputs() if kind == "static" else None
@@ -58,7 +58,7 @@ def test_kinds(kind: str, profile: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", ["ort", "portable"])
-def test_tables_of_branches_and_loops(profile: str, tmp_path: Path) -> None:
+def test_tables_of_branches_and_loops(profile: Any, tmp_path: Path) -> None:
     model = to_onnx(SPEC, WEIGHTS, profile=profile, chunk_size=16)
     made = onnx.load(quantize(model, tmp_path / "chunks.onnx", "weights-8"))
     assert "rel_k_int8" in {tensor.name for tensor in made.graph.initializer}
@@ -68,7 +68,7 @@ def test_tables_of_branches_and_loops(profile: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])
-def test_every_form_loads_and_hides(profile: str, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
+def test_every_form_loads_and_hides(profile: Any, opset: int, masked: bool, window: Any, tmp_path: Path) -> None:
     """What a mask puts before a softmax or an ``Attention`` is no range of anything, and onnxruntime takes the rest."""
     spec = BlockSpec(64, 2, Span.causal(64), causal=True, window=window)
     model = to_onnx(spec, WEIGHTS, profile=profile, opset=opset, mask=masked)
@@ -93,7 +93,7 @@ def test_nodes_without_names_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_columns_of_a_weight_have_their_own_scales(kind: str, tmp_path: Path) -> None:
+def test_columns_of_a_weight_have_their_own_scales(kind: Any, tmp_path: Path) -> None:
     given = inputs() if kind == "static" else None
     made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "columns.onnx", kind, inputs=given))
     sizes = {tensor.name: list(tensor.dims) for tensor in made.graph.initializer}
@@ -101,7 +101,7 @@ def test_columns_of_a_weight_have_their_own_scales(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_products_overflow_on_no_processor(kind: str, tmp_path: Path) -> None:
+def test_products_overflow_on_no_processor(kind: Any, tmp_path: Path) -> None:
     """Of two products of uint8 and int8, 16 bits hold the sum if the int8 has 7 bits; of uint8 and uint8 32 do."""
     given = inputs() if kind == "static" else None
     made = onnx.load(quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "weights.onnx", kind, inputs=given))
@@ -195,7 +195,7 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
         ("static", [], "`inputs` must be at least one"),
     ],
 )
-def test_wrong_arguments(kind: str, given: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_arguments(kind: Any, given: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "none.onnx", kind, inputs=given)
     assert not list(tmp_path.iterdir())

@@ -235,7 +235,7 @@ def weaker_mask(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize("form", ["causal", "window, mask", "cross, window, mask", "cache, mask", "blocks"])
-def test_notices_a_mask_that_large_logits_overcome(form: str) -> None:
+def test_notices_a_mask_that_large_logits_overcome(form: Any) -> None:
     spec, options = FORMS[form]
     weights = random_weights(spec)
     model = to_onnx(spec, weights, profile="portable", **options)
@@ -269,9 +269,9 @@ def test_draws_larger_batches_and_lengths_between_the_edges(monkeypatch: pytest.
     weights = random_weights(spec)
     model = to_onnx(spec, weights)
     monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: batch > 3, lambda length: True))
-    assert wrong(validate(model, spec, weights, runtimes=["odd"])) == {"y"}
+    assert wrong(validate(model, spec, weights, runtimes=["odd"])) == {"y"}  # type: ignore[list-item]
     monkeypatch.setitem(runtimes.OPENERS, "odd", wrong_where(lambda batch: True, lambda length: 40 < length < 90))
-    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))
+    report = validate(model, spec, weights, runtimes=["odd"], batches=(1,))  # type: ignore[list-item]
     assert wrong(report) == {"y"}
     assert f"drawn from seed {report.seed}" in report.table()
     assert json.loads(report.to_json())["seed"] == report.seed
@@ -495,7 +495,7 @@ def test_wrong_specs_and_weights() -> None:
 def test_runtimes_and_providers_that_are_not_there() -> None:
     weights = random_weights(CAUSAL)
     model = to_onnx(CAUSAL, weights)
-    report = validate(model, CAUSAL, weights, runtimes=["tensorrt"])
+    report = validate(model, CAUSAL, weights, runtimes=["tensorrt"])  # type: ignore[list-item]
     told = "`runtimes` must be among 'onnxruntime', 'reference', 'openvino', got 'tensorrt'"
     assert report.failures == (Check("loads", "tensorrt", "", "", False, detail=told),)
     report = validate(model, CAUSAL, weights, providers=["NoSuchExecutionProvider"])

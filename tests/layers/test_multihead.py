@@ -69,8 +69,8 @@ WEIGHTS: list[dict[str, bool]] = [{}, {"average_attn_weights": False}, {"need_we
 def test_masks_and_weights_are_torchs(batch_first: bool, masks: str, weights: dict[str, bool]) -> None:
     theirs, ours = pair(batch_first=batch_first)
     query, key, value = drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16) + 1
-    given = [x if batch_first else x.transpose(0, 1) for x in (query, key, value)]
-    options = {**MASKS[masks], **weights}
+    given: Any = [x if batch_first else x.transpose(0, 1) for x in (query, key, value)]
+    options: Any = {**MASKS[masks], **weights}
     same(ours(*given, **options), theirs(*given, **options))
 
 
@@ -79,17 +79,18 @@ def test_masks_and_weights_are_torchs(batch_first: bool, masks: str, weights: di
 def test_masks_of_two_kinds(additive: str) -> None:
     theirs, ours = pair(batch_first=True)
     given = drawn(3, 7, 16), drawn(3, 5, 16), drawn(3, 5, 16)
-    masks = {**MASKS["both"], additive: MASKS["both, additive"][additive]}
+    masks: Any = {**MASKS["both"], additive: MASKS["both, additive"][additive]}
     same(ours(*given, **masks), theirs(*given, **masks))
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 6, "vdim": 10}, {"kdim": 6, "bias": False}], ids=str)
 def test_inputs_of_other_widths_and_no_bias(options: dict[str, Any]) -> None:
     theirs, ours = pair(batch_first=True, **options)
-    given = [drawn(3, 7, 16), drawn(3, 5, theirs.kdim), drawn(3, 5, theirs.vdim)]
+    given: Any = [drawn(3, 7, 16), drawn(3, 5, theirs.kdim), drawn(3, 5, theirs.vdim)]
     same(ours(*given), theirs(*given))
     results = []
-    for module in (ours, theirs):
+    modules: Any = (ours, theirs)
+    for module in modules:
         given = [x.requires_grad_() for x in given]
         named = {name: x for name, x in module.named_parameters() if not name.startswith("rel_")}
         y = module(*given, need_weights=False)[0]
@@ -338,7 +339,7 @@ def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="`need_weights` must be False for nested tensors"):
         ours(nested, nested, nested)
     with pytest.raises(TypeError, match="`is_causal` must be a bool, got int 1"):
-        ours(x, x, x, is_causal=1)
+        ours(x, x, x, is_causal=1)  # type: ignore[arg-type]
     for name, error in {"kdim": TypeError, "batch_first": TypeError, "impl": ValueError}.items():
         with pytest.raises(error, match=f"`{name}` must be"):
             MultiheadAttention(16, 4, SPAN, **{name: "x"})  # type: ignore[arg-type]

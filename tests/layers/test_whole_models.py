@@ -141,7 +141,7 @@ def test_options_reach_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["impl"], seen["chunk_size"], seen["offset"]) == ("portable", 2, 3)
     assert "impl='portable', chunk_size=2" in repr(module)
     with pytest.raises(ValueError, match="`impl` must be one of"):
-        RelativeMultiheadAttention(module.spec, impl="fast")
+        RelativeMultiheadAttention(module.spec, impl="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`chunk_size` must be an int >= 1"):
         RelativeMultiheadAttention(module.spec, chunk_size=0)
 
@@ -196,7 +196,8 @@ def test_nested_tensors_are_attended_to_item_by_item(name: str, layout: torch.la
     for actual, item in zip(y.unbind(), items, strict=True):
         torch.testing.assert_close(actual, dense_module(module, *(x[None] for x in item))[0], rtol=0, atol=1e-12)
     total = given[0] + y  # of one raggedness
-    (gradient,) = torch.autograd.grad(sum(x.sin().sum() for x in total.unbind()), given[0])
+    loss: Any = sum(x.sin().sum() for x in total.unbind())
+    (gradient,) = torch.autograd.grad(loss, given[0])
     assert all(x.any() for x in gradient.unbind())
 
 
@@ -205,7 +206,7 @@ def test_what_nested_tensors_exclude_is_named() -> None:
     x = nested(torch.jagged, 3, 5)
     for name, value in {"past": module.empty_cache(2), "mask": torch.ones(5, 5), "offset": 1}.items():
         with pytest.raises(ValueError, match=f"`{name}` must be None for nested tensors"):
-            module(x, **{name: value})
+            module(x, **{name: value})  # type: ignore[call-overload]
     cross = made(SPECS["cross"])
     with pytest.raises(TypeError, match="`memory` must be a nested tensor because another input is one"):
         cross(x, torch.zeros(2, 5, 8, dtype=torch.float64))

@@ -253,6 +253,26 @@ def test_an_editable_install_needs_no_links(tmp_path: Path) -> None:
     assert run.stdout == f"{tmp_path / 'backends' / '__init__.py'}\n"
 
 
+@pytest.mark.parametrize("link", [Path.symlink_to, written_as_text])
+def test_an_editable_install_is_a_path_where_there_are_links(
+    link: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """Type checkers and editors follow a path, and no hook."""
+    source = tmp_path / "source"
+    copy_to(source, link)
+    code = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    run_in(source, "-c", code, str(tmp_path), env={"RELSKEW_PURE": "1"})
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as wheel:
+        hooks = [name for name in wheel.namelist() if name.endswith("finder.py")]
+        (path,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth"))
+    if link is written_as_text:
+        assert hooks
+    else:
+        assert not hooks
+        assert Path(path.strip()).samefile(source)
+
+
 def test_wheel_needs_array_api_compat_only(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built[".whl"]) as wheel:
         (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))

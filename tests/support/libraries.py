@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 GATES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 """Relative L2 error that a result may have against float64, by dtype."""
 
-NATIVE = "auto" if _compiled.kernels is None else "native"
+NATIVE: Any = "auto" if _compiled.kernels is None else "native"
 """The way of calls that the compiled kernels are to serve, which a machine may not have."""
 
 

@@ -30,7 +30,7 @@ class Way:
     """A library and an implementation that a property is tried on."""
 
     row: str
-    impl: str
+    impl: Any
 
     def __str__(self) -> str:
         return f"{self.row}, {self.impl}"

@@ -75,11 +75,11 @@ def web() -> Iterator[Web]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("profile", ["ort", "portable"])
-def test_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, form: str, profile: str) -> None:
+def test_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, form: Any, profile: Any) -> None:
     monkeypatch.setitem(runtimes.OPENERS, "web", web.open)
     spec, options, weights = made(form)
     model = to_onnx(spec, weights, profile=profile, **options)
-    report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])
+    report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])  # type: ignore[list-item]
     assert report.ok, report.table()
     assert any(check.runtime.startswith("onnxruntime-web") for check in report.checks)
 
@@ -89,5 +89,5 @@ def test_options_in_onnxruntime_web(web: Web, monkeypatch: pytest.MonkeyPatch, o
     monkeypatch.setitem(runtimes.OPENERS, "web", web.open)
     spec, own, weights = made("cache, mask")
     model = to_onnx(spec, weights, **own, **options)
-    report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])
+    report = validate(model, spec, weights, batches=(2,), lengths=[1, 5], runtimes=["web"])  # type: ignore[list-item]
     assert report.ok, report.table()

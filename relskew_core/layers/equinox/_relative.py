@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from relskew_core._array.keywords import explains
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Impl
+from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.caches import Cache, JaxBlock
 from relskew_core.layers._jax.weights import drawn, taken
+
+
+class SeenByEquinox(Seen, total=False):
+    """The options of a call, for type checkers."""
+
+    key: Array | None
+    inference: bool | None
 
 
 class RelativeMultiheadAttention(JaxBlock, eqx.Module):
@@ -78,7 +86,7 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         *,
         dropout: float = 0.0,
         inference: bool = False,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         dtype: Any = jnp.float32,
         key: Array,
@@ -135,6 +143,14 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
         return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
+    @overload
+    def __call__(
+        self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[SeenByEquinox]
+    ) -> X: ...
+    @overload
+    def __call__(
+        self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[SeenByEquinox]
+    ) -> tuple[X, Past]: ...
     @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 from flax import nnx
 
 from relskew_core._array.keywords import explains
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Impl
+from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
 from relskew_core.layers._jax.caches import Cache, JaxBlock
 from relskew_core.layers._jax.weights import drawn, taken
+
+
+class SeenByFlax(Seen, total=False):
+    """The options of a call, for type checkers."""
+
+    deterministic: bool | None
+    rngs: nnx.Rngs | nnx.RngStream | None
 
 
 class RelativeMultiheadAttention(JaxBlock, nnx.Module):
@@ -76,7 +84,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         *,
         dropout: float = 0.0,
         deterministic: bool | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -170,6 +178,12 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
+    @overload
+    def __call__(self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[SeenByFlax]) -> X: ...
+    @overload
+    def __call__(
+        self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[SeenByFlax]
+    ) -> tuple[X, Past]: ...
     @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,

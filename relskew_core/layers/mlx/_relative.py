@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -13,7 +13,8 @@ from mlx.nn.layers.linear import Linear
 from relskew_core._array import mlx
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import is_torch
-from relskew_core._array.typing import Array, Namespace
+from relskew_core._array.typing import Array, Impl, Namespace
+from relskew_core._block.masks import Past, Seen, X
 from relskew_core._block.module import ModuleBlock
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, PROJECTIONS, BlockSpec
@@ -63,7 +64,7 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         spec: BlockSpec,
         *,
         dropout: float = 0.0,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         dtype: Any = mx.float32,
     ) -> None:
@@ -119,6 +120,10 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
         return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}
 
+    @overload
+    def __call__(self, x: X, memory: Array | None = None, *, past: None = None, **options: Unpack[Seen]) -> X: ...
+    @overload
+    def __call__(self, x: X, memory: Array | None = None, *, past: Past, **options: Unpack[Seen]) -> tuple[X, Past]: ...
     @explains(hint="a module is called as module(x), and module(x, memory) where `spec.cross`")
     def __call__(
         self,

@@ -8,6 +8,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
+from relskew_core._array.typing import Impl
 from relskew_core._block.masks import check_padding, without_keys
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
@@ -24,7 +25,7 @@ class TableAttention(nn.Module):
     sinks: nn.Parameter | None
 
     def __init__(
-        self, spec: BlockSpec, *, dropout: float, impl: str, chunk_size: int | None, device: Any, dtype: Any
+        self, spec: BlockSpec, *, dropout: float, impl: Impl, chunk_size: int | None, device: Any, dtype: Any
     ) -> None:
         super().__init__()
         self.spec = spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.typing import Impl
 from relskew_core._block.spec import CallSpec
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
@@ -62,6 +63,20 @@ class MultiheadAttention(TableAttention):
     # torch's layers ask for it, and would compute without us, and without tables, what they then call a fast path.
     _qkv_same_embed_dim = False
 
+    if TYPE_CHECKING:  # torch declares that calls return anything
+
+        def __call__(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            key_padding_mask: Tensor | None = None,
+            need_weights: bool = True,
+            attn_mask: Tensor | None = None,
+            average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, Tensor | Any]: ...
+
     @explains
     def __init__(
         self,
@@ -79,7 +94,7 @@ class MultiheadAttention(TableAttention):
         rel_bias: bool = False,
         shared_table: bool = False,
         window: tuple[int | None, int | None] | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,

@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.typing import Impl
 from relskew_core._block.block import apply_block, check_inputs
-from relskew_core._block.cache import PAST, Growing, check_room
+from relskew_core._block.cache import PAST, Growing
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
 from relskew_core._positions.span import Span
-from relskew_core.layers.torch._attention import TableAttention
+from relskew_core.layers.torch._cached import CachedAttention
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._nested import by_item
 
 Cache = Growing | FixedCache | SlidingCache
 
 
-class RelativeMultiheadAttention(TableAttention):
+class RelativeMultiheadAttention(CachedAttention):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
 
     Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
@@ -74,16 +75,13 @@ class RelativeMultiheadAttention(TableAttention):
     )
     """
 
-    processes = 1
-    """How many processes share the heads: what ``TableParallel`` sets."""
-
     @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
     def __init__(
         self,
         spec: BlockSpec,
         *,
         dropout: float = 0.0,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -159,65 +157,6 @@ class RelativeMultiheadAttention(TableAttention):
             else:
                 bound = uniform_bound(self.spec, key)
                 nn.init.uniform_(parameter, -bound, bound)
-
-    def empty_cache(
-        self,
-        batch: int | tuple[int, ...],
-        *,
-        length: int | None = None,
-        keep: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Growing | FixedCache | SlidingCache:
-        """Return the ``past`` of a first call: no keys and no values.
-
-        Parameters
-        ----------
-        batch : int or tuple of int
-            The leading axes of the inputs.
-        length : int, optional
-            Make room for this many positions at once, and write into it: every step has the same shapes, and
-            ``torch.compile`` makes one graph for the prompt and one for all steps.
-        keep : int, optional
-            Keep this many positions and forget those before: attention with ``window=(keep, 0)``, without end and in
-            constant memory. No more are kept than ``spec.window`` lets a query see.
-        dtype : torch.dtype, optional
-            Of the keys and values; by default that of the projection's weight, or of the autocast region.
-
-        Returns
-        -------
-        Growing, FixedCache or SlidingCache
-            Named tuples. Without ``length`` and ``keep`` a pair of keys and values that grows with every call.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the block is not causal or keys are a memory's, or an argument does not fit; the message names it.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from relskew_core import BlockSpec, Span
-        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
-        >>> x = torch.randn(1, 16, 8)
-        >>> with torch.no_grad():
-        ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))
-        ...     for position in range(10, 16):
-        ...         step, past = attention(x[:, position : position + 1], past=past)
-        ...     torch.allclose(step, attention(x)[:, -1:], atol=1e-6)
-        True
-        """
-        spec = self.spec
-        lead, length, keep = check_room(spec, batch, length, keep)
-        weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
-        like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else self.table_parameters()[0]
-        new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
-        new = autocast({"new": new})["new"]
-        shape = (*lead, spec.num_kv_heads // self.processes, length or keep or 0, spec.head_dim)
-        keys, values = new.new_zeros(shape), new.new_zeros(shape)
-        if length is keep is None:
-            return Growing(keys, values)
-        none = torch.zeros((), dtype=torch.int64, device=new.device)
-        return (SlidingCache if length is None else FixedCache)(keys, values, none)
 
     @explains(
         hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "
