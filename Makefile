@@ -28,6 +28,7 @@
 #   make bench-short    one token, small batches and short training, beside the formula by hand
 #   make example-devices a model trained on two processes beside one, and what each layout costs
 #   make runtimes       graphs of every form in old and other runtimes, which it installs; fills docs/runtimes.md
+#   make test-operator  the operator library in every release of onnxruntime from 1.17 on, which it installs
 #   make release-check  build, check, install and try what would be uploaded
 
 PYTHON ?= python3
@@ -53,7 +54,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
-.PHONY: test-aarch64 test-emulated
+.PHONY: test-aarch64 test-emulated test-operator
 .PHONY: sanitize fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -162,6 +163,9 @@ example-devices: .venv/dev.stamp
 
 runtimes: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks runtimes --docs
+
+test-operator: .venv/dev.stamp
+	PYTHONPATH=.:tests/support $(BIN)/python tests/support/operator_releases.py
 
 release-check: .venv-release/stamp
 	.ci/release-check

@@ -30,12 +30,21 @@ LEVELS = {
     "v4": AVX512,
     "v4_bf16": [*AVX512, "-mavx512bf16"],
 }
-"""What processors the kernels are compiled for: the least of a platform, and on x86-64 those that module.cpp asks for.
+"""What processors the kernels are compiled for: the least of a platform, and on x86-64 those that levels.hpp asks for.
 
 The flags are such as older compilers know too.
 """
 
-WITHOUT_LEVEL = ("module.cpp", "tasks.cpp")
+WITHOUT_LEVEL = ("module.cpp", "host.cpp", "onnx_operator.cpp", "tasks.cpp")
+OF_MODULE = ("module.cpp",)
+OF_LIBRARY = ("host.cpp", "onnx_operator.cpp")
+"""What only one of them has: the module, and the library for hosts without Python."""
+
+LIBRARY = "librelskew.so"  # beside the module
+
+LINKED_WHOLE = [] if sys.platform == "darwin" else ["-Wl,-z,defs"]
+"""That nothing is left to whoever opens the library: neither Python nor a runtime of C++."""
+
 STORED = ("float", "double", "Float16", "BFloat16")
 """What arrays are made of; a level that only multiplies bfloat16 differs from the one before it in nothing else."""
 
@@ -49,20 +58,40 @@ class Build(build_ext):
         try:
             with ThreadPoolExecutor() as threads:
                 # In this order: of functions that several have, the linker takes those of the least processor.
-                made = [threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL]
+                own = {name: threads.submit(self._compile, name, extension.define_macros, []) for name in WITHOUT_LEVEL}
+                made = []
                 for level, stored in product(levels, STORED):
                     if level == "v4_bf16" and stored != "BFloat16":
                         continue
                     macros = [("LEVEL", level), ("STORED", stored)]
                     made.append(threads.submit(self._compile, "level.cpp", macros, LEVELS[level]))
                 objects = [path for each in made for path in each.result()]
-            self.compiler.link_shared_object(objects, str(target), libraries=["m"])
+            for file, others in ((target, OF_LIBRARY), (target.with_name(LIBRARY), OF_MODULE)):
+                first = [path for name, each in own.items() if name not in others for path in each.result()]
+                whole = LINKED_WHOLE if file != target else []
+                self.compiler.link_shared_object(
+                    [*first, *objects], str(file), libraries=["m", "pthread"], extra_postargs=whole
+                )
         except Exception:
-            for old in (target, *SOURCE.parent.glob("*.so")):
+            for old in (target, target.with_name(LIBRARY), *SOURCE.parent.glob("*.so")):
                 old.unlink(missing_ok=True)
             if extension.optional:
                 self.warn("no kernels are compiled: everything works without them, calls on CPUs at less speed")
             raise
+
+    def get_outputs(self) -> list[str]:
+        """Return what a wheel has: the modules, and the library beside each."""
+        modules = super().get_outputs()
+        return [*modules, *(str(Path(path).with_name(LIBRARY)) for path in modules)]
+
+    def copy_extensions_to_source(self) -> None:
+        """Bring what was made to where the sources are."""
+        super().copy_extensions_to_source()
+        for extension in self.extensions:
+            pair = self._get_inplace_equivalent(self.get_finalized_command("build_py"), extension)
+            to, made = (Path(path).with_name(LIBRARY) for path in pair)
+            if made.exists():
+                self.copy_file(str(made), str(to))
 
     def _compile(self, source: str, macros: list[tuple[str, str]], flags: list[str]) -> list[str]:
         folder = Path(self.build_temp, *(value for _, value in macros))

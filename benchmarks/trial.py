@@ -20,11 +20,13 @@ TOLERANCE = 1e-4
 
 
 def onnxruntime(path: Path) -> Run:
-    """Load a graph in onnxruntime."""
+    """Load a graph in onnxruntime, with the libraries of operators that lie beside it."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
+    for library in path.parent.glob("*.so"):
+        settings.register_custom_ops_library(str(library))
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     return lambda feeds: list(session.run(None, dict(feeds)))
 

@@ -9,6 +9,7 @@ import doctest
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from project.test_public_names import PUBLIC
 import libraries
 import relskew_core
 from relskew_core.backends._compiled.told import TO_COMPILE
+from relskew_core.export import custom_ops_library
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -94,6 +96,20 @@ def run_command(command: str, folder: Path) -> None:
         assert run.returncode == 0, f"{command}: {run.stdout}{run.stderr}"
 
 
+def run_c(block: Block, folder: Path) -> None:
+    """Compile a program of C with the library beside the kernels, and run it."""
+    library = custom_ops_library()
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no compiler of C is here")
+    (folder / "host.c").write_text(block.code)
+    where = [f"-I{library.parent / 'include'}", str(library), "-lm"]
+    command = [compiler, "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "host.c", *where, "-o", "host"]
+    for each in (command, ["./host"]):
+        run = subprocess.run(each, cwd=folder, capture_output=True, text=True)
+        assert run.returncode == 0, f"{shlex.join(each)}: {run.stdout}{run.stderr}"
+
+
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in OF_SOME_PLATFORMS:
@@ -103,6 +119,8 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block in blocks_of(page):
         if block.language == "python":
             run_python(block, page, names)
+        elif block.language == "c":
+            run_c(block, tmp_path)
         elif block.language == "console":
             commands = re.findall(r"^\$ (.*)$", block.code, re.MULTILINE)
             assert commands, f"{page.name}:{block.line}: a console block shows commands after `$ `"

@@ -26,6 +26,7 @@ COMPILED = "_compiled/source/"
 """What the kernels are compiled from, which no wheel holds."""
 
 KERNELS = "relskew_core/backends/_compiled/_kernels.abi3.so"
+LIBRARY = "relskew_core/backends/_compiled/librelskew.so"
 COMPILER = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
 CAN_COMPILE = (
     sys.platform != "win32"
@@ -135,7 +136,7 @@ def content(wheel: Path) -> set[str]:
 
 def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> None:
     names = content(built[".whl"])
-    assert names - {KERNELS} == package_sources()
+    assert names - {KERNELS, LIBRARY} == package_sources()
     assert {
         "relskew_core/py.typed",
         "relskew_core/backends/__init__.py",
@@ -145,7 +146,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> Non
 
 @needs_compiler
 def test_wheel_holds_the_kernels_of_one_platform_for_every_python(built: dict[str, Path]) -> None:
-    assert KERNELS in content(built[".whl"])
+    assert {KERNELS, LIBRARY} <= content(built[".whl"])
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
     assert built[".whl"].name == f"relskew_core-{relskew_core.__version__}-cp311-abi3-{platform}.whl"
 
@@ -199,11 +200,12 @@ def test_a_compiler_that_fails_fails_no_installation(source: Path, tmp_path: Pat
 def test_kernels_that_are_asked_for_have_to_be_compiled(tmp_path: Path) -> None:
     """Where that fails, no older module stays behind."""
     copy_to(tmp_path, Path.symlink_to)
-    old = tmp_path / "backends" / "_compiled" / "_kernels.abi3.so"
+    olds = [tmp_path / "backends" / "_compiled" / Path(name).name for name in (KERNELS, LIBRARY)]
     for asked, code in (("", 0), ("0", 1)):
-        old.touch()
+        for old in olds:
+            old.touch()
         run_in(tmp_path, "setup.py", "build_ext", "--inplace", env=FAILING | {"RELSKEW_PURE": asked}, code=code)
-        assert not old.exists()
+        assert not any(old.exists() for old in olds)
     told = run_in(tmp_path, "setup.py", "--version", env={"RELSKEW_PURE": "yes"}, code=1)
     assert "RELSKEW_PURE must be 0 or 1, got 'yes'" in told
 

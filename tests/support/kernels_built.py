@@ -27,7 +27,7 @@ def asked_for(name: str) -> Any:
 
 
 FLAGS, AVX512 = asked_for("FLAGS"), asked_for("AVX512")
-LEVELS, STORED = asked_for("LEVELS"), asked_for("STORED")
+LEVELS, STORED, OF_LIBRARY = (asked_for(name) for name in ("LEVELS", "STORED", "OF_LIBRARY"))
 
 
 class Unit(NamedTuple):
@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 
 UNITS = [
     Unit(SOURCE / "module.cpp", None, [*FLAGS, f"-I{sysconfig.get_path('include')}"]),
-    Unit(SOURCE / "tasks.cpp", None, [*FLAGS]),
+    *(Unit(SOURCE / name, None, [*FLAGS]) for name in ("tasks.cpp", *OF_LIBRARY)),
     *(
         Unit(SOURCE / "level.cpp", level, [*FLAGS, *LEVELS[level], f"-DLEVEL={level}", f"-DSTORED={stored}"])
         for level in LEVELS
@@ -85,7 +85,7 @@ def built(*flags: str) -> ModuleType:
         path = Path(folder, "_kernels.so")
         objects: list[str] = []
         for unit in UNITS:
-            if unit.level in (None, "base"):
+            if unit.level in (None, "base") and unit.source.name not in OF_LIBRARY:
                 objects.append(str(Path(folder, f"{len(objects)}.o")))
                 given = [*unit.flags, "-O1", "-fPIC", *flags, "-c", str(unit.source), "-o", objects[-1]]
                 subprocess.run([str(COMPILER), *given], check=True)

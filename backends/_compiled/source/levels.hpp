@@ -1,0 +1,70 @@
+// What was compiled, for each kind of processors and each dtype, and what of it this processor can do.
+#pragma once
+
+#include <tuple>
+
+#include "tasks.hpp"
+
+#define DECLARE_FOR(STORED)                          \
+    bool attend(const ProblemOf<STORED> &, Tasks &); \
+    bool pull_back(const ProblemOf<STORED> &, Tasks &);
+#define DECLARE(LEVEL)    \
+    namespace LEVEL {     \
+    DECLARE_FOR(float)    \
+    DECLARE_FOR(double)   \
+    DECLARE_FOR(Float16)  \
+    DECLARE_FOR(BFloat16) \
+    }
+DECLARE(base)
+#if defined(LEVELS_OF_X86_64)
+DECLARE(v3)
+DECLARE(v4)
+namespace v4_bf16 {
+DECLARE_FOR(BFloat16)
+}
+#endif
+
+namespace {
+
+// The kernels of both passes, for one dtype.
+template <class Stored>
+struct Passes {
+    Kernel<Stored> attend, pull_back;
+};
+
+// What was compiled, the least first, and whether this processor can do it.
+struct Level {
+    const char *name;
+    std::tuple<Passes<float>, Passes<double>, Passes<Float16>, Passes<BFloat16>> passes;
+    bool here = true;
+
+    template <class Stored>
+    const Passes<Stored> &of() const {
+        return std::get<Passes<Stored>>(passes);
+    }
+};
+
+#define PASSES(LEVEL, STORED) \
+    Passes<STORED> { LEVEL::attend, LEVEL::pull_back }
+#define ALL_PASSES(LEVEL) {PASSES(LEVEL, float), PASSES(LEVEL, double), PASSES(LEVEL, Float16), PASSES(LEVEL, BFloat16)}
+Level levels[] = {
+    {"base", ALL_PASSES(base)},
+#if defined(LEVELS_OF_X86_64)
+    {"x86-64-v3", ALL_PASSES(v3)},
+    {"x86-64-v4", ALL_PASSES(v4)},
+    {"x86-64-v4 with bfloat16",
+     {PASSES(v4, float), PASSES(v4, double), PASSES(v4, Float16), PASSES(v4_bf16, BFloat16)}},
+#endif
+};
+
+void look_at_processor() {
+#if defined(LEVELS_OF_X86_64)
+    __builtin_cpu_init();  // nothing says that the compiler's own start has come before
+    levels[1].here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    levels[3].here = levels[2].here && __builtin_cpu_supports("avx512bf16");
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,118 @@
+// What a node `relskew::RelativeAttention` has: its inputs, its outputs and what its attributes say.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "host.hpp"
+#include "onnx_interface.hpp"
+
+namespace {
+
+using namespace onnx;
+
+// The inputs of a node in their order; `offset` and the past are no arrays of a call.
+struct Input {
+    const char *name;
+    relskew_array relskew_call::*at;
+    Type type;  // UNDEFINED: the type that the operator is for
+};
+enum : std::size_t { Q, K, V, MASK = 8, ADDED, Q_SEGMENTS = 11, K_SEGMENTS, OFFSET = 15, PAST_KEY, PAST_VALUE };
+constexpr Input INPUTS[] = {
+    {"q", &relskew_call::q, UNDEFINED},
+    {"k", &relskew_call::k, UNDEFINED},
+    {"v", &relskew_call::v, UNDEFINED},
+    {"rel_k", &relskew_call::rel_k, UNDEFINED},
+    {"rel_v", &relskew_call::rel_v, UNDEFINED},
+    {"rel_bias", &relskew_call::rel_bias, UNDEFINED},
+    {"rel_q", &relskew_call::rel_q, UNDEFINED},
+    {"key_table", &relskew_call::key_table, UNDEFINED},
+    {"mask", &relskew_call::mask, BOOL},
+    {"added", &relskew_call::mask, UNDEFINED},
+    {"sinks", &relskew_call::sinks, UNDEFINED},
+    {"q_segments", &relskew_call::q_segments, INT64},
+    {"k_segments", &relskew_call::k_segments, INT64},
+    {"q_positions", &relskew_call::q_positions, INT64},
+    {"k_positions", &relskew_call::k_positions, INT64},
+    {"offset", nullptr, INT64},
+    {"past_key", nullptr, UNDEFINED},
+    {"past_value", nullptr, UNDEFINED},
+};
+constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 4;
+enum : std::size_t { OUT, LSE, PRESENT_KEY, PRESENT_VALUE };
+
+constexpr int INTERFACE = 1;  // of the attributes: a node that says a later one is refused
+
+struct RelativeAttention : Operator {
+    Type type;
+    relskew_type own_type;
+    Index bytes;
+};
+
+// Calls of the runtime, the first failure of which is kept.
+struct Calls {
+    const Functions &ort;
+    Status *status = nullptr;
+
+    bool operator()(Status *made) {
+        if (made && status)
+            ort.free_status()(made);
+        else if (made)
+            status = made;
+        return !status;
+    }
+
+    bool refuse(const char *why) { return (*this)(ort.make_status()(INVALID_ARGUMENT, why)); }
+};
+
+// A node: what its attributes say.
+struct Node {
+    const RelativeAttention &of;
+    const Functions &ort;
+    relskew_call call = relskew_new_call();
+    Index heads = 0, kv_heads = 0;  // of arrays (batch, length, heads · width)
+
+    bool read(const Info *info, Calls &calls) {
+        if (whole(info, "interface", 1) > INTERFACE)
+            return calls.refuse("relskew: the model was written by a later relskew: take the library of that one");
+        call.type = of.own_type;
+        heads = whole(info, "num_heads", 0), kv_heads = whole(info, "kv_num_heads", 0);
+        call.left = whole(info, "left", 0), call.right = whole(info, "right", 0);
+        call.causal = whole(info, "causal", 0) != 0;
+        call.window_left = whole(info, "window_left", -1), call.window_right = whole(info, "window_right", -1);
+        call.block_size = whole(info, "block_size", 0), call.blocks_before = whole(info, "blocks_before", -1);
+        call.offset = whole(info, "offset", 0);
+        call.scale = real(info, "scale", NAN), call.rel_scale = real(info, "rel_scale", NAN);
+        call.softcap = real(info, "softcap", 0);
+        char beyond[8] = "error";
+        std::size_t length = sizeof beyond;
+        is_there(ort.text()(info, "beyond", beyond, &length));
+        const char *const all[] = {"error", "clip", "zero"};
+        for (call.beyond = 0; call.beyond < 3; call.beyond++)
+            if (!std::strcmp(beyond, all[call.beyond])) return true;
+        return calls.refuse("relskew: `beyond` must be \"error\", \"clip\" or \"zero\"");
+    }
+
+private:
+    bool is_there(Status *missing) const {
+        if (missing) ort.free_status()(missing);
+        return !missing;
+    }
+
+    Index whole(const Info *info, const char *name, Index otherwise) const {
+        Index found = 0;
+        return is_there(ort.whole()(info, name, &found)) ? found : otherwise;
+    }
+
+    // A number of more digits than a float: the nearest one, and what is left.
+    double real(const Info *info, const char *name, double otherwise) const {
+        char name_of_rest[32];
+        std::snprintf(name_of_rest, sizeof name_of_rest, "%s_rest", name);
+        float nearest = 0, rest = 0;
+        if (!is_there(ort.real()(info, name, &nearest))) return otherwise;
+        if (!is_there(ort.real()(info, name_of_rest, &rest))) rest = 0;
+        return static_cast<double>(nearest) + static_cast<double>(rest);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,240 @@
+"""The operator library: every option of a call in onnxruntime, against the definition, and hosts without either."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import compiled_cases
+import dense
+import oracles
+from compiled_cases import close, narrow
+from libraries import GATES
+from operator_runs import run, session_of, side_by_side
+from relskew_core import Span, relative_attention
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+from relskew_core.export import custom_ops_library
+from relskew_core.export._graph.operator import INPUTS, attributes_of
+
+ROOT = Path(__file__).parents[2]
+CASES = [case for case in compiled_cases.CASES if not case.call().get("dropout")]
+SPAN = Span.causal(64)
+
+
+def random(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def call(length: int = 50) -> dict[str, Any]:
+    """Two items of four heads in two groups, with a table."""
+    q, k, v = (random(2, heads, length, 16, seed=heads + place) for place, heads in enumerate((4, 2, 2)))
+    return {"q": q, "k": k, "v": v, "rel_k": random(4, 64, 16)}
+
+
+CAUSAL = {"left": 63, "right": 0, "causal": 1}
+
+
+def node_of(case: dense.Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a case as a node takes them, of four axes, and its attributes."""
+    given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
+    made = problem(Arguments(**given, **case.call()))
+    operands, options = made.operands(), made.options
+    arrays = {} if made.sinks is None else {"sinks": np.ascontiguousarray(made.sinks)}
+    for name, x in operands._asdict().items():
+        if x is None or name == "seed":
+            continue
+        if name == "mask" and x.dtype != np.bool_:
+            name = "added"
+        if name in ("q", "k", "v", "rel_q") and x.ndim != 4:
+            x = x.reshape(-1, *x.shape[-3:])
+        elif name.endswith(("segments", "positions")):
+            x = np.asarray(x, np.int64).reshape(-1, x.shape[-1])
+        elif name in ("mask", "added") and operands.q.ndim > 4:
+            x = np.broadcast_to(x, (*operands.q.shape[:-3], *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+        arrays[name] = x
+    return {name: arrays[name] for name in INPUTS if name in arrays}, attributes_of(options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option_of_a_call_is_the_definition(case: dense.Case, dtype: str) -> None:
+    given = {name: narrow(x, dtype) for name, x in case.arrays().items()}
+    expected = relative_attention(**given, **case.call(), return_lse=True, impl="portable")
+    arrays, attributes = node_of(case, dtype)
+    out, lse = run(arrays, ("out", "lse"), threads=2, **attributes)
+    close(out.reshape(expected[0].shape), expected[0])
+    close(lse.reshape(expected[1].shape), expected[1])
+
+
+def test_the_cases_have_every_input_of_a_node() -> None:
+    found = set().union(*(node_of(case, "float32")[0] for case in CASES))
+    assert set(INPUTS) - found == {"offset", "past_key", "past_value"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_projected_heads_are_read_where_they_are(dtype: str) -> None:
+    arrays = {name: x.astype(dtype) for name, x in call().items()}
+    expected = oracles.relative_attention(**arrays, span=SPAN, causal=True).out
+    heads = {name: side_by_side(arrays[name]) for name in "qkv"}
+    (out,) = run({**arrays, **heads}, num_heads=4, kv_num_heads=2, threads=2, **CAUSAL)
+    assert oracles.relative_error(out, side_by_side(expected)) < GATES[dtype]
+
+
+def test_sinks_take_their_share_of_output_and_lse() -> None:
+    arrays, sinks = call(), random(4)
+    expected = oracles.relative_attention(**arrays, span=SPAN, causal=True, sinks=sinks)
+    out, lse = run({**arrays, "sinks": sinks}, ("out", "lse"), **CAUSAL)
+    assert oracles.relative_error(out, expected.out) < GATES["float32"]
+    assert oracles.relative_error(lse, expected.lse) < GATES["float32"]
+    (alone,) = run({**arrays, "sinks": sinks}, **CAUSAL)
+    np.testing.assert_array_equal(alone, out)
+
+
+def test_scales_have_the_digits_of_float64() -> None:
+    arrays = {name: x.astype(np.float64) for name, x in call().items()}
+    made = problem(Arguments(**arrays, span=SPAN, causal=True, scale=0.1, rel_scale=1 / 3))
+    (out,) = run(arrays, **attributes_of(made.options))
+    expected = oracles.relative_attention(**arrays, span=SPAN, causal=True, scale=0.1, rel_scale=1 / 3).out
+    assert oracles.relative_error(out, expected) < GATES["float64"]
+
+
+def past_of(arrays: dict[str, Any], filled: int, room: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the inputs behind a past, and the past, in caches of some length."""
+    new = {**arrays, **{name: arrays[name][:, :, filled:] for name in "qkv"}}
+    caches = {}
+    for name, x in (("past_key", arrays["k"]), ("past_value", arrays["v"])):
+        caches[name] = np.zeros((*x.shape[:2], room, x.shape[3]), x.dtype)
+        caches[name][:, :, :filled] = x[:, :, :filled]
+    return new, caches
+
+
+@pytest.mark.parametrize("filled", [0, 1, 40, 49])
+def test_caches_grow(filled: int) -> None:
+    arrays = call()
+    expected = oracles.relative_attention(**arrays, span=SPAN, causal=True).out
+    new, past = past_of(arrays, filled, filled)
+    out, keys, values = run({**new, **past}, ("out", "present_key", "present_value"), **CAUSAL)
+    assert oracles.relative_error(out, expected[:, :, filled:]) < GATES["float32"]
+    np.testing.assert_array_equal(keys, arrays["k"])
+    np.testing.assert_array_equal(values, arrays["v"])
+
+
+def test_caches_are_written_in_place_where_each_item_ends() -> None:
+    arrays, filled = call(), (30, 40)
+    heads = {name: side_by_side(np.stack([x[:, n : n + 10] for x, n in zip(arrays[name], filled, strict=True)]))
+             for name in "qkv"}  # fmt: skip
+    past = {name: np.zeros((2, 2, 60, 16), np.float32) for name in ("past_key", "past_value")}
+    for item, n in enumerate(filled):
+        past["past_key"][item, :, :n] = arrays["k"][item, :, :n]
+        past["past_value"][item, :, :n] = arrays["v"][item, :, :n]
+    segments = np.repeat(np.array([[0, 1], [3, 4]]), 30, axis=1)
+    mask = np.random.default_rng(1).random((2, 1, 10, 60)) < 0.8
+    given = {**arrays, **heads, **past, "mask": mask, "k_segments": segments, "offset": np.array(filled)}
+    names = ("out", "present_key", "present_value")
+    session = session_of(given, names, num_heads=4, kv_num_heads=2, **CAUSAL)
+    binding = session.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(given[name]) for name in given}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_output("out")
+    for name in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{name}", values[f"past_{name}"])
+    session.run_with_iobinding(binding)
+    copied = session.run(list(names), given)
+    for item, n in enumerate(filled):
+        expected = oracles.relative_attention(
+            arrays["q"][item, :, n : n + 10], arrays["k"][item, :, : n + 10], arrays["v"][item, :, : n + 10],
+            arrays["rel_k"], SPAN, causal=True, offset=n, mask=mask[item, :, :, : n + 10],
+            segments=(segments[item, n : n + 10], segments[item, : n + 10]),
+        ).out  # fmt: skip
+        for out in (binding.get_outputs()[0].numpy(), copied[0]):
+            assert oracles.relative_error(out[item], side_by_side(expected[None])[0]) < GATES["float32"]
+        for place, name in enumerate(("key", "value"), 1):
+            written = values[f"past_{name}"].numpy()[item, :, : n + 10]
+            np.testing.assert_array_equal(written, arrays[name[0]][item, :, : n + 10])
+            np.testing.assert_array_equal(copied[place][item, :, : n + 10], written)
+            assert not copied[place][item, :, n + 10 :].any()
+
+
+def test_results_are_the_same_on_any_number_of_threads() -> None:
+    arrays = {"q": random(1, 4, 700, 64), "k": random(1, 4, 700, 64, seed=1), "v": random(1, 4, 700, 64, seed=2)}
+    alone, shared = (run(arrays, threads=threads, causal=1)[0] for threads in (1, 2))
+    np.testing.assert_array_equal(alone, shared)
+
+
+def test_empty_batches_and_lengths_give_nothing() -> None:
+    arrays = call()
+    for axis in (0, 2):
+        empty = {name: x[:0] if axis == 0 else x[:, :, :0] for name, x in arrays.items() if name != "rel_k"}
+        (out,) = run({**empty, "rel_k": arrays["rel_k"]}, **CAUSAL)
+        assert out.shape == empty["q"].shape
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"rel_k": random(4, 41, 16)},
+        {"left": 40},
+        r"reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0",
+    ),
+    ({"rel_k": random(3, 64, 16)}, {}, "`rel_k` has another size"),
+    ({"k": random(2, 3, 50, 16)}, {}, "`v` has another size|do not divide"),
+    ({"q": random(4, 50)}, {}, "must be"),
+    ({"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)}, {}, "`mask` excludes `added`"),
+    ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "of queries and of keys"),
+    ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
+    ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
+    ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
+    ({}, {"beyond": "far"}, "`beyond` must be"),
+    ({}, {"interface": 2}, "a later relskew"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "attributes", "match"), WRONG, ids=[match for *_, match in WRONG])
+def test_wrong_nodes_are_refused_by_name(arrays: dict[str, Any], attributes: dict[str, Any], match: str) -> None:
+    with pytest.raises(Exception, match=match):
+        run({**call(), **arrays}, **{**CAUSAL, **attributes})
+
+
+def test_a_full_cache_says_how_full() -> None:
+    new, past = past_of(call(), 40, 45)
+    with pytest.raises(Exception, match="room for 45 positions: 40 are filled, and 10 do not fit"):
+        run({**new, **past, "offset": np.array([40])}, ("out", "present_key", "present_value"), **CAUSAL)
+
+
+def test_an_older_runtime_is_refused() -> None:
+    """A runtime whose table ends before what is called gives none for our version, and one for the first."""
+    said: list[bytes] = []
+    make_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(
+        lambda _, text: said.append(text) or 1
+    )
+    table = (ctypes.c_void_p * 1)(ctypes.cast(make_status, ctypes.c_void_p))
+    functions = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(
+        lambda version: ctypes.addressof(table) if version < 17 else None
+    )
+    base = (ctypes.c_void_p * 2)(ctypes.cast(functions, ctypes.c_void_p))
+    register = ctypes.CDLL(str(custom_ops_library())).RegisterCustomOps
+    register.restype = ctypes.c_void_p
+    assert register(None, base) == 1
+    assert b"onnxruntime 1.17 or newer" in said[0]
+
+
+def test_the_library_needs_libc_and_libm_alone() -> None:
+    listing = shutil.which("objdump")
+    if listing is None:
+        pytest.skip("no objdump is here")
+    told = subprocess.run([listing, "-p", custom_ops_library()], capture_output=True, text=True, check=True).stdout
+    needed = {re.match(r"[a-z]+", name)[0] for name in re.findall(r"NEEDED +(\S+)", told)}  # type: ignore[index]
+    assert needed <= {"libc", "libm", "libpthread", "ld"}
+    names = subprocess.run([listing, "-T", custom_ops_library()], capture_output=True, text=True, check=True).stdout
+    assert not re.findall(r"\*UND\*.*\b(_Z\w+|__gxx\w+|Py\w+)$", names, re.MULTILINE)
+    offered = re.findall(r"^\S+ g .*\.text.* (\S+)$", names, re.MULTILINE)
+    assert sorted(offered) == ["RegisterCustomOps", "relskew_attention"]

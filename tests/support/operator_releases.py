@@ -1,0 +1,75 @@
+"""The operator library in the releases of onnxruntime from 1.17 on, each in a folder: ``make test-operator``.
+
+``python tests/support/operator_releases.py [RELEASE …]`` tries the last release of each minor version, or those named.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from benchmarks.runtimes import Release, results
+from operator_runs import model_of
+from relskew_core import Span, relative_attention
+from relskew_core.export import custom_ops_library
+
+OLDEST = (1, 17)
+
+
+def releases() -> list[str]:
+    """Return what pip finds, the last one of each minor version."""
+    told = subprocess.run(
+        [sys.executable, "-m", "pip", "index", "versions", "onnxruntime"], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.search(r"Available versions: (.*)", told)
+    assert found, told
+    last = dict[tuple[int, ...], str]()
+    for version in found[1].split(", "):  # the newest first
+        last.setdefault(tuple(map(int, version.split(".")[:2])), version)
+    return sorted((version for minor, version in last.items() if minor >= OLDEST), key=_numbers)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+def write(folder: Path) -> None:
+    """Write nodes of each type, with caches, and what they give; and the library."""
+    shutil.copy(custom_ops_library(), folder)
+    generator = np.random.default_rng(0)
+    for dtype in ("float32", "float64"):
+        q, k, v = (generator.standard_normal((2, heads, 300, 16)).astype(dtype) for heads in (4, 2, 2))
+        table = generator.standard_normal((4, 300, 16)).astype(dtype)
+        out, lse = relative_attention(q, k, v, table, Span.causal(300), causal=True, return_lse=True)
+        given = {"q": q[:, :, 200:], "k": k[:, :, 200:], "v": v[:, :, 200:], "rel_k": table}
+        given |= {"past_key": k[:, :, :200], "past_value": v[:, :, :200]}
+        expected = [out[:, :, 200:], lse[:, :, 200:], k, v]
+        names = ("out", "lse", "present_key", "present_value")
+        (folder / f"{dtype}.onnx").write_bytes(model_of(given, names, left=299, right=0, causal=1).SerializeToString())
+        arrays = {f"0/in/{name}": x for name, x in given.items()}
+        np.savez(folder / f"{dtype}.npz", **arrays, **{f"0/out/{place}": x for place, x in enumerate(expected)})
+
+
+def main(asked: list[str]) -> int:
+    """Say for each release whether its numbers are right; 1 if not."""
+    wrong = 0
+    with TemporaryDirectory() as temporary:
+        write(Path(temporary))
+        for version in asked or releases():
+            older = ("numpy==1.26.4",) if _numbers(version) < [1, 19] else ()  # made for NumPy 1
+            release = Release("onnxruntime", version, (f"onnxruntime=={version}", *older))
+            release.install()
+            failed = {name: why for name, why in results(release, Path(temporary)) if why}
+            print(release.name, failed or "right", flush=True)
+            wrong += bool(failed)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""Single nodes ``relskew::RelativeAttention``, run by onnxruntime with the operator library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper
+
+from relskew_core.export import custom_ops_library
+from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
+
+
+def session_options(threads: int = 1) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(custom_ops_library()))
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # errors reach Python as errors
+    return options
+
+
+def model_of(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), **attributes: Any) -> onnx.ModelProto:
+    """Return one node with the inputs that are given and the outputs that are wanted."""
+    inputs = [name if name in arrays else "" for name in INPUTS]
+    while not inputs[-1]:
+        inputs.pop()
+    outputs = [name if name in wanted else "" for name in OUTPUTS]
+    while not outputs[-1]:
+        outputs.pop()
+    node = helper.make_node(NAME, inputs, outputs, domain=DOMAIN, **attributes)
+    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in arrays.items()}
+    of_lse = TensorProto.DOUBLE if types["q"] == TensorProto.DOUBLE else TensorProto.FLOAT
+    graph = helper.make_graph(
+        [node],
+        "node",
+        [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in arrays.items()],
+        [helper.make_tensor_value_info(name, of_lse if name == "lse" else types["q"], None) for name in wanted],
+    )
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=8)
+
+
+def session_of(
+    arrays: dict[str, Any], wanted: Sequence[str] = ("out",), threads: int = 1, **attributes: Any
+) -> onnxruntime.InferenceSession:
+    """Return a session of one node."""
+    model = model_of(arrays, wanted, **attributes).SerializeToString()
+    return onnxruntime.InferenceSession(model, session_options(threads), providers=["CPUExecutionProvider"])
+
+
+def run(arrays: dict[str, Any], wanted: Sequence[str] = ("out",), threads: int = 1, **attributes: Any) -> list[Any]:
+    return session_of(arrays, wanted, threads, **attributes).run(list(wanted), arrays)
+
+
+def side_by_side(x: Any) -> Any:
+    """Return heads ``(batch, heads, length, D)`` as projections give them."""
+    batch, heads, length, width = x.shape
+    return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(batch, length, heads * width)
