@@ -7,7 +7,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def _backends_are_ours() -> bool:
-    """Whether ``backends`` is in the package, as itself or by a link, or an editable install knows where it stands."""
+    """Whether ``backends`` is in the package, as itself or by a link, or an editable install maps it."""
     if (_HERE / "backends").is_dir():
         return True
     found = find_spec("relskew_core.backends")
@@ -16,7 +16,7 @@ def _backends_are_ours() -> bool:
 
 if not _backends_are_ours():
     raise ImportError(
-        f"{_HERE / 'backends'} must be a link to the folder backends/ beside relskew_core/, and export one to export/. "
+        f"{_HERE / 'backends'} must be a link to the folder backends/ next to relskew_core, and export one to export/. "
         "Here they are text files or missing, as zip archives and sdists are unpacked. Install the project with pip "
         "(to work on it: pip install --editable .), or clone it with git clone -c core.symlinks=true"
     )

@@ -1,4 +1,4 @@
-"""CuPy: torch's fused kernels on CuPy's memory where torch is there, else cuBLAS and one kernel of its own.
+"""CuPy: torch's fused kernels on CuPy's memory where torch is there, else cuBLAS and one custom kernel.
 
 Arrays go to torch and back through DLPack, without a copy, and torch works on CuPy's current stream.
 """
@@ -96,7 +96,7 @@ def _tensor(x: Array) -> Any:
 
     if min(x.strides, default=0) < 0:
         x = x.copy()
-    if x.dtype == bool:  # older DLPack knows no booleans
+    if x.dtype == bool:  # older DLPack has no booleans
         return from_dlpack(x.view("uint8")).view(torch.bool)
     return from_dlpack(x)
 

@@ -144,7 +144,7 @@ def _spread(bias: Table, chunk: Chunk, call: BatchedCall) -> Array:
 
 
 def _numbers(call: BatchedCall, chunk: Chunk, pitch: int) -> dict[str, Any]:
-    """Return the kernel's numbers by name, in its order."""
+    """Return the kernel's numbers as a dictionary, in its order."""
     pattern, mask, n = call.options.visibility, call.mask, chunk.stop - chunk.start
     strides, start = [0, 0, 0, 0], 0
     if mask is not None:

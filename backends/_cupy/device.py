@@ -32,7 +32,7 @@ class Cuda:
     def multiply(self, alpha: float, a: Array, b: Array, beta: float, c: Array) -> None:
         """Write ``alpha · a b + beta · c`` into ``c`` where it lies: (P or 1, n, k), (P or 1, k, m), (P, n, m).
 
-        cuBLAS counts by columns, so it is told of the transposed product ``cᵀ = bᵀ aᵀ``, all memory as it is.
+        cuBLAS is column-major, so it gets the transposed product ``cᵀ = bᵀ aᵀ``, all memory as it is.
         """
         if 0 in c.shape:
             return

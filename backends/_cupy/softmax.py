@@ -1,4 +1,4 @@
-"""CuPy: the one kernel of its own, a softmax over rows of a given pitch, in place."""
+"""CuPy: the custom kernel, a softmax over rows of a given pitch, in place."""
 
 from __future__ import annotations
 

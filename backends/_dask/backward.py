@@ -16,7 +16,7 @@ Arrays = dict[str, Any]
 
 
 def attention_vjp(d_out: Any, operands: Operands, options: Options, *, xp: Any, **results: Any) -> Gradients:
-    """Return the gradients of every operand: what several blocks share has the sum of theirs."""
+    """Return the gradients of every operand: arrays that several blocks share get the sum over the blocks."""
     one = {axis % operands.q.ndim: -1 for axis in (LENGTH, WIDTH)}
     x = Blocks.of(operands._replace(q=operands.q.rechunk(one), k=operands.k.rechunk(one)))
     q = x.arrays["q"]

@@ -53,7 +53,7 @@ def runs(sizes: tuple[int, ...]) -> list[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A block of queries against a block of keys: a call of its own, in what the blocks are made of."""
+    """A block of queries against a block of keys: a separate call, in the library of the blocks."""
 
     pairs: Pairs
     rows: Rows

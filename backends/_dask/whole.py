@@ -1,4 +1,4 @@
-"""dask: the portable kernels, on arrays that are one block each, whatever blocks they come in."""
+"""dask: the portable kernels, on arrays that are rechunked to one block each."""
 
 from __future__ import annotations
 

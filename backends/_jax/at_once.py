@@ -127,7 +127,7 @@ def _of_keys(mask: Array, layout: Layout) -> Array:
 
 
 def _product(q: Array, table: Array, span: Span, layout: Layout) -> Array:
-    """Return the products with the rows of a table that the columns stand for which some query sees."""
+    """Return the products with the rows of a table for the columns that some query sees."""
     places = _places(span, layout)
     if places[-1] - places[0] == len(places) - 1 or 2 * table.shape[-2] > len(places):
         return jnp.matmul(q, jnp.matrix_transpose(_rows(table, span, layout)))
@@ -135,7 +135,7 @@ def _product(q: Array, table: Array, span: Span, layout: Layout) -> Array:
 
 
 def _rows(table: Array, span: Span, layout: Layout) -> Array:
-    """Return the rows of a table that the columns of the relative layout stand for which some query sees."""
+    """Return the rows of a table for the columns of the relative layout that some query sees."""
     return _taken(table, _places(span, layout), -2)
 
 

@@ -73,7 +73,7 @@ def _step(
     new = {"v": _add(sums.v, chunk.seen(d_v), {-1: place.first})}
     if call.rel_v is not None:
         d_weights = d_weights + chunk.absolute(jnp.matmul(d_rows, chunk.columns(call.rel_v)))
-        d_weights = jnp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that nobody sees
+        d_weights = jnp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that no query sees
         new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(of_values))
     d_weights = chunk.kept(d_weights)
 
@@ -107,7 +107,7 @@ def _step(
 def _add_relative(
     chunk: TracedChunk, d_logits: Array, rel_q: Array, sums: Gradients, new: dict[str, Array]
 ) -> Array | None:
-    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of the queries that meet ``rel_k``."""
+    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of ``rel_k``'s queries."""
     call = chunk.call
     if call.rel_k is None and call.rel_bias is None:
         return None

@@ -113,7 +113,7 @@ class TracedChunk:
         return lax.dynamic_slice_in_dim(columns, self.column(table), self.loop.width, axis=columns.ndim - 1)
 
     def mixed(self, weights: Array, table: Columns) -> Array:
-        """Return sums of a table's rows by weights in relative layout; what is looked up has rows that nobody sees."""
+        """Return sums of a table's rows by weights in relative layout; look-ups have rows that no query sees."""
         columns = self.columns(table)
         columns = weighed(columns, weights, xp=jnp) if isinstance(self.layout, LookUpChunk) else columns
         return jnp.matmul(weights, jnp.matrix_transpose(columns))
@@ -160,7 +160,7 @@ class TracedChunk:
         return same if visible is None else jnp.logical_and(*same_rank(visible, same))
 
     def scaled_queries(self) -> tuple[Array, Array]:
-        """Return the queries that meet the keys and those that meet ``rel_k``, scaled."""
+        """Return the queries for the keys and those for ``rel_k``, scaled."""
         operands, options = self.call.operands, self.call.options
         q = self.queries(operands.q)
         rel_q = q if operands.rel_q is None else self.queries(operands.rel_q)
@@ -184,11 +184,11 @@ class TracedChunk:
         return capped(logits, call.options, xp=jnp)
 
     def key_side_start(self, table: Columns) -> Array | int:
-        """Return the first column of the table that the chunk's keys meet."""
+        """Return the first column of ``key_table`` for the chunk."""
         return key_side.start(self.loop, self.place, self.call.options, table)
 
     def key_side_columns(self, table: Columns) -> Array:
-        """Cut the table that keys meet to the chunk's columns."""
+        """Cut ``key_table`` to the chunk's columns."""
         columns, size = table.columns, key_side.width(self.loop, self.call.options)
         return lax.dynamic_slice_in_dim(columns, self.key_side_start(table), size, axis=columns.ndim - 1)
 

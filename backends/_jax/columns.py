@@ -18,7 +18,7 @@ from relskew_core.backends._jax.loops import reach
 class Columns:
     """A table by columns, (..., D, columns), extended once to all relative positions that chunks touch.
 
-    Columns that no query sees are zeros, whatever the table holds there.
+    Columns that no query sees are zeros, even where the table is NaN.
     """
 
     columns: Array
@@ -39,7 +39,7 @@ class Columns:
 
     @classmethod
     def mirrored(cls, rows: Array | None, options: Options, low: int, high: int) -> Columns | None:
-        """Extend a table (..., R, D) that keys meet to query positions − key positions from ``low`` to ``high``."""
+        """Extend a ``key_table`` (..., R, D) to query positions − key positions from ``low`` to ``high``."""
         if rows is None:
             return None
         lowest, highest = reach(options)

@@ -1,8 +1,8 @@
 """JAX on CPUs: calls of float32 and float64 by the kernels that were compiled at installation.
 
 Two primitives, one for each pass. Lowered for a CPU that has the whole of its arrays, they are calls of the kernels;
-lowered for anything else, or to be exported, they are the loops. So nobody has to know where a traced call will run.
-Arrays that are there already are lent to the kernels as NumPy's are: nothing is compiled for them.
+lowered for anything else, or to be exported, they are the loops. So a traced call may run anywhere.
+Arrays that exist already are passed to the kernels like those of NumPy: nothing is compiled for them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SHARE = 2**17
 
 @cache
 def known() -> bool:
-    """Make the kernels known to XLA, which has begun to work; false if their version is too old for it."""
+    """Register the kernels with XLA, which has been initialised; false if their version is too old for it."""
     kernels = _compiled.kernels
     try:
         jax.ffi.register_ffi_target("relskew_attend", kernels.XLA_ATTEND, platform="cpu")
@@ -48,10 +48,10 @@ def pulled(arrays: dict[str, Any]) -> list[str]:
 
 
 def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options, maps: int) -> list[Array]:
-    """Return the results of a call whose arrays have so many mapped axes in front; with cotangents its gradients."""
+    """Return the results of a call whose arrays have ``maps`` mapped axes in front; with cotangents its gradients."""
     lead, shared = given.q.shape[:maps], [x for name in SHARED if (x := getattr(given, name)) is not None]
     apart = cotangents is not None or any(math.prod(x.shape[:maps]) > 1 for x in shared)
-    entries = math.prod(lead) if shared and apart else 1  # cut the items, each with tables of its own
+    entries = math.prod(lead) if shared and apart else 1  # split the items, each with its tables
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
     of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
@@ -74,7 +74,7 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
 
 
 def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted: list[Any]) -> list[Array]:
-    """Call a kernel, which is told what is there of all that there may be."""
+    """Call a kernel with flags that say which of the optional arrays are present."""
     there = [int(each is not None) for each in (*operands, *wanted)]
     whole = np.asarray([*numbers, *there], np.int64)
     types = [jax.ShapeDtypeStruct(shape, operands[0].dtype) for shape in wanted if shape is not None]

@@ -1,4 +1,4 @@
-"""JAX: keys that meet a table of their own, the mirror image of queries that meet one (see ``_kernel.key_side``).
+"""JAX: keys times a table, the mirror image of queries times a table (see ``_kernel.key_side``).
 
 A chunk's keys are cut into blocks of as many as it has queries. All blocks are one product: each has its own window of
 ``2n`` columns, made of two neighbours of the table's columns in runs of ``n``.
@@ -27,7 +27,7 @@ Product = Callable[[Array, Array], Array]
 
 
 def width(loop: Loop, options: Options) -> int:
-    """Return how many columns of the table a chunk's keys meet."""
+    """Return how many columns of ``key_table`` a chunk uses."""
     return loop.width if options.visibility.by_value else (_blocks(loop.n, loop.m) + 1) * loop.n
 
 
@@ -70,7 +70,7 @@ product_of_seen.defvjp(_forward, _backward)
 def logits(k: Array, columns: Array, chunk: Chunk, heads: int, *, product: Product) -> Array:
     """Return ``k_j · e_r``, (..., H, n, m), for a chunk's keys (..., Hkv, m, D) and columns (..., D, width).
 
-    ``product`` is what multiplies both where columns are looked up: some may be seen by nobody.
+    ``product`` is what multiplies both where columns are looked up: some may be seen by no query.
     """
     n, m = chunk.stop, chunk.end
     by_head = columns.ndim > 2

@@ -1,4 +1,4 @@
-"""JAX on CPUs: arrays that are there, lent to the kernels as NumPy's are, and what the kernels give as JAX's."""
+"""JAX on CPUs: pass concrete arrays to the kernels like those of NumPy, and return the results as arrays of JAX."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TURNS = 4
 
 
 class ChunkPlace(NamedTuple):
-    """Where a chunk stands: in a plan one entry for each chunk, in a loop one traced integer each."""
+    """The position of a chunk: in a plan one entry for each chunk, in a loop one traced integer each."""
 
     start: Array  # first query
     fresh: Array  # first query that no chunk before has had: the last chunk may overlap the one before
@@ -43,11 +43,11 @@ class Ranges:
 
     first: Array  # of each chunk
     end: Array
-    longest: int  # at least so many keys as any chunk sees: a power of two, or every batch would be compiled anew
+    longest: int  # at least as many keys as any chunk sees: a power of two, or every batch would be compiled anew
 
     @classmethod
     def of(cls, options: Options, size: int, documents: Documents | None) -> Ranges | None:
-        """Return the ranges of a call's chunks, ``None`` where nobody knows them, or they leave out too little."""
+        """Return the ranges of a call's chunks, ``None`` where they are unknown or leave out too little."""
         if documents is None:
             return None
         starts, _, n = _starts(options.visibility.n_queries, size)
@@ -66,7 +66,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Loop:
-    """Chunks of ``n`` queries and ``m`` keys each, and where both meet the tables (see ``_kernel.chunk.Chunk``)."""
+    """Chunks of ``n`` queries and ``m`` keys each, and their window of the tables (see ``_kernel.chunk.Chunk``)."""
 
     places: ChunkPlace
     n: int

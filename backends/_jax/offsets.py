@@ -1,4 +1,4 @@
-"""JAX: offsets in 32 bits, and those by item, whose values a compiled loop does not know."""
+"""JAX: offsets in 32 bits, and those by item, whose values are unknown to a compiled loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relskew_core._positions.visibility import Visibility
 
 @dataclass(frozen=True)
 class AnyOffset(Visibility):
-    """The pattern of a batch whose items stand anywhere: what is seen goes by positions, and tables by item.
+    """The pattern of a batch whose items have any offset: visibility follows positions, and tables by item.
 
     It holds no array, so that calls of one shape are compiled once.
     """
@@ -35,11 +35,11 @@ class AnyOffset(Visibility):
         return True
 
     def bounded(self) -> AnyOffset:
-        """Return the pattern: of unknown positions, nothing is known to hide nothing."""
+        """Return the pattern: with unknown positions, anything may be hidden."""
         return self
 
     def ragged(self, stands: Array) -> RaggedVisibility:
-        """Return the pattern with the offsets of items whose queries stand at ``stands``, (..., Lq)."""
+        """Return the pattern with the offsets of items whose queries have the positions ``stands``, (..., Lq)."""
         return RaggedVisibility(self.n_queries, self.n_keys, 0, *self.sides, offset_by_item=stands[..., 0])
 
 
@@ -55,7 +55,7 @@ def split(operands: Operands, options: Options) -> tuple[Operands, Options]:
 
 
 def in_small_numbers(pattern: Visibility) -> Visibility:
-    """Return a pattern that hides the same, and whose numbers fit 32 bits however far away the queries stand."""
+    """Return a pattern that hides the same, and whose numbers fit 32 bits however far away the queries are."""
     offset = pattern.offset
     if pattern.block_size is None and offset:
         left = None if pattern.left is None else pattern.left - offset
@@ -70,7 +70,7 @@ def in_small_numbers(pattern: Visibility) -> Visibility:
 
 
 def step_of(options: Options) -> int:
-    """Return a distance, of whole blocks, beyond which no table, window or block tells any two distances apart."""
+    """Return a distance, of whole blocks, beyond which all distances are the same to every table, window and block."""
     pattern, span = options.visibility, options.span
     size = pattern.block_size or 1
     behind = pattern.whole_blocks_before * size if pattern.block_size else 0

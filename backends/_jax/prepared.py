@@ -15,7 +15,7 @@ from relskew_core.backends._jax import compiled as kernels
 from relskew_core.backends._jax import lent
 from relskew_core.backends._numpy import compiled as of_numpy
 
-with jax.ensure_compile_time_eval():  # or the first array that is met in `jax.jit` would make this a tracer's
+with jax.ensure_compile_time_eval():  # or a first array inside `jax.jit` would make this a tracer
     TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
 """Of arguments: arrays that are there. One that is traced has another type."""
 
@@ -24,7 +24,7 @@ HALF = False
 
 
 def ordinary() -> bool:
-    """Whether nobody wants to see every step."""
+    """Whether no debugging mode of JAX asks for every step."""
     return not kernels.watched()
 
 
@@ -33,7 +33,7 @@ about = attrgetter("dtype", "sharding")
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
     there = lent.may_be([each for each in x if each is not None])
     return of_numpy.call_of(_lent(x), options) if there and kernels.serves(x, options) else None
 

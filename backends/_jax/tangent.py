@@ -1,4 +1,4 @@
-"""JAX: what a small change of the arrays changes in the results: a linear map with a transpose of its own.
+"""JAX: the derivative of the results in a direction: a linear map with a custom transpose.
 
 ``jax.custom_vjp`` cannot be pushed forward under ``jax.jit``, and what ``jax.custom_jvp`` alone gives is transposed by
 JAX itself, which keeps every chunk's weights. So the rule's linear part is a primitive: pushed forward it is JAX's

@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return what the kernels are to know of a call that they take."""
+    """Return the description for the kernels of a call that they take."""
     return Call.of(flattened(operands, xp=xp), options)
 
 
@@ -65,7 +65,7 @@ def attention_vjp(
 
 
 def _in_rows(x: Array | None) -> Array | None:
-    """Return an array whose rows are in one piece, and whose numbers stand where a processor wants them."""
+    """Return an array whose rows are in one piece, and whose numbers are aligned."""
     if x is None or (x.flags.aligned and (x.strides[-1] == x.itemsize or x.shape[-1] == 1)):
         return x
     return x.copy()

@@ -21,7 +21,7 @@ HALF = True
 
 
 def ordinary() -> bool:
-    """Whether nobody traces, watches or changes what is computed here."""
+    """Whether nothing traces, records or changes what is computed here."""
     return True
 
 
@@ -30,5 +30,5 @@ about = attrgetter("dtype")
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None

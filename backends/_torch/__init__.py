@@ -1,4 +1,4 @@
-"""torch: compiled kernels for arrays on CPUs and, fused, on CUDA devices; operators that autograd knows."""
+"""torch: compiled kernels for arrays on CPUs and, fused, on CUDA devices; operators with autograd formulas."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ KEPT = 2**20
 def instead(call: Problem) -> Path:
     """Return the portable kernels, as one operator where autograd would keep too much of them, and in exports.
 
-    There an operator is what the ONNX translation knows, at any length, and what DTensors have rules for.
+    There an operator is what the ONNX translation converts, at any length, and what DTensors have rules for.
     """
     operands = call.given
     # No operator takes offsets by item, or part in these.

@@ -1,7 +1,7 @@
 """torch: an operator for attention and one for its gradient, derived from the fields of a call.
 
-autograd, ``torch.compile``, ``torch.export`` and ``torch.vmap`` know them. Arrays and options are passed by position
-as torch wants it, and taken apart and put together here alone.
+They work with autograd, ``torch.compile``, ``torch.export`` and ``torch.vmap``. Only here are arrays and options passed
+by position, as torch requires it, and taken apart and put together.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def _kept(ctx: Any) -> tuple[list[Any], Tensor | None, Tensor | None]:
 
 
 def _standing_alone(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous and in memory of its own, as operators must and as the fake kernel says."""
+    """Return ``x`` contiguous and in separate memory, as operators must and as the fake kernel says."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""What ``torch.onnx.export`` says of an operator that nobody has told it how to write."""
+"""The message of ``torch.onnx.export`` for an operator without a translation."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def is_transformed() -> bool:
 
 
 def is_ordinary() -> bool:
-    """Whether nobody traces, watches or changes what is computed here, where nothing is compiled."""
+    """Whether nothing traces, records or changes what is computed here, where nothing is compiled."""
     return not (
         torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -57,7 +57,7 @@ def is_watched(arrays: Arrays) -> bool:
 
 
 def differentiates_by_function() -> bool:
-    """Whether a call stands inside ``torch.func.grad`` or ``jvp``, which no operator's autograd takes part in."""
+    """Whether a call is inside ``torch.func.grad`` or ``jvp``, which do not use the autograd formulas of operators."""
     if torch.compiler.is_compiling():
         return False
     functorch = torch._C._functorch
@@ -73,19 +73,19 @@ def has_tangents(arrays: Arrays) -> bool:
 
 
 def asks_for_gradients(arrays: Arrays) -> bool:
-    """Whether autograd has to know the results of a call."""
+    """Whether autograd has to record the results of a call."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
 
 
 def by_itself(arrays: Arrays) -> bool:
-    """Whether nobody but the caller has a part in a call, whose results autograd need not know either."""
+    """Whether only the caller takes part in a call, whose results autograd does not have to record either."""
     return not is_watched(arrays) and not asks_for_gradients(arrays)
 
 
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:
     """Return what calls a kernel for gradients where it may be called by itself, and else the operator for them.
 
-    The operator's are those of its own results; portable code takes any, and what no operator knows.
+    The operator's are those of its own results; portable code takes any, also what no operator supports.
     """
 
     def attention_vjp(

@@ -28,7 +28,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     if isinstance(value, bool):
         raise TypeError(f"`{name}` must be an int, got {describe(value)}")
     try:
-        # A number that torch traces knows how to be compared; an index would make a constant of it.
+        # A number that torch traces can be compared; an index would make a constant of it.
         symbolic = type(value) is int or type(value).__name__ == "SymInt"
         result = value if symbolic else operator.index(value)
     except TypeError:
@@ -39,7 +39,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
 
 
 def is_symbol(size: Any) -> bool:
-    """Whether a size is one of the symbols of ``jax.export``, of which nobody knows how large they are."""
+    """Whether a size is one of the symbols of ``jax.export``, whose value is unknown."""
     return type(size).__module__.startswith("jax.")
 
 
@@ -128,6 +128,6 @@ def _in_short(value: Any) -> str:
 
 
 def _is_short(container: Collection[Any]) -> bool:
-    """Whether all that a container holds can be told: a pair of ints, but not a matrix in lists."""
+    """Whether the contents of a container fit into a message: a pair of ints, but not a matrix in lists."""
     few = len(container) <= 4 and not isinstance(container, dict)
     return few and all(isinstance(each, (int, float, str, NoneType)) for each in container)

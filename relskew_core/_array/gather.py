@@ -54,7 +54,7 @@ def within(index: Array, width: int, *, xp: Namespace) -> Array:
 
 
 def _places(index: Array, width: int, *, xp: Namespace) -> Array:
-    """Return where columns stand among all columns of all items and queries, flat."""
+    """Return the indices of columns among all columns of all items and queries, flat."""
     *lead, _, n, _ = index.shape
     first = xp.arange(math.prod(lead) * n, dtype=index.dtype, device=device(index)) * width
     return xp.reshape(index + xp.reshape(first, (*lead, 1, n, 1)), (-1,))

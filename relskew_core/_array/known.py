@@ -1,4 +1,4 @@
-"""Values that may be looked at: at hand, and traced by nobody."""
+"""Values that may be looked at: in host memory and not traced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def exported(*sizes: Any) -> bool:
 
 
 def holds(comparison: Any) -> bool:
-    """Whether sizes compare so. Of sizes that only values tell, a program of torch asks it when it runs."""
+    """Whether sizes compare so. For sizes that depend on data, a torch program checks it at run time."""
     if not (exporting() and type(comparison).__name__ == "SymBool"):
         return bool(comparison)
     torch = sys.modules["torch"]

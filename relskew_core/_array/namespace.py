@@ -58,7 +58,7 @@ def is_floating(array: Array, *, xp: Namespace) -> bool:
     """Whether the dtype is a real floating one that the library itself computes with."""
     try:
         return bool(xp.isdtype(array.dtype, "real floating"))
-    except TypeError:  # NumPy does not know ml_dtypes' bfloat16 and would compute with it in float32
+    except TypeError:  # NumPy does not support ml_dtypes' bfloat16 and would compute with it in float32
         return False
 
 
@@ -108,8 +108,8 @@ def _namespace(name: str, array: Array) -> Namespace:
         return namespace
     kinds = {kind.__name__ for kind in type(array).__mro__}
     if "MaskedArray" in kinds:  # counts for a plain array, whose mask nothing would heed
-        raise TypeError(f"`{name}` must be an array without a mask of its own, got {describe(array)}")
-    if "matrix" in kinds:  # which has two axes whatever is done to it
+        raise TypeError(f"`{name}` must be an array that is not masked, got {describe(array)}")
+    if "matrix" in kinds:  # which always has two axes
         raise TypeError(f"`{name}` must be an array, such as numpy.asarray makes of a matrix, got {describe(array)}")
     try:
         return _conforming(array)

@@ -1,4 +1,4 @@
-"""Arrays that count for nothing, which autograd has to know as arguments of the results nevertheless."""
+"""Arrays without influence, on which the results must nevertheless depend for autograd."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from relskew_core._array.typing import Array
 
 
 def of_rank(x: Array, rank: int) -> Array:
-    """Return an array with at least so many axes, new ones in front."""
+    """Return an array with at least ``rank`` axes, new ones in front."""
     return x if x.ndim >= rank else x[(*(None,) * (rank - x.ndim), ...)]
 
 

@@ -40,7 +40,7 @@ def attention_block(
     memory : array, shape (..., Lk, E), optional
         Input of the keys and values; required if ``spec.cross``, refused otherwise. Its position 0 is that of ``x``.
     past : (array, array), optional
-        Cached keys and values ``(..., Hkv, P, D)``; the queries then stand at positions ``P … P + Lq - 1``.
+        Cached keys and values ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
     mask : array, optional
         Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``.
 

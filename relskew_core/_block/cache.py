@@ -18,7 +18,7 @@ class Cache(Protocol):
     """Keys and values that new ones follow."""
 
     def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Any, Mapping[str, Any]]:
-        """Return all keys, all values, the cache of the next call, and what attention has to be told of positions."""
+        """Return all keys, all values, the cache of the next call, and the positions for attention."""
         ...
 
 
@@ -38,7 +38,7 @@ class Growing(NamedTuple):
         return cls(*past)
 
     def extend(self, k: Array, v: Array, *, xp: Namespace) -> tuple[Array, Array, Growing, Mapping[str, Any]]:
-        """Append the new keys and values; the queries stand behind what was there."""
+        """Append the new keys and values; the queries come after the cached positions."""
         shape: tuple[int, ...] = tuple(getattr(self.keys, "shape", ()))
         length = shape[-2] if len(shape) > 1 else 0
         for name, value, new in zip(PAST, self, (k, v), strict=True):

@@ -95,7 +95,7 @@ class ModuleBlock:
         if past is not None:
             for name in ("offset", "positions"):
                 if name in options:
-                    raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(options[name])}")
+                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
             past = past if isinstance(past, self.caches) else Growing.of(past, self.spec)
         if key is not None:
             options.update(dropout=self.settings.dropout, seed=key)

@@ -43,7 +43,7 @@ class BlockSpec:
         Music Transformer's local attention (Huang et al. 2018, section 3.5): a query sees its own block, causally,
         and the whole previous block. Requires ``causal`` unless ``blocks_before`` is given, and excludes ``cross``.
     blocks_before : int, optional
-        With ``block_size``: a query sees its own block whole and so many whole blocks before it, as in streaming
+        With ``block_size``: a query sees its whole block and this many whole blocks before it, as in streaming
         Conformers; with ``causal`` only up to itself.
     shared_table : bool, default False
         One table ``(R, D)`` for all heads instead of ``(H, R, D)``.

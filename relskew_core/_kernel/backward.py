@@ -2,7 +2,7 @@
 
 Nothing but the inputs is kept from the forward pass: all keys of a chunk are at hand, so its weights are computed anew.
 With ``P`` the weights, ``dP = dO · (V + EV)`` and ``Δ`` its mean by weight, ``dS = P ∘ (dP - Δ)``; then the product
-with the table gets ``unskew(dS)``, and values with relative positions meet ``unskew(P)``.
+with the table gets ``unskew(dS)``, and values with relative positions use ``unskew(P)``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _backward(
             product = tables.rel_v.product(d_out, low, high, xp=xp)
             product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
             d_weights = d_weights + chunk.absolute(product, xp=xp)
-            d_weights = xp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that nobody sees
+            d_weights = xp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that no query sees
             sums.add_table("rel_v", low, high, relative, d_out)
     if factors is not None:
         d_weights = d_weights * factors
@@ -131,7 +131,7 @@ def _backward(
 def _relative_gradient(
     d_logits: Array, q: Array, operands: Operands, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
 ) -> Array | None:
-    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of the queries that meet ``rel_k``."""
+    """Add to the gradients of ``rel_k`` and ``rel_bias``, and return that of ``rel_k``'s queries."""
     tables = sums.tables
     if tables.rel_k is None and tables.rel_bias is None:
         return None
@@ -149,7 +149,7 @@ def _relative_gradient(
 def _key_side_gradient(
     d_logits: Array, keys: Array, options: Options, chunk: Chunk, sums: GradientSums, *, xp: Namespace
 ) -> Array:
-    """Return what the chunk's keys get from the table that they meet, and add to the table's gradient."""
+    """Return the gradient of the chunk's keys through ``key_table``, and add to the table's gradient."""
     table, pieces = sums.tables.key_table, []
     assert table is not None
     lowest, highest = options.positions()

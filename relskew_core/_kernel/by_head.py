@@ -41,7 +41,7 @@ class HeadScales:
     """Factors of the two products, with which queries and ``key_table`` are multiplied before the call."""
 
     scale: Array | float | None  # what multiplies q
-    rel_scale: Array | float | None  # what multiplies the queries that meet rel_k, and key_table
+    rel_scale: Array | float | None  # the factor of the products with rel_k and key_table
     alike: bool  # one argument is both
     xp: Namespace
 
@@ -76,7 +76,7 @@ class HeadScales:
         return replace(given, **changed)
 
     def _has_own_queries(self, given: Arguments) -> bool:
-        """Whether the queries that meet ``rel_k`` have to be an array of their own."""
+        """Whether the products with ``rel_k`` need a separate array of queries."""
         return given.rel_q is not None or not self.alike
 
     @staticmethod
@@ -121,7 +121,7 @@ class HeadScales:
 
 
 def _with_heads(table: Array, factor: Array | float) -> Array:
-    """Return a table (R, D) that every head multiplies by a factor of its own as one that has heads."""
+    """Return a table (R, D) that every head multiplies by a different factor as a table by head."""
     return table if isinstance(factor, (int, float)) or factor.ndim == 0 or table.ndim > 2 else table[None, ...]
 
 

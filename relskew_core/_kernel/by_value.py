@@ -1,4 +1,4 @@
-"""Queries and keys that stand anywhere: relative positions are looked up, pair by pair, where others are skewed.
+"""Queries and keys at arbitrary positions: relative positions are looked up, pair by pair, where others are skewed.
 
 ``r = p_k - p_q`` says which column of ``q · table`` a pair reads. No row of a table is copied for a pair, and a chunk's
 look-ups are as large as its logits.
@@ -30,7 +30,7 @@ def of_keys(labels: Array, chunk: Chunk) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookUpChunk(Chunk):
-    """A chunk that knows which column of the tables each of its pairs reads."""
+    """A chunk with the column of the tables that each of its pairs reads."""
 
     index: Array  # (..., 1, n, m)
     there: Array | None  # which pairs have a column, None if all: where tables count for nothing beyond their ends
@@ -63,7 +63,7 @@ class LookUpChunk(Chunk):
 
 
 def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace) -> Chunk:
-    """Return a chunk that knows all that it needs: as it is, or with its look-ups."""
+    """Return the chunk as it is, or with its look-ups where it needs them."""
     if not options.visibility.by_value or all(getattr(operands, name) is None for name in TABLES):
         return chunk
     queries, keys = of_queries(operands.q_positions, chunk), of_keys(operands.k_positions, chunk)
@@ -71,7 +71,7 @@ def placed(chunk: Chunk, operands: Operands, options: Options, *, xp: Namespace)
 
 
 def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Namespace) -> LookUpChunk:
-    """Return a chunk whose queries and keys stand at positions that broadcast to (..., 1, n, m)."""
+    """Return a chunk whose queries and keys have positions that broadcast to (..., 1, n, m)."""
     queries, keys = same_rank(queries, keys)
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     first, last = (shifted(queries, end, xp=xp) for end in (chunk.low, chunk.high))

@@ -1,7 +1,7 @@
 """One call of relative attention, declared once: what a caller gives, and what the kernels get of it.
 
-Everything else follows from the fields of these classes, by name: signatures of functions and of torch's operators,
-gradients, what a native path does not know, the ONNX translation, the tests' matrix.
+Everything else is derived from the fields of these classes: signatures of functions and of torch's operators,
+gradients, what a native path does not support, the ONNX translation, the tests' matrix.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Arguments:
     impl: Impl = "auto"
 
     def arrays(self) -> dict[str, Array | None]:
-        """Return the arrays that become :class:`Operands` as they are, by name."""
+        """Return a dictionary of the arrays that become :class:`Operands` unchanged."""
         return {name: getattr(self, name) for name in DIFFERENTIABLE}
 
     def autocast(self) -> Self:
-        """Return the arguments as the autocast region wants them that the call stands in."""
+        """Return the arguments as cast by the surrounding autocast region."""
         by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
         arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
@@ -93,8 +93,8 @@ class Operands(NamedTuple):
     rel_bias: Annotated[Array | None, Kind.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
     rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None where it is q
     mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
-    key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, what keys meet; ragged as rel_k
-    q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its own segment
+    key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
+    q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its segment
     k_segments: Annotated[Array | None, Kind.LABEL] = None
     q_positions: Annotated[Array | None, Kind.LABEL] = None  # where the pattern goes `by_value`
     k_positions: Annotated[Array | None, Kind.LABEL] = None
@@ -158,7 +158,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is not an array. A field with a default need not be known to every native path."""
+    """What is not an array. Not every native path has to support a field with a default."""
 
     span: Span
     visibility: Visibility
@@ -192,7 +192,7 @@ def has_tables(operands: Operands) -> bool:
 
 
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
-    """Name the arrays that are there and the options that say something, but that a native path does not know."""
+    """Name the given arrays and the options in use that a native path does not support."""
     given = [name for name, x in zip(Operands._fields, operands, strict=True) if x is not None and name not in known]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):

@@ -1,4 +1,4 @@
-"""A call cut into chunks of queries: the keys that each may see, and where both meet the tables."""
+"""A call cut into chunks of queries: the keys that each may see, and the window of the tables that they use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNKNOWN_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Queries ``start … stop - 1``, the keys ``first … end - 1`` they may see, and where both meet the tables."""
+    """Queries ``start … stop - 1``, the keys ``first … end - 1`` they may see, and their window of the tables."""
 
     start: int
     stop: int
@@ -104,7 +104,7 @@ def is_empty(*sizes: Any) -> bool:
 
 
 def documents_of(operands: Operands) -> Documents | None:
-    """Return which keys the segments let queries see, where there are any and somebody may know."""
+    """Return which keys the segments let queries see, if there are segments whose values are available."""
     if operands.q_segments is None or operands.k_segments is None:
         return None
     return Documents.of((operands.q_segments, operands.k_segments))
@@ -135,7 +135,7 @@ def chunk_size(
 def visible_columns(relative: Array, chunk: Chunk, options: Options) -> tuple[Array, int, int]:
     """Cut the relative layout to the positions that some query sees, and say which.
 
-    Rows of a table that nobody may see are never multiplied, not even by zero.
+    Rows of a table that no query may see are never multiplied, not even by zero.
     """
     low, high = chunk.seen(options)
     if low > high:

@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a hash of the seed and of where a weight stands, never stored and nowhere in order.
+"""Which weights dropout keeps: a hash of the seed and of the position of a weight, never stored and nowhere in order.
 
 Every weight is drawn on its own, by item, head, query position and key, so that neither chunks nor threads nor a fused
 kernel change what a seed drops. A query's and a key's hashes are joined and mixed once more by the finalizer of

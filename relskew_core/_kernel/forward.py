@@ -186,7 +186,7 @@ def _relative_terms(
 
 
 def relative_queries(operands: Operands, options: Options, chunk: Chunk, scaled_q: Array) -> Array:
-    """Return the chunk's queries that meet ``rel_k``, scaled."""
+    """Return the chunk's queries for the product with ``rel_k``, scaled."""
     if operands.rel_q is None and options.rel_scale == options.scale:
         return scaled_q
     rel_q = operands.q if operands.rel_q is None else operands.rel_q

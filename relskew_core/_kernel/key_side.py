@@ -1,8 +1,8 @@
-"""Keys that meet a table of their own, ``k_j · e_r``: DeBERTa's position to content.
+"""Keys times a table, ``k_j · e_r``: DeBERTa's position to content.
 
 Seen from a key, queries are what keys are to a query, with past and future changed over: the same skew, on blocks of
-keys against the queries of a chunk. Blocks, since a key meets as many columns as there are queries and keys of its
-block; all keys at once would meet ``n + m`` columns each where ``n`` are needed.
+keys against the queries of a chunk. Blocks, since a key needs as many columns as there are queries and keys of its
+block; all keys at once would need ``n + m`` columns each where ``n`` are needed.
 """
 
 from __future__ import annotations

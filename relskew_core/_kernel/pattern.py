@@ -1,4 +1,4 @@
-"""Which keys the options of a call let a query see, wherever it stands."""
+"""Which keys the options of a call let a query see, at any position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relskew_core._positions.visibility import FURTHEST, Visibility
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a query may see of the keys, checked, wherever it stands."""
+    """What a query may see of the keys, checked, at any position."""
 
     left: int | None = None
     right: int | None = None
@@ -25,7 +25,7 @@ class Pattern:
 
     @property
     def is_open(self) -> bool:
-        """Whether a query sees every key, wherever it stands."""
+        """Whether a query sees every key, at any position."""
         return self.left is None and self.right is None and self.block_size is None
 
     def of(

@@ -42,7 +42,7 @@ class Problem:
     xp: Namespace
     dtype: Any  # of the caller's arrays, which the results are returned in
     heads: bool  # whether the caller's arrays have a heads axis
-    ragged: RaggedTables | None  # of a batch whose items have offsets of their own
+    ragged: RaggedTables | None  # of a batch with an offset for each item
     sinks: Array | None  # (H,)
     scales: HeadScales | None
     _wide: list[Operands] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -169,14 +169,16 @@ def form(name: str, x: Any, *, heads: bool, xp: Namespace) -> Array | None:
 
 
 def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, Any]:
-    """Return positions and the offset; where positions are known to be consecutive, the offset that says the same."""
+    """Return positions and the offset; where the positions are consecutive, the offset that is equivalent."""
     if given.positions is None:
         by_value = exporting() and (is_array(given.offset) or isinstance(given.offset, (list, tuple)))
         return (_positions_of(given, xp=xp), 0) if by_value else (None, given.offset)
     if is_ragged(given.offset) or (given.offset is not None and check_offset("offset", given.offset) != 0):
-        raise ValueError(f"`offset` excludes `positions`, which say where queries stand, got {describe(given.offset)}")
+        raise ValueError(
+            f"`offset` excludes `positions`, which give the positions of the queries, got {describe(given.offset)}"
+        )
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
-    # Dropout is drawn by place: it must not matter whether somebody knows that positions follow one another. And blocks
+    # Dropout is drawn by place: the result must not depend on whether positions are found to be consecutive. And blocks
     # begin where positions are multiples, which an offset from the first key does not say.
     by_place = given.dropout or given.block_size is not None
     offsets = None if by_place else consecutive_offsets(positions)

@@ -72,7 +72,7 @@ class GradientSums:
         self._mask: list[Array] = []
 
     def add_queries(self, d_q: Array, d_rel_q: Array | None, chunk: Chunk) -> None:
-        """Add a chunk's gradients of ``q`` and of the queries that meet ``rel_k``, which may be ``q`` themselves."""
+        """Add a chunk's gradients of ``q`` and of the queries of ``rel_k``, which may be ``q`` themselves."""
         if self.operands.rel_q is None:
             self._q.append(d_q if d_rel_q is None else d_q + d_rel_q)
             return

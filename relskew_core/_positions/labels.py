@@ -44,7 +44,7 @@ def check_labels(name: str, given: Any, q: Array, k: Array, *, paired: bool, xp:
 
 
 def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
-    """Return integers of so many queries or keys, of any number where ``length`` is ``None``."""
+    """Return the integers of ``length`` queries or keys, of any number where it is ``None``."""
     check_companion(name, x, "q", q, xp=xp)
     if not xp.isdtype(x.dtype, "integral"):
         raise TypeError(f"`{name}` must be of integers, got {describe(x)}")
@@ -57,7 +57,7 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
 
 
 def check_place(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
-    """Return the positions of so many queries or keys; what nobody can look at stops at its dtype's ends."""
+    """Return the positions of queries or keys; traced ones saturate at the limits of their dtype."""
     label, bits = check_label(name, x, length, q, xp=xp), bits_of(integer(xp), xp=xp)
     furthest = 2**61 if bits == 64 else 2**31 - 1  # all that there are
     far = [value for row in known_items(x) or () for value in row if not -furthest - 1 <= value <= furthest]
@@ -78,7 +78,7 @@ def known_items(x: Array) -> list[list[int]] | None:
 
 
 def consecutive_offsets(positions: Pair) -> list[int] | None:
-    """Return each item's offset if queries and keys all stand one after the other, ``None`` if not or not known."""
+    """Return each item's offset if all queries and keys are consecutive, ``None`` if not or if that is unknown."""
     queries, keys = (known_items(x) for x in positions)
     if queries is None or keys is None or not all(map(_consecutive, chain(queries, keys))):
         return None

@@ -1,7 +1,7 @@
-"""Attention between two parts of a sequence, as a call of its own: integers only.
+"""Attention between two parts of a sequence, as a separate call: integers only.
 
 The positions of a part follow one another in steps. So the pairs of two parts are a Toeplitz problem like the whole, at
-distance zero, with other rows of the tables: any kernel serves them, wherever in the sequence they stand.
+distance zero, with other rows of the tables: any kernel serves them, at any place in the sequence.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Run:
 
     @property
     def positions(self) -> slice:
-        """Where they stand in the whole."""
+        """Their positions in the whole sequence."""
         return slice(self.start, self.start + self.step * (self.count - 1) + 1, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of two runs that see each other: a call of its own, in steps instead of positions."""
+    """The pairs of two runs that see each other: a separate call, in steps instead of positions."""
 
     offset: int
     causal: bool
@@ -63,15 +63,15 @@ class Pairs:
         return cls(origin, ahead, window, first - origin, last - origin, between + step * origin, step)
 
     def rows(self, span: Span) -> Rows:
-        """Return the rows of a table that the pairs meet."""
+        """Return the rows of a table that the pairs use."""
         return Rows.of(self.zero + span.left, self.step, self.low, self.high, span)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A part of a table: every ``step``-th row from ``start`` on, between rows that stand for what lies beyond."""
+    """A part of a table: every ``step``-th row from ``start`` on, between rows for the positions beyond it."""
 
-    before: int  # how many rows stand for what is before the table's first
+    before: int  # how many rows are for positions before the first of the table
     start: int
     count: int
     step: int
@@ -80,7 +80,7 @@ class Rows:
 
     @classmethod
     def of(cls, zero: int, step: int, low: int, high: int, span: Span) -> Rows:
-        """Return what stands for ``low … high``, in steps from row ``zero``; never more rows than those.
+        """Return the rows for ``low … high``, in steps from row ``zero``; never more rows than those.
 
         What repeats an edge of the table is one row, which is repeated in its turn.
         """

@@ -1,7 +1,7 @@
 """Ragged batches: offsets that differ from item to item, of padded sequences and caches of different lengths.
 
-Every item gets a window of the tables of its own, shifted by its offset, so that from there on all items stand at
-offset 0; what may be seen is a mask with the batch's axes. Offsets may be values that nobody knows yet, under
+Every item gets its window of the tables, shifted by its offset, so that from there on all items have the
+offset 0; what may be seen is a mask with the batch's axes. The values of offsets may be unknown, under
 ``jax.jit`` or on a device: nothing but sizes decides what is done.
 """
 
@@ -30,7 +30,7 @@ FURTHEST = {64: 2**61, 32: 2**30 + 2**29}
 
 @dataclass(frozen=True, eq=False)
 class RaggedVisibility(Visibility):
-    """The pattern of a batch whose query ``i`` stands at position ``i + offsets[item]``."""
+    """The pattern of a batch whose query ``i`` has the position ``i + offsets[item]``."""
 
     offset_by_item: Array = None  # integers, the batch's axes
     known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, where at hand
@@ -72,7 +72,7 @@ class RaggedVisibility(Visibility):
     def occurs(self, positions: Array, *, xp: Namespace) -> Array:
         """Return which relative positions (..., W) lie between a query and a key that it may see."""
         low, high = self.offset_by_item[..., None], self.offset_by_item[..., None] + (self.n_queries - 1)
-        # The queries that have a key there stand from `low` to `high`.
+        # The queries that have a key there are at `low` to `high`.
         low, high = xp.maximum(low, -positions), xp.minimum(high, self.n_keys - 1 - positions)
         seen = low <= high
         if self.right is not None:
@@ -98,7 +98,7 @@ class RaggedTables:
 
     @property
     def window_span(self) -> Span:
-        """Which positions, as of offset 0, a window's rows stand for: one more than occur, for the skew."""
+        """The positions, at offset 0, of the rows of a window: one more than occur, for the skew."""
         return Span(self.visibility.n_queries, max(0, self.visibility.n_keys - 1), "zero")
 
     def _positions(self) -> Array:
@@ -109,7 +109,7 @@ class RaggedTables:
     def of(self, table: Array) -> Array:
         """Return every item's rows of a table: (R, D) or (H, R, D) to (..., 1 or H, W, D).
 
-        Rows that nobody may see are zeros, whatever they hold; rows beyond a table that has to reach are NaN, which
+        Rows that no query may see are zeros, even if they are NaN; rows beyond a table that has to reach are NaN, which
         only offsets that are not known lead to.
         """
         xp, span = self.xp, self.span
@@ -147,7 +147,7 @@ class RaggedTables:
 
 
 def is_ragged(offset: Any) -> bool:
-    """Whether an offset is one for each item, a sequence or an array with axes, or one that nobody knows yet."""
+    """Whether an offset is one for each item, a sequence or an array with axes, or one whose value is not known yet."""
     if not is_array(offset):
         return isinstance(offset, (list, tuple))
     if offset.ndim:

@@ -1,4 +1,4 @@
-"""Which relative positions a table's rows stand for."""
+"""Which relative positions the rows of a table are for."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Table:
     def mix(self, weights: Array, first: int, last: int, *, looked_up: bool = False, xp: Namespace) -> Array:
         """Return ``Σ_r w_r e_r`` over ``r = first … last``: (..., n, last - first + 1) -> (..., n, D).
 
-        Of those that are looked up some may be seen by nobody.
+        Some of those that are looked up may be seen by no query.
         """
         extension = self.plan(first, last)
         core, columns = extension.fold(weights, xp=xp), self.columns[..., extension.start : extension.stop]

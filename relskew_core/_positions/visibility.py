@@ -17,7 +17,7 @@ FURTHEST = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The pattern of a call: query ``i`` stands at position ``p = i + offset`` and sees a range of keys.
+    """The pattern of a call: query ``i`` has the position ``p = i + offset`` and sees a range of keys.
 
     The first and the last visible key never decrease with ``p``; everything here follows from that.
     """
@@ -28,7 +28,7 @@ class Visibility:
     left: int | None = None  # how far back a query sees, None for all of the past
     right: int | None = None  # how far ahead, None for all of the future; 0 is causal
     block_size: int | None = None  # a query sees no further ahead than its own block …
-    blocks_before: int | None = None  # … and no further back than so many before it; None is one, and causal
+    blocks_before: int | None = None  # … and no further back than this many before it; None is one, and causal
     by_value: bool = False  # positions are integers of the call, in any order: nothing is known of them here
 
     def first_key(self, position: int) -> int:
@@ -52,7 +52,7 @@ class Visibility:
 
     @property
     def sides(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """What bounds a query's keys, whatever its position."""
+        """What bounds a query's keys, independent of its position."""
         return self.left, self.right, self.block_size, self.blocks_before
 
     @property

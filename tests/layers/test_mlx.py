@@ -176,7 +176,7 @@ def test_errors_name_what_came() -> None:
         layers.RelativeMultiheadAttention(CAUSAL, dropout=1.0)
     with pytest.raises(TypeError, match=r"RelativeMultiheadAttention\(BlockSpec\(64, 4, Span\.clipped\(8\)\)\)$"):
         layers.RelativeMultiheadAttention(64, 4)
-    with pytest.raises(ValueError, match="`offset` must be None with `past`, which knows, got int 3"):
+    with pytest.raises(ValueError, match="`offset` must be None with `past`, which sets it, got int 3"):
         module(x, past=module.empty_cache(2), offset=3)
     with pytest.raises(ValueError, match="`weights` must have exactly the keys"):
         layers.RelativeMultiheadAttention.from_weights({}, CAUSAL)

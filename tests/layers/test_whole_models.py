@@ -158,9 +158,9 @@ def test_every_item_may_have_an_offset(offset: Any) -> None:
 def test_a_cache_knows_where_queries_stand() -> None:
     module = made(SPECS["causal"])
     (x,) = inputs(module.spec)
-    with pytest.raises(ValueError, match=r"`positions` must be None with `past`, which knows, got tuple of 2"):
+    with pytest.raises(ValueError, match=r"`positions` must be None with `past`, which sets it, got tuple of 2"):
         module(x, past=module.empty_cache(2), positions=(torch.arange(9), torch.arange(9)))
-    with pytest.raises(ValueError, match=r"`offset` must be None with `past`, which knows, got int 3"):
+    with pytest.raises(ValueError, match=r"`offset` must be None with `past`, which sets it, got int 3"):
         module(*inputs(module.spec), past=module.empty_cache(2), offset=3)
 
 

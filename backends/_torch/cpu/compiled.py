@@ -26,7 +26,7 @@ flattened = partial(_batch.flattened, xp=xp)
 
 
 def call_of(operands: Operands, options: Options) -> Call:
-    """Return what the kernels are to know of a call that they take."""
+    """Return the description for the kernels of a call that they take."""
     return Call.of(flattened(operands), options)
 
 
@@ -56,7 +56,7 @@ def pull_back(
     d_lse: Tensor | None = None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients by name, of a call that is known; of those that are not wanted the mask's is left out."""
+    """Return the gradients of a prepared call; of those that are not wanted, only the mask's is left out."""
     if flattened(operands) is operands:
         found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
         return found if found["q"].dtype == operands.q.dtype else _compiled.of_call(found, operands, xp=xp)
@@ -72,7 +72,7 @@ def attention_vjp(
     d_lse: Tensor | None,
     wanted: Container[str] = DIFFERENTIABLE,
 ) -> dict[str, Tensor]:
-    """Return the gradients by name; of those that are not wanted the mask's is left out."""
+    """Return the gradients; of those that are not wanted, only the mask's is left out."""
     whole = flattened(operands)
     rows = whole.q.shape[:-1]
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
@@ -84,7 +84,7 @@ def attention_vjp(
 
 
 def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:
-    """Lend arrays, as capsules of DLPack: the type and the device are said there too."""
+    """Pass arrays as DLPack capsules, which carry their type and device."""
     return [x if x is None else to_dlpack(x.resolve_neg() if x.is_neg() else x) for x in arrays]
 
 

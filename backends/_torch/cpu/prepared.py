@@ -27,7 +27,7 @@ about = attrgetter("dtype", "device", "layout")
 
 
 def call_of(x: Operands, options: Options) -> Call | None:
-    """Return what compiled kernels are to know of a call, ``None`` if they do not serve it."""
+    """Return the description of a call for the compiled kernels, ``None`` if they do not serve it."""
     if x.q.device.type != "cpu" or any(each is not None and each.layout != torch.strided for each in x):
         return None
     return compiled.call_of(x, options) if _compiled.serves(x, options) else None

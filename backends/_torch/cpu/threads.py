@@ -15,7 +15,7 @@ _forked = False
 def team() -> int:
     """Return the address of OpenMP's ``GOMP_parallel``, which runs a function on the threads that torch works on.
 
-    They are awake where torch has just been at work, and other threads would stand in their way. 0 if there is none,
+    They are awake where torch has just been computing, and other threads would compete with them. 0 if there is none,
     or if this process is a fork: OpenMP's threads did not come along.
     """
     return 0 if _forked else _address()

@@ -124,7 +124,7 @@ class _Memory:
 
 
 class _Relative:
-    """Sums over all queries of their numbers by relative position times rows of their own: a table's gradient."""
+    """Sums over all queries of their numbers by relative position times their rows: a table's gradient."""
 
     def __init__(self, call: TiledCall, rows: Tensor, table: str, bias: str | None = None) -> None:
         self.call, self.rows, self.names = call, rows, (table, bias)

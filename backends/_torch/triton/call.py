@@ -1,4 +1,4 @@
-"""Triton: a call brought into what the kernels take, numbers and strides by name, and the tiles it is cut into."""
+"""Triton: a call in the form of the kernels' arguments, numbers and strides, and the tiles it is cut into."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ColumnRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TiledCall:
-    """The operands with one batch axis and unit strides along their width, and what the kernels call by name."""
+    """The operands with one batch axis and unit strides along their width, as keyword arguments of the kernels."""
 
     operands: Operands
     options: Options
@@ -173,7 +173,7 @@ def limits(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":  # pragma: gpu only
         properties: Any = torch.cuda.get_device_properties(device)
         return properties.major, properties.shared_memory_per_block_optin
-    return 9, 227 * 2**10  # what the interpreter stands in for
+    return 9, 227 * 2**10  # the device that the interpreter simulates
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -193,7 +193,7 @@ def _rows(x: Any) -> Any:
 
 
 def _strides(name: str, x: Tensor | None, axes: str) -> dict[str, int]:
-    """Name the strides, zero along axes that broadcast; tables shared by all heads have none of theirs."""
+    """Name the strides, zero along axes that broadcast; tables shared by all heads have none for heads."""
     if x is None:
         return {f"{name}_{axis}": 0 for axis in axes}
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True)]

@@ -37,7 +37,7 @@ def refusal_of_options(options: Options) -> str | None:
 
 
 def refusal_of_operands(operands: Operands) -> str | None:
-    """Say why the fused kernels do not take these arrays, whatever their device."""
+    """Say why the fused kernels do not take these arrays on any device."""
     q, k, v, rel_q = operands.q, operands.k, operands.v, operands.rel_q
     if q.dtype not in WIDEST:
         return f"the fused kernels take float16, bfloat16 and float32, not {q.dtype}"

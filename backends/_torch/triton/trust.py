@@ -114,7 +114,7 @@ def trial(
 
 
 def errors(arguments: Arguments) -> dict[str, float]:
-    """Return the relative L2 error of the output, of the log-sum-exp and of every gradient, by name."""
+    """Return the relative L2 error of the output, of the log-sum-exp and of every gradient, as a dictionary."""
     from relskew_core.backends._torch.triton import backward, forward
 
     call = problem(arguments, return_lse=True)

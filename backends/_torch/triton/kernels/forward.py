@@ -1,13 +1,13 @@
 """Triton: the forward kernel, FlashAttention with relative positions made on the way.
 
 A program owns ``B`` queries of one head and goes over the keys in tiles of ``B``, in up to three parts: tiles wholly
-before the band of positions that a clipped table tells apart, tiles that meet it, tiles wholly after it. Outside the
-band a query's relative term is one number. Inside, one product with ``B`` table rows a tile, the product of the tile
-before, and one gather (:func:`skew`) make the term; values with relative positions take the same way back
+before the band of positions that a clipped table distinguishes, tiles that overlap it, and tiles wholly after it.
+Outside the band a query's relative term is one number. Inside, one product with ``B`` table rows a tile, the product of
+the tile before, and one gather (:func:`skew`) make the term; values with relative positions take the same way back
 (:func:`unskew`).
 """
 
-# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
+# Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803, N806

@@ -1,6 +1,6 @@
 """Triton: the backward kernels for the keys and values, and for the tables. No atomics: repeatable to the bit."""
 
-# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
+# Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803, N806

@@ -1,11 +1,11 @@
 """Triton: the backward kernels for the queries. Every program writes what it alone owns: no atomics.
 
 ``dS = P ∘ (dO · (V + EV) - Δ)``, with the weights ``P`` made anew from the log-sum-exp. Where a tile's ``dS`` is turned
-into its two windows of relative positions (:func:`unskew`), the earlier window is complete: it meets the table rows for
-the queries' own gradient, and is stored for the table's.
+into its two windows of relative positions (:func:`unskew`), the earlier window is complete: it is multiplied by the
+table rows for the gradient of the queries, and is stored for the table's.
 """
 
-# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
+# Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803, N806
@@ -37,11 +37,11 @@ def tile_gradient(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, and the gradients of its logits as a mask meets them and before the softcap."""
+    """Return a tile's weights, and the gradients of its logits, for the mask and before the softcap."""
     capped = softcapped(s, softcap, SOFTCAP)
     logits = masked(capped, i0, j0, mask, mask_i, mask_j, n_queries, n_keys, offset, before, after, block_size,
                     BEFORE, AFTER, LOCAL, MASK, B)  # fmt: skip
-    unseen = logits == -float("inf")  # products with what nobody sees may be NaN
+    unseen = logits == -float("inf")  # products with hidden keys may be NaN
     p = tl.where(unseen, 0.0, tl.exp2((logits - lse[:, None]) * LOG2E))
     ds = tl.where(unseen, 0.0, p * (dp - delta[:, None]))
     before_cap = ds

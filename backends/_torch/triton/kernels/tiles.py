@@ -5,7 +5,7 @@ A tile has as many queries as keys, ``B``. The relative positions in it are ``fi
 tile of keys starts a window later, so its earlier window is this tile's later one: one new product a tile is enough.
 """
 
-# Kernels are written in Triton's language, not Python's: checkers know no types, and constants are in capitals.
+# Kernels are written in Triton's language, not Python's: they have no types, and constants are in capitals.
 # mypy: ignore-errors
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: N803
@@ -44,7 +44,7 @@ def load_window(
     table, stride, first, span_left, table_rows, lowest, highest,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Load the table rows of the positions ``first … first + B - 1``: edges repeat, what nobody sees is zero."""
+    """Load the table rows of the positions ``first … first + B - 1``: edges repeat, hidden rows are zero."""
     r = first + tl.arange(0, B)
     rows = tl.minimum(tl.maximum(r + span_left, 0), table_rows - 1)
     return load_rows(table, rows, stride, (r >= lowest) & (r <= highest), WIDTH, BLOCK)
@@ -159,7 +159,7 @@ def keys_of(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Return the first key and the end of the keys that some query ``i0 …`` sees, and where the parts meet.
+    """Return the first key and the end of the keys that some query ``i0 …`` sees, and the borders of the parts.
 
     The tiles ``start … band_start`` lie wholly at or before ``band_low``, ``band_stop … stop`` at or after
     ``band_high``.
@@ -190,7 +190,7 @@ def queries_of(
     BEFORE: tl.constexpr, AFTER: tl.constexpr, LOCAL: tl.constexpr,
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Return where the parts of the queries that see some key ``j0 …`` start and meet, the furthest ahead first."""
+    """Return the borders of the parts of the queries that see some key ``j0 …``, the furthest ahead first."""
     last = tl.minimum(j0 + B, n_keys) - 1
     low, high = j0 * 0, n_queries
     if AFTER:
