@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,11 +74,11 @@ def convert(
     opset: int,
     input_names: Sequence[str],
     output_names: Sequence[str],
-    lengths: Mapping[tuple[int, int], str],
+    lengths: Callable[[Sequence[tuple[Any, ...]]], Mapping[tuple[int, int], str]],
     sums: Mapping[str, str] | None = None,
     metadata: Mapping[str, str],
 ) -> Conversion:
-    """Export a model; ``axes`` says which of each input vary, ``lengths`` what those of (input, axis) are called.
+    """Export a model; ``axes`` says which of each input vary, ``lengths`` makes names of (input, axis) from all shapes.
 
     ``sums`` has names for sums of those names, in alphabetical order.
     """
@@ -100,7 +100,7 @@ def convert(
     model = program.model
     reaches = [int(node.metadata_props[REACH]) for node in model.graph if REACH in node.metadata_props]
     reach = min(reaches, default=None)
-    names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths.items()))}
+    names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths(shapes).items()))}
     name_nodes(model, _PREFIX)
     name_lengths(model, {**names, **(sums or {})})
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}

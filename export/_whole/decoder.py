@@ -158,7 +158,7 @@ def decoder_to_onnx(
         opset=opset,
         input_names=input_names,
         output_names=output_names,
-        lengths={(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}},
+        lengths=lambda _: {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
     )

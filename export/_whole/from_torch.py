@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def torch_to_onnx(
     >>> encoder = RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(4)))
     >>> graph = torch_to_onnx(encoder, torch.randn(2, 5, 8), output_names=["y"]).graph
     >>> [[size.dim_param or size.dim_value for size in x.type.tensor_type.shape.dim] for x in graph.input]
-    [['batch', 'x_axis_1', 8]]
+    [['batch', 'x_length', 8]]
     """
     import torch
 
@@ -117,7 +118,7 @@ def torch_to_onnx(
         opset=opset,
         input_names=names,
         output_names=results,
-        lengths=_lengths(leaves, names),
+        lengths=partial(_lengths, names),
         metadata={},
     )
 
@@ -203,14 +204,15 @@ def _axes(leaves: Sequence[Tensor], names: Sequence[str], vary: Mapping[str, Ite
     return found
 
 
-def _lengths(leaves: Sequence[Tensor], names: Sequence[str]) -> dict[tuple[int, int], str]:
+def _lengths(names: Sequence[str], shapes: Sequence[tuple[Any, ...]]) -> dict[tuple[int, int], str]:
     """Return what lengths are called in the graph: that of the first axis of all, and the others by their input."""
-    usual = {
-        (index, axis): f"{name}_axis_{axis}"
-        for index, (value, name) in enumerate(zip(leaves, names, strict=True))
-        for axis in range(value.ndim)
-    }
-    return {**usual, (0, 0): "batch"} if leaves[0].ndim else usual
+    batch = shapes[0][0] if shapes[0] else None
+    found = {(0, 0): "batch"} if shapes[0] else {}
+    for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        vary = [axis for axis, size in enumerate(shape) if not isinstance(size, int) and size != batch]
+        for axis in vary:
+            found[index, axis] = f"{name}_length" if len(vary) == 1 else f"{name}_axis_{axis}"
+    return found
 
 
 def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Iterator[list[Tensor]]:

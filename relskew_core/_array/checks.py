@@ -23,16 +23,27 @@ def layout_hint(likely: bool) -> str:
     return f"; {LAYOUT}" if likely else ""
 
 
+def static_hint(name: str, value: Any) -> str:
+    """Return what to add to an error where ``jax.jit`` traces what is a constant of a program."""
+    if not type(value).__name__.endswith("Tracer"):
+        return ""
+    argument = name.partition("[")[0]
+    return (
+        f": flags, sizes, `span` and `impl` are constants of a program, so name those that you pass static, as in "
+        f"jax.jit(function, static_argnames=({argument!r},))"
+    )
+
+
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     """Return ``value`` as an ``int``; booleans, floats and arrays with axes are refused."""
     if isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an int, got {describe(value)}")
+        raise TypeError(f"`{name}` must be an int, got {describe(value)}{static_hint(name, value)}")
     try:
         # A number that torch traces can be compared; an index would make a constant of it.
         symbolic = type(value) is int or type(value).__name__ == "SymInt"
         result = value if symbolic else operator.index(value)
     except TypeError:
-        raise TypeError(f"`{name}` must be an int, got {describe(value)}") from None
+        raise TypeError(f"`{name}` must be an int, got {describe(value)}{static_hint(name, value)}") from None
     if minimum is not None and result < minimum:
         raise ValueError(f"`{name}` must be an int >= {minimum}, got {result}")
     return result
@@ -72,14 +83,14 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 def check_bool(name: str, value: Any) -> bool:
     """Return ``value`` if it is a ``bool``."""
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a bool, got {describe(value)}")
+        raise TypeError(f"`{name}` must be a bool, got {describe(value)}{static_hint(name, value)}")
     return value
 
 
 def check_real(name: str, value: Any, *, positive: bool = False) -> float:
     """Return ``value`` as a finite Python float (above zero if ``positive``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{name}` must be a Python int or float, got {describe(value)}")
+        raise TypeError(f"`{name}` must be a Python int or float, got {describe(value)}{static_hint(name, value)}")
     try:
         number = value if type(value) is float else float(value)
     except OverflowError:  # an int beyond every float

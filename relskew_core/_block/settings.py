@@ -16,6 +16,12 @@ class Settings(NamedTuple):
     impl: Impl
     chunk_size: int | None
 
+    def chosen(self) -> list[str]:
+        """Return the options that are not as by default."""
+        usual = Settings(0.0, "auto", None)
+        pairs = zip(self._fields, self, usual, strict=True)
+        return [f"{name}={value!r}" for name, value, default in pairs if value != default]
+
     @classmethod
     def of(cls, spec: Any, dropout: float, impl: Impl, chunk_size: int | None) -> Settings:
         """Return what a caller chose, if it can be chosen."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
@@ -16,7 +16,7 @@ ATTENDED = (*TABLES, "sinks")
 """The weights that attention itself meets, under the names of its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class BlockSpec:
     """An attention block with relative positions: projections, heads, visibility and tables.
 
@@ -68,6 +68,8 @@ class BlockSpec:
     Examples
     --------
     >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)
+    >>> spec
+    BlockSpec(embed_dim=8, num_heads=2, span=Span(left=15, right=0, beyond='error'), causal=True)
     >>> spec.head_dim, spec.num_kv_heads
     (4, 2)
     >>> spec.weight_shapes()["rel_k"]
@@ -121,6 +123,18 @@ class BlockSpec:
         self._check_future()
         if not (self.rel_keys or self.rel_values or self.rel_bias):
             raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.chosen())})"
+
+    def chosen(self) -> list[str]:
+        """Return the arguments that make this spec, without those that are as by default."""
+        usual = {field.name: field.default for field in fields(self)}
+        usual["num_kv_heads"] = self.num_heads
+        if self.head_dim * self.num_heads == self.embed_dim:
+            usual["head_dim"] = self.head_dim
+        values = {name: getattr(self, name) for name in usual}
+        return [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
 
     def _check_blocks(self, put: Callable[[str, Any], None]) -> None:
         size, before = self.block_size, self.blocks_before

@@ -65,7 +65,7 @@ class Panel:
         return of_weight(cell.tone) if self.weights else of_position(cell.tone)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Picture:
     """Panels of cells, as a file, in a notebook, or as numbers.
 
@@ -86,6 +86,8 @@ class Picture:
     --------
     >>> from relskew_core.draw import draw_call
     >>> picture = draw_call(3, causal=True)
+    >>> picture
+    <Picture '3 queries and keys, causal': 1 panel of 3 × 3 cells; .save(path) writes it>
     >>> for row in picture.panels[0].cells:
     ...     print([cell.text for cell in row])
     ['0', '', '']
@@ -97,6 +99,11 @@ class Picture:
     panels: list[Panel]
     across: int = 1
     notes: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        sizes = " and ".join(dict.fromkeys(f"{len(x.cells)} × {len(x.columns)}" for x in self.panels))
+        panels = f"{len(self.panels)} panel{'s' * (len(self.panels) != 1)}"
+        return f"<Picture {self.title!r}: {panels} of {sizes} cells; .save(path) writes it>"
 
     def svg(self) -> str:
         """Return the picture as SVG, which follows the reader's choice of light or dark."""

@@ -692,3 +692,29 @@ def test_far_documents_of_which_nobody_sees_a_key_are_zeros(row: str) -> None:
         out, lse = library.call(relative_attention, {"q": q, "k": q, "v": q, "rel_k": table}, offset=2**40, **options)
     assert not np.any(out)
     assert np.all(np.asarray(lse) == -np.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("causal", True),
+        ("return_lse", True),
+        ("window", (1, 0)),
+        ("block_size", 2),
+        ("chunk_size", 3),
+        ("softcap", 2.0),
+    ],
+    ids=str,
+)
+def test_what_jit_must_not_trace_is_named(name: str, value: Any) -> None:
+    x = jnp.ones((4, 2))
+    with pytest.raises(TypeError, match=rf"jax\.jit\(function, static_argnames=\('{name}',\)\)"):
+        jax.jit(relative_attention)(x, x, x, **{name: value})
+    static = jax.jit(relative_attention, static_argnames=("causal", "span", name))
+    options: dict[str, Any] = {"causal": True, "span": Span.causal(4), name: value}
+    close(
+        jax.tree.leaves(static(x, x, x, x, **options))[0],
+        jax.tree.leaves(relative_attention(x, x, x, x, **options))[0],
+        1e-6,
+        name,
+    )

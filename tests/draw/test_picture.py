@@ -117,6 +117,8 @@ def test_other_endings_and_a_missing_package_are_named(tmp_path: Path, monkeypat
         draw_skew(2).save(tmp_path / "skew.png")
     assert not list(tmp_path.iterdir())
     assert draw_skew(2)._repr_svg_().startswith("<svg")
+    assert repr(draw_skew(2)) == "<Picture 'The skew': 2 panels of 2 × 3 and 2 × 2 cells; .save(path) writes it>"
+    assert len(repr(draw_call(99, causal=True))) < 100
 
 
 # Weights

@@ -154,10 +154,11 @@ def test_names_that_are_given() -> None:
     assert _names("output_names", ["y"], ["x"], ["x"]) == ["y"]
     with pytest.raises(ValueError, match=r"`output_names` must differ from the names of the inputs, .*, got \['x'\]"):
         _names("output_names", ["y", "x"], ["a", "b"], ["x", "z"])
-    assert _lengths([torch.ones(2, 3), torch.ones(2)], ["x", "y"]) == {
-        (0, 0): "batch", (0, 1): "x_axis_1", (1, 0): "y_axis_0"
+    symbols = [("s0", "s1"), ("s2",), ("s0", 4, "s1", "s3")]
+    assert _lengths(["x", "y", "z"], symbols) == {
+        (0, 0): "batch", (0, 1): "x_length", (1, 0): "y_length", (2, 2): "z_axis_2", (2, 3): "z_axis_3"
     }  # fmt: skip
-    assert _lengths([torch.tensor(1.0), torch.ones(2)], ["x", "y"]) == {(1, 0): "y_axis_0"}
+    assert _lengths(["x", "y"], [(), ("s0", 3)]) == {(1, 0): "y_length"}
 
 
 class Layers(nn.Module):

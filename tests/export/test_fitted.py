@@ -7,9 +7,9 @@ from typing import Any, cast
 import onnxruntime
 import pytest
 import torch
-import torch_exports
 from torch import Tensor, nn
 
+import torch_exports
 from relskew_core import Span, relative_attention, sinusoidal_table
 from relskew_core.export import torch_to_onnx
 

@@ -382,9 +382,9 @@ def test_models_export_in_one_call(tmp_path: Path) -> None:
     model = Translator().eval()
     made = torch_to_onnx(model, inputs, tmp_path / "translator.onnx")
     assert shapes(made.graph.input) == {
-        "source": ["batch", "source_axis_1", 16],
-        "target": ["batch", "target_axis_1", 16],
-        "shown_keys": ["batch", "source_axis_1"],
+        "source": ["batch", "source_length", 16],
+        "target": ["batch", "target_length", 16],
+        "shown_keys": ["batch", "source_length"],
     }
     assert list(shapes(made.graph.output)) == ["memory", "result_0"]
     session = onnxruntime.InferenceSession(tmp_path / "translator.onnx")
@@ -438,7 +438,7 @@ def test_what_is_called_alike_and_what_is_fixed() -> None:
         graph = torch_to_onnx(Returning(), given).graph
     assert [value.name for value in (*graph.input, *graph.output)] == ["x", "mask", "y", "output_mask"]
     assert [tensor.name for tensor in graph.initializer if tensor.dims == [4]] == ["mask_2"]
-    assert shapes(graph.input) == {"x": [2, "x_axis_1", 4], "mask": [2, "x_axis_1"]}
+    assert shapes(graph.input) == {"x": [2, "x_length", 4], "mask": [2, "x_length"]}
     with pytest.raises(ValueError, match=r"`output_names` must differ from the names of the inputs, .* got \['x'\]"):
         torch_to_onnx(Returning(), given, output_names=["x", "kept"])
 
@@ -458,7 +458,7 @@ class Heads(nn.Module):
 def test_heads_and_widths_do_not_vary() -> None:
     given = (torch.randn(2, 4, 5, 4), torch.randn(2, 2, 6, 4))
     graph = torch_to_onnx(Heads(), given).graph  # without a warning
-    assert shapes(graph.input) == {"q": ["batch", 4, "q_axis_2", 4], "k": ["batch", 2, "k_axis_2", 4]}
+    assert shapes(graph.input) == {"q": ["batch", 4, "q_length", 4], "k": ["batch", 2, "k_length", 4]}
 
 
 class Choosy(nn.Module):

@@ -413,17 +413,20 @@ def test_parametrizations_take_part() -> None:
 
 
 def test_what_it_shows_of_itself() -> None:
+    """What differs from the default; and what a spec shows makes it."""
+    for spec in SPECS.values():
+        assert eval(repr(spec), {"BlockSpec": BlockSpec, "Span": Span}) == spec
     assert RelativeMultiheadAttention(SPECS["causal"]).extra_repr() == (
-        "embed_dim=8, num_heads=2, span=Span(left=15, right=0, beyond='error'), causal=True, dropout=0.0"
+        "embed_dim=8, num_heads=2, span=Span(left=15, right=0, beyond='error'), causal=True"
     )
     assert RelativeMultiheadAttention(SPECS["grouped, wide heads"], dropout=0.5).extra_repr() == (
-        "embed_dim=8, num_heads=4, span=Span(left=15, right=15, beyond='error'), causal=False, head_dim=3, "
-        "num_kv_heads=2, rel_values=True, dropout=0.5"
+        "embed_dim=8, num_heads=4, span=Span(left=15, right=15, beyond='error'), "
+        "num_kv_heads=2, head_dim=3, rel_values=True, dropout=0.5"
     )
     assert (
         RelativeMultiheadAttention(SPECS["local"])
         .extra_repr()
-        .endswith("causal=True, block_size=4, shared_table=True, bias=False, dropout=0.0")
+        .endswith("causal=True, block_size=4, shared_table=True, bias=False")
     )
 
 

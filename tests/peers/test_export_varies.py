@@ -61,7 +61,7 @@ def test_the_past_of_t5() -> None:
     past = [(heads(5), heads(5), heads(7), heads(7)) for _ in range(2)]
     graph = torch_to_onnx(Step(model), (torch.randint(0, 50, (2, 3)), torch.randn(2, 7, 24), past)).graph
     shapes = lengths(graph.input)
-    assert shapes["ids"] == ["batch", "ids_axis_1"]
+    assert shapes["ids"] == ["batch", "ids_length"]
     assert {tuple(shapes[f"past_{layer}_{kind}"]) for layer in (0, 1) for kind in (0, 1)} == {
-        ("batch", 3, "past_0_0_axis_2", 8)
+        ("batch", 3, "past_0_0_length", 8)
     }

@@ -116,6 +116,9 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         module._put({name: _copy(weights[name]) for name in spec.weight_shapes()})
         return module
 
+    def _extra_repr(self) -> str:
+        return ", ".join(self.spec.chosen() + self.settings.chosen())
+
     def weights(self) -> dict[str, Array]:
         """Return the weights as a mapping, with exactly the keys and shapes of ``spec.weight_shapes()``."""
         return {name: attrgetter(name)(self) for name in self.spec.weight_shapes()}

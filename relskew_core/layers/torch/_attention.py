@@ -35,6 +35,10 @@ class TableAttention(nn.Module):
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
 
+    def extra_repr(self) -> str:
+        """Return the arguments that are not as by default."""
+        return ", ".join(self.spec.chosen() + Settings(self.dropout, self.impl, self.chunk_size).chosen())
+
     def table_parameters(self) -> list[nn.Parameter]:
         """Return the tables' parameters, which want about ten times the learning rate of the others.
 

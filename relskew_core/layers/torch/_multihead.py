@@ -300,5 +300,6 @@ class MultiheadAttention(TableAttention):
         return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
 
     def extra_repr(self) -> str:
-        """Return the sizes and the span."""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, span={self.spec.span}, dropout={self.dropout}"
+        """Return the arguments that are not as by default."""
+        widths = [f"{name}={n}" for name, n in (("kdim", self.kdim), ("vdim", self.vdim)) if n != self.embed_dim]
+        return ", ".join([super().extra_repr(), *widths, *(["batch_first=True"] if self.batch_first else [])])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -246,20 +245,3 @@ class RelativeMultiheadAttention(CachedAttention):
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         return getattr(self, name)(x)
-
-    def extra_repr(self) -> str:
-        """Return what the spec says other than by default."""
-        spec = self.spec
-        usual = {field.name: field.default for field in fields(spec)} | {"num_kv_heads": spec.num_heads}
-        shown = [f"embed_dim={spec.embed_dim}, num_heads={spec.num_heads}, span={spec.span}, causal={spec.causal}"]
-        if spec.head_dim * spec.num_heads != spec.embed_dim:
-            shown.append(f"head_dim={spec.head_dim}")
-        tables = ("shared_table", "rel_values", "rel_keys", "rel_bias")
-        for name in ("num_kv_heads", "cross", "window", "block_size", "blocks_before", *tables, "sinks", "bias"):
-            if getattr(spec, name) != usual[name]:
-                shown.append(f"{name}={getattr(spec, name)}")
-        if self.impl != "auto":
-            shown.append(f"impl={self.impl!r}")
-        if self.chunk_size is not None:
-            shown.append(f"chunk_size={self.chunk_size}")
-        return ", ".join((*shown, f"dropout={self.dropout}"))
