@@ -18,8 +18,7 @@
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
-#                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few, AGAIN=1 survivors alone,
-#                       SINCE=commit those and the functions that have changed since
+#                       a part of it, SAMPLE=100 a random few of each suite, SEED=… the same few, AGAIN=1 survivors alone
 #   make check          the static checks
 #   make bench          time and memory beside what people use today, of calls and of whole models
 #   make bench-families models of transformers, T5 generating among them, beside themselves replaced
@@ -133,7 +132,7 @@ fuzz: .venv/dev.stamp
 mutants: .venv-mutants/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:.:$(CURDIR)/.venv-mutants $(BIN)/python -m mutants --workers $(WORKERS) \
 		$(addprefix --only ,$(ONLY)) $(addprefix --sample ,$(SAMPLE)) $(addprefix --seed ,$(SEED)) \
-		$(addprefix --patience ,$(PATIENCE)) $(addprefix --since ,$(SINCE)) $(if $(AGAIN),--again)
+		$(addprefix --patience ,$(PATIENCE)) $(if $(AGAIN),--again)
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .

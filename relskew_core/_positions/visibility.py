@@ -165,25 +165,6 @@ class Visibility:
             return Visibility(self.n_queries, self.n_keys, 0, left, right).sees(queries, keys, xp=xp)
         return pattern.sees(queries + self.offset, keys, xp=xp)
 
-    def partly_hidden(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the ranges of the keys ``first … end - 1`` outside of which the queries see everything."""
-        if self.by_value:
-            return [(first, end)]
-        low, high = start + self.offset, stop - 1 + self.offset
-        after, before = end, first
-        if self.right is not None:
-            after = max(first, min(end, low + self.right + 1))
-        if self.left is not None:
-            before = max(before, high - self.left)
-        if self.block_size is not None:
-            before = max(before, self.first_of_blocks(high))
-            if self.right != 0:
-                after = max(first, min(after, self.last_of_block(low) + 1))
-        before = min(before, end)
-        if after <= before:
-            return [(first, end)]
-        return [(a, b) for a, b in ((first, before), (after, end)) if a < b]
-
     def some_query_sees_nothing(self) -> bool:
         """Whether a query's range of keys is empty."""
         if self.n_queries == 0 or self.by_value:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import dense
+import oracles
 from relskew_core import Span, relative_attention
 from relskew_core._functions import prepared
 from relskew_core._kernel.call import Arguments
@@ -133,7 +134,7 @@ def test_what_is_remembered_is_bounded(known: dict[Any, Any], monkeypatch: pytes
 @every_case
 def test_gradients_are_those_of_the_dense_formula(case: dense.Case) -> None:
     found = []
-    functions: list[Callable[..., Any]] = [relative_attention, lambda **given: dense.attention(**given).out]
+    functions: list[Callable[..., Any]] = [relative_attention, lambda **given: oracles.attention(**given).out]
     for function in functions:
         given: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
         wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import dense
+import oracles
 import strategies
 from fuzz.engine import Target, largest_logit, same, told
 from libraries import LIBRARIES, Library
@@ -83,7 +83,7 @@ def check(example: Example) -> None:
     call = example.call
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     options = {**call.options, "impl": example.impl}
-    expected = differentiated(dense.attention, example.of("float64"), plain, second=example.how == "second")
+    expected = differentiated(oracles.attention, example.of("float64"), plain, second=example.how == "second")
     with np.errstate(all="ignore"):
         actual = HOW[example.how](example, ROWS[example.row], options)
     peak = max(1.0, largest_logit(call.arrays, call.options) / 16)

@@ -10,6 +10,7 @@ import pytest
 
 import dense
 import libraries
+import oracles
 from dense import Case
 from relskew_core import relative_attention, relative_attention_vjp
 from relskew_core.backends import _cupy
@@ -25,10 +26,10 @@ def _missing() -> str | None:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=str(_missing()))]
 
 
-def expected(case: Case) -> dense.Attention:
+def expected(case: Case) -> oracles.Attention:
     torch = importlib.import_module("torch")
     tensors: dict[str, Any] = {name: torch.tensor(x) for name, x in case.arrays().items()}
-    return dense.attention(**tensors, **case.call())
+    return oracles.attention(**tensors, **case.call())
 
 
 @pytest.mark.parametrize("torch", [True, False], ids=["torch", "no torch"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dense
 import libraries
+import oracles
 import relskew_core
 from dense import Case
 from relskew_core import Span
@@ -73,7 +74,7 @@ def assert_close(actual: Any, expected: Any, gate: float) -> None:
 def test_output_and_gradients(case: Case, dtype: str) -> None:
     arrays = on_device(case, dtype)
     wide: dict[str, Any] = {name: x.double().cpu() if x.is_floating_point() else x.cpu() for name, x in arrays.items()}
-    expected = dense.attention(**wide, **case.call())
+    expected = oracles.attention(**wide, **case.call())
     out, lse = attend(**arrays, **case.call(), return_lse=True, impl="native")
     assert_close(out, expected.out, libraries.GATES[dtype])
     assert_close(lse, expected.lse, libraries.GATES[dtype])
@@ -91,12 +92,12 @@ def test_what_the_kernels_do_not_know_takes_the_portable_code(
 ) -> None:
     monkeypatch.setattr(_torch, "KEPT", keeps)
     results = []
-    for function, place in ((attend, "cuda"), (dense.attention, "cpu")):
+    for function, place in ((attend, "cuda"), (oracles.attention, "cpu")):
         arrays: dict[str, Any] = {name: dense.each(torch.tensor, x) for name, x in case.arrays().items()}
         given: dict[str, Any] = {name: dense.each(methodcaller("to", place), x) for name, x in arrays.items()}
         wanted = [given[name].requires_grad_() for name in dense.floating(case.arrays())]
         out = function(**given, **case.call())
-        out = out.out if isinstance(out, dense.Attention) else out
+        out = out.out if isinstance(out, oracles.Attention) else out
         found = torch.autograd.grad(out.sin().sum(), wanted, materialize_grads=True)
         results.append([out, *found])
     for actual, expected in zip(*results, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import dense
+import oracles
 from relskew_core import BlockSpec, Span
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -49,7 +49,7 @@ def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor |
     def heads(of: Tensor, projection: Any, count: int) -> Tensor:
         return projection(of).unflatten(-1, (count, spec.head_dim)).transpose(-2, -3)
 
-    out = dense.attention(
+    out = oracles.attention(
         heads(x, module.q_proj, spec.num_heads),
         heads(source, module.k_proj, spec.num_kv_heads),
         heads(source, module.v_proj, spec.num_kv_heads),

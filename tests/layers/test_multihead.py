@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dense
+import oracles
 from relskew_core import Span
 from relskew_core.layers.torch import MultiheadAttention
 
@@ -137,7 +137,7 @@ def test_tables_count_and_so_do_they_in_the_weights() -> None:
             table.normal_()
     x = drawn(3, 7, 16)
     q, k, v = (ours._project(x, x, x)[i].unflatten(-1, (4, 4)).transpose(1, 2) for i in range(3))
-    expected = dense.attention(q, k, v, ours.rel_k, ours.rel_v, ours.rel_bias, span=SPAN, window=(4, 2))
+    expected = oracles.attention(q, k, v, ours.rel_k, ours.rel_v, ours.rel_bias, span=SPAN, window=(4, 2))
     y, weights = ours(x, x, x, average_attn_weights=False)
     torch.testing.assert_close(y, ours.out_proj(expected.out.transpose(1, 2).flatten(2)), rtol=0, atol=1e-12)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 4, 7, **F64))

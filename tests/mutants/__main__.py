@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from mutants.changed import has_changed
 from mutants.record import Mutant, recorded, update
 from mutants.stage import ROOT, build
 
@@ -62,7 +61,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", help="a folder or a module, as relskew_core/_positions/skew")
     parser.add_argument("--sample", type=int, help="try so many of each suite")
     parser.add_argument("--again", action="store_true", help="only those that the record names")
-    parser.add_argument("--since", help="those, and the mutants of functions that have changed since a commit")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--patience", type=float, default=8.0, help="seconds of tests for a mutant")
@@ -78,17 +76,13 @@ def main(argv: list[str] | None = None) -> int:
             if asked.sample:
                 print(f"seed {asked.seed}")
                 mutants = random.Random(asked.seed).sample(mutants, min(asked.sample, len(mutants)))
-            elif asked.again or asked.since:
+            elif asked.again:
                 known = recorded(RECORD)
-                mutants = [
-                    mutant
-                    for mutant in mutants
-                    if mutant.line in known or (asked.since and has_changed(mutant, asked.since))
-                ]
+                mutants = [mutant for mutant in mutants if mutant.line in known]
             if mutants:
                 tried += run(stage, mutants, tests, asked.workers, asked.patience, torch=name in TORCH)
     print(", ".join(f"{number} {verdict}" for verdict, number in Counter(verdict for _, verdict in tried).items()))
-    faults = update(RECORD, tried, sizes, again=asked.again, since=bool(asked.since))
+    faults = update(RECORD, tried, sizes, again=asked.again)
     print("\n".join(faults or ["every survivor has a reason"]), f"\nsee {RECORD.relative_to(ROOT)}")
     return int(bool(faults))
 
@@ -98,20 +92,15 @@ def run(
 ) -> list[tuple[Mutant, str]]:
     """Try mutants in their copy of the repository."""
     (stage / "mutants.json").write_text(json.dumps([asdict(mutant) for mutant in mutants]))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "mutants.loop",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
+    command = [sys.executable, "-m", "pytest", "-p", "mutants.loop", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [
         "-sq",
         "--tb=native",
+        "--mutants=mutants.json",
+        "--verdicts=verdicts",
+        f"--workers={workers}",
+        f"--patience={patience}",
     ]
-    command += ["--mutants=mutants.json", "--verdicts=verdicts", f"--workers={workers}", f"--patience={patience}"]
     command += ["--torch"] if torch else []
     paths = [*(str(stage / folder) for folder in (".", "tests", "tests/support")), os.environ["PYTHONPATH"]]
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})

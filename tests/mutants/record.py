@@ -64,31 +64,21 @@ class Mutant:
         return f"{self.module}.{self.function}: {self.change}"
 
 
-def written(
-    before: str,
-    tried: Iterable[tuple[Mutant, str]],
-    sizes: Mapping[str, int],
-    *,
-    again: bool = False,
-    since: bool = False,
-) -> str:
+def written(before: str, tried: Iterable[tuple[Mutant, str]], sizes: Mapping[str, int], *, again: bool = False) -> str:
     """Bring the record of an earlier run up to date with what was tried now, of modules of these sizes.
 
-    ``again``: only survivors were tried, and what was noticed is noticed still. ``since``: so were the mutants that
-    came since, so that a module of which all were tried is one still. A sample changes nothing about a module of which
-    more was tried.
+    ``again``: only survivors were tried, and what was noticed is noticed still. A sample changes nothing about a module
+    of which more was tried.
     """
     counts = counted(before)
     known = {name: min(count.tried, sizes.get(name, 0)) for name, count in counts.items()}
-    if since:
-        known |= {name: sizes[name] for name, count in counts.items() if name in sizes and count.tried == count.mutants}
     now, every = {name: Counter[str]() for name in sizes}, Counter[str]()
     for mutant, verdict in tried:
         every[mutant.module] += 1
         if verdict in ("survived", "unreached"):
             now[mutant.module][mutant.line] += 1
     for name, size in sizes.items():
-        number = known.get(name, every[name]) if again or since else every[name]
+        number = known.get(name, every[name]) if again else every[name]
         if number == 0 or number < known.get(name, 0):
             del now[name]
         else:

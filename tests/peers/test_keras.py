@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import dense
+import oracles
 from relskew_core import Span
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def expected(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         torch.einsum("btd,dhk->bhtk", x.double(), weights[f"{of}/kernel"]) + weights[f"{of}/bias"]
         for of in ("query", "key", "value")
     )
-    attended = dense.attention(q, k, v, weights["rel_k"], span=Span(3, 1, "clip"), mask=mask[:, None, None, :]).out
+    attended = oracles.attention(q, k, v, weights["rel_k"], span=Span(3, 1, "clip"), mask=mask[:, None, None, :]).out
     out = torch.einsum("bhtk,hkd->btd", attended, weights["out/kernel"]) + weights["out/bias"]
     loss = torch.square(out - target)[mask].mean()  # Keras leaves masked positions out
     gradients = torch.autograd.grad(loss, list(weights.values()))

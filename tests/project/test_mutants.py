@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-from mutants.changed import functions
 from mutants.decorators import undecorated
 from mutants.record import Mutant, faults, recorded
 from mutants.record import update as update_all
@@ -119,28 +118,3 @@ def test_survivors_alone_are_tried_again(tmp_path: Path) -> None:
     update(sampled, tried("killed", "survived", "survived", "killed"), size=50)
     update(sampled, run[1:3], size=50, again=True)
     assert "| `pkg.one` | 50 | 4 | 3 | 75.0 % |" in sampled.read_text()
-
-
-def test_what_came_since_is_tried_with_the_survivors(tmp_path: Path) -> None:
-    path = tmp_path / "survivors.md"
-    update(path, tried("killed", "survived", "survived", "killed"))
-    update(
-        path, tried("killed", "killed", "survived", "killed", "survived")[1:3] + tried("survived"), size=6, since=True
-    )
-    assert "| `pkg.one` | 6 | 6 | 4 | 66.7 % |" in path.read_text()
-    update(path, tried("killed", "killed", "killed", module="pkg.new"), since=True)
-    assert "| `pkg.new` | 3 | 3 | 3 | 100.0 % |" in path.read_text()
-    sampled = tmp_path / "sampled.md"
-    update(sampled, tried("killed", "survived"), size=50)
-    update(sampled, tried("survived", "killed"), size=60, since=True)
-    assert "| `pkg.one` | 60 | 2 | 1 | 50.0 % |" in sampled.read_text()
-
-
-def test_a_function_is_another_one_when_its_code_is() -> None:
-    before = functions("def f(x):\n    'Old.'\n    return x\n\nclass A:\n    def f(self):\n        return 1\n")
-    after = functions("class A:\n    def f(self): return 2\n\ndef f(x):\n    'New.'\n    return x  # same\n")
-    assert before.keys() == {"f", "A.f"}
-    assert before["f"] == after["f"]
-    assert before["A.f"] != after["A.f"]
-    mutant = Mutant("tests.mutants.changed.xǁAǁf__mutmut_3", "")
-    assert (mutant.module, mutant.function) == ("tests.mutants.changed", "A.f")

@@ -1,146 +1,17 @@
-"""The formula of relative attention as dense torch expressions that autograd differentiates, and calls to try it on.
-
-Nothing here comes from the library under test; only the two facts "which row serves a relative position" and "which key
-a query sees" are taken from the loops in ``oracles``.
-"""
+"""Calls of every kind, by their shapes, and their gradients by autograd of the formula in ``oracles``."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-import oracles
+from oracles import attention
 from relskew_core import Span
-
-
-class Attention(NamedTuple):
-    """The output and the log-sum-exp."""
-
-    out: Tensor
-    lse: Tensor
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rel_k: Tensor | None = None,
-    rel_v: Tensor | None = None,
-    rel_bias: Tensor | None = None,
-    rel_q: Tensor | None = None,
-    mask: Tensor | None = None,
-    key_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    segments: Tensor | tuple[Tensor, Tensor] | None = None,
-    positions: tuple[Tensor, Tensor] | None = None,
-    *,
-    span: oracles.SpanLike | None = None,
-    causal: bool = False,
-    window: oracles.Window | None = None,
-    block_size: int | None = None,
-    blocks_before: int | None = None,
-    offset: int = 0,
-    scale: float | Tensor | None = None,
-    rel_scale: float | Tensor | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    weight_of: Tensor | None = None,
-) -> Attention:
-    """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout)."""
-    n, m = q.shape[-2], k.shape[-2]
-    if q.ndim > 2:
-        k, v = (x.repeat_interleave(q.shape[-3] // max(1, x.shape[-3]), dim=-3) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rel_scale = scale if rel_scale is None else rel_scale
-    by_head = (slice(None), None, None) if q.ndim > 2 else (slice(None), None)
-    scale, rel_scale = (x[by_head] if isinstance(x, Tensor) else x for x in (scale, rel_scale))
-    if span is None:
-        rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2))
-        known = [x.shape[axis] for x, axis in rows_of if x is not None]
-        span = oracles.default_span(known[0], causal=causal) if known else oracles.Reach(0, 0, "zero")
-    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
-    pattern["blocks_before"] = blocks_before
-    stands = (torch.arange(n) + offset, torch.arange(m)) if positions is None else positions
-    visible, rows = pairs(*stands, span, heads=q.ndim > 2, **pattern)
-    if segments is not None:
-        of_queries, of_keys = segments if isinstance(segments, (tuple, list)) else (segments, segments)
-        same = of_queries[..., :, None] == of_keys[..., None, :]
-        visible = visible & (same[..., None, :, :] if q.ndim > 2 else same)
-
-    def at_positions(table: Tensor) -> Tensor:
-        """(..., R, D) -> (..., n, m, D), zeros where the table has nothing."""
-        if q.ndim == 2 or table.ndim == 2:
-            found = table[rows.clamp(min=0)]
-        else:
-            found = table[torch.arange(len(table))[:, None, None], rows.clamp(min=0)]
-        return found * (rows >= 0)[..., None]
-
-    logits = scale * (q @ k.mT)
-    if rel_k is not None:
-        logits = logits + rel_scale * (at_positions(rel_k) @ (q if rel_q is None else rel_q)[..., None])[..., 0]
-    if key_table is not None:
-        logits = logits + rel_scale * (at_positions(key_table) * k[..., None, :, :]).sum(-1)
-    if rel_bias is not None:
-        logits = logits + at_positions(rel_bias[..., None])[..., 0]
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    allowed = visible.expand(logits.shape)
-    if mask is not None:
-        boolean = mask.dtype == torch.bool
-        allowed = allowed & (mask if boolean else mask > -math.inf)
-        logits = logits if boolean else logits + mask
-    weights, lse = softmax(logits, allowed, None if sinks is None else sinks[by_head])
-    if dropout:
-        weights = weights * kept(weights.shape, seed, offset, dropout).to(weights) / (1 - dropout)
-    if weight_of is not None:
-        weights = weights * weight_of
-    out = weights @ v
-    if rel_v is not None:
-        out = out + (weights[..., None, :] @ at_positions(rel_v))[..., 0, :]
-    return Attention(out, lse)
-
-
-def pairs(
-    stands: Tensor, key_stands: Tensor, span: oracles.SpanLike, *, heads: bool, **pattern: Any
-) -> tuple[Tensor, Tensor]:
-    """Which keys every query may see and which row of a table serves them, -1 for none, (..., 1 if heads, n, m)."""
-    lead = torch.broadcast_shapes(stands.shape[:-1], key_stands.shape[:-1])
-    visible = torch.zeros((*lead, stands.shape[-1], key_stands.shape[-1]), dtype=torch.bool)
-    rows = torch.full(visible.shape, -1)
-    for item in np.ndindex(*lead):
-        own, others = (x[item].tolist() if x.ndim > 1 else x.tolist() for x in (stands, key_stands))
-        for i, position in enumerate(own):
-            for j, key in enumerate(others):
-                if oracles.sees(position, key, **pattern):
-                    row = oracles.row_of(key - position, span)
-                    visible[(*item, i, j)], rows[(*item, i, j)] = True, -1 if row is None else row
-    return (visible[..., None, :, :], rows[..., None, :, :]) if heads else (visible, rows)
-
-
-def softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weights and the log-sum-exp over what is allowed, and over a sink (..., 1) without a value."""
-    m, dead = logits.shape[-1], ~allowed.any(-1, keepdim=True)
-    logits = logits.masked_fill(~allowed, -math.inf)
-    if sinks is not None:
-        logits, dead = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1), torch.zeros_like(dead)
-    logits = logits.masked_fill(dead, 0.0)
-    weights = logits.softmax(-1).masked_fill(dead, 0.0)[..., :m] if m else logits[..., :0]
-    return weights, logits.logsumexp(-1).masked_fill(dead[..., 0], -math.inf)
-
-
-def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tensor:
-    """Which weights (..., H, n, m) a seed keeps."""
-    leads, n, m = range(math.prod(shape[:-2])), shape[-2], shape[-1]
-    flat = [oracles.is_kept(seed, at, i + offset, j, dropout) for at in leads for i in range(n) for j in range(m)]
-    return torch.tensor(flat).reshape(shape)
 
 
 def vjp(d_out: NDArray[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:

@@ -208,144 +208,61 @@ def _type(module: str, name: str) -> Callable[[], type]:
 
 WIDE = ("float64", "float32")
 
+HALF = (*WIDE, "float16")
+EVERY = (*HALF, "bfloat16")
+
+NUMPY: dict[str, Any] = {"from_numpy": _numpy, "to_numpy": np.asarray, "device": lambda: "cpu",
+                         "array_type": lambda: np.ndarray}  # fmt: skip
+JAX: dict[str, Any] = {
+    "from_numpy": _jax, "to_numpy": _jax_to_numpy, "array_type": _type("jax", "Array"),
+    "device": lambda: importlib.import_module("jax").devices()[0],
+}  # fmt: skip
+MLX: dict[str, Any] = {"from_numpy": _mlx, "to_numpy": _mlx_to_numpy, "device": lambda: None,
+                       "array_type": _type("mlx.core", "array")}  # fmt: skip
+CUPY: dict[str, Any] = {
+    "from_numpy": _cupy, "to_numpy": lambda x: importlib.import_module("cupy").asnumpy(x),
+    "device": lambda: importlib.import_module("cupy").cuda.Device(0), "array_type": _type("cupy", "ndarray"),
+}  # fmt: skip
+DASK: dict[str, Any] = {
+    "from_numpy": _dask, "to_numpy": lambda x: np.asarray(x.compute()), "device": lambda: "cpu",
+    "array_type": _type("dask.array", "Array"),
+}  # fmt: skip
+
+
+def _strict_on(device: str) -> dict[str, Any]:
+    array_type = _type("array_api_strict._array_object", "Array")
+    return {"from_numpy": _strict(device), "to_numpy": _strict_to_numpy, "device": _strict_device(device),
+            "array_type": array_type}  # fmt: skip
+
+
+def _torch_on(device: str) -> dict[str, Any]:
+    return {"from_numpy": _torch(device), "to_numpy": _torch_to_numpy, "device": _torch_device(device),
+            "array_type": _type("torch", "Tensor")}  # fmt: skip
+
+
+ON_CUDA = "eager; where there is a CUDA device"
+TRACED = "compiled, values unknown while tracing"
+
 LIBRARIES = (
-    Library(
-        name="numpy",
-        module="numpy",
-        tested="eager",
-        dtypes=(*WIDE, "float16"),
-        from_numpy=_numpy,
-        to_numpy=np.asarray,
-        device=lambda: "cpu",
-        array_type=lambda: np.ndarray,
-    ),
-    Library(
-        name="array-api-strict",
-        module="array_api_strict",
-        tested="the standard's own reference, nothing outside it allowed",
-        dtypes=WIDE,
-        from_numpy=_strict("CPU_DEVICE"),
-        to_numpy=_strict_to_numpy,
-        device=_strict_device("CPU_DEVICE"),
-        array_type=_type("array_api_strict._array_object", "Array"),
-    ),
-    Library(
-        name="array-api-strict, strictest flags",
-        module="array_api_strict",
-        tested="no data-dependent shapes, no boolean indexing, no extensions",
-        dtypes=WIDE,
-        from_numpy=_strict("CPU_DEVICE"),
-        to_numpy=_strict_to_numpy,
-        device=_strict_device("CPU_DEVICE"),
-        array_type=_type("array_api_strict._array_object", "Array"),
-        setting=_strictest,
-    ),
-    Library(
-        name="array-api-strict, second device",
-        module="array_api_strict",
-        tested="a device that is not the default one",
-        dtypes=WIDE,
-        from_numpy=_strict("device1"),
-        to_numpy=_strict_to_numpy,
-        device=_strict_device("device1"),
-        array_type=_type("array_api_strict._array_object", "Array"),
-    ),
-    Library(
-        name="torch, CPU",
-        module="torch",
-        tested="eager",
-        dtypes=(*WIDE, "float16", "bfloat16"),
-        from_numpy=_torch("cpu"),
-        to_numpy=_torch_to_numpy,
-        device=_torch_device("cpu"),
-        array_type=_type("torch", "Tensor"),
-    ),
-    Library(
-        name="torch.compile",
-        module="torch",
-        tested="`fullgraph=True`: one graph, no breaks",
-        dtypes=("float32", "bfloat16"),
-        from_numpy=_torch("cpu"),
-        to_numpy=_torch_to_numpy,
-        device=_torch_device("cpu"),
-        array_type=_type("torch", "Tensor"),
-        wrap=_torch_compile,
-    ),
-    Library(
-        name="torch, CUDA",
-        module="torch",
-        tested="eager; where there is a CUDA device",
-        dtypes=(*WIDE, "float16", "bfloat16"),
-        from_numpy=_torch("cuda:0"),
-        to_numpy=_torch_to_numpy,
-        device=_torch_device("cuda:0"),
-        array_type=_type("torch", "Tensor"),
-        gpu=True,
-    ),
-    Library(
-        name="CuPy",
-        module="cupy",
-        tested="eager; where there is a CUDA device",
-        dtypes=(*WIDE, "float16"),
-        from_numpy=_cupy,
-        to_numpy=lambda x: importlib.import_module("cupy").asnumpy(x),
-        device=lambda: importlib.import_module("cupy").cuda.Device(0),
-        array_type=_type("cupy", "ndarray"),
-        gpu=True,
-    ),
-    Library(
-        name="JAX",
-        module="jax",
-        tested="eager",
-        dtypes=("float32", "bfloat16"),
-        from_numpy=_jax,
-        to_numpy=_jax_to_numpy,
-        device=lambda: importlib.import_module("jax").devices()[0],
-        array_type=_type("jax", "Array"),
-    ),
-    Library(
-        name="jax.jit",
-        module="jax",
-        tested="compiled, values unknown while tracing",
-        dtypes=(*WIDE, "float16"),
-        from_numpy=_jax,
-        to_numpy=_jax_to_numpy,
-        device=lambda: importlib.import_module("jax").devices()[0],
-        array_type=_type("jax", "Array"),
-        wrap=_jax_jit,
-    ),
-    Library(
-        name="MLX",
-        module="mlx",
-        tested="lazy, on the CPU",
-        dtypes=(*WIDE, "float16", "bfloat16"),
-        from_numpy=_mlx,
-        to_numpy=_mlx_to_numpy,
-        device=lambda: None,
-        array_type=_type("mlx.core", "array"),
-    ),
-    Library(
-        name="mx.compile",
-        module="mlx",
-        tested="compiled, values unknown while tracing",
-        dtypes=("float32", "float16"),
-        from_numpy=_mlx,
-        to_numpy=_mlx_to_numpy,
-        device=lambda: None,
-        array_type=_type("mlx.core", "array"),
-        wrap=_mlx_compile,
-    ),
-    Library(
-        name="dask",
-        module="dask",
-        tested="lazy, one block an array",
-        dtypes=WIDE,
-        from_numpy=_dask,
-        to_numpy=lambda x: np.asarray(x.compute()),
-        device=lambda: "cpu",
-        array_type=_type("dask.array", "Array"),
-    ),
-)
+    Library("numpy", "numpy", "eager", HALF, **NUMPY),
+    Library("array-api-strict", "array_api_strict", "the standard's own reference, nothing outside it allowed", WIDE,
+            **_strict_on("CPU_DEVICE")),
+    Library("array-api-strict, strictest flags", "array_api_strict",
+            "no data-dependent shapes, no boolean indexing, no extensions", WIDE,
+            **_strict_on("CPU_DEVICE"), setting=_strictest),
+    Library("array-api-strict, second device", "array_api_strict", "a device that is not the default one", WIDE,
+            **_strict_on("device1")),
+    Library("torch, CPU", "torch", "eager", EVERY, **_torch_on("cpu")),
+    Library("torch.compile", "torch", "`fullgraph=True`: one graph, no breaks", ("float32", "bfloat16"),
+            **_torch_on("cpu"), wrap=_torch_compile),
+    Library("torch, CUDA", "torch", ON_CUDA, EVERY, **_torch_on("cuda:0"), gpu=True),
+    Library("CuPy", "cupy", ON_CUDA, HALF, **CUPY, gpu=True),
+    Library("JAX", "jax", "eager", ("float32", "bfloat16"), **JAX),
+    Library("jax.jit", "jax", TRACED, HALF, **JAX, wrap=_jax_jit),
+    Library("MLX", "mlx", "lazy, on the CPU", EVERY, **MLX),
+    Library("mx.compile", "mlx", TRACED, ("float32", "float16"), **MLX, wrap=_mlx_compile),
+    Library("dask", "dask", "lazy, one block an array", WIDE, **DASK),
+)  # fmt: skip
 
 
 def table() -> str:

@@ -1,7 +1,8 @@
-"""The formulas of the library as plain loops in float64 NumPy. Nothing here comes from the library under test.
+"""The formulas of the library, in float64. Nothing here comes from the library under test.
 
-A span is anything with ``left``, ``right`` and ``beyond``; every function walks over single queries and single keys and
-looks a relative position up in its table one row at a time.
+Attention is the dense formula as torch's expressions, which autograd differentiates, with everything of size ``n × m``
+written out. Which key a query sees, which row serves a pair, and which weights dropout keeps is said by plain
+loops over queries and keys. A span is anything with ``left``, ``right`` and ``beyond``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 Floats = NDArray[np.float64]
 Window = tuple[int | None, int | None]
@@ -35,13 +38,6 @@ class Reach(NamedTuple):
     left: int
     right: int
     beyond: str = "error"
-
-
-class Attention(NamedTuple):
-    """What attention returns: the output and the logarithm of the softmax's denominator."""
-
-    out: Floats
-    lse: Floats
 
 
 def default_span(rows: int, *, causal: bool) -> Reach:
@@ -102,6 +98,127 @@ def is_kept(seed: int, place: int, position: int, key: int, dropout: float) -> b
     query = mixed((mixed((position * 0x9E3779B1 + seed) % 2**32) + place * 0xC2B2AE3D) % 2**32)
     drawn = mixed(query ^ mixed((key * 0x85EBCA77 - seed) % 2**32), whole=False)
     return (drawn + 2**31) % 2**32 >= round(dropout * 2**32)
+
+
+class Attention(NamedTuple):
+    """The output and the log-sum-exp, of torch or of NumPy."""
+
+    out: Any
+    lse: Any
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rel_k: Tensor | None = None,
+    rel_v: Tensor | None = None,
+    rel_bias: Tensor | None = None,
+    rel_q: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    segments: Tensor | tuple[Tensor, Tensor] | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
+    *,
+    span: SpanLike | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    block_size: int | None = None,
+    blocks_before: int | None = None,
+    offset: int = 0,
+    scale: float | Tensor | None = None,
+    rel_scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    weight_of: Tensor | None = None,
+) -> Attention:
+    """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout)."""
+    n, m = q.shape[-2], k.shape[-2]
+    if q.ndim > 2:
+        k, v = (x.repeat_interleave(q.shape[-3] // max(1, x.shape[-3]), dim=-3) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rel_scale = scale if rel_scale is None else rel_scale
+    by_head = (slice(None), None, None) if q.ndim > 2 else (slice(None), None)
+    scale, rel_scale = (x[by_head] if isinstance(x, Tensor) else x for x in (scale, rel_scale))
+    if span is None:
+        rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2))
+        known = [x.shape[axis] for x, axis in rows_of if x is not None]
+        span = default_span(known[0], causal=causal) if known else Reach(0, 0, "zero")
+    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
+    pattern["blocks_before"] = blocks_before
+    stands = (torch.arange(n) + offset, torch.arange(m)) if positions is None else positions
+    visible, rows = pairs(*stands, span, heads=q.ndim > 2, **pattern)
+    if segments is not None:
+        of_queries, of_keys = segments if isinstance(segments, (tuple, list)) else (segments, segments)
+        same = of_queries[..., :, None] == of_keys[..., None, :]
+        visible = visible & (same[..., None, :, :] if q.ndim > 2 else same)
+
+    def at_positions(table: Tensor) -> Tensor:
+        """(..., R, D) -> (..., n, m, D), zeros where the table has nothing."""
+        if q.ndim == 2 or table.ndim == 2:
+            found = table[rows.clamp(min=0)]
+        else:
+            found = table[torch.arange(len(table))[:, None, None], rows.clamp(min=0)]
+        return found * (rows >= 0)[..., None]
+
+    logits = scale * (q @ k.mT)
+    if rel_k is not None:
+        logits = logits + rel_scale * (at_positions(rel_k) @ (q if rel_q is None else rel_q)[..., None])[..., 0]
+    if key_table is not None:
+        logits = logits + rel_scale * (at_positions(key_table) * k[..., None, :, :]).sum(-1)
+    if rel_bias is not None:
+        logits = logits + at_positions(rel_bias[..., None])[..., 0]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    allowed = visible.expand(logits.shape)
+    if mask is not None:
+        boolean = mask.dtype == torch.bool
+        allowed = allowed & (mask if boolean else mask > -math.inf)
+        logits = logits if boolean else logits + mask
+    weights, lse = softmax(logits, allowed, None if sinks is None else sinks[by_head])
+    if dropout:
+        weights = weights * kept(weights.shape, seed, offset, dropout).to(weights) / (1 - dropout)
+    if weight_of is not None:
+        weights = weights * weight_of
+    out = weights @ v
+    if rel_v is not None:
+        out = out + (weights[..., None, :] @ at_positions(rel_v))[..., 0, :]
+    return Attention(out, lse)
+
+
+def pairs(stands: Tensor, key_stands: Tensor, span: SpanLike, *, heads: bool, **pattern: Any) -> tuple[Tensor, Tensor]:
+    """Which keys every query may see and which row of a table serves them, -1 for none, (..., 1 if heads, n, m)."""
+    lead = torch.broadcast_shapes(stands.shape[:-1], key_stands.shape[:-1])
+    visible = torch.zeros((*lead, stands.shape[-1], key_stands.shape[-1]), dtype=torch.bool)
+    rows = torch.full(visible.shape, -1)
+    for item in np.ndindex(*lead):
+        own, others = (x[item].tolist() if x.ndim > 1 else x.tolist() for x in (stands, key_stands))
+        for i, position in enumerate(own):
+            for j, key in enumerate(others):
+                if sees(position, key, **pattern):
+                    row = row_of(key - position, span)
+                    visible[(*item, i, j)], rows[(*item, i, j)] = True, -1 if row is None else row
+    return (visible[..., None, :, :], rows[..., None, :, :]) if heads else (visible, rows)
+
+
+def softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weights and the log-sum-exp over what is allowed, and over a sink (..., 1) without a value."""
+    m, dead = logits.shape[-1], ~allowed.any(-1, keepdim=True)
+    logits = logits.masked_fill(~allowed, -math.inf)
+    if sinks is not None:
+        logits, dead = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1), torch.zeros_like(dead)
+    logits = logits.masked_fill(dead, 0.0)
+    weights = logits.softmax(-1).masked_fill(dead, 0.0)[..., :m] if m else logits[..., :0]
+    return weights, logits.logsumexp(-1).masked_fill(dead[..., 0], -math.inf)
+
+
+def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tensor:
+    """Which weights (..., H, n, m) a seed keeps."""
+    leads, n, m = range(math.prod(shape[:-2])), shape[-2], shape[-1]
+    flat = [is_kept(seed, at, i + offset, j, dropout) for at in leads for i in range(n) for j in range(m)]
+    return torch.tensor(flat).reshape(shape)
 
 
 def skew(x: ArrayLike) -> Floats:
@@ -168,89 +285,21 @@ def relative_values(
 
 
 def relative_attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    rel_k: ArrayLike | None = None,
-    span: SpanLike | None = None,
-    *,
-    rel_v: ArrayLike | None = None,
-    rel_bias: ArrayLike | None = None,
-    rel_q: ArrayLike | None = None,
-    key_table: ArrayLike | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    block_size: int | None = None,
-    blocks_before: int | None = None,
-    mask: ArrayLike | None = None,
-    segments: Labels | None = None,
-    sinks: ArrayLike | None = None,
-    offset: int = 0,
-    positions: Labels | None = None,
-    scale: ArrayLike | None = None,
-    rel_scale: ArrayLike | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, rel_k: ArrayLike | None = None, span: SpanLike | None = None, **given: Any
 ) -> Attention:
-    """Attend one query at a time: logits, softcap, mask, softmax, values with their relative part."""
-    q, k, v = (np.asarray(array, dtype=np.float64) for array in (q, k, v))
-    rel_q = q if rel_q is None else np.asarray(rel_q, dtype=np.float64)
-    tables = {"rel_k": (rel_k, 2), "rel_v": (rel_v, 2), "rel_bias": (rel_bias, 1), "key_table": (key_table, 2)}
-    given = {
-        name: (np.asarray(table, dtype=np.float64), ndim) for name, (table, ndim) in tables.items() if table is not None
-    }
-    if given and span is None:
-        table, ndim = next(iter(given.values()))
-        span = default_span(table.shape[-ndim], causal=causal)
-    scale = np.asarray(q.shape[-1] ** -0.5 if scale is None else scale)
-    rel_scale = scale if rel_scale is None else np.asarray(rel_scale)
-    n, m = q.shape[-2], k.shape[-2]
-    pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
-    pattern["blocks_before"] = blocks_before
-    group = q.shape[-3] // max(1, k.shape[-3]) if q.ndim > 2 else 1
-    mask = None if mask is None else np.broadcast_to(np.asarray(mask), (*q.shape[:-1], m))
+    """Return what `attention` returns of arrays of any library, in NumPy's float64."""
 
-    out, lse = np.zeros((*q.shape[:-1], v.shape[-1])), np.full(q.shape[:-1], -np.inf)
-    for place, lead in enumerate(_leads(q)):
-        shared = (*lead[:-1], lead[-1] // group) if lead else ()
-        query_labels, key_labels = of_item(segments, lead, n, m)
-        stands, key_stands = of_item(positions, lead, n, m)
-        factor, rel_factor = (float(x if x.ndim == 0 else x[lead[-1] if lead else 0]) for x in (scale, rel_scale))
-        sink = None if sinks is None else float(np.asarray(sinks)[lead[-1] if lead else 0])
-        head_tables = {name: _of_head(table, ndim, lead) for name, (table, ndim) in given.items()}
-        for i in range(n):
-            logits: dict[int, float] = {}
-            values: dict[int, Floats] = {}
-            for j in range(m):
-                position, key = (i + offset, j) if positions is None else (stands[i], key_stands[j])
-                if not sees(position, key, **pattern) or (segments is not None and query_labels[i] != key_labels[j]):
-                    continue
-                row = row_of(key - position, span) if span is not None and given else None
-                added = 0.0 if mask is None else _added(mask[(*lead, i, j)])
-                if added == -np.inf:
-                    continue
-                logit = factor * _dot(q[(*lead, i)], k[(*shared, j)])
-                if row is not None and "rel_k" in head_tables:
-                    logit += rel_factor * _dot(rel_q[(*lead, i)], head_tables["rel_k"][row])
-                if row is not None and "key_table" in head_tables:
-                    logit += rel_factor * _dot(k[(*shared, j)], head_tables["key_table"][row])
-                if row is not None and "rel_bias" in head_tables:
-                    logit += float(head_tables["rel_bias"][row])
-                if softcap is not None:
-                    logit = softcap * math.tanh(logit / softcap)
-                logits[j] = logit + added
-                values[j] = v[(*shared, j)]
-                if row is not None and "rel_v" in head_tables:
-                    values[j] = values[j] + head_tables["rel_v"][row]
-            every = [*logits.values(), *([] if sink is None else [sink])]
-            if every:
-                top = max(every)
-                lse[(*lead, i)] = top + math.log(math.fsum(math.exp(logit - top) for logit in every))
-            for j, logit in logits.items():
-                if not dropout or is_kept(seed or 0, place, i + offset, j, dropout):
-                    out[(*lead, i)] += math.exp(logit - lse[(*lead, i)]) / (1 - dropout) * values[j]
-    return Attention(out, lse)
+    def made(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(made, x))
+        x = np.asarray(x)
+        return torch.tensor(x if x.dtype == bool else x.astype("float64" if x.dtype.kind == "f" else "int64"))
+
+    given = given | {"q": q, "k": k, "v": v, "rel_k": rel_k}
+    arrays = {name for name, x in given.items() if np.ndim(x[0] if isinstance(x, tuple) else x)}
+    return Attention(
+        *(x.numpy() for x in attention(**{n: made(x) if n in arrays else x for n, x in given.items()}, span=span))
+    )
 
 
 def of_item(labels: Labels | None, lead: tuple[int, ...], n: int, m: int) -> tuple[list[int], list[int]]:
@@ -334,13 +383,6 @@ def _leads(x: Floats) -> Iterator[tuple[int, ...]]:
 def _of_head(table: Floats, ndim: int, lead: tuple[int, ...]) -> Floats:
     """The table of one head: the whole of a shared one (``ndim`` axes), else one entry of its first axis."""
     return table if table.ndim == ndim else table[lead[-1] if lead else 0]
-
-
-def _added(entry: Any) -> float:
-    """What an entry of a mask adds to a logit."""
-    if entry.dtype == np.bool_:
-        return 0.0 if entry else -np.inf
-    return float(entry)
 
 
 def _dot(a: Floats, b: Floats) -> float:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dense
+import oracles
 from dense import Case
 from relskew_core import Span
 from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options, Part
@@ -149,7 +149,7 @@ def test_operator_differentiates_output_and_log_sum_exp() -> None:
     gradients = []
     for out, lse, inputs in (
         (*fused(leaves, options), [x for x in leaves if x is not None]),
-        (*dense.attention(**wide, **OPERATOR.call()), [wide[name] for name in Operands._fields if name in wide]),
+        (*oracles.attention(**wide, **OPERATOR.call()), [wide[name] for name in Operands._fields if name in wide]),
     ):
         gradients.append(torch.autograd.grad(out.square().sum() + lse.sin().sum(), inputs))
     for actual, expected in zip(*gradients, strict=True):
