@@ -20,7 +20,6 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from relskew_core._array.checks import is_symbol
-from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
 from relskew_core._kernel.call import Gradients, Operands, Options, has_tables
@@ -90,11 +89,8 @@ def _pushed(options: Options, primals: Any, tangents: Any) -> Any:
 
 def _pull_back(options: Options, cotangents: Cotangents, operands: Operands) -> Gradients:
     d_out, out, lse, d_lse = cotangents
-    if out is None or lse is None:
-        own, own_lse = _attend(replace(options, return_lse=True), operands)
-        if out is None:
-            out = own if lse is None else own * share_of(own_lse, lse, xp=jnp)[..., None]
-        lse = own_lse if lse is None else lse
+    own = partial(_attend, replace(options, return_lse=True), operands)
+    out, lse = _compiled.results(out, lse, own, xp=jnp)
     given = {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}
     names, arrays = _named({**operands._asdict(), **given})
     found = pull_back_p.bind(*arrays, names=names, options=options, maps=0)
