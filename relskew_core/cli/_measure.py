@@ -20,47 +20,24 @@ TURNS = (5, 51)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a call returned, its best time in seconds and its peak memory in bytes (``None``: cannot be known here)."""
+    """What a call returned, its median time in seconds, its peak memory in bytes (``None``: cannot be known here)."""
 
     value: Any
     seconds: float
     peak: int | None
 
 
-def measure(
-    call: Callable[[], Any], *, repeats: int, peak_of: Callable[[Callable[[], Any]], int | None] | None = None
-) -> Measured:
-    """Call once to warm up, once for the memory, and up to ``repeats`` times more for the best time.
-
-    Parameters
-    ----------
-    call : callable
-        Returns when its result is there (a device's queue is drained).
-    repeats : int
-        How often to time it; not once ``ENOUGH`` seconds are spent.
-    peak_of : callable, optional
-        Returns the peak memory of a call in bytes; that of the process's resident memory by default.
-    """
-    value, times = call(), list[float]()
-
-    def timed() -> None:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-
-    peak = (resident_peak if peak_of is None else peak_of)(timed)
-    while len(times) <= repeats and sum(times) < ENOUGH:
-        timed()
-    return Measured(value, min(times), peak)
-
-
 def measure_in_turns(
     calls: Mapping[str, Callable[[], Any]],
     *,
-    on_cpu: bool,
+    on_cpu: bool = False,
     peak_of: Callable[[Callable[[], Any]], int | None] | None = None,
+    turns: tuple[int, int] = TURNS,
 ) -> dict[str, Measured]:
     """Measure calls that are compared: each in its turn, again and again, and of every one the median.
+
+    Each returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a call
+    in bytes, by default that of the process's resident memory; ``turns`` are so many at least and at most.
 
     What else runs on the machine comes and goes: so it slows all calls alike, and single ones do not count. With
     ``on_cpu`` the processors' own time counts, of all threads of this process and of nobody else.
@@ -70,8 +47,8 @@ def measure_in_turns(
     peaks = {name: (resident_peak if peak_of is None else peak_of)(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     begun = time.perf_counter()
-    for turn in range(TURNS[1]):
-        if turn >= TURNS[0] and time.perf_counter() - begun > ENOUGH * len(calls):
+    for turn in range(turns[1]):
+        if turn >= turns[0] and time.perf_counter() - begun > ENOUGH * len(calls):
             break
         for name, call in calls.items():
             start = clock()

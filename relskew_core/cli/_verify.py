@@ -14,7 +14,7 @@ from relskew_core._reference import TOLERANCES
 from relskew_core.cli._cases import Case, CaseInputs, call, cases, inputs, relative_error
 from relskew_core.cli._errors import CliError, reason
 from relskew_core.cli._libraries import PROBES, ArrayLibrary, Missing, libraries
-from relskew_core.cli._measure import measure
+from relskew_core.cli._measure import Measured, measure_in_turns
 from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
 from relskew_core.cli._runtimes import Runtime, runtimes
 
@@ -153,9 +153,7 @@ def _on_library(
             return call(case, block, x, memory, past)
 
         compiled = library.compiled(function)
-        measured = measure(
-            lambda: library.finish(compiled(weights, x, memory, past)), repeats=REPEATS, peak_of=library.peak_of
-        )
+        measured = _measured(lambda: library.finish(compiled(weights, x, memory, past)), library.peak_of)
         return [library.to_numpy(array) for array in measured.value], measured.seconds, measured.peak
 
 
@@ -175,9 +173,11 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     memory = None if given.memory is None else given.memory.astype(dtype)
     past = None if given.past is None else tuple(array.astype(dtype) for array in given.past)
     # A runtime on a device keeps its memory to itself: the resident memory tells nothing of it.
-    measured = measure(
-        lambda: call(case, block, x, memory, past),
-        repeats=REPEATS,
-        peak_of=None if runtime.device == "cpu" else lambda call: None,
-    )
+    peak_of = None if runtime.device == "cpu" else lambda call: None
+    measured = _measured(lambda: call(case, block, x, memory, past), peak_of)
     return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak
+
+
+def _measured(call: Callable[[], Any], peak_of: Callable[[Callable[[], Any]], int | None] | None) -> Measured:
+    """Measure a call that may be slow: once, and a few times more if it is not."""
+    return measure_in_turns({"it": call}, peak_of=peak_of, turns=(1, REPEATS))["it"]

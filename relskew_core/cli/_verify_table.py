@@ -28,7 +28,7 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
             table.add_row(*_line(line))
     console.print(table)
     console.print(
-        "error: relative L2, the largest of the cases; time: best of up to 4, mean of the cases.", style="dim"
+        "error: relative L2, the largest of the cases; time: median of up to 3, mean of the cases.", style="dim"
     )
     show_missing(found.missing, console)
     failures = [row for row in found.rows if not row.ok]

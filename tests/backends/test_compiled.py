@@ -43,17 +43,10 @@ LEVELS = kernels.LEVELS if kernels else []
 
 
 @pytest.fixture(params=[*(level for level in LEVELS if "bfloat16" not in level), "ARM"])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Work as on an older processor, or another one."""
-    if request.param == "ARM":
-        if kernels_built.COMPILER is None:
-            pytest.skip("no compiler is here")
-        monkeypatch.setattr(_compiled, "kernels", kernels_built.built(*kernels_built.ARM))
-        yield request.param
-        return
-    kernels.use(request.param)
-    yield request.param
-    kernels.use(LEVELS[-1])
+    with kernels_built.at(request.param) as level:
+        yield level
 
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

@@ -47,19 +47,7 @@ def test_its_reference_equals_plain_loops(case: Case, monkeypatch: pytest.Monkey
     given = _cases.inputs(Case(case.name, case.spec, (30, 1, 2) if case.steps else ()), "float64")
     spec = case.spec
     past = (np.zeros((1, 4, 5, 16)), np.ones((1, 4, 5, 16))) if case.steps else None
-    y, keys, values = oracles.attention_block(
-        given.x,
-        given.weights,
-        spec.span,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        memory=given.memory,
-        past=past,
-        causal=spec.causal,
-        window=spec.window,
-        block_size=spec.block_size,
-        blocks_before=spec.blocks_before,
-    )
+    y, keys, values = oracles.attention_block(given.x, given.weights, spec, memory=given.memory, past=past)
     got, got_keys, got_values, _ = reference_block(spec, given.weights, given.x, given.memory, past=past)
     if past is not None:
         np.testing.assert_allclose(got_keys, keys, atol=1e-12)
@@ -275,7 +263,7 @@ def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(_measure, "STATUS", tmp_path / "none")
     monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "no folder" / "none")
     assert _measure.resident_peak(lambda: calls.append(1)) is None
-    measured = _measure.measure(lambda: calls.append(1), repeats=2)
+    measured = _measure.measure_in_turns({"it": lambda: calls.append(1)})["it"]
     assert measured.peak is None
     assert measured.seconds >= 0
     monkeypatch.setattr(_measure, "CLEAR_REFS", tmp_path / "refs")
@@ -286,11 +274,11 @@ def test_memory_that_cannot_be_known_is_none(monkeypatch: pytest.MonkeyPatch, tm
 def test_slow_calls_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(_measure, "ENOUGH", 0.0)
-    _measure.measure(lambda: calls.append(1), repeats=5)
-    assert len(calls) == 2
+    _measure.measure_in_turns({"it": lambda: calls.append(1)}, turns=(1, 5))
+    assert len(calls) == 1 + 1 + 1
     monkeypatch.setattr(_measure, "ENOUGH", 1e9)
     calls.clear()
-    _measure.measure(lambda: calls.append(1), repeats=5)
+    _measure.measure_in_turns({"it": lambda: calls.append(1)}, turns=(1, 5))
     assert len(calls) == 1 + 1 + 5
 
 

@@ -288,7 +288,7 @@ def test_attention_block(library: Library, dtype: str, spec: BlockSpec) -> None:
     arrays, numbers = draw(library, Case("block", {**shapes, **spec.weight_shapes()}), dtype)
     inputs = {name: arrays.pop(name) for name in shapes}
     y = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
-    expected, _, _ = block_oracle(spec, {name: numbers.pop(name) for name in shapes}, numbers)
+    expected, _, _ = oracles.attention_block(**{name: numbers.pop(name) for name in shapes}, weights=numbers, spec=spec)
     check(library, y, expected, dtype=dtype)
 
 
@@ -300,7 +300,8 @@ def test_attention_block_with_a_cache(library: Library, dtype: str) -> None:
     inputs = {"x": arrays.pop("x"), "past": (arrays.pop("past_k"), arrays.pop("past_v"))}
     y, (keys, values) = library.call(relskew.attention_block, {**inputs, "weights": arrays}, spec=spec)
     known = {"x": numbers.pop("x"), "past": (numbers.pop("past_k"), numbers.pop("past_v"))}
-    for actual, expected in zip((y, keys, values), block_oracle(spec, known, numbers), strict=True):
+    every = oracles.attention_block(**known, weights=numbers, spec=spec)
+    for actual, expected in zip((y, keys, values), every, strict=True):
         check(library, actual, expected, dtype=dtype)
 
 
@@ -322,21 +323,6 @@ def test_a_stream_of_blocks_equals_the_whole(library: Library, causal: bool) -> 
         pieces.append(library.to_numpy(y))
         past = tuple(x[:, :, max(0, x.shape[2] - 6) :, :] for x in present)
     assert oracles.relative_error(np.concatenate(pieces, axis=1), whole) <= GATES["float32"]
-
-
-def block_oracle(spec: BlockSpec, inputs: dict[str, Any], weights: dict[str, Floats]) -> tuple[Floats, Floats, Floats]:
-    """Give the oracle what it needs of a spec."""
-    return oracles.attention_block(
-        **inputs,
-        weights=weights,
-        span=spec.span,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        causal=spec.causal,
-        window=spec.window,
-        block_size=spec.block_size,
-        blocks_before=spec.blocks_before,
-    )
 
 
 @pytest.mark.parametrize("library", on_the_default_device, indirect=True)

@@ -21,8 +21,8 @@ from relskew_core import (
     skew,
 )
 
-SHAPES = [(), (3,), (2, 3)]
-"""Leading axes: none, heads, batch and heads."""
+SHAPES = [(), (2, 3)]
+"""Leading axes: none, batch and heads."""
 
 
 @pytest.fixture(

@@ -277,6 +277,12 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
+        ("lengths", [3, 0], "ValueError: `lengths` must be ints >= 1, got [3, 0]"),
+        ("lengths", [], "ValueError: `lengths` must be ints >= 1, got []"),
+        ("batches", [-1], "ValueError: `batches` must be ints >= 1, got [-1]"),
+        ("batches", "x", ""),
+        ("batches", 3, ""),
+        ("runtimes", None, ""),
         ("seed", -1, "ValueError: `seed` must be an int >= 0, got -1"),
         ("atol", 0.0, "ValueError: `atol` must be "),
         ("tolerance", 0.0, "ValueError: `tolerance` must be "),
@@ -287,7 +293,7 @@ def test_a_request_says_all_that_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_
 )
 def test_arguments_that_do_not_fit(name: str, value: Any, told: str) -> None:
     weights = random_weights(CAUSAL)
-    (check,) = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, **{name: value}).checks
+    (check,) = validate(to_onnx(CAUSAL, weights), CAUSAL, weights, **{name: value}).failures
     assert (check.name, check.runtime, check.provider, check.case, check.ok) == ("validation", "", "", "", False)
     assert check.detail.startswith(told)
 
@@ -357,6 +363,7 @@ def test_answers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lines", "detail"),
     [
         ("os.kill(os.getpid(), 9)", "ended by SIGKILL, at: start"),
+        ("os.kill(os.getpid(), 11)", "ended by SIGSEGV, at: start"),
         ("sys.exit(3)", "ended with status 3, at: start"),
         ("sys.exit('so\\n  it is')", "ended with status 1 (so it is), at: start"),
         ("print(json.dumps(dict(progress='here'))); sys.exit(2)", "ended with status 2, at: here"),

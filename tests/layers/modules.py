@@ -57,11 +57,8 @@ def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor |
         module.rel_v,
         module.rel_bias,
         span=spec.span,
-        causal=spec.causal,
-        window=spec.window,
-        block_size=spec.block_size,
-        blocks_before=spec.blocks_before,
         sinks=module.sinks,
+        **oracles.pattern(spec),
         **more,
     ).out
     projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]

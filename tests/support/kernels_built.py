@@ -10,9 +10,15 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import pytest
+
+from relskew_core.backends import _compiled
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "backends" / "_compiled" / "source"
@@ -97,3 +103,20 @@ def built(*flags: str) -> ModuleType:
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def at(level: str) -> Iterator[str]:
+    """Work as on an older processor, or on another one, ``"ARM"``."""
+    kernels = _compiled.kernels
+    if level == "ARM":
+        if COMPILER is None:
+            pytest.skip("no compiler is here")
+        _compiled.kernels = built(*ARM)
+    else:
+        kernels.use(level)
+    try:
+        yield level
+    finally:
+        _compiled.kernels = kernels
+        kernels.use(kernels.LEVELS[-1])

@@ -325,30 +325,32 @@ def merge_attention(outs: list[Floats], lses: list[Floats]) -> Attention:
     return Attention(out, lse)
 
 
+def pattern(spec: Any) -> dict[str, Any]:
+    """Return which keys the queries of a block see."""
+    return {name: getattr(spec, name) for name in ("causal", "window", "block_size", "blocks_before")}
+
+
 def attention_block(
     x: ArrayLike,
     weights: Mapping[str, ArrayLike],
-    span: SpanLike,
+    spec: Any,
     *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
     memory: ArrayLike | None = None,
     past: tuple[ArrayLike, ArrayLike] | None = None,
-    **options: Any,
 ) -> tuple[Floats, Floats, Floats]:
     """Project, attend, project back; returns the output and all keys and values so far."""
     x = np.asarray(x, dtype=np.float64)
     source = x if memory is None else np.asarray(memory, dtype=np.float64)
     named = {name: np.asarray(weight, dtype=np.float64) for name, weight in weights.items()}
-    q = _into_heads(x, "q_proj", named, num_heads)
-    k, v = (_into_heads(source, name, named, num_kv_heads or num_heads) for name in ("k_proj", "v_proj"))
+    q = _into_heads(x, "q_proj", named, spec.num_heads)
+    k, v = (_into_heads(source, name, named, spec.num_kv_heads) for name in ("k_proj", "v_proj"))
     offset = 0
     if past is not None:
         offset = np.shape(past[0])[-2]
         k, v = np.concatenate([past[0], k], axis=-2), np.concatenate([past[1], v], axis=-2)
-    heads = relative_attention(q, k, v, named["rel_k"], span, rel_v=named.get("rel_v"), sinks=named.get("sinks"),
-                               offset=offset, **options).out  # fmt: skip
-    joined = np.concatenate([heads[..., head, :, :] for head in range(num_heads)], axis=-1)
+    heads = relative_attention(q, k, v, named["rel_k"], spec.span, rel_v=named.get("rel_v"), sinks=named.get("sinks"),
+                               offset=offset, **pattern(spec)).out  # fmt: skip
+    joined = np.concatenate([heads[..., head, :, :] for head in range(spec.num_heads)], axis=-1)
     return _linear(joined, "out_proj", named), k, v
 
 
