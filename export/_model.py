@@ -288,6 +288,7 @@ def _summary(plan: GraphPlan) -> str:
         "clip": "its edge row serves what lies further",
         "zero": "what lies further contributes nothing",
         "hidden": "nothing further is visible",
+        "endless": "its bias goes on",
     }
     return (
         "Attention with relative positions r = key position - query position. The table reaches "

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from relskew_core._array.checks import check_bool, check_choice, check_int
-from relskew_core._block.spec import BlockSpec, check_spec
+from relskew_core._block.spec import ENDLESS, BlockSpec, check_spec
+from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
@@ -27,11 +28,11 @@ class TableEnd:
     """One end of the table: the rows stored beyond ``r = 0`` and what lies past them.
 
     ``limited``: nothing, a longer input must fail. ``clip``: the edge row. ``zero``: no contribution. ``hidden``:
-    positions that no query may see.
+    positions that no query may see. ``endless``: no row is stored, and the formula of the bias goes on.
     """
 
     rows: int
-    past_edge: Literal["limited", "clip", "zero", "hidden"]
+    past_edge: Literal["limited", "clip", "zero", "hidden", "endless"]
 
     @property
     def spare(self) -> int:
@@ -75,6 +76,11 @@ class GraphPlan:
     def lead(self) -> int:
         """Stored column of ``r = 0``."""
         return self.left.rows + self.left.spare
+
+    @property
+    def endless(self) -> bool:
+        """Whether the bias is that of a formula, and computed: no table could be stored that is long enough."""
+        return "endless" in (self.left.past_edge, self.right.past_edge)
 
     @property
     def columns(self) -> int:
@@ -196,6 +202,8 @@ def make_plan(
             raise ValueError(
                 f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
             )
+    if not (spec.has_tables or spec.rel_bias):  # no position counts, however far
+        spec = replace(spec, span=Span.full(ENDLESS))
     spec = _with_window_of_lengths(spec)
     window_left, window_right = spec.window or (None, None)
     of_blocks = _reach_of_blocks(spec)
@@ -304,6 +312,8 @@ def _table_end(
     asked = None if max_length is None else max_length - 1
     if farthest is not None and farthest <= (reach if asked is None else min(reach, asked)):
         return TableEnd(farthest, "hidden")
+    if asked is None and not spec.has_tables and reach >= ENDLESS - 1:
+        return TableEnd(0, "endless") if farthest is None else TableEnd(farthest, "hidden")
     if spec.span.beyond == "error":
         if asked is not None and asked > reach:
             raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from relskew_core._array.checks import describe
 from relskew_core._block.spec import BlockSpec
+from relskew_core._functions.distance import alibi_slopes
 from relskew_core.export._plan import GraphPlan
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -30,12 +31,14 @@ def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[st
 
 
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
-    """Return the element type asked for, or the one that all weights share."""
+    """Return the element type asked for, or the one that all weights share, float32 where there are none."""
     if dtype is not None:
         name = dtype_name(dtype)
         if name not in DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, by name or dtype, got {dtype!r}")
         return DTYPES[name]
+    if not weights:
+        return DTYPES["float32"]
     (first_key, first), *others = weights.items()
     for key, array in others:
         if array.dtype != first.dtype:
@@ -75,12 +78,25 @@ def round_weights(weights: Mapping[str, np.ndarray], dtype: np.dtype[Any]) -> di
 def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, str]]:
     """Return each weight as the graph stores it, and a line that says how."""
     layout = {}
+    spec = plan.spec
+    start, stop = plan.kept_rows
+    if spec.rel_bias == "alibi":
+        slopes = np.asarray(alibi_slopes(spec.num_heads), np.float64)[:, None]
+        if plan.endless:  # in float32 at least, as distances are: half precision does not have all of them
+            dtype = np.dtype(np.float32) if plan.dtype.itemsize == 2 else plan.dtype
+            layout["rel_bias"] = (-slopes.astype(dtype), "(head, 1), minus the slope, which distances multiply")
+        else:
+            distances = np.abs(np.arange(start, stop, dtype=np.int64) - spec.span.left)
+            rows = _with_ends(plan, (-slopes * distances).astype(plan.dtype)[..., None])[..., 0]
+            layout["rel_bias"] = (rows, f"(head, position); relative position 0 is at {plan.lead}")
     for key, array in weights.items():
         if key in ("rel_k", "rel_v"):
-            layout[key] = (_columns(plan, array), f"(position, head_dim); relative position 0 is at {plan.lead}")
+            rows = _with_ends(plan, array[..., start:stop, :])
+            layout[key] = (rows, f"(position, head_dim); relative position 0 is at {plan.lead}")
         elif key == "rel_bias":
-            columns = _columns(plan, np.atleast_2d(array)[..., None])[..., 0]
-            layout[key] = (columns, f"(head, position); relative position 0 is at {plan.lead}")
+            bias = array[list(spec.buckets())].T if spec.rel_bias == "t5" else np.atleast_2d(array)
+            rows = _with_ends(plan, bias[:, start:stop, None])[..., 0]
+            layout[key] = (rows, f"(head, position); relative position 0 is at {plan.lead}")
         elif key == "sinks":
             layout[key] = (array[:, None, None], "(head, 1, 1)")
         elif key.startswith("q_proj"):
@@ -97,10 +113,8 @@ def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str
     return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
 
 
-def _columns(plan: GraphPlan, table: np.ndarray) -> np.ndarray:
-    """Trim a table to the rows that can be seen and add the columns for the positions past them."""
-    start, stop = plan.kept_rows
-    rows = table[..., start:stop, :]
+def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
+    """Add the columns for the positions past the rows of a table that can be seen."""
     edge = int(plan.spec.span.beyond == "clip")
     longer = [
         np.repeat(end, count, axis=-2) * rows.dtype.type(edge)

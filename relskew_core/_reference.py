@@ -20,7 +20,7 @@ Array = NDArray[Any]
 TOLERANCES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 """Largest relative L2 error by element type."""
 
-_TABLES = {"rel_k": "rel_keys", "rel_v": "rel_values", "rel_bias": "rel_bias"}  # and what of the spec says that it is
+_TABLES = {"rel_k": "rel_keys", "rel_v": "rel_values"}  # and what of the spec says that it is
 
 
 class Reference(NamedTuple):
@@ -93,8 +93,10 @@ def reference_attention(
     largest = 0.0
     for place, i in enumerate(chosen):
         seen = np.flatnonzero(_visible(spec, int(i) + offset, np.arange(k.shape[2], dtype=np.int64)))
-        rows, counts = _rows(spec, seen - (int(i) + offset))
-        rel_k, rel_v, rel_bias = (_looked_up(tables, spec, name, rows, counts) for name in _TABLES)
+        relative = seen - (int(i) + offset)
+        rows, counts = _rows(spec, relative)
+        rel_k, rel_v = (_looked_up(tables, spec, name, rows, counts) for name in ("rel_k", "rel_v"))
+        rel_bias = _bias(tables, spec, relative, rows, counts)
         logits = np.einsum("bhd,bhkd->bhk", q[:, :, i], keys[:, :, seen] + rel_k) / np.sqrt(spec.head_dim) + rel_bias
         shown = np.ones(logits.shape, bool) if allowed is None else allowed[:, :, i, seen]
         if segments is not None:
@@ -129,7 +131,7 @@ def _rows(spec: BlockSpec, relative: NDArray[np.int_]) -> tuple[NDArray[np.int_]
     """Return the table's row for each relative position, and whether it counts: not so past a table's zeros."""
     left, right = spec.span.left, spec.span.right
     inside = (relative >= -left) & (relative <= right)
-    if spec.span.beyond == "error" and not inside.all():
+    if spec.span.beyond == "error" and not inside.all() and (spec.has_tables or spec.rel_bias):
         raise ValueError(f"the table has no row for the relative positions {relative.min()} … {relative.max()}")
     return np.clip(relative + left, 0, left + right), inside | (spec.span.beyond == "clip")
 
@@ -137,10 +139,44 @@ def _rows(spec: BlockSpec, relative: NDArray[np.int_]) -> tuple[NDArray[np.int_]
 def _looked_up(
     tables: Mapping[str, Array], spec: BlockSpec, name: str, rows: NDArray[np.int_], counts: NDArray[np.bool_]
 ) -> F64 | float:
-    """Return a table's rows, ``(H or 1, rows, D)`` or ``(H or 1, rows)`` of the bias; 0 without such a table."""
+    """Return a table's rows, ``(H or 1, rows, D)``; 0 without such a table."""
     if not getattr(spec, _TABLES[name]):
         return 0.0
     table = np.asarray(tables[name], np.float64)
-    if name == "rel_bias":
-        return np.atleast_2d(table)[:, rows] * counts
     return (table if table.ndim == 3 else table[None])[:, rows] * counts[:, None]
+
+
+def _bias(
+    tables: Mapping[str, Array],
+    spec: BlockSpec,
+    relative: NDArray[np.int_],
+    rows: NDArray[np.int_],
+    counts: NDArray[np.bool_],
+) -> F64 | float:
+    """Return what is added to the logits of relative positions, ``(H or 1, positions)``; 0 without a bias."""
+    if not spec.rel_bias:
+        return 0.0
+    if spec.rel_bias == "alibi":
+        power = 2 ** int(np.log2(spec.num_heads))
+        slopes = 2.0 ** (-8 * np.arange(1, power + 1, dtype=np.float64) / power)
+        more = 2.0 ** (-4 * np.arange(1, 2 * power + 1, 2, dtype=np.float64) / power)
+        bias: F64 = -np.concatenate([slopes, more])[: spec.num_heads, None] * np.abs(relative)
+        return bias
+    table = np.asarray(tables["rel_bias"], np.float64)
+    if spec.rel_bias == "t5":
+        return table[[_t5_bucket(spec, int(r)) for r in relative]].T.reshape(spec.num_heads, -1)
+    return np.atleast_2d(table)[:, rows] * counts
+
+
+def _t5_bucket(spec: BlockSpec, r: int) -> int:
+    """Return T5's bucket of a relative position, its logarithms as powers of whole numbers."""
+    assert spec.num_buckets is not None
+    assert spec.max_distance is not None
+    side = spec.num_buckets if spec.causal else spec.num_buckets // 2
+    distance = abs(r) if r <= 0 or not spec.causal else 0
+    exact = side // 2
+    bucket, wide = distance, side - exact
+    if distance >= exact:
+        bounds = (spec.max_distance**step * exact ** (wide - step) for step in range(1, wide))
+        bucket = exact + sum(distance**wide >= bound for bound in bounds)
+    return bucket + (side if r > 0 and not spec.causal else 0)

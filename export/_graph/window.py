@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import INT64_MAX, Dim, Emitter, Shape, Value
+from relskew_core.export._graph.emitter import BOOL, INT64_MAX, Dim, Emitter, Shape, Value, element_type
 from relskew_core.export._plan import GraphPlan
 
 
@@ -52,7 +52,8 @@ class TableWindow:
 
     ``heads``: those to take of tables that have one for each, where the window is a Slice.
 
-    Past the other ends nothing is multiplied: what comes of the last column that is stored is repeated.
+    Past the other ends nothing is multiplied: what comes of the last column that is stored is repeated. Of a formula
+    without an end no column is stored, and all are computed.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TableWindow:
         self._g, self._plan, self._tables, self._heads = g, plan, tables, heads
         self._bounds: tuple[Value, Value] | None = None
         self._index: Value | None = None
+        self._r: Value | None = None
         self._repeats: tuple[Dim, Dim] = (0, 0)
         self.one_sided = plan.one_sided
         self.symbol = self._stored_symbol = "window"
@@ -108,6 +110,10 @@ class TableWindow:
             after = g.minus(lengths.keys, lengths.past, "window/after")
             # As many columns before as there are queries, and keys from there on; the other way round behind a past.
             symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
+        if plan.endless:
+            limits = [g.scalar(g.minus(0, before, "window/first"), "window/start"), g.scalar(after, "window/end")]
+            self._r = g.index("Range", [*limits, g.constant(1)], "window/positions", (self.symbol,))
+            return
         soft = plan.left.past_edge != "limited", plan.right.past_edge != "limited" and not plan.one_sided
         start, end = first, last = g.minus(plan.lead, before, "window/first"), g.plus(after, plan.lead, "window/last")
         repeats: list[Dim] = [0, 0]
@@ -162,6 +168,8 @@ class TableWindow:
     def _bias(self) -> Value | None:
         """Return what is stored of the bias's window, ``(heads or 1, 1, …)``; zeros where no table makes logits."""
         g, table = self._g, self._tables.rel_bias
+        if self._plan.endless:
+            return self._by_distance()
         if table is None:
             if self._tables.rel_k is not None:
                 return None
@@ -169,6 +177,24 @@ class TableWindow:
         cut = self._cut(table, 1, "rel_bias")
         shape = (cut.shape[0], 1, self._stored_symbol)
         return g.compute("Unsqueeze", [cut, g.constant([1])], "window/rel_bias_row", shape)
+
+    def _by_distance(self) -> Value:
+        """Return the bias that is a number of each head times the distance, ``(heads or 1, 1, window)``."""
+        g, slopes = self._g, self._tables.rel_bias
+        assert self._r is not None
+        if slopes is None:
+            slopes = g.constant([[0.0]], g.dtype)
+        elif self._heads is not None:
+            slopes = g.cut(slopes, 0, self._heads.first, self._heads.stop, self._heads.size, "window/slopes")
+        distances = g.index("Abs", [self._r], "window/distances", (self.symbol,))
+        numbers = g.compute(
+            "Cast", [distances], "window/distance", (self.symbol,), slopes.dtype, to=element_type(slopes.dtype)
+        )
+        shape = (slopes.shape[0], self.symbol)
+        bias = g.compute("Mul", [slopes, numbers], "window/rel_bias", shape, slopes.dtype)
+        if slopes.dtype != g.dtype:
+            bias = g.compute("Cast", [bias], "window/rel_bias_rounded", shape, to=element_type(g.dtype))
+        return g.compute("Unsqueeze", [bias, g.constant([1])], "window/rel_bias_row", (shape[0], 1, self.symbol))
 
     def _cut(self, table: Value, axis: int, name: str) -> Value:
         """Return what is stored of the window of a table whose positions are on ``axis``."""
@@ -209,7 +235,18 @@ class TableWindow:
 
     def _hidden(self, logits: Value) -> Value:
         """Add what hides columns of relative positions that no query may see, if there are any."""
-        g, plan, added = self._g, self._plan, np.zeros(self._plan.columns, dtype=np.float64)
+        g, plan = self._g, self._plan
+        if self._r is not None and plan.endless:
+            sides = (("Less", -1, plan.left), ("Greater", 1, plan.right))
+            for op, sign, side in sides[: 1 if plan.one_sided else 2]:
+                if side.past_edge == "hidden":
+                    name = f"window/hidden_{op}"
+                    past = g.index(op, [self._r, g.constant([sign * side.rows])], name, (self.symbol,), BOOL)
+                    logits = g.compute(
+                        "Where", [past, g.constant(plan.masked_value, g.dtype), logits], f"{name}_logits", logits.shape
+                    )
+            return logits
+        added = np.zeros(plan.columns, dtype=np.float64)
         if plan.left.past_edge == "hidden":
             added[0] = plan.masked_value
         if plan.right.past_edge == "hidden" and not plan.one_sided:

@@ -10,7 +10,7 @@ from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
 
 
-def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = None) -> Array:
+def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = None, device: Any = None) -> Array:
     """Make an array (rows, columns) of ``dtype``, or of the library's default floating dtype.
 
     The numbers go through a buffer: nested lists take JAX ten times as long.
@@ -22,5 +22,5 @@ def from_doubles(rows: Iterable[list[float]], *, xp: Namespace, dtype: Any = Non
     for row in rows:
         numbers.fromlist(row)
         count += 1
-    made = xp.reshape(xp.asarray(numbers, dtype=buffered), (count, -1))
+    made = xp.reshape(xp.asarray(numbers, dtype=buffered, device=device), (count, -1))
     return cast(made, dtype, xp=xp)

@@ -12,9 +12,11 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._block.biases import with_bias
 from relskew_core._block.cache import PAST, Cache, Growing
 from relskew_core._block.spec import ATTENDED, BlockSpec, check_spec
 from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.weights import attention_weights
 
 
 @explains
@@ -78,14 +80,18 @@ def attention_block(
     given = autocast({"x": x, "memory": memory, **named, **cached})
     xp = namespace_of_arrays({"x": given["x"]}, given)
     weights = {key: given[name] for key, name in zip(weights, named, strict=True)}
+    tables = {name: weights.get(name) for name in ATTENDED}
+
+    def attend(q: Array, k: Array, v: Array, **seen: Any) -> Array:
+        return relative_attention(q, k, v, mask=mask, **seen, **with_bias(tables, spec, q, k, seen, xp=xp))
+
     y, present = apply_block(
         given["x"],
         spec,
         partial(_linear, weights, xp=xp),
-        {name: weights.get(name) for name in ATTENDED},
         memory=given["memory"],
         cache=None if cache is None else Growing(*(given[name] for name in PAST)),
-        attend=partial(relative_attention, mask=mask),
+        attend=attend,
         xp=xp,
     )
     return y if present is None else (y, present)
@@ -95,7 +101,6 @@ def apply_block(
     x: Array,
     spec: BlockSpec,
     project: Callable[[str, Array], Array],
-    tables: Mapping[str, Array | None],
     *,
     memory: Array | None,
     cache: Cache | None,
@@ -107,6 +112,20 @@ def apply_block(
     ``project(name, x)`` applies a projection. How many heads there are is read off what it returns: a process that
     holds a part of the heads has fewer than the spec.
     """
+    q, k, v, seen, cache = project_heads(x, spec, project, memory=memory, cache=cache, xp=xp)
+    return project("out_proj", _merge_heads(attend(q, k, v, **seen), xp=xp)), cache
+
+
+def project_heads(
+    x: Array,
+    spec: BlockSpec,
+    project: Callable[[str, Array], Array],
+    *,
+    memory: Array | None,
+    cache: Cache | None,
+    xp: Namespace,
+) -> tuple[Array, Array, Array, dict[str, Any], Cache | None]:
+    """Return the heads of a block's queries, keys and values, who sees whom, and its cache afterwards."""
     source = x if memory is None else memory
     q, k, v = (
         _split_heads(name, project(name, of), spec.head_dim, xp=xp)
@@ -118,10 +137,9 @@ def apply_block(
     if cache is not None:
         k, v, cache, more = cache.extend(k, v, xp=xp)
         seen.update(more)
-    for name in ("span", "causal", "block_size", "blocks_before"):
+    for name in ("causal", "block_size", "blocks_before"):
         seen[name] = getattr(spec, name)
-    heads = attend(q, k, v, **tables, **seen)
-    return project("out_proj", _merge_heads(heads, xp=xp)), cache
+    return q, k, v, seen, cache
 
 
 def check_inputs(x: Array, memory: Array | None, spec: BlockSpec) -> None:
@@ -162,3 +180,8 @@ def _linear(weights: Mapping[str, Array], name: str, x: Array, *, xp: Namespace)
     y = xp.matmul(x, xp.matrix_transpose(weights[f"{name}.weight"]))
     bias = weights.get(f"{name}.bias")
     return y if bias is None else y + of_rank(bias, y.ndim)
+
+
+def weights_alone(q: Array, k: Array, v: Array, *, rel_v: Any = None, impl: Any = None, **others: Any) -> Array:
+    """Return the weights of a call of attention, of which values are no part."""
+    return attention_weights(q, k, **others)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, overload
 
 from relskew_core._array.checks import describe
+from relskew_core._array.namespace import is_floating
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.biases import with_bias
+from relskew_core._block.block import apply_block, check_inputs, project_heads, weights_alone
 from relskew_core._block.cache import Cache, Growing, check_room
 from relskew_core._block.masks import check_padding, without_keys
 from relskew_core._block.settings import Settings
@@ -24,6 +27,7 @@ class ModuleBlock:
 
     spec: BlockSpec
     settings: Settings
+    k_proj: Any
 
     @overload
     def empty_cache(
@@ -68,7 +72,7 @@ class ModuleBlock:
         if dtype is None:
             dtype = getattr(self, "dtype", None)
         if dtype is None:
-            dtype = next(iter(self._tables().values())).dtype
+            dtype = self._like().dtype
         lead, length, keep = check_room(self.spec, batch, length, keep)
         shape = (*lead, self.spec.num_kv_heads, length or keep or 0, self.spec.head_dim)
         keys, values = (self.xp.zeros(shape, dtype=dtype) for _ in range(2))
@@ -90,6 +94,53 @@ class ModuleBlock:
     ) -> Array | tuple[Array, Cache]:
         """Apply the block; ``key`` is that of dropout, ``None`` for no dropout."""
         check_inputs(x, memory, self.spec)
+        dropped = {} if key is None else {"dropout": self.settings.dropout, "seed": key}
+        past, attend = self._attention(
+            relative_attention, past, mask, key_padding_mask, **given, **dropped, impl=self.settings.impl
+        )
+        y, present = apply_block(x, self.spec, self._project, memory=memory, cache=past, attend=attend, xp=self.xp)
+        return y if present is None else (y, present)
+
+    def attention_weights(
+        self,
+        x: Array,
+        memory: Array | None = None,
+        *,
+        past: Any = None,
+        mask: Array | None = None,
+        key_padding_mask: Array | None = None,
+        offset: int | Sequence[int] | Array | None = None,
+        segments: Array | tuple[Array, Array] | None = None,
+        positions: tuple[Array, Array] | None = None,
+    ) -> Array:
+        """Return the weights of the module's attention, for pictures and inspection: without dropout.
+
+        Parameters
+        ----------
+        x, memory, past, mask, key_padding_mask, offset, segments, positions
+            As where the module is called.
+
+        Returns
+        -------
+        array, shape (..., H, Lq, Lk)
+            As of :func:`relskew_core.attention_weights`. With ``past``, keys are the cached ones and the new ones.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument does not fit; the message names it.
+        """
+        check_inputs(x, memory, self.spec)
+        past, attend = self._attention(
+            weights_alone, past, mask, key_padding_mask, offset=offset, segments=segments, positions=positions
+        )
+        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=self.xp)
+        return attend(q, k, v, **seen)
+
+    def _attention(
+        self, function: Callable[..., Array], past: Any, mask: Array | None, padding: Array | None, **given: Any
+    ) -> tuple[Any, Callable[..., Array]]:
+        """Return the cache of a call, and what attends as the call says."""
         xp = self.xp
         options = {name: value for name, value in given.items() if value is not None}
         if past is not None:
@@ -97,18 +148,16 @@ class ModuleBlock:
                 if name in options:
                     raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(options[name])}")
             past = past if isinstance(past, self.caches) else Growing.of(past, self.spec)
-        if key is not None:
-            options.update(dropout=self.settings.dropout, seed=key)
-        options.update(impl=self.settings.impl, chunk_size=self.settings.chunk_size)
 
         def attend(q: Array, k: Array, v: Array, *, unfilled: Array | None = None, **seen: Any) -> Array:
             met = {name: cast(table, q.dtype, xp=xp) for name, table in self._tables().items()}
-            padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
-            shown = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
-            return relative_attention(q, k, v, mask=shown, **met, **{**seen, **options})
+            hidden = None if padding is None else check_padding(padding, k, xp=xp)
+            shown = without_keys(unfilled, without_keys(hidden, mask, q, k, xp=xp), q, k, xp=xp)
+            seen = {**seen, **options}
+            tables = with_bias(met, self.spec, q, k, seen, xp=xp)
+            return function(q, k, v, mask=shown, chunk_size=self.settings.chunk_size, **tables, **seen)
 
-        y, present = apply_block(x, self.spec, self._project, {}, memory=memory, cache=past, attend=attend, xp=xp)
-        return y if present is None else (y, present)
+        return past, attend
 
     def _project(self, name: str, x: Array) -> Array:
         """Apply a projection."""
@@ -117,3 +166,13 @@ class ModuleBlock:
     def _tables(self) -> dict[str, Array]:
         """Return the tables and sinks that there are."""
         raise NotImplementedError
+
+    def _like(self) -> Array:
+        """Return a weight of the dtype that the module has."""
+        for table in self._tables().values():
+            return table
+        weight = getattr(self.k_proj, "kernel", None)
+        weight = self.k_proj.weight if weight is None else weight[...]
+        if not is_floating(weight, xp=self.xp):
+            raise ValueError(f"`dtype` must be given where `k_proj` has none that is floating, got {describe(weight)}")
+        return weight

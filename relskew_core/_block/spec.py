@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
 from relskew_core._array.keywords import explains
+from relskew_core._functions.buckets import t5_buckets
+from relskew_core._functions.distance import check_endless
 from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 TABLES = ("rel_k", "rel_v", "rel_bias")
 ATTENDED = (*TABLES, "sinks")
 """The weights that attention itself meets, under the names of its arguments."""
+
+BUCKETS = ("num_buckets", "max_distance")
+
+ENDLESS = 2**31
+"""Positions of a span that has no end: more than any input has."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -27,7 +35,7 @@ class BlockSpec:
     num_heads : int
         Number ``H`` of query heads.
     span : Span
-        Relative positions of the tables ``rel_k`` and ``rel_v``. One that ends at the query itself, such as
+        Relative positions of the tables. One that ends at the query itself, such as
         :meth:`Span.causal`, needs ``causal``, ``cross`` or a ``window`` that says how far ahead a query sees.
     num_kv_heads : int, optional
         Number ``Hkv`` of key and value heads (grouped queries); a divisor of ``num_heads``, which is the default.
@@ -50,10 +58,14 @@ class BlockSpec:
     rel_values : bool, default False
         A table ``rel_v`` adds relative positions to the values (Shaw et al. 2018, equation 3).
     rel_keys : bool, default True
-        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4).
-    rel_bias : bool, default False
-        A table ``rel_bias`` of one number for each head and relative position is added to the logits, as T5's and
-        ALiBi's biases are.
+        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4). Where this, ``rel_values``
+        and ``rel_bias`` are all False, attention has no positions: the same model as a baseline.
+    rel_bias : bool, "alibi" or "t5", default False
+        What is added to the logits by head and relative position. True: a table ``rel_bias`` of learned numbers, one
+        for each. ``"t5"``: T5's, a learned number for each bucket of positions, as :meth:`t5` makes it. ``"alibi"``:
+        ALiBi's slope times the distance, of which nothing is learned, as :meth:`alibi` makes it.
+    num_buckets, max_distance : int, optional
+        With ``rel_bias="t5"``, as in :func:`relskew_core.t5_buckets`, which are bidirectional unless ``causal``.
     sinks : bool, default False
         One logit more in every row's softmax, with no value and learned for each head, ``sinks (H,)``: what a query
         need not attend to anything (attention sinks).
@@ -90,7 +102,9 @@ class BlockSpec:
     shared_table: bool = False
     rel_values: bool = False
     rel_keys: bool = True
-    rel_bias: bool = False
+    rel_bias: bool | str = False
+    num_buckets: int | None = None
+    max_distance: int | None = None
     sinks: bool = False
     bias: bool = True
 
@@ -101,7 +115,7 @@ class BlockSpec:
         for name in ("embed_dim", "num_heads"):
             put(name, check_int(name, getattr(self, name), minimum=1))
         check_span_given(self.span)
-        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "rel_bias", "sinks", "bias"):
+        for name in ("causal", "cross", "shared_table", "rel_values", "rel_keys", "sinks", "bias"):
             check_bool(name, getattr(self, name))
         put("window", check_window("window", self.window))
         if self.num_kv_heads is None:
@@ -121,8 +135,91 @@ class BlockSpec:
         put("head_dim", check_int("head_dim", self.head_dim, minimum=1))
         self._check_blocks(put)
         self._check_future()
-        if not (self.rel_keys or self.rel_values or self.rel_bias):
-            raise ValueError("`rel_keys` must be True where `rel_values` and `rel_bias` are False, got False")
+        self._check_bias(put)
+
+    @classmethod
+    def alibi(cls, embed_dim: int, num_heads: int, **options: Any) -> BlockSpec:
+        """Return a block with ALiBi's bias and no table: nothing of it is learned, and it is for inputs of any length.
+
+        Parameters
+        ----------
+        embed_dim, num_heads : int
+            As in :class:`BlockSpec`.
+        **options
+            Others of :class:`BlockSpec`: ``causal``, ``num_kv_heads``, ``window``, ``cross`` …
+
+        Notes
+        -----
+        Press et al. 2022, "Train Short, Test Long", section 3; :func:`relskew_core.alibi_bias` has the slopes. Without
+        ``causal`` the bias falls on both sides, as in MosaicBERT and the encoders of jina.
+
+        Examples
+        --------
+        >>> spec = BlockSpec.alibi(8, 2, causal=True)
+        >>> spec.rel_bias, spec.weight_shapes(projections=False)
+        ('alibi', {})
+        """
+        given: dict[str, Any] = {"span": endless(**options), "rel_keys": False, "rel_bias": "alibi"}
+        return cls(embed_dim, num_heads, **given, **options)
+
+    @classmethod
+    def t5(
+        cls, embed_dim: int, num_heads: int, *, num_buckets: int = 32, max_distance: int = 128, **options: Any
+    ) -> BlockSpec:
+        """Return a block with T5's bias: a learned number for each head and bucket of relative positions.
+
+        Parameters
+        ----------
+        embed_dim, num_heads : int
+            As in :class:`BlockSpec`.
+        num_buckets : int, default 32
+            Rows of the weight ``rel_bias (num_buckets, H)``.
+        max_distance : int, default 128
+            Distance from which on all positions share the last bucket.
+        **options
+            Others of :class:`BlockSpec`. Logits are scaled by ``head_dim ** -0.5``, which T5 has in its initial
+            weights.
+
+        Notes
+        -----
+        Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section
+        2.1.
+
+        Examples
+        --------
+        >>> BlockSpec.t5(8, 2).weight_shapes(projections=False)
+        {'rel_bias': (32, 2)}
+        """
+        reach = check_int("max_distance", max_distance, minimum=1)
+        span = Span(reach, min(reach, endless(**options).right), "clip")
+        given: dict[str, Any] = {"num_buckets": num_buckets, "max_distance": reach}
+        return cls(embed_dim, num_heads, span, rel_keys=False, rel_bias="t5", **given, **options)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether there is a table by relative position: without one, ALiBi's bias or none is for every length."""
+        return self.rel_keys or self.rel_values or self.rel_bias in (True, "t5")
+
+    def buckets(self) -> tuple[int, ...]:
+        """Return the bucket of each relative position of the span, with ``rel_bias="t5"``."""
+        return _buckets(self.span, not self.causal, **{name: getattr(self, name) for name in BUCKETS})
+
+    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
+        kind = self.rel_bias
+        if not (isinstance(kind, bool) or kind in ("alibi", "t5")):
+            raise ValueError(f"`rel_bias` must be True, False, 'alibi' or 't5', got {describe(kind)}")
+        for name in BUCKETS:
+            size = getattr(self, name)
+            if (size is None) == (kind == "t5"):
+                wanted = "be given" if kind == "t5" else "be None"
+                raise ValueError(f"`{name}` must {wanted} because `rel_bias` is {kind!r}, got {describe(size)}")
+            put(name, None if size is None else check_int(name, size))
+        if kind == "t5":
+            self.buckets()
+        elif kind == "alibi":
+            check_endless(self.span)
+            if self.has_tables and self.span.rows > ENDLESS:
+                raise ValueError(f"`span` must be that of the tables, a row for each position, got {self.span}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.chosen())})"
@@ -187,8 +284,10 @@ class BlockSpec:
             shapes["rel_k"] = self.table_shape
         if self.rel_values:
             shapes["rel_v"] = self.table_shape
-        if self.rel_bias:
+        if self.rel_bias is True:
             shapes["rel_bias"] = self.table_shape[:-1]
+        elif self.num_buckets is not None:
+            shapes["rel_bias"] = (self.num_buckets, self.num_heads)
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes
@@ -211,7 +310,7 @@ class BlockSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values; :meth:`from_dict` is the inverse."""
-        fields = asdict(self)
+        fields = {name: value for name, value in asdict(self).items() if name not in BUCKETS or value is not None}
         fields["window"] = None if self.window is None else list(self.window)
         return fields
 
@@ -223,6 +322,16 @@ class BlockSpec:
 
 
 BlockSpec.__init__ = explains(BlockSpec.__init__)  # type: ignore[method-assign]  # it is the dataclass's own
+
+
+@lru_cache(maxsize=64)
+def _buckets(span: Span, bidirectional: bool, **sizes: int) -> tuple[int, ...]:
+    return t5_buckets(span, bidirectional=bidirectional, **sizes)
+
+
+def endless(*, causal: bool = False, cross: bool = False, **_: Any) -> Span:
+    """Return the span of a block whose bias has no end."""
+    return Span.causal(ENDLESS) if causal and not cross else Span.full(ENDLESS)
 
 
 class CallSpec(BlockSpec):

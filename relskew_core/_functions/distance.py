@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from relskew_core._array.checks import check_int
+from relskew_core._array.checks import check_int, describe
 from relskew_core._array.doubles import from_doubles
 from relskew_core._array.keywords import explains
-from relskew_core._array.namespace import namespace_of
-from relskew_core._array.typing import Array
+from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
+from relskew_core._array.precision import cast
+from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 
 
 @explains
-def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array:
+def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array:
     """Return ALiBi's bias: every head's slope times the distance, negative on both sides.
 
     Parameters
@@ -24,10 +26,12 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array
     span : Span
         The relative positions, all that occur: neither a line nor a span of it goes on with ``beyond="clip"`` or
         ``"zero"``, which are refused. Beside a table that is clipped, the bias is made from ``Span(left, right)``.
-    xp : module
-        Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` …
-    dtype : dtype of ``xp``, optional
-        The library's default floating dtype if ``None``.
+    xp : module, optional
+        Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` … Either this or ``like``.
+    like : array, optional
+        An array, such as the queries, whose library, device and floating dtype the bias takes.
+    dtype : dtype of the library, optional
+        That of ``like``, or the library's default floating dtype, if ``None``.
 
     Returns
     -------
@@ -49,12 +53,14 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any, dtype: Any = None) -> Array
     >>> alibi_bias(2, Span.causal(3), xp=np)
     array([[-0.125     , -0.0625    , 0.        ],
            [-0.0078125 , -0.00390625, 0.        ]])
+    >>> alibi_bias(2, Span.causal(3), like=np.ones(1, dtype=np.float32)).dtype
+    dtype('float32')
     """
     n_heads = check_int("n_heads", n_heads, minimum=1)
     check_span_given(span)
-    _check_endless(span)
+    check_endless(span)
     rows = ([slope * -abs(r) for r in range(-span.left, span.right + 1)] for slope in alibi_slopes(n_heads))
-    return from_doubles(rows, xp=namespace_of(xp), dtype=dtype)
+    return _made(rows, xp, like, dtype)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -64,18 +70,23 @@ def alibi_slopes(n_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4 * (2 * h + 1) / power) for h in range(n_heads - power)]
 
 
+def alibi_between(slopes: Array, left: int, right: int, *, xp: Namespace) -> Array:
+    """Return ALiBi's bias of the relative positions ``-left … right``, in the dtype of the slopes ``(H,)``."""
+    dtype = xp.float64 if slopes.dtype == xp.float64 else xp.float32
+    r = xp.arange(-left, right + 1, dtype=dtype, device=device(slopes))
+    return cast(cast(slopes[:, None], r.dtype, xp=xp) * -xp.abs(r), slopes.dtype, xp=xp)
+
+
 @explains
-def proximal_bias(span: Span, *, xp: Any, dtype: Any = None) -> Array:
+def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array:
     """Return tensor2tensor's proximal bias ``-log(1 + |r|)``, the same for all heads.
 
     Parameters
     ----------
     span : Span
         The relative positions, all that occur, as in :func:`alibi_bias`.
-    xp : module
-        Array library to make the array in.
-    dtype : dtype of ``xp``, optional
-        The library's default floating dtype if ``None``.
+    xp, like, dtype : optional
+        As in :func:`alibi_bias`.
 
     Returns
     -------
@@ -88,12 +99,23 @@ def proximal_bias(span: Span, *, xp: Any, dtype: Any = None) -> Array:
     array([-0.69314718,  0.        , -0.69314718])
     """
     check_span_given(span)
-    _check_endless(span)
+    check_endless(span)
     row = [0.0 - math.log1p(abs(r)) for r in range(-span.left, span.right + 1)]
-    return from_doubles([row], xp=namespace_of(xp), dtype=dtype)[0, ...]
+    return _made([row], xp, like, dtype)[0, ...]
 
 
-def _check_endless(span: Span) -> None:
+def _made(rows: Iterable[list[float]], xp: Any, like: Array | None, dtype: Any) -> Array:
+    """Return numbers as an array of a library, or like another array."""
+    if (xp is None) == (like is None):
+        both = "None" if xp is None else "both"
+        raise TypeError(f"either `xp` or `like` must be given, got {both}")
+    if like is None:
+        return from_doubles(rows, xp=namespace_of(xp), dtype=dtype)
+    xp = namespace_of_arrays({"like": like}, floating=dtype is None)
+    return from_doubles(rows, xp=xp, dtype=like.dtype if dtype is None else dtype, device=device(like))
+
+
+def check_endless(span: Span) -> None:
     """Refuse a span that goes on with other numbers than the formula's."""
     if span.beyond != "error":
         further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"

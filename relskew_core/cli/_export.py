@@ -46,7 +46,10 @@ def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: C
     grid.add_row("wrote", f"{path} ({as_bytes(size)}{', with ' + beside[0].name if beside else ''})")
     grid.add_row("block", describe_block(spec))
     span = spec.span
-    grid.add_row("table", f"{spec.table_shape}, relative positions {-span.left} … {span.right}, beyond: {span.beyond}")
+    if spec.has_tables:
+        shape = spec.table_shape if spec.rel_keys or spec.rel_values else spec.weight_shapes()["rel_bias"]
+        reach = f"relative positions {-span.left} … {span.right}, beyond: {span.beyond}"
+        grid.add_row("table", f"{shape}, {reach}")
     grid.add_row("weights", origin)
     opset = ", ".join(f"opset {entry.version}" for entry in model.opset_import)
     nodes = count(len(model.graph.node), "node")
@@ -67,6 +70,8 @@ def describe_block(spec: BlockSpec) -> str:
         words.append(f"{count(spec.num_kv_heads, 'key head')}")
     flags = ("causal", "cross", "shared_table", "rel_values", "rel_bias", "sinks")
     words += [name.replace("_", " ") for name in flags if getattr(spec, name)]
+    if isinstance(spec.rel_bias, str):
+        words[words.index("rel bias")] = {"alibi": "ALiBi", "t5": f"T5's {spec.num_buckets} buckets"}[spec.rel_bias]
     if not spec.rel_keys:
         words.append("no rel keys")
     if spec.window is not None:

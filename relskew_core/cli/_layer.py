@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from relskew_core import BlockSpec, attention_weights
+from relskew_core import BlockSpec
 from relskew_core._array.namespace import namespace_of_arrays
-from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.biases import with_bias
+from relskew_core._block.block import check_inputs, project_heads, weights_alone
+from relskew_core._block.spec import ATTENDED
 from relskew_core.cli._errors import CliError, reason
 from relskew_core.cli._export import spec_of_model
 from relskew_core.cli._options import BlockOptions
@@ -54,17 +56,11 @@ def read_input(name: str, path: Path | None, spec: BlockSpec, length: int) -> tu
 def weights_of(spec: BlockSpec, weights: Mapping[str, Any], x: Any, memory: Any) -> Any:
     """Return the weights of a block's attention, (heads, queries, keys): those that its own code would use."""
     check_inputs(x, memory, spec)
-    seen = []
-
-    def attend(q: Any, k: Any, v: Any, *, rel_v: Any, **others: Any) -> Any:
-        seen.append(attention_weights(q, k, **others))
-        return q  # what becomes of it is not looked at
 
     def project(name: str, of: Any) -> Any:
-        if name == "out_proj":
-            return of
         return of @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
-    tables = {name: weights.get(name) for name in ("rel_k", "rel_v", "rel_bias", "sinks")}
-    apply_block(x, spec, project, tables, memory=memory, cache=None, attend=attend, xp=namespace_of_arrays({"x": x}))
-    return seen[0]
+    xp = namespace_of_arrays({"x": x})
+    q, k, v, seen, _ = project_heads(x, spec, project, memory=memory, cache=None, xp=xp)
+    tables = with_bias({name: weights.get(name) for name in ATTENDED}, spec, q, k, seen, xp=xp)
+    return weights_alone(q, k, v, **tables, **seen)

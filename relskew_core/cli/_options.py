@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo
 
 from relskew_core import BlockSpec, Span
+from relskew_core._block.spec import BUCKETS
 from relskew_core._positions.span import BEYOND, Beyond
 from relskew_core.cli._errors import CliError
 
@@ -125,17 +126,37 @@ class BlockOptions(CallOptions):
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
     rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
+    t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
+    num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None
+    max_distance: Annotated[int | None, sized("With --t5: where the last bucket begins, 128 by default.")] = None
     sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False
     no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
 
     def spec(self, weights: Mapping[str, Any] | None) -> BlockSpec:
         """Return the block, whose span may follow from its weights."""
-        same = ("num_kv_heads", "head_dim", "cross", "rel_values", "shared_table", "rel_bias", "sinks")
+        same = ("num_kv_heads", "head_dim", "cross", "sinks")
         given = {name: getattr(self, name) for name in same}
+        given.update(self.pattern(), bias=not self.no_bias)
+        sizes = {name: size for name in BUCKETS if (size := getattr(self, name)) is not None}
+        if sizes and not self.t5:
+            raise CliError("--num-buckets and --max-distance are T5's: they need --t5")
+        if self.alibi or self.t5:
+            self._refuse_tables()
+            make = BlockSpec.alibi if self.alibi else BlockSpec.t5
+            return make(self.embed_dim, self.num_heads, **sizes, **given)
+        tables = {name: getattr(self, name) for name in ("rel_values", "shared_table", "rel_bias")}
         span = choose_span(self, table_rows(weights))
-        given.update(self.pattern(), rel_keys=not self.no_rel_keys, bias=not self.no_bias)
-        return BlockSpec(self.embed_dim, self.num_heads, span, **given)
+        return BlockSpec(self.embed_dim, self.num_heads, span, rel_keys=not self.no_rel_keys, **tables, **given)
+
+    def _refuse_tables(self) -> None:
+        """Refuse what is said of tables, where a bias has no end and comes alone."""
+        kind = "--alibi" if self.alibi else "--t5"
+        both = ("t5",) if self.alibi else ()
+        for name in (*both, "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys"):
+            if getattr(self, name) not in (None, False):
+                raise CliError(f"--{name.replace('_', '-')} and {kind} exclude each other")
 
 
 def choose_span(options: CallOptions, rows: int | None) -> Span:

@@ -1,7 +1,8 @@
 """Drop-ins for ``transformers``: the attention of twenty families replaced in one call, outputs unchanged.
 
 ``replace_attention`` imports no transformers: the modules to replace are known by name, and their parameters stay
-theirs. ``register_attention`` gives a bias by position to models that ask transformers' interface for their attention.
+theirs. ``register_attention`` gives a bias by position to models that ask transformers' interface for their attention,
+and ``replace_rotary`` gives it instead of rotary positions.
 """
 
 from relskew_core._array.extras import needs_extra as _needs_extra
@@ -9,7 +10,8 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 try:
     from relskew_core.huggingface._register import register_attention
     from relskew_core.huggingface._replace import replace_attention
+    from relskew_core.huggingface._rotary import replace_rotary
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.huggingface", "torch", error) from error
 
-__all__ = ["register_attention", "replace_attention"]
+__all__ = ["register_attention", "replace_attention", "replace_rotary"]

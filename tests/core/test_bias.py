@@ -200,6 +200,19 @@ def test_alibi_slopes_fall_geometrically(library: Library, n_heads: int) -> None
     assert str(bias.dtype).endswith("float32")
 
 
+def test_formulas_take_after_an_array(library: Library) -> None:
+    xp, like = library.namespace(), library.asarray(np.ones((2, 3)), "float32")
+    for function in (partial(alibi_bias, 3), proximal_bias):
+        got = library.to_numpy(function(Span(3, 2), like=like))
+        np.testing.assert_array_equal(got, library.to_numpy(function(Span(3, 2), xp=xp, dtype=xp.float32)))
+        assert function(Span(3, 2), like=like).dtype == like.dtype
+    for both in ({}, {"like": like, "xp": xp}):
+        with pytest.raises(TypeError, match=r"^either `xp` or `like` must be given, got "):
+            proximal_bias(Span(1, 1), **both)
+    with pytest.raises(TypeError, match=r"^`like` must be an array of a real floating dtype"):
+        proximal_bias(Span(1, 1), like=library.asarray(np.ones(2), "int64"))
+
+
 def test_proximal_bias() -> None:
     bias = proximal_bias(Span(2, 1), xp=np)
     np.testing.assert_allclose(bias, [-math.log(3), -math.log(2), 0, -math.log(2)], rtol=1e-15)

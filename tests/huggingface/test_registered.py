@@ -13,7 +13,7 @@ import torch
 
 import oracles
 from relskew_core import Span, alibi_bias
-from relskew_core.huggingface import register_attention
+from relskew_core.huggingface import register_attention, replace_rotary
 
 H, N, M, D = 2, 3, 5, 4
 
@@ -99,3 +99,41 @@ def test_refusals(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match="needs transformers: pip install transformers"):
         register_attention("ours")
+
+
+class StandInRotaryEmbedding(torch.nn.Module):
+    def __init__(self, angles: Any) -> None:
+        super().__init__()
+        self.angles = angles
+
+    def forward(self) -> Any:
+        return self.angles
+
+
+@pytest.mark.parametrize("kind", ["pair", "complex", "other"])
+def test_rotary_embeddings_turn_nothing(registered: dict[str, Any], kind: str) -> None:
+    x = torch.randn(3, 4)
+    angles = {"pair": (x, x), "complex": torch.complex(x, x), "other": x}[kind]
+    model = torch.nn.Sequential(StandInRotaryEmbedding(angles))
+    chosen: list[str] = []
+    model.set_attn_implementation = chosen.append  # type: ignore[assignment]
+    for _ in range(2):
+        assert replace_rotary(model, name="ours") is model
+    assert chosen == ["ours", "ours"]
+    assert "ours" in registered["attention"]
+    if kind == "other":
+        with pytest.raises(ValueError, match=r"^`model` must have rotary embeddings that return a cosine and a sine"):
+            model[0]()
+        return
+    turned = model[0]()
+    cosine, sine = turned if kind == "pair" else (turned.real, turned.imag)
+    assert (cosine == 1).all()
+    assert (sine == 0).all()
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_what_has_no_rotary_embeddings_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^`model` must be one of transformers with modules of rotary embeddings"):
+        replace_rotary(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got"):
+        replace_rotary("llama")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ SPECS = {
     "bias alone": BlockSpec(8, 2, Span(3, 0, "clip"), causal=True, rel_keys=False, rel_bias=True),
     "stream": BlockSpec(8, 2, Span(5, 2), block_size=3, blocks_before=1, sinks=True),
     "bias, shared": BlockSpec(8, 2, Span.clipped(3), rel_bias=True, shared_table=True),
+    "alibi": BlockSpec.alibi(12, 3),
+    "alibi, causal, grouped": BlockSpec.alibi(8, 4, causal=True, num_kv_heads=2, window=(5, 0), sinks=True),
+    "alibi, cross": BlockSpec.alibi(8, 2, cross=True),
+    "alibi beside a table": BlockSpec(8, 2, Span.full(9), rel_bias="alibi"),
+    "t5": BlockSpec.t5(8, 2, num_buckets=8, max_distance=6),
+    "t5, causal": BlockSpec.t5(8, 2, num_buckets=4, max_distance=7, causal=True, bias=False),
+    "no positions": BlockSpec(8, 2, Span.full(3), rel_keys=False),
 }
 
 
@@ -41,25 +49,62 @@ def made(spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:
     return module
 
 
-def dense_module(module: RelativeMultiheadAttention, x: Tensor, memory: Tensor | None = None, **more: Any) -> Tensor:
-    """What a module computes, written out with torch's own linear maps."""
+def bias_of(module: RelativeMultiheadAttention, *, of: Tensor) -> tuple[Span, Tensor | None]:
+    """Return a module's bias as the numbers of relative positions, and which those are: by the papers' formulas."""
+    spec = module.spec
+    span = spec.span if spec.rel_keys or spec.rel_values or spec.rel_bias is True else Span.full(40)
+    r = torch.arange(-span.left, span.right + 1)
+    if spec.rel_bias == "alibi":
+        by_heads = {2: [4, 8], 3: [4, 8, 2], 4: [2, 4, 6, 8]}[spec.num_heads]
+        slopes = torch.tensor([2.0**-power for power in by_heads], dtype=of.dtype)
+        return span, -slopes[:, None] * r.abs()
+    if spec.rel_bias != "t5":
+        return span, module.rel_bias
+    assert module.rel_bias is not None
+    assert spec.num_buckets is not None
+    side = spec.num_buckets // (1 if spec.causal else 2)
+    exact = side // 2
+    distance = r.clamp(max=0).abs() if spec.causal else r.abs()
+    shared = (distance.clamp(min=1) / exact).log() / math.log(spec.max_distance / exact) * (side - exact)  # type: ignore[operator]
+    bucket = torch.where(distance < exact, distance, (exact + (shared + 1e-9).floor().long()).clamp(max=side - 1))
+    return span, module.rel_bias[bucket + (0 if spec.causal else side * (r > 0))].T
+
+
+def dense_module(
+    module: RelativeMultiheadAttention,
+    x: Tensor,
+    memory: Tensor | None = None,
+    *,
+    of_weights: bool = False,
+    **more: Any,
+) -> Tensor:
+    """What a module computes, written out with torch's own linear maps; or the weights of its attention."""
     spec = module.spec
     source = x if memory is None else memory
 
     def heads(of: Tensor, projection: Any, count: int) -> Tensor:
         return projection(of).unflatten(-1, (count, spec.head_dim)).transpose(-2, -3)
 
+    span, bias = bias_of(module, of=x)
+    keys, values = (heads(source, projection, spec.num_kv_heads) for projection in (module.k_proj, module.v_proj))
     out = oracles.attention(
         heads(x, module.q_proj, spec.num_heads),
-        heads(source, module.k_proj, spec.num_kv_heads),
-        heads(source, module.v_proj, spec.num_kv_heads),
+        keys,
+        one_hot_heads(keys) if of_weights else values,
         module.rel_k,
-        module.rel_v,
-        module.rel_bias,
-        span=spec.span,
+        None if of_weights else module.rel_v,
+        bias,
+        span=span,
         sinks=module.sinks,
         **oracles.pattern(spec),
         **more,
     ).out
+    if of_weights:
+        return out
     projected: Tensor = module.out_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[operator]
     return projected
+
+
+def one_hot_heads(k: Tensor) -> Tensor:
+    """Return values of which each is a direction of its own."""
+    return torch.eye(k.shape[-2], dtype=k.dtype).expand(*k.shape[:-1], k.shape[-2])

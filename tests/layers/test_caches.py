@@ -21,6 +21,8 @@ DECODERS = {
     "local": SPECS["local"],
     "window": BlockSpec(8, 2, Span(3, 0), causal=True, window=(3, 0), rel_values=True),
     "clipped": BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True),
+    "alibi": SPECS["alibi, causal, grouped"],
+    "t5": SPECS["t5, causal"],
 }
 ROOMS: list[dict[str, Any]] = [{}, {"length": 9}, {"keep": 9}]
 

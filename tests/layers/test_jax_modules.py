@@ -25,6 +25,8 @@ DECODERS = {
     "grouped": BlockSpec(8, 4, Span.causal(16), causal=True, num_kv_heads=2, rel_values=True, rel_bias=True),
     "local": SPECS["local"],
     "clipped": BlockSpec(8, 2, Span(2, 0, "clip"), causal=True, rel_values=True),
+    "alibi": SPECS["alibi, causal, grouped"],
+    "t5": SPECS["t5, causal"],
 }
 
 each = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
@@ -47,6 +49,21 @@ def test_it_is_the_block(framework: Framework, spec: BlockSpec) -> None:
     weights = {key: jnp.asarray(x) for key, x in mapping(spec).items()}
     expected = block(jnp.asarray(x), weights, spec, memory=jnp.asarray(memory[0]) if memory else None)
     close(made(framework, spec)(x, *memory), expected, 1e-13)
+
+
+@each
+@pytest.mark.parametrize("name", ["bidirectional", "alibi, causal, grouped", "t5", "no positions"])
+def test_its_weights_are_those_of_torch(framework: Framework, name: str) -> None:
+    spec = SPECS[name]
+    (x,) = inputs(spec)
+    theirs = TorchAttention(spec, dtype=torch.float64)
+    theirs.load_state_dict({key: torch.from_numpy(weight) for key, weight in mapping(spec).items()})
+    module = made(framework, spec)
+    want = theirs.attention_weights(torch.from_numpy(np.array(x))).detach()
+    close(module.attention_weights(x), want.numpy(), 1e-13)
+    if spec.causal:
+        _, past = module(x[:, :4], past=module.empty_cache(2))
+        close(module.attention_weights(x[:, 4:], past=past), want[:, :, 4:].numpy(), 1e-13)
 
 
 @pytest.mark.parametrize(("framework", "name"), [(FLAX, "stream"), (EQUINOX, "cross")], ids=["flax", "equinox"])

@@ -54,6 +54,13 @@ def test_it_is_the_formula_and_so_are_its_gradients(spec: BlockSpec) -> None:
 
 
 @every_spec
+def test_the_weights_of_attention_are_the_formulas(spec: BlockSpec) -> None:
+    theirs, module = pair(spec)
+    given = inputs(spec)
+    close(module.attention_weights(*map(moved, given)), dense_module(theirs, *given, of_weights=True))
+
+
+@every_spec
 def test_weights_go_in_and_out(spec: BlockSpec) -> None:
     theirs, module = pair(spec)
     found = module.weights()

@@ -47,6 +47,58 @@ def test_it_computes_the_formula_and_its_gradients(spec: BlockSpec) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
+@every_spec
+def test_the_weights_of_attention_are_those_of_the_formula(spec: BlockSpec) -> None:
+    module = made(spec, dropout=0.5)  # which they are without
+    x, *memory = inputs(spec)
+    weights = module.attention_weights(x, *memory)
+    assert weights.shape == (2, spec.num_heads, 9, (memory or [x])[0].shape[1])
+    # Of values that tell keys apart, outputs are the weights.
+    heads = dense_module(module.eval(), x, *memory, of_weights=True)
+    torch.testing.assert_close(weights, heads, rtol=0, atol=1e-12)
+
+
+def test_weights_see_masks_and_caches() -> None:
+    module = made(SPECS["alibi, causal, grouped"]).eval()
+    (x,) = inputs(module.spec)
+    padding = torch.arange(9) >= torch.tensor([[9], [6]])
+    whole = module.attention_weights(x, key_padding_mask=padding)
+    assert not whole[1, :, :, 6:].any()
+    for room in ({}, {"length": 9}):
+        _, past = module(x[:, :5], past=module.empty_cache(2, **room))
+        rest = module.attention_weights(x[:, 5:], past=past, key_padding_mask=padding)
+        torch.testing.assert_close(rest, whole[:, :, 5:], rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match=r"^`offset` must be None with `past`, which knows"):
+        module.attention_weights(x[:, :1], past=past, offset=3)
+
+
+def test_alibi_reaches_as_far_as_a_call_looks() -> None:
+    """Offsets and positions of every kind: the numbers are those of the distance, whatever it is."""
+    module = made(BlockSpec.alibi(8, 2, cross=True))
+    x, memory = inputs(module.spec)
+    for offset in (0, 3, -2, torch.tensor(5), torch.tensor([4, 700])):
+        positions = (torch.arange(9) + torch.as_tensor(offset)[..., None], torch.arange(7))
+        want = module.attention_weights(x, memory, positions=positions)
+        q = module.q_proj(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        k = module.k_proj(memory).unflatten(-1, (2, 4)).transpose(1, 2)
+        distances = (positions[1] - positions[0][..., None]).abs()
+        bias = -torch.tensor([2.0**-4, 2.0**-8])[:, None, None] * distances[..., None, :, :]
+        torch.testing.assert_close(want, (q @ k.mT / 2 + bias).softmax(-1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(module.attention_weights(x, memory, offset=offset), want, rtol=0, atol=1e-12)
+
+
+def test_what_is_fixed_is_neither_saved_nor_learned() -> None:
+    for spec, name in ((SPECS["alibi"], "slopes"), (SPECS["t5"], "buckets")):
+        module = RelativeMultiheadAttention(spec, device="meta").to_empty(device="cpu")
+        module.reset_parameters()
+        assert name not in module.state_dict()
+        assert name not in dict(module.named_parameters())
+        torch.testing.assert_close(getattr(module, name), getattr(RelativeMultiheadAttention(spec), name))
+    assert RelativeMultiheadAttention(SPECS["alibi"]).table_parameters() == []
+    halved = RelativeMultiheadAttention(SPECS["alibi, causal, grouped"], dtype=torch.bfloat16)
+    assert halved.empty_cache(1).keys.dtype == torch.bfloat16
+
+
 def test_weights_of_init_weights_load() -> None:
     spec = SPECS["bidirectional"]
     weights = init_weights(spec, seed=7, xp=torch)

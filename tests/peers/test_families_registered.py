@@ -11,7 +11,7 @@ from peers.common import check, peer, randomised
 from peers.families import padded_on_the_left, tokens
 
 from relskew_core import Span
-from relskew_core.huggingface import register_attention
+from relskew_core.huggingface import register_attention, replace_rotary
 
 Tensor = torch.Tensor
 SLOPES = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
@@ -63,6 +63,39 @@ def test_alibi(name: str, options: dict[str, Any]) -> None:
         present = given.get("attention_mask", torch.ones(1))[..., None]
         check(ours(**given).logits * present, want(**given).logits * present)
     assert (theirs(**given).logits - want(**given).logits).norm() > 1e-2  # a bias that is lost would be seen
+
+
+@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
+@torch.no_grad()
+def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None:
+    """As the model's own code computes it, whose angles are all zero, with the bias added by hand."""
+    theirs = model(name, **options)
+    want, ours = set_to(theirs, by_hand(alibi)), replace_rotary(copy.deepcopy(theirs))
+    assert replace_rotary(ours) is ours
+    for part in want.modules():
+        if hasattr(part, "inv_freq"):
+            part.inv_freq.zero_()
+    whole = {"input_ids": tokens(12)["input_ids"]}
+    if name != "Gemma2":  # whose attention by hand would need its softcap
+        for given in (whole, padded_on_the_left(12)):
+            present = given.get("attention_mask", torch.ones(1))[..., None]
+            check(ours(**given).logits * present, want(**given).logits * present)
+    once = ours(**whole).logits
+    past = ours(input_ids=whole["input_ids"][:, :9], use_cache=True).past_key_values
+    check(ours(input_ids=whole["input_ids"][:, 9:], past_key_values=past).logits, once[:, 9:])
+    shifted = torch.nn.functional.pad(whole["input_ids"], (4, 0))
+    seen = torch.nn.functional.pad(torch.ones_like(whole["input_ids"]), (4, 0))
+    check(ours(input_ids=shifted, attention_mask=seen).logits[:, 4:], once)
+    growing = ours.generate(**whole, max_new_tokens=6, do_sample=False)
+    fixed = ours.generate(**whole, max_new_tokens=6, do_sample=False, cache_implementation="static")
+    assert torch.equal(growing, fixed)
+
+
+def test_what_has_no_rotary_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^`model` must be one of transformers with modules of rotary embeddings"):
+        replace_rotary(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^`model` must be a torch\.nn\.Module, got"):
+        replace_rotary("llama")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)

@@ -71,6 +71,18 @@ FORMS: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     ),
     "blocks, mask": (BlockSpec(8, 2, Span.causal(8), causal=True, block_size=4), {"mask": True}),
     "bias alone": (BlockSpec(8, 2, FULL, rel_keys=False, rel_bias=True), {}),
+    "alibi": (BlockSpec.alibi(12, 3), {}),
+    "alibi, grouped, cache": (BlockSpec.alibi(8, 4, causal=True, num_kv_heads=2), {"past": True}),
+    "alibi, window, mask": (BlockSpec.alibi(8, 2, window=(3, None)), {"mask": True}),
+    "alibi, window behind, core": (BlockSpec.alibi(8, 2, window=(None, 2)), {"projections": False}),
+    "alibi, cross": (BlockSpec.alibi(8, 2, cross=True, window=(None, 4)), {}),
+    "alibi, short": (BlockSpec.alibi(8, 2, causal=True), {"max_length": 7}),
+    "alibi, blocks": (BlockSpec.alibi(8, 2, causal=True, block_size=4), {}),
+    "alibi, both tables": (BlockSpec(8, 2, FULL, rel_bias="alibi", rel_values=True), {}),
+    "t5, mask": (BlockSpec.t5(8, 2, num_buckets=8, max_distance=6), {"mask": True}),
+    "t5, cache": (BlockSpec.t5(8, 2, num_buckets=4, max_distance=6, causal=True), {"past": True}),
+    "no positions": (BlockSpec(8, 2, FULL, rel_keys=False), {}),
+    "no positions, cache": (BlockSpec(8, 4, CAUSAL, num_kv_heads=2, causal=True, rel_keys=False), {"past": True}),
     "bias alone, shared, mask": (
         BlockSpec(8, 2, FULL, rel_keys=False, rel_bias=True, shared_table=True),
         {"mask": True},
@@ -161,6 +173,7 @@ IN_PLACE: dict[str, tuple[BlockSpec, dict[str, Any]]] = {
     for name in (
         "cache", "cache, grouped, no bias", "cache, mask", "cache, window, mask", "cache, clip",
         "cache, window, wider clip", "cache, zero, values, mask", "bias alone, cache", "core: cache, grouped, no bias",
+        "alibi, grouped, cache", "t5, cache", "no positions, cache",
         "blocks, cache", "sinks, cache, mask", "segments, cache", "segments, cache, mask, sinks",
     )
 }  # fmt: skip

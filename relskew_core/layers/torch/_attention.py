@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.typing import Impl
+from relskew_core._block.biases import with_bias
 from relskew_core._block.masks import check_padding, without_keys
 from relskew_core._block.settings import Settings
 from relskew_core._block.spec import ATTENDED, TABLES, BlockSpec
 from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.distance import alibi_slopes
 from relskew_core.layers.torch._local import local_table
 
 
@@ -23,6 +26,8 @@ class TableAttention(nn.Module):
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
     sinks: nn.Parameter | None
+    slopes: Tensor | None  # ALiBi's, of which nothing is learned or saved
+    buckets: Tensor | None  # T5's
 
     def __init__(
         self, spec: BlockSpec, *, dropout: float, impl: Impl, chunk_size: int | None, device: Any, dtype: Any
@@ -34,6 +39,21 @@ class TableAttention(nn.Module):
         for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        here = {
+            "slopes": (spec.num_heads, dtype) if spec.rel_bias == "alibi" else None,
+            "buckets": (spec.span.rows, torch.int64) if spec.rel_bias == "t5" else None,
+        }
+        for name, made in here.items():
+            empty = None if made is None else torch.empty(made[0], device=device, dtype=made[1])
+            self.register_buffer(name, empty, persistent=False)
+        self.reset_fixed()
+
+    def reset_fixed(self) -> None:
+        """Write what is not learned: nothing else does, once a module has left the device "meta"."""
+        if self.slopes is not None:
+            self.slopes.copy_(torch.tensor(alibi_slopes(self.spec.num_heads), dtype=torch.float64, device="cpu"))
+        if self.buckets is not None:
+            self.buckets.copy_(torch.tensor(self.spec.buckets(), dtype=torch.int64, device="cpu"))
 
     def extra_repr(self) -> str:
         """Return the arguments that are not as by default."""
@@ -70,6 +90,7 @@ class TableAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
+        function: Callable[..., Any] = relative_attention,
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         unfilled: Tensor | None = None,
@@ -78,14 +99,16 @@ class TableAttention(nn.Module):
         """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden."""
         padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
         mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
-        if self.training and self.dropout:
+        if self.training and self.dropout and function is relative_attention:
             options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
-        options.update(self.tables_of(q), impl=self.impl, chunk_size=self.chunk_size)
-        return relative_attention(q, k, v, mask=mask, **options)
+        tables = self.tables_of(q)
+        fixed = {"slopes": tables.pop("slopes"), "buckets": self.buckets}
+        tables = with_bias(tables, self.spec, q, k, options, **fixed, xp=xp)
+        return function(q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return the tables and sinks by name: by attribute, so that what torch puts there takes part."""
-        return {name: getattr(self, name) for name in ATTENDED}
+        """Return the tables, sinks and slopes by name: by attribute, so that what torch puts there takes part."""
+        return {name: getattr(self, name) for name in (*ATTENDED, "slopes")}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
         """Return the tables that the heads of some queries meet, in their dtype."""

@@ -94,7 +94,8 @@ class CachedAttention(TableAttention):
         spec = self.spec
         lead, length, keep = check_room(spec, batch, length, keep)
         weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
-        like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else self.table_parameters()[0]
+        weights = (weight, *self.table_parameters(), *self.parameters(), self.slopes)
+        like = next(x for x in weights if isinstance(x, Tensor) and x.is_floating_point())
         new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)
         new = autocast({"new": new})["new"]
         shape = (*lead, spec.num_kv_heads // self.processes, length or keep or 0, spec.head_dim)

@@ -12,8 +12,8 @@ from torch.nn import functional
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl
+from relskew_core._block.block import weights_alone
 from relskew_core._block.spec import CallSpec
-from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.span import Span
 from relskew_core.layers.torch._attention import TableAttention
 from relskew_core.layers.torch._masks import attention_mask, combined, padding_mask
@@ -37,8 +37,8 @@ class MultiheadAttention(TableAttention):
         Relative positions of the tables.
     dropout, bias, kdim, vdim, batch_first, device, dtype : optional
         As in torch; ``batch_first`` is False by default.
-    rel_keys, rel_values, rel_bias, shared_table, window : optional
-        Which tables there are, and what a query sees: as in :class:`relskew_core.BlockSpec`.
+    rel_keys, rel_values, rel_bias, num_buckets, max_distance, shared_table, window : optional
+        Which tables or biases there are, and what a query sees: as in :class:`relskew_core.BlockSpec`.
     impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
 
@@ -91,7 +91,9 @@ class MultiheadAttention(TableAttention):
         batch_first: bool = False,
         rel_keys: bool = True,
         rel_values: bool = False,
-        rel_bias: bool = False,
+        rel_bias: bool | str = False,
+        num_buckets: int | None = None,
+        max_distance: int | None = None,
         shared_table: bool = False,
         window: tuple[int | None, int | None] | None = None,
         impl: Impl = "auto",
@@ -108,6 +110,8 @@ class MultiheadAttention(TableAttention):
             rel_values=rel_values,
             rel_keys=rel_keys,
             rel_bias=rel_bias,
+            num_buckets=num_buckets,
+            max_distance=max_distance,
             bias=bias,
         )
         super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
@@ -191,6 +195,7 @@ class MultiheadAttention(TableAttention):
         for x in (self.in_proj_bias, self.out_proj.bias, *self.table_parameters()):
             if x is not None:
                 nn.init.zeros_(x)
+        self.reset_fixed()
 
     @explains
     def forward(
@@ -251,7 +256,6 @@ class MultiheadAttention(TableAttention):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for x in projected)
         self._check_future(k, hidden=check_bool("is_causal", is_causal) or attn_mask is not None, alone=query is key)
         options: dict[str, Any] = {
-            "span": self.spec.span,
             "causal": is_causal,
             "window": self.spec.window,
             "offset": 0,
@@ -265,10 +269,14 @@ class MultiheadAttention(TableAttention):
         y = y.transpose(0, 1) if turned else y
         if not need_weights:
             return y, None
-        tables = self.tables_of(q)
-        tables.pop("rel_v")
-        weights = attention_weights(q, k, **tables, **options)
+        weights = self.attend(q, k, v, function=weights_alone, **options)
         return y, weights.mean(dim=-3) if average_attn_weights else weights
+
+    def attention_weights(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return the weights of each head, ``(N, H, L, S)``: those of :meth:`forward`, whose options these are."""
+        weights = self.forward(query, key, value, need_weights=True, average_attn_weights=False, **options)[1]
+        assert weights is not None
+        return weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -13,7 +13,7 @@ from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Impl
-from relskew_core._block.block import apply_block, check_inputs
+from relskew_core._block.block import apply_block, check_inputs, project_heads, weights_alone
 from relskew_core._block.cache import PAST, Growing
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
 from relskew_core._block.weights import starts_at_zero, uniform_bound
@@ -21,6 +21,7 @@ from relskew_core._positions.span import Span
 from relskew_core.layers.torch._cached import CachedAttention
 from relskew_core.layers.torch._caches import FixedCache, SlidingCache
 from relskew_core.layers.torch._nested import by_item
+from relskew_core.layers.torch._taken import taken_over
 
 Cache = Growing | FixedCache | SlidingCache
 
@@ -121,32 +122,7 @@ class RelativeMultiheadAttention(CachedAttention):
         >>> torch.allclose(new(x), old(x, x, x)[0], atol=1e-6)
         True
         """
-        if not isinstance(attention, nn.MultiheadAttention):
-            raise TypeError(f"`attention` must be a torch.nn.MultiheadAttention, got {describe(attention)}")
-        unlike = {
-            "kdim": attention.kdim != attention.embed_dim,
-            "vdim": attention.vdim != attention.embed_dim,
-            "add_bias_kv": attention.bias_k is not None,
-            "add_zero_attn": attention.add_zero_attn,
-        }
-        if any(unlike.values()):
-            found = ", ".join(name for name, here in unlike.items() if here)
-            raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
-        if options.get("sinks"):
-            raise ValueError("`sinks` must be False: no finite ones leave what `attention` computes, got True")
-        weight, bias = attention.in_proj_weight, attention.in_proj_bias
-        spec = BlockSpec(attention.embed_dim, attention.num_heads, span, bias=bias is not None, **options)
-        module = cls(spec, dropout=attention.dropout, device=weight.device, dtype=weight.dtype)
-        module.train(attention.training)
-        with torch.no_grad():
-            for name, part in zip(PROJECTIONS, (*weight.chunk(3), attention.out_proj.weight), strict=True):
-                module.get_parameter(f"{name}.weight").copy_(part)
-            if bias is not None:
-                for name, part in zip(PROJECTIONS, (*bias.chunk(3), attention.out_proj.bias), strict=True):
-                    module.get_parameter(f"{name}.bias").copy_(part)
-            for table in module.table_parameters():
-                table.zero_()
-        return module
+        return taken_over(cls, attention, span, options)
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's generator, in the bounds of :func:`relskew_core.init_weights`."""
@@ -156,6 +132,7 @@ class RelativeMultiheadAttention(CachedAttention):
             else:
                 bound = uniform_bound(self.spec, key)
                 nn.init.uniform_(parameter, -bound, bound)
+        self.reset_fixed()
 
     @explains(
         hint="a module is called as module(x), and module(x, memory) where `spec.cross`; "
@@ -227,6 +204,45 @@ class RelativeMultiheadAttention(CachedAttention):
             refused = {"past": past, "mask": mask, "key_padding_mask": key_padding_mask, "offset": offset}
             return by_item(self.forward, inputs, {**refused, "segments": segments, "positions": positions})
         check_inputs(x, memory, self.spec)
+        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
+        y, present = apply_block(x, self.spec, self._project, memory=memory, cache=past, attend=attend, xp=xp)
+        return y if present is None else (y, present)
+
+    @explains
+    def attention_weights(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        past: tuple[Tensor, Tensor] | Cache | None = None,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        offset: int | Sequence[int] | Tensor | None = None,
+        segments: Tensor | tuple[Tensor, Tensor] | None = None,
+        positions: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the weights of attention, for pictures and inspection: without dropout.
+
+        Parameters
+        ----------
+        x, memory, past, mask, key_padding_mask, offset, segments, positions
+            As in :meth:`forward`.
+
+        Returns
+        -------
+        Tensor, shape (..., H, Lq, Lk)
+            As of :func:`relskew_core.attention_weights`. With ``past``, keys are the cached ones and the new ones.
+        """
+        check_inputs(x, memory, self.spec)
+        past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
+        q, k, v, seen, _ = project_heads(x, self.spec, self._project, memory=memory, cache=past, xp=xp)
+        weights: Tensor = attend(q, k, v, function=weights_alone, **seen)
+        return weights
+
+    def _attention(
+        self, past: Any, mask: Any, key_padding_mask: Any, offset: Any, segments: Any, positions: Any
+    ) -> tuple[Cache | None, Callable[..., Any]]:
+        """Return the cache of a call, and what attends as the call says."""
         options: dict[str, Any] = {"mask": mask, "key_padding_mask": key_padding_mask, "segments": segments}
         for name, value in (("offset", offset), ("positions", positions)):
             if value is not None:
@@ -240,8 +256,7 @@ class RelativeMultiheadAttention(CachedAttention):
         def attend(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> Any:
             return self.attend(q, k, v, **{**seen, **options})
 
-        y, present = apply_block(x, self.spec, self._project, {}, memory=memory, cache=past, attend=attend, xp=xp)
-        return y if present is None else (y, present)
+        return past, attend
 
     def _project(self, name: str, x: Tensor) -> Tensor:
         return getattr(self, name)(x)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from relskew_core._array.checks import describe
+from relskew_core._block.spec import TABLES
 from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
 __all__ = ["TableParallel"]
@@ -43,9 +44,13 @@ class TableParallel(ParallelStyle):
             raise TypeError(f"`TableParallel` is for a RelativeMultiheadAttention, got {describe(module)}")
         for name, table in module.tables().items():
             if table is not None:
-                shared = module.spec.shared_table and name != "sinks"  # which are by head, always
-                placement = Replicate() if shared else Shard(0)
+                by_bucket = name == "rel_bias" and module.spec.rel_bias == "t5"
+                shared = module.spec.shared_table and name in TABLES and not by_bucket
+                placement = Replicate() if shared else Shard(1 if by_bucket else 0)
                 own = distribute_tensor(table, device_mesh, [placement])
-                module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
+                if name == "slopes":
+                    module.register_buffer(name, own, persistent=False)
+                else:
+                    module.register_parameter(name, nn.Parameter(own, requires_grad=table.requires_grad))
         module.processes = device_mesh.size()
         return module

@@ -1,0 +1,78 @@
+"""A bias by relative position instead of rotary positions, in the models of transformers that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._array.checks import describe
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._register import Bias, register_attention
+
+
+def replace_rotary(
+    model: nn.Module, *, rel_bias: Bias = "alibi", span: Span | None = None, name: str = "relskew"
+) -> nn.Module:
+    """Replace the rotary positions of Llama-like models by ALiBi, or by a bias that is learned, in place.
+
+    Queries and keys are no longer turned, and the bias is added to their products, as :func:`register_attention` does
+    it. What the model has learned goes by its rotary positions: it has to be trained anew, or on. Caches, ``generate``
+    and padding on either side work as before.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers whose rotary embeddings are modules: Llama, Mistral, Qwen, Gemma and most others.
+    rel_bias, span, name : optional
+        As in :func:`register_attention`.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``model``. A saved checkpoint does not hold what was replaced: replace it again after ``from_pretrained``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the model has no rotary embeddings, or does not ask transformers' interface for its attention; if an argument
+        does not fit.
+
+    Notes
+    -----
+    Press et al. 2022, "Train Short, Test Long", compare both: a model with ALiBi reads on where one with rotary
+    positions of the same training fails.
+
+    Examples
+    --------
+    ::
+
+        model = replace_rotary(LlamaForCausalLM(config))
+        model.generate(**inputs)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
+    rotary = [part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")]
+    if not rotary or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            "`model` must be one of transformers with modules of rotary embeddings, such as LlamaRotaryEmbedding, got "
+            f"{type(model).__name__}: where it has none, `register_attention` gives it a bias"
+        )
+    model.set_attn_implementation(register_attention(name, rel_bias=rel_bias, span=span))
+    for part in rotary:
+        if _unturned not in part._forward_hooks.values():
+            part.register_forward_hook(_unturned)
+    return model
+
+
+def _unturned(part: nn.Module, given: Any, angles: Any) -> Any:
+    """Return the cosines and sines, or the complex numbers, that turn nothing."""
+    if isinstance(angles, tuple) and len(angles) == 2:
+        return torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+    if isinstance(angles, Tensor) and angles.is_complex():
+        return torch.ones_like(angles)
+    raise ValueError(
+        f"`model` must have rotary embeddings that return a cosine and a sine, got {describe(angles)} of "
+        f"{type(part).__name__}"
+    )
