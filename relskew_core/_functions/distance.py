@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import check_int
 from relskew_core._array.doubles import from_doubles
 from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays

@@ -316,12 +316,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Bad]]] = {
     "alibi_bias": (
         relskew_core.alibi_bias,
         {"n_heads": 2, "span": Span.full(3), "xp": np},
-        [Bad("n_heads", *NOT_INTS, None, 0), Bad("span", None, 3), Bad("xp", None, "numpy")],
+        [
+            Bad("n_heads", *NOT_INTS, None, 0),
+            Bad("span", None, 3),
+            Bad("xp", None, "numpy"),
+            Bad("like", 3, "q", xp=None),
+        ],
     ),
     "proximal_bias": (
         relskew_core.proximal_bias,
         {"span": Span.full(3), "xp": np},
-        [Bad("span", None, 3), Bad("xp", None, "numpy")],
+        [Bad("span", None, 3), Bad("xp", None, "numpy"), Bad("like", 3, "q", xp=None)],
     ),
     "sinusoidal_table": (
         relskew_core.sinusoidal_table,
