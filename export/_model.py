@@ -59,8 +59,8 @@ def to_onnx(
     opset : int, optional
         Version of the standard operators, the profile's own or newer; 23, 18, 23 and 21 by default.
     dtype : str or dtype, optional
-        ``float16``, ``bfloat16``, ``float32`` or ``float64``, by name or as a NumPy, torch or JAX dtype; the weights'
-        own by default.
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``, as a string or as a NumPy, torch or JAX dtype; the
+        weights' own by default.
     max_length : int, optional
         Longest input (the past included) that the graph must run: table rows that no shorter input reads are left
         out, and a longer input is an error where they would have been read.
@@ -69,7 +69,7 @@ def to_onnx(
     mask : bool, default False
         Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
     chunk_size : int, optional
-        Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
+        Attend in a ``Loop`` over this many queries at a time where there are more of them, so that memory grows with
         ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
         ``"ort"`` takes one key head after the other too, and runs shorter inputs as without. No control flow by
         default.
@@ -79,10 +79,10 @@ def to_onnx(
         of ``q``. Logits are scaled by ``D**-0.5`` there too.
     in_place : bool, default False
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
-        shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has a length of its own. Opset
+        shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has its own length. Opset
         24, profiles ``"ort"`` and ``"ort-contrib"``; caches start as zeros.
     segments : bool, default False
-        Take ``segments (batch, query_length)`` of int64: a query sees the keys of its own segment, a document of a
+        Take ``segments (batch, query_length)`` of int64: a query sees the keys of its segment, a document of a
         packed batch. With ``past`` those of all keys so far, ``(batch, total_length)``; with ``in_place`` of every
         place of the cache, ``(batch, cache_length)``, those included that the call fills.
     functions : bool, default False

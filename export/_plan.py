@@ -106,7 +106,7 @@ class GraphPlan:
 
     @property
     def spare_rows(self) -> tuple[int, int]:
-        """How many columns of zeros stand before the rows and after them."""
+        """How many columns of zeros come before the rows and after them."""
         return self.left.spare, 0 if self.one_sided else self.right_spare
 
     @property
@@ -126,7 +126,7 @@ class GraphPlan:
     def dead_rows(self) -> bool:
         """Some query may see no key at all, and its weights count.
 
-        Beside sinks nothing is left of them, unless the unskew moves the ones of hidden keys into the next query's row.
+        With sinks nothing is left of them, unless the unskew moves the ones of hidden keys into the next query's row.
         """
         if self.spec.sinks and not self.spec.rel_values:
             return False
@@ -147,15 +147,15 @@ class GraphPlan:
     @property
     def causal_attribute(self) -> bool:
         """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
-        # With a cache of fixed length the operator would not know where the queries stand; and which of them see
-        # nothing must be known outside.
+        # With a cache of fixed length the operator could not determine the positions of the queries; and which of them
+        # see nothing must be known outside.
         square = self.one_sided and not self.local and not self.in_place and not self.dead_rows
         return self.fused and self.profile.causal_attribute and square
 
     @property
     def masked_value(self) -> float:
-        """What stands for a key that a query may not see."""
-        if self.fused and self.dead_rows:  # whatever a mask adds to other keys, they are not as low
+        """The logit of a key that a query may not see."""
+        if self.fused and self.dead_rows:  # no mask makes other keys as low
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 

@@ -1,4 +1,4 @@
-"""Finished files at their names, so that a reader finds the old model or the new one, whole, whatever happens."""
+"""Finished files at their names, so that a reader finds the old model or the new one, whole, even after a crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ except ImportError:  # Windows
 _SUFFIX = ".relskew-saving"
 # How long a reader that has seen a model may take to open its weights, which another model has replaced meanwhile.
 _GRACE = 60.0
-# Where locks tell nothing: longer than any save.
+# Where there are no locks: longer than any save.
 _DAY = 86400.0
 
 
@@ -48,7 +48,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside the target for the time of a save; remove those that killed saves left."""
+    """Make a folder next to the target for the time of a save; remove those that killed saves left."""
     _remove_stale(target.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
     try:
@@ -128,7 +128,7 @@ def _move_if_free(new: Path, target: Path) -> None:
 
 
 def _weights_of(target: Path) -> list[Path]:
-    """Return the files of weights that a save of ``target`` wrote beside it, and that it names now."""
+    """Return the files of weights that a save of ``target`` wrote next to it, and that it names now."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
     except Exception:  # there is none, or what is there need not be a model
@@ -144,14 +144,14 @@ def _weights_name(target: Path) -> re.Pattern[str]:
 
 
 def _remove_replaced(target: Path) -> None:
-    """Remove weights that earlier saves of ``target`` wrote, once nobody can be about to read them."""
+    """Remove weights that earlier saves of ``target`` wrote, once no reader can be about to open them."""
     needed = _weights_of(target)
     for path in target.parent.iterdir():
         named = _weights_name(target).fullmatch(path.name)
         if named is None or path in needed or not _idle(path, _GRACE):
             continue
         with contextlib.suppress(OSError):
-            # The name follows from the content; a stranger's file that only looks like ours does not keep to that.
+            # The name follows from the content; a foreign file with a similar name does not.
             if stat.S_ISREG(path.lstat().st_mode) and _digest(path).startswith(named[1]):
                 path.unlink()
 
@@ -162,7 +162,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the temporary folders of saves that were killed: nobody holds their lock."""
+    """Remove the temporary folders of saves that were killed: their lock is free."""
     for folder in parent.glob(f".*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             status = folder.lstat()

@@ -59,7 +59,7 @@ def quantize(
         ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as accelerators want it;
         weights in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
-        For ``"static"``, and for it alone: inputs such as will come, by name.
+        For ``"static"``, and for it alone: representative inputs, by their names.
     overwrite : bool, default False
         Whether an older file may be replaced.
 
@@ -97,8 +97,8 @@ def quantize(
         given.CopyFrom(model)
     opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < OLDEST:
-        raise ValueError(f"`model` must have opset {OLDEST}, which knows scales along an axis, got {opset}")
-    for index, node in enumerate(given.graph.node):  # tools tell nodes apart by their names
+        raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
+    for index, node in enumerate(given.graph.node):  # tools identify nodes by their names
         node.name = node.name or f"unnamed_{index}"
     _move(given)
     with _quietly():
@@ -134,7 +134,7 @@ def _move(model: onnx.ModelProto) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep onnxruntime's tools from telling every node, and from setting up the program's logging."""
+    """Keep onnxruntime's tools from logging every node, and from setting up the program's logging."""
     root, disabled = logging.getLogger(), logging.root.manager.disable
     level, handlers = root.level, list(root.handlers)
     logging.disable(logging.WARNING)

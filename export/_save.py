@@ -38,7 +38,7 @@ def save(
     overwrite : bool, default False
         Replace a file that is there.
     external_threshold : int, default 2**30
-        If the weights of 1 KiB and more come to more bytes than this, they go to a second file beside the model, named
+        If the weights of 1 KiB and more come to more bytes than this, they go to a second file next to the model, named
         after the model and their SHA-256. What is too large for one protobuf (2 GiB) always does.
 
     Returns
@@ -56,10 +56,10 @@ def save(
 
     Notes
     -----
-    Both files are written and flushed in a temporary directory beside the target, checked there by path, and renamed:
-    the weights first, under a name that differs with their content, so that no model ever meets other weights. Someone
-    may be reading the model that is replaced: its weights stay, and the next save after a minute removes them, as it
-    does what killed saves left.
+    Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:
+    the weights first, under a name that differs with their content, so that no model is ever read with other weights.
+    Someone may be reading the model that is replaced: its weights stay, and the next save after a minute removes them,
+    as it does what killed saves left.
 
     Examples
     --------

@@ -17,7 +17,7 @@ from relskew_core.export._plan import GraphPlan
 class TracedCall:
     """Queries, keys and values ``(batch, heads, length, D)``, their lengths and the mask.
 
-    ``aligned``: the keys are known to be ``offset`` ones of the past and one for each query. ``square``: and nothing
+    ``aligned``: the keys are ``offset`` ones of the past and one for each query. ``square``: and nothing
     is past.
     """
 
@@ -55,7 +55,7 @@ class TracedCall:
         return Segments(self._label(of_queries, f"q_{kind}"), self._label(of_keys, f"k_{kind}"))
 
     def consecutive(self) -> Segments:
-        """Return where queries and keys stand, one after the other, ``(1, length)``."""
+        """Return the consecutive positions of queries and keys, ``(1, length)``."""
         g, lengths = self._g, self.lengths
         queries, keys = (
             g.index(
@@ -193,7 +193,7 @@ def _length_of(offset: Any) -> Any:
 
 
 def _is_sum(total: Any, *parts: Any) -> bool:
-    """Whether a length is known to be the sum of others."""
+    """Whether a length is provably the sum of others."""
     if any(part is None for part in parts):
         return False
     lengths = [length for length in (total, *parts) if not isinstance(length, int)]

@@ -12,9 +12,9 @@ from relskew_core.export._graph.emitter import Emitter, Shape, Value
 
 
 class TracedEmitter(Emitter):
-    """Emits into whatever graph onnxscript's current evaluator is making, with the operators of one opset.
+    """Emits into the graph that onnxscript's current evaluator is making, with the operators of one opset.
 
-    The names of values only tell those of one call apart; in the graph who makes it gives them. Nodes keep theirs,
+    The names of values are unique within one call only; the graph builder renames them. Nodes keep theirs,
     behind the name of the call: runtimes show them in their errors.
     """
 
@@ -36,11 +36,11 @@ class TracedEmitter(Emitter):
         return Value(name, shape, dtype or self.dtype)
 
     def note(self, value: Value, key: str, text: str) -> None:
-        """Write something down beside the node that made a value, for who makes the graph."""
+        """Annotate the node that made a value, for the graph builder."""
         self.tensor(value).producer().metadata_props[key] = text
 
     def tensor(self, value: Value) -> Any:
-        """Return the tensor of the graph that a value stands for."""
+        """Return the tensor of the graph for a value."""
         return self._tensors[value.name]
 
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:

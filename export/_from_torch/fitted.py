@@ -17,7 +17,7 @@ from relskew_core.export._plan import GraphPlan
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far tables reach, where only the lengths tell; what lies beyond; and how far a query sees at all."""
+    """How far tables reach, where it depends on lengths; what lies beyond; and how far a query sees at all."""
 
     left: Dim
     right: Dim

@@ -1,4 +1,4 @@
-"""What depends on the relative positions of a call: by the skew, or looked up where queries and keys stand anywhere."""
+"""What depends on the relative positions of a call: by the skew, or by look-up for arbitrary positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INT64_MIN = -(2**63)
 
 
 class Skewed:
-    """A call whose queries and keys stand one after the other."""
+    """A call whose queries and keys are consecutive."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class LookedUp:
         return g.compute("Transpose", [found], "keys/logits", self._pairs, perm=perm)
 
     def _poisoned(self, logits: Value) -> Value:
-        """Put NaN where a table should have reached: positions are values, which no length tells."""
+        """Put NaN where a table should have reached: positions are values, which no length determines."""
         if self._options.span.beyond != "error":
             return logits
         g, seen = self._g, self._seen

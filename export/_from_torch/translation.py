@@ -40,7 +40,7 @@ REACH = "relskew.reach"
 
 
 def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return what ``torch.onnx.export`` must be told to export models that hold relative attention.
+    """Return the translations that ``torch.onnx.export`` needs for models with relative attention.
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=opset, custom_translation_table=...)`` then writes
     every :func:`relskew_core.relative_attention` and ``RelativeMultiheadAttention`` of a model as the same few nodes as
@@ -101,7 +101,7 @@ def _attention(
     """Translate one call; ``chunk_size`` changes no result and is left out."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
-    # No window of a table stands before all keys, or, seen from a key, before all queries; nor do blocks elsewhere.
+    # No window of a table is before all keys, or, seen from a key, before all queries; nor do blocks elsewhere.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
     before_queries = operands.key_table is not None and pattern.offset != 0
     if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):

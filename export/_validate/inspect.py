@@ -159,7 +159,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 def _other_weights(
     model: onnx.ModelProto, plan: GraphPlan, rounded: Mapping[str, np.ndarray], tolerance: float | None
 ) -> tuple[str, str]:
-    """Compare the stored weights bit for bit, unless told otherwise: a changed bias of the keys would not show."""
+    """Compare the stored weights bit for bit by default: a changed bias of the keys would not show."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     expected = graph_layout(plan, rounded)
     present = [key for key in expected if key in stored]

@@ -1,4 +1,4 @@
-"""A validation in a process of its own: files come from strangers, and may want all time and memory there is."""
+"""A validation in a separate process: files are untrusted, and may take unlimited time and memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def answer() -> None:
 
 
 def _limit_memory(memory: int | None) -> None:
-    """Let this process have so many bytes of data, where the system can say so."""
+    """Limit the memory of this process, where the system supports it."""
     if memory is None or sys.platform != "linux":
         return
     import resource

@@ -1,4 +1,4 @@
-"""What a model's metadata says of its export, read as a stranger's words: whatever is wrong in it is named."""
+"""What a model's metadata says of its export, read as untrusted input: everything wrong in it is reported."""
 
 from __future__ import annotations
 

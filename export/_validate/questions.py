@@ -97,7 +97,7 @@ class Questions:
             self._compare("optimiser off", str(trial), pair[0], pair[1], tolerance)
 
     def _failed(self, name: str, trial: Trial, error: Exception) -> None:
-        """Tell an exception, which is right where the runtime has nothing that takes an empty batch."""
+        """Report an exception, which is right where the runtime has no operator for an empty batch."""
         operator = "" if trial.batch else refuses_empty_batch(error)
         told = f"refused by {operator} of {self._runner.runtime}" if operator else reason(error)
         self._add(name, str(trial), bool(operator), told)
@@ -223,7 +223,7 @@ def _sample(queries: int, seed: int) -> np.ndarray:
 
 
 def _whole_mask(plan: GraphPlan, queries: int, keys: int) -> dict[str, np.ndarray]:
-    """Return a mask that hides every fifth key, whatever the piece."""
+    """Return a mask that hides every fifth key, for any piece."""
     if not plan.mask:
         return {}
     return {"mask": np.broadcast_to(np.arange(keys, dtype=np.int64) % 5 != 3, (1, 1, queries, keys)).copy()}

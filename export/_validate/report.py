@@ -47,7 +47,8 @@ class Report:
     checks : tuple of Check
         In the order in which they were made.
     seed : int or None
-        What lengths and batches beside the sweep were drawn from: ``validate(…, seed=report.seed)`` repeats them.
+        The seed of the lengths and batches drawn in addition to the sweep: ``validate(…, seed=report.seed)`` repeats
+        them.
 
     Examples
     --------

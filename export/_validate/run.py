@@ -1,4 +1,4 @@
-"""One validation from the file to the last answer, in whatever process it runs."""
+"""One validation from the file to the last answer, in the current process."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Runner:
 
 
 def open_onnxruntime(source: Source, provider: Provider) -> Runner:
-    """Load a model in onnxruntime, on exactly one provider beside the CPU, with and without its optimiser."""
+    """Load a model in onnxruntime, on exactly one provider in addition to the CPU, with and without its optimiser."""
     runtime = _import("onnxruntime")
     name, options = (provider, {}) if isinstance(provider, str) else (provider[0], dict(provider[1]))
     name = SHORT_NAMES.get(name, name)
@@ -94,7 +94,7 @@ def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
 
 
 def refuses_empty_batch(error: Exception) -> str:
-    """Return which operator of onnxruntime raised, if it is one that takes no empty batch, whatever the graph."""
+    """Return which operator of onnxruntime raised, if it is one that takes no empty batch in any graph."""
     *_, last = str(error).split("while running ")  # loops run others
     found = re.match(r"Attention(?= node)|(Fused)?MatMul(?= node.*cannot broadcast on dim 0)", last, re.DOTALL)
     return "" if found is None else found[0]
@@ -166,7 +166,7 @@ def _attention() -> type:
         one = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
         return tuple(x[:0] for x in own._run(self, *one, **attributes))
 
-    return type("Attention", (own,), {"_run": run})  # its name says which operator it stands for
+    return type("Attention", (own,), {"_run": run})  # its name is the name of the operator
 
 
 def open_openvino(source: Source, provider: Provider) -> Runner:

@@ -19,7 +19,7 @@ FAR = 257
 DRAWN = 8
 LONGEST_DRAWN = 1024
 LARGER_BATCHES = (4, 8)
-# Inputs with large logits tell -60 in the place of a hidden key's -1e30; they are short, and three are enough.
+# Inputs with large logits reveal -60 in place of a hidden key's -1e30; they are short, and three are enough.
 LARGE = 3
 
 

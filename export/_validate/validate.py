@@ -68,16 +68,16 @@ def validate(
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
         Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO.
     atol : float, optional
-        Largest difference of any number, beside the relative error, that an output may have. Where logits are large it
-        grows as the tolerance does.
+        Largest difference of any number, in addition to the relative error, that an output may have. Where logits are
+        large it grows as the tolerance does.
     tolerance : float, optional
         Relative error that outputs may have, instead of what rounding explains: for quantised models, whose weights
         need not be stored bit for bit then, and whose operators may be those of onnxruntime.
     seed : int, optional
-        Draws the lengths and batches beside the sweep; by default it follows from the model, so that the same file gets
-        the same ones. The report keeps it.
+        Draws the lengths and batches in addition to the sweep; by default it follows from the model, so that the same
+        file gets the same ones. The report keeps it.
     time_limit : float, optional
-        Seconds that all of it may take. A file, which may come from a stranger, is read and run in a process of its own
+        Seconds that all of it may take. A file, which may be untrusted, is read and run in a separate process
         and stopped after 600 s by default. A model that is given as such runs in this process, and has no limit unless
         one is asked for.
     memory_limit : int, optional
@@ -99,7 +99,7 @@ def validate(
     in proportion where logits exceed 16, since rounding such a logit alone costs that), that inputs past the table's
     reach fail, that decoding in pieces equals decoding at once, that an empty batch gives empty outputs, unless
     onnxruntime has nothing that takes it, and that the runtime's optimiser changes nothing.
-    Some inputs have large logits, which tell a hidden key from one that is only unlikely.
+    Some inputs have large logits, which distinguish a hidden key from one that is only unlikely.
 
     Examples
     --------
@@ -161,10 +161,10 @@ def _seed_of(model: Any) -> int:
 
 
 def _portable(request: Request) -> Request:
-    """Return a request whose weights are NumPy arrays, whatever library and device they came from."""
+    """Return a request whose weights are NumPy arrays, converted from any library and device."""
     check_spec(request.spec)
     if not isinstance(request.weights, Mapping):
-        return request  # refused by name where they are read
+        return request  # refused where they are read
     return replace(request, weights={key: to_numpy(key, array) for key, array in request.weights.items()})
 
 

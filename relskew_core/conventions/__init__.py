@@ -2,7 +2,8 @@
 
 Here a table's rows are relative positions ``rel = key - query`` in ascending order, and a :class:`~relskew_core.Span`
 says which. Others count otherwise. Each of these values is one of their ways, with its rows drawn: ``help(VITS)`` or
-``print(VITS)`` shows them, ``VITS.load(theirs)`` gives ``(table, span)``, and ``VITS.store(table, span)`` theirs again.
+``print(VITS)`` shows them, ``VITS.load(theirs)`` gives ``(table, span)``, and ``VITS.store(table, span)`` converts them
+back.
 
 =============================================  ======================================================================
 whose                                          row of ``rel``

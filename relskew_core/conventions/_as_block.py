@@ -25,7 +25,7 @@ def note_head_width(state: State, name: str) -> None:
 
 
 def read_weights(state: State, names: Mapping[str, str]) -> Weights:
-    """Read the weights of four linear layers, ours by theirs."""
+    """Read the weights of four linear layers: our name of each by the other's."""
     weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours]) for ours in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
     return weights

@@ -1,4 +1,4 @@
-"""Tables whose rows ascend as ours do, from the past to the future."""
+"""Tables whose rows ascend from the past to the future, as here."""
 
 from __future__ import annotations
 

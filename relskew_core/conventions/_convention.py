@@ -1,4 +1,4 @@
-"""One table of another code base as a value: which relative position each of its rows stands for."""
+"""One table of another code base as a value: the relative position of each of its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Reach = Literal["past", "odd", "even", "any"]
 
 @dataclass(frozen=True)
 class Convention:
-    """Which relative position ``rel = key - query`` each row of somebody's table stands for.
+    """The relative position ``rel = key - query`` of each row of another code base's table.
 
     Print one to see its rows drawn; ``store(*load(theirs))`` is ``theirs`` again.
 
@@ -29,7 +29,7 @@ class Convention:
         Whether ``rel`` grows or falls from row to row.
     reach : {"past", "odd", "even", "any"}
         Which relative positions ``R`` rows are: ``-(R-1) … 0``; ``-n … n`` of ``R = 2n + 1``; ``-(n-1) … n`` of
-        ``R = 2n``; or any, ``"odd"`` unless :meth:`load` is told how many lie in the past.
+        ``R = 2n``; or any, ``"odd"`` unless :meth:`load` gets the number of those in the past.
     beyond : {"error", "clip", "zero"}
         What their code does at relative positions that have no row, as :class:`~relskew_core.Span` says it.
     shared_axis : bool, default False
@@ -78,14 +78,14 @@ class Convention:
         Returns
         -------
         table : array, shape (R, D) or (H, R, D)
-            Rows of ascending relative positions; as it came where theirs ascend.
+            Rows of ascending relative positions; unchanged where the other table ascends.
         span : Span
             Which relative positions they are.
 
         Raises
         ------
         ValueError, TypeError
-            If the table is none of theirs; the message says what its rows must be.
+            If the table does not follow the convention; the message says what its rows must be.
         """
         return load_named(self, "table", table, left=left)
 

@@ -28,7 +28,7 @@ def load_music_transformer(
     num_heads : int
         Number of heads.
     prefix : str, default ""
-        Where the attention stands in it: ``"transformer.encoder.layers.0.self_attn."``.
+        The prefix of the attention in it: ``"transformer.encoder.layers.0.self_attn."``.
 
     Returns
     -------

@@ -23,7 +23,7 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     num_heads : int
         ``config.num_attention_heads``.
     prefix : str, default ""
-        Where the attention stands in it: ``"text_encoder.encoder.layers.0.attention."``.
+        The prefix of the attention in it: ``"text_encoder.encoder.layers.0.attention."``.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def load_wav2vec2_bert(
     left, right : int, default 64, 8
         ``config.left_max_position_embeddings`` and ``config.right_max_position_embeddings``.
     prefix : str, default ""
-        Where the attention stands in it: ``"encoder.layers.0.self_attn."``.
+        The prefix of the attention in it: ``"encoder.layers.0.self_attn."``.
 
     Returns
     -------

@@ -28,7 +28,7 @@ def load_tensor2tensor(
     Parameters
     ----------
     state : mapping of str to array
-        Variables of a checkpoint by name, brought into one array library.
+        The variables of a checkpoint, converted to one array library.
     num_heads : int
         Number of heads.
     causal : bool
@@ -74,7 +74,7 @@ def load_t5(
 ) -> tuple[BlockSpec, Weights]:
     """Read an HF ``T5Attention`` to its own sequence: projections without biases, a bias by relative position.
 
-    T5 does not scale its logits and a block does: ``q_proj.weight`` is theirs times the root of a head's width.
+    T5 does not scale its logits and a block does: ``q_proj.weight`` is T5's times the square root of a head's width.
 
     Parameters
     ----------
@@ -89,9 +89,9 @@ def load_t5(
     max_distance : int, default 128
         ``config.relative_attention_max_distance``.
     prefix : str, default ""
-        Where the attention stands in it: ``"encoder.block.3.layer.0.SelfAttention."``.
+        The prefix of the attention in it: ``"encoder.block.3.layer.0.SelfAttention."``.
     bias_prefix : str, optional
-        Where the layer stands that has ``relative_attention_bias``, the stack's first; ``prefix`` by default.
+        The prefix of the layer that has ``relative_attention_bias``, the stack's first; ``prefix`` by default.
 
     Returns
     -------

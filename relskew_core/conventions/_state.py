@@ -75,7 +75,7 @@ class State:
     def finish(self) -> None:
         """Refuse keys of the attention that were not read: without them its numbers would be others.
 
-        What stands below an array, ``"q/kernel/Adam"``, an optimizer has left in the checkpoint.
+        Entries below an array, such as ``"q/kernel/Adam"``, were left in the checkpoint by an optimizer.
         """
         keys = {str(key) for key in self.arrays if str(key).startswith(self.prefix)} - set(self._read)
         unknown = [key for key in keys if key.rpartition("/")[0] not in self._read]

@@ -22,7 +22,7 @@ def runs(layout: Layout, parts: int, index: int, count: int) -> tuple[Run, ...]:
     """Return which of ``parts · count`` positions part ``index`` holds, in order.
 
     ``"contiguous"``: its share of neighbours. ``"zigzag"``: of twice as many shares one from the front and its mirror
-    image, so that causal attention costs every part the same. ``"striped"``: every so many-th position.
+    image, so that causal attention costs every part the same. ``"striped"``: every ``parts``-th position.
     """
     if layout == "contiguous":
         return (Run(index * count, 1, count),)

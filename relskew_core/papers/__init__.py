@@ -1,6 +1,6 @@
 """The published algorithms of relative attention: literal, slow, cited.
 
-Read them beside the papers, and test against them: each equals a call of the package's own functions, which need less
+Read them along with the papers, and test against them: each equals a call of the package's functions, which need less
 memory and have fewer restrictions.
 
 ==============================================  ==================================  ====================================

@@ -43,7 +43,7 @@ def huang_skew(x: Array) -> Array:
     2. Reshape the ``(L, L+1)`` matrix to ``(L+1, L)``, row-major.
     3. Keep the last ``L`` rows.
 
-    On and below the diagonal ``s[i, j] = x[i, L-1-i+j]``. What stands above it belongs to nobody: the padding, and
+    On and below the diagonal ``s[i, j] = x[i, L-1-i+j]``. The entries above it are meaningless: the padding, and
     entries of the next query, which are zero if :func:`huang_mask` ran before. Time and memory ``O(L²)``: the padded
     product is a copy.
 
@@ -74,7 +74,7 @@ def huang_skew(x: Array) -> Array:
     _check_square("x", x)
     *lead, n, _ = x.shape
     padded = xp.concat([xp.zeros_like(x[..., :1]), x], axis=-1)
-    flat = xp.reshape(padded, (*lead, n * (n + 1)))  # a step of its own, because dask only merges and splits axes
+    flat = xp.reshape(padded, (*lead, n * (n + 1)))  # a separate step, because dask only merges and splits axes
     return xp.reshape(flat, (*lead, n + 1, n))[..., 1:, :]
 
 
@@ -82,7 +82,7 @@ def huang_skew_local(x: Array) -> Array:
     """Move relative logits to the keys of the previous block: pad twice, reshape, slice (section 3.5, figure 2).
 
     Local attention cuts a sequence into blocks of ``N``; each attends to itself and to the one before. Against itself
-    a block is the causal case. Against the previous block nothing is masked, and key ``j`` of that block stands
+    a block is the causal case. Against the previous block nothing is masked, and key ``j`` of that block is
     ``N - j + i`` positions before query ``i`` of this one: relative positions run from ``-1`` (first query, last key)
     to ``-(2N-1)`` (last query, first key). Those are the ``2N-1`` rows of the table here, ascending, so that the first
     query starts at column ``N-1`` (``r = -N``) and each next one a column further left: ``s[i, j] = x[i, N-1-i+j]``.

@@ -51,7 +51,7 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
         Of the mesh axis that the sequence is split along.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
         Which positions a device has: neighbours; two shares, the second mirrored, so that causal attention costs
-        every device the same; or every so many-th position.
+        every device the same; or every ``n``-th position for ``n`` devices.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
 

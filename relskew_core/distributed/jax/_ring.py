@@ -1,8 +1,8 @@
 """JAX: keys and values go round a mesh axis, in one loop that every device compiles once.
 
 Which pairs of two shares see each other depends on which devices they are on, and that is known only when the program
-runs. But there are few kinds of them: every kind is a branch of a ``switch``, with lengths and patterns of its own, and
-the rows of the tables that it meets are looked up.
+runs. But there are few kinds of them: every kind is a branch of a ``switch``, with its lengths and patterns, and
+the rows of the tables that it uses are looked up.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TracedRing:
         return {name: sums[name].astype(x[name].dtype) if name in sums else None for name in x}
 
     def _round(self, held: Arrays, sums: Any, meet: Callable[..., Any]) -> tuple[Any, Any]:
-        """Meet what every device holds, this one's first."""
+        """Attend to the keys of every device, those of this device first."""
         if 0 in self.distances:
             sums = meet(sums, held, lax.axis_index(self.axis), [0])
         others = [distance for distance in self.distances if distance]
@@ -161,7 +161,7 @@ class TracedRing:
     def _others(
         self, held: Arrays, travelling: Arrays, sums: Any, meet: Callable[..., Any], distances: Sequence[int]
     ) -> tuple[Arrays, Any, int]:
-        """Meet what comes from other devices; return what travelled with it, the sums, and how far it has come."""
+        """Attend to the keys from other devices; return what travelled with it, the sums, and how far it has come."""
         rank = lax.axis_index(self.axis)
 
         def turn(carry: Any, distance: Any, hops: int, possible: Sequence[int]) -> Any:
@@ -182,7 +182,7 @@ class TracedRing:
         return carry[1], carry[2], at
 
     def _sent(self, tree: Any, hops: int) -> Any:
-        """Send arrays so many devices on."""
+        """Send arrays along the ring by a number of devices."""
         if hops % self.size == 0:
             return tree
         there = [(index, (index + hops) % self.size) for index in range(self.size)]
@@ -222,7 +222,7 @@ def _held(x: Arrays) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class TracedPart:
-    """A run of queries against a run of keys: a call of its own, but for where the tables begin."""
+    """A run of queries against a run of keys: a separate call, except for the start of the tables."""
 
     ring: TracedRing
     pairs: Pairs

@@ -44,7 +44,7 @@ class PartsPlan:
 
 @dataclass(frozen=True, slots=True)
 class OnePart:
-    """A run of queries against a run of keys: a call of its own."""
+    """A run of queries against a run of keys: a separate call."""
 
     given: Arguments
     part: Part
@@ -104,7 +104,7 @@ def of_mask(mask: Tensor, queries: Run, keys: Run) -> tuple[Any, ...]:
 
 
 class PartsAttention(torch.autograd.Function):
-    """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and meets the keys again for the gradient."""
+    """``(plan, *arrays) -> (out, lse)``: keeps its inputs and results, and visits the keys again for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, plan: PartsPlan, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:

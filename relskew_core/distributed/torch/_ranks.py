@@ -43,7 +43,7 @@ class Ranks:
         return found
 
     def send_round(self, tensors: Sequence[Tensor], hops: int) -> OnTheWay:
-        """Start to send tensors so many ranks on, and to receive those that come from as many ranks back."""
+        """Start to send tensors a number of ranks ahead, and to receive those from as many ranks behind."""
         given = [x.contiguous() for x in tensors]
         found = [torch.empty_like(x) for x in given]
         there, back = (

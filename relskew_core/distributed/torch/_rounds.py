@@ -23,17 +23,17 @@ Meet = Callable[[int | None, Sequence[Run], Held], Any]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Every rank passes what it holds on, and meets what it is passed (Liu et al. 2023, "Ring Attention").
+    """Every rank passes its keys on and attends to those that it receives (Liu et al. 2023, "Ring Attention").
 
     Only rounds in which some rank sees something take place: what a window hides is never sent.
     """
 
     ranks: Ranks
     keys: Sequence[Sequence[Run]]  # of each rank
-    distances: Sequence[int]  # how far around what is met has come, in each round
+    distances: Sequence[int]  # how far around the ring the keys have come, in each round
 
     def forward(self, held: Held, meet: Meet) -> Held:
-        """Meet what every rank holds, while the next is on its way; return what the backward pass wants back."""
+        """Attend to the keys of every rank while the next are in transit; return what the backward pass needs."""
         own, at = held, 0
         for index, distance in enumerate(self.distances):
             if distance > at:  # the first round is not this rank's own
@@ -46,7 +46,7 @@ class Ring:
         return own
 
     def backward(self, held: Held, like: Held, meet: Meet) -> Held:
-        """Meet them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
+        """Visit them once more; return the gradients of what is held here, shaped ``like`` it, from all ranks.
 
         Gradients travel one hop behind what they belong to, and home at the end; a rank's own stay where they are.
         """
@@ -97,7 +97,7 @@ class Gathered:
         return cls(ranks, side_by_side, "contiguous")
 
     def forward(self, held: Held, meet: Meet) -> Held:
-        """Meet everything at once; return it."""
+        """Attend to all keys at once; return them."""
         held = [joined(self.ranks.gathered(x), -2, self.layout) for x in held]
         meet(None, self.keys, held)
         return held

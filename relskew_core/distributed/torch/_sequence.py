@@ -26,12 +26,12 @@ def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "c
         Of the positions.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
         Neighbours; two shares, the second mirrored, so that causal attention costs every rank the same; or every
-        so many-th position.
+        ``parts``-th position.
 
     Returns
     -------
     Tensor
-        In memory of its own.
+        In separate memory.
 
     Raises
     ------

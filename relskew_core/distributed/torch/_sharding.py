@@ -20,12 +20,12 @@ HEADS = -3
 
 @cache
 def register_sharding() -> None:
-    """Tell ``DTensor`` how relative attention may be split: along batch axes and heads, without communication.
+    """Register how ``DTensor`` may shard relative attention: along batch axes and heads, without communication.
 
     From then on :func:`relskew_core.relative_attention` takes DTensors. Queries, keys and values that are split along
     the same leading axis, or along the heads, give an output that is split so; tables by head are split with the heads.
-    The gradient of a table that every process has whole is a ``Partial`` sum. What is split otherwise is brought
-    together before. Sequences are split by :func:`context_parallel_attention`.
+    The gradient of a table that every process has whole is a ``Partial`` sum. Tensors that are sharded otherwise are
+    brought together before. Sequences are split by :func:`context_parallel_attention`.
 
     A second call does nothing.
 

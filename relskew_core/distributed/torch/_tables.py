@@ -1,6 +1,6 @@
 """Tables of which every rank has some of the rows.
 
-Stripes that are ``s`` ranks apart meet the relative positions ``r = -s - offset`` modulo the number of ranks and no
+Stripes that are ``s`` ranks apart have the relative positions ``r = -s - offset`` modulo the number of ranks and no
 others, whichever ranks they are. So a rank that has every such row of a table gives it to all in one round of the ring.
 """
 
@@ -30,14 +30,14 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     group : ProcessGroup or DeviceMesh
         The ranks that share it: those of :func:`context_parallel_attention`, of a mesh of two axes those of the first.
     span : Span
-        Which relative positions its rows stand for.
+        The relative positions of its rows.
     bias : bool, default False
         Whether it is a table of numbers, whose last axis are the rows.
 
     Returns
     -------
     Tensor
-        In memory of its own, for ``context_parallel_attention(…, layout="striped", tables="sharded")``.
+        In separate memory, for ``context_parallel_attention(…, layout="striped", tables="sharded")``.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def as_if_whole(given: Arguments, ranks: Ranks) -> Arguments:
 
 @dataclass(slots=True)
 class RankTables:
-    """What a part of a call meets of tables that are whole on every rank, and the sums of their gradients."""
+    """The rows that a part of a call uses of tables that are whole on every rank, and the sums of their gradients."""
 
     span: Span
     given: dict[str, Tensor]  # with an axis of one for the numbers of a bias
@@ -125,7 +125,7 @@ class RankTables:
         """Get ready for a round of the ring."""
 
     def rows(self, pairs: Pairs) -> Rows:
-        """Return the rows that some pairs meet."""
+        """Return the rows that some pairs use."""
         return pairs.rows(self.span)
 
     def part(self, name: str, rows: Rows) -> Tensor:
@@ -138,7 +138,7 @@ class RankTables:
         self.sums = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.given.items() if name in names}
 
     def add(self, name: str, gradient: Tensor, rows: Rows) -> None:
-        """Add the gradient of the rows of a part; what stands for an edge is the edge's."""
+        """Add the gradient of the rows of a part; rows that repeat an edge add to the edge."""
         total, edges = self.sums[name], rows.span.beyond == "clip"
         gradient = gradient[..., None] if KINDS[name] is Kind.BIAS else gradient
         if edges and rows.before:
@@ -165,7 +165,7 @@ class ShardedTables(RankTables):
     own: dict[str, Tensor]  # this rank's rows
     edges: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's rows …
-    of_edges: dict[str, Tensor] = field(default_factory=dict)  # … and of what stands for the table's ends
+    of_edges: dict[str, Tensor] = field(default_factory=dict)  # … and of the rows that repeat its ends
     owner: int = 0  # of this round's rows
 
     @classmethod
@@ -188,7 +188,7 @@ class ShardedTables(RankTables):
         return found
 
     def begin(self, distance: int | None) -> None:
-        """Fetch the rows that stripes at a distance meet."""
+        """Fetch the rows that stripes at a distance use."""
         assert distance is not None
         self.owner = (-distance - self.offset) % self.ranks.size
         count = _count(self.owner, self.ranks, self.span)
