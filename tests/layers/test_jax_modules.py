@@ -391,7 +391,7 @@ def test_caches_that_do_not_fit_are_refused(framework: Framework, room: dict[str
     with pytest.raises(TypeError, match=r"`past.* must have the dtype of the new keys and values, float64"):
         module(x, past=module.empty_cache(2, **room, dtype=jnp.float32))
     for name, value in (("offset", 3), ("positions", (jnp.arange(9), jnp.arange(9)))):
-        with pytest.raises(ValueError, match=f"`{name}` must be None with `past`, which knows"):
+        with pytest.raises(ValueError, match=f"`{name}` must be None with `past`, which sets it"):
             module(x, past=module.empty_cache(2, **room), **{name: value})
 
 
