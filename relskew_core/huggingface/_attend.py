@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
+from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
+from relskew_core.huggingface._masks import register_masks
 
 
 class DropIn(nn.Module):
@@ -23,11 +25,20 @@ class DropIn(nn.Module):
     projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     heads: ClassVar[str] = "num_heads"
     drops: ClassVar[str] = "dropout"
+    local: ClassVar[bool] = False  # whether `replace_attention` takes a window for it
+    masks: ClassVar[tuple[str, ...]] = ()  # the parts of models that make a mask of all pairs for it
+
+    window: tuple[int, int] | None = None
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         for name, value in vars(theirs).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.window is not None:  # in another process, transformers has to be given the masks again
+            register_masks()
 
     if TYPE_CHECKING:  # what is the original's own
 
@@ -36,6 +47,10 @@ class DropIn(nn.Module):
     @classmethod
     def serves(cls, theirs: Any) -> bool:
         """Whether a module of a class that is replaced has relative positions at all."""
+        return True
+
+    def attends_to_itself(self) -> bool:
+        """Whether a window means anything here: not in the decoder of a model with an encoder."""
         return True
 
     def project(self, x: Tensor, source: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,6 +70,8 @@ class DropIn(nn.Module):
         share: Any = getattr(self, self.drops)
         if isinstance(share, nn.Module):  # torch's own, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
+        if self.window is not None:
+            options["window"] = self.window
         return attend(q, k, v, dropout=share if self.training else 0.0, **options)
 
     def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
@@ -71,13 +88,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     if dropout >= 1:
         raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
     if torch.compiler.is_exporting() and not dropout and "softcap" not in options:
-        return exported(q, k, v, **options)
+        return (banded if _is_banded(**options) else exported)(q, k, v, **options)
     if options.get("rel_k") is not None and options["rel_k"].ndim == 4:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:
         options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}
     out: Any = relative_attention(q, k, v, **options)
     return out
+
+
+def _is_banded(
+    *, window: tuple[int | None, int | None] | None = None, mask: Tensor | None = None, **others: Any
+) -> bool:
+    """Whether a window is all that hides keys, but for padding."""
+    alone = not others.get("causal") and "offset" not in others
+    return window is not None and None not in window and alone and (mask is None or mask.shape[-2] == 1)
 
 
 def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) -> Tensor:

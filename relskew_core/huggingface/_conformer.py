@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from relskew_core._positions.span import Span
@@ -16,18 +17,22 @@ class _ConformerAttention(DropIn):
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
     positions: ClassVar[str] = "linear_pos"
     biases: ClassVar[tuple[str, str]] = ("pos_bias_u", "pos_bias_v")
+    local = True
 
     def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
         if rows.shape[0] > 1 and rows.stride(0) == 0:  # the same for all items
             rows = rows[:1]
         q, k, v = self.project(hidden_states)
+        span = Span(q.shape[-2] - 1, q.shape[-2] - 1)
+        if self.window is not None:  # rows that no query sees are not projected
+            span = Span(*self.window)
+            wanted = torch.arange(-span.left, span.right + 1, device=rows.device) + q.shape[-2] - 1
+            rows = rows.index_select(1, wanted.clamp(0, rows.shape[1] - 1))
         rel_k = split(getattr(self, self.positions)(rows), q.shape[-3])
         u, w = (getattr(self, name)[:, None, :] for name in self.biases)
-        length = q.shape[-2]
         out = self.attend(
-            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w,
-            span=Span(length - 1, length - 1), mask=mask,
-        )  # fmt: skip
+            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w, span=span, mask=mask
+        )
         return self.finish(out)
 
 
@@ -35,6 +40,7 @@ class Wav2Vec2RelativeAttention(_ConformerAttention):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
     replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention")
+    masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder")
 
     @classmethod
     def serves(cls, theirs: Any) -> bool:
@@ -78,6 +84,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
     """``ParakeetEncoderAttention``."""
 
     replaces = ("ParakeetEncoderAttention",)
+    masks = ("ParakeetEncoder",)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     positions = "relative_k_proj"
     biases = ("bias_u", "bias_v")
@@ -102,4 +109,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
-        return self._attend(hidden_states, position_embeddings, additive(attention_mask, hidden_states.dtype)), None
+        if not self.training:  # dropout alone makes rows of each item
+            position_embeddings = position_embeddings[:1]
+        mask = attention_mask if self.window else additive(attention_mask, hidden_states.dtype)
+        return self._attend(hidden_states, position_embeddings, mask), None

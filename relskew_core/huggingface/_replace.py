@@ -16,6 +16,7 @@ from relskew_core.huggingface._conformer import (
 )
 from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV2RelativeAttention
 from relskew_core.huggingface._inkling import InklingRelativeAttention
+from relskew_core.huggingface._local import check_local, checked_window, make_local
 from relskew_core.huggingface._t5 import T5RelativeAttention, UMT5RelativeAttention
 from relskew_core.huggingface._vits import VitsRelativeAttention
 from relskew_core.huggingface._wav2vec2_bert import Wav2Vec2BertRelativeKeyAttention
@@ -47,7 +48,7 @@ DROP_INS: tuple[type[DropIn], ...] = (
 )
 
 
-def replace_attention(model: Model) -> Model:
+def replace_attention(model: Model, *, window: tuple[int, int] | None = None) -> Model:
     """Replace every attention of a ``transformers`` model that has relative positions by relative attention, in place.
 
     Weights, state dict, caches, masks and dropout stay what they are. A bias or a product by position is no longer
@@ -58,6 +59,11 @@ def replace_attention(model: Model) -> Model:
     model : torch.nn.Module
         A model, or any part of one, of the families in ``docs/huggingface.md``: T5 and its heirs, VITS, Wav2Vec2-BERT
         and others. Attention without relative positions in it stays as it is.
+    window : tuple of int, optional
+        Local attention: a query sees keys at ``-left ≤ r ≤ right`` alone, given as ``(left, right)``, and memory and
+        time grow with the length and no longer with its square. For encoders of sequences with T5's bias or a
+        Conformer's positions (``docs/speech.md``); a decoder beside them, and its cross-attention, see all that they
+        saw. Given again, the new one counts.
 
     Returns
     -------
@@ -67,8 +73,11 @@ def replace_attention(model: Model) -> Model:
     Raises
     ------
     ValueError
-        If there is nothing to replace; the message says what the model has, and what is known. Later, in the model's
-        ``forward``: if attention weights are asked for, which are never held.
+        If there is nothing to replace; the message says what the model has, and what is known. If ``window`` is given
+        for attention that cannot have one, by name. Later, in the model's ``forward``: if attention weights are asked
+        for, which are never held.
+    TypeError
+        If ``window`` is not a pair of ints.
 
     Examples
     --------
@@ -78,20 +87,26 @@ def replace_attention(model: Model) -> Model:
         ...
     ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention
     """
+    sides = checked_window(window)
     root: Any = nn.ModuleDict({"model": model})
     parts = list(root.modules())
     names = {type(part).__name__ for part in parts}
     # All are made before the first takes its place: if one cannot be made, the model stays as it was.
     made = {id(part): ours for part in parts if (ours := _drop_in(part, names)) is not None}
-    if not made and not any(isinstance(part, DropIn) for part in parts):
+    present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
+    if not present:
         raise ValueError(
             f"`model` must have relative positions in one of {', '.join(_known())}, "
             f"got {type(model).__name__} with {_attention_of(model)}"
         )
+    if sides is not None:
+        check_local(present)
     for parent in parts:
         for name, child in parent._modules.items():  # a module may stand in several places
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
+    if sides is not None:
+        make_local(root, sides)
     result: Model = root["model"]
     return result
 

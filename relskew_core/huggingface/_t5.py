@@ -19,6 +19,8 @@ class T5RelativeAttention(DropIn):
     )  # fmt: skip
     projections = ("q", "k", "v", "o")
     heads = "n_heads"
+    local = True
+    masks = ("T5Stack", "MT5Stack", "UMT5Stack", "Pop2PianoStack", "SwitchTransformersStack")
 
     relative_attention_bias: nn.Embedding
     buckets: Tensor
@@ -36,6 +38,9 @@ class T5RelativeAttention(DropIn):
                 bidirectional=not theirs.is_decoder,
             )
             self.keep_rows("buckets", buckets)
+
+    def attends_to_itself(self) -> bool:
+        return not self.is_decoder
 
     def forward(
         self,
@@ -56,7 +61,9 @@ class T5RelativeAttention(DropIn):
         causal = self.is_causal and not cross
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.relative_attention_bias(self.buckets).mT.contiguous()
-        options: dict[str, Any] = {"mask": mask, "causal": causal, "offset": offset}
+        options: dict[str, Any] = {"mask": mask}
+        if self.is_decoder or past_key_values is not None:
+            options |= {"causal": causal, "offset": offset}
         if position_bias is not None:
             options |= {"rel_bias": position_bias, "span": self.span}
         return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None

@@ -16,6 +16,8 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
 
     replaces = ("Wav2Vec2BertSelfAttention",)
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
+    local = True
+    masks = ("Wav2Vec2BertEncoder",)
 
     distance_embedding: nn.Embedding
 

@@ -16,6 +16,7 @@ class WavLMRelativeAttention(DropIn):
     """``WavLMAttention``. Its ``position_bias`` is by position, ``(heads, rows)``."""
 
     replaces = ("WavLMAttention",)
+    local = True
 
     rel_attn_embed: nn.Embedding
     buckets: Tensor

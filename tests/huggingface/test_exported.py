@@ -68,10 +68,13 @@ MODELS: dict[str, tuple[Any, type[nn.Module], tuple[Tensor, ...], list[tuple[int
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_varies(name: str) -> None:
+def test_what_varies(name: str, window: tuple[int, int] | None) -> None:
     make, kind, arguments, vary = MODELS[name]
-    model = kind(replace_attention(make())).eval()
+    if window is not None and (kind is WithPast or name in ("mpt", "bloom")):
+        pytest.skip("decoders have no window")
+    model = kind(replace_attention(make(), window=window)).eval()
     auto = torch.export.Dim.AUTO
     dims = tuple({axis: auto for axis, size in enumerate(argument.shape) if size > 1} for argument in arguments)
     shapes: Any = dims if kind is WithPast else (dims,)

@@ -10,6 +10,7 @@ import torch
 
 import oracles
 from relskew_core import Span
+from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
 
 H, D = 4, 3
@@ -57,3 +58,32 @@ def test_exported(case: str, mask: str | None, groups: int) -> None:
     ).out
     seen = np.isfinite(got.numpy())  # a query that sees nothing has no softmax where this is exported
     assert oracles.relative_error(got.numpy()[seen], want[seen]) < 1e-12
+
+
+@pytest.mark.parametrize("mask", [None, "additive", "boolean"])
+@pytest.mark.parametrize("span", [None, ZERO, CLIP])
+@pytest.mark.parametrize("window", [(0, 0), (3, 1), (0, 9), (40, 20)])
+@pytest.mark.parametrize("length", [1, 9, 40])
+def test_banded(length: int, window: tuple[int, int], span: Span | None, mask: str | None) -> None:
+    """Blocks of queries with the keys around them, of which padding is hidden."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = draw(2, H, length, D), draw(2, H // 2, length, D), draw(2, H // 2, length, D)
+    options: dict[str, Any] = {"window": window}
+    table = None if span is None else draw(H, span.rows, 2)
+    if span is not None:
+        options |= {"rel_bias": draw(H, span.rows), "rel_q": draw(2, H, length, 2), "rel_scale": 0.3}
+    hidden = draw(2, 1, 1, length)
+    hidden[..., 0] = 1.0
+    if mask is not None:
+        options["mask"] = hidden if mask == "additive" else hidden > 0
+    got = banded(q, k, v, rel_k=table, span=span, **options)
+    arrays: dict[str, Any] = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    want = oracles.relative_attention(
+        q.numpy(), k.numpy(), v.numpy(), None if table is None else table.numpy(), span or Span(0, 0, "zero"), **arrays
+    )
+    seen = np.isfinite(want.lse)[..., None]  # a query that sees padding alone gives what nobody reads
+    assert oracles.relative_error(got.numpy() * seen, want.out * seen) < 1e-12

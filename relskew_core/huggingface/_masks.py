@@ -1,0 +1,72 @@
+"""Masks of keys alone, in place of transformers' masks of all pairs of positions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+MASK_NAME = "relskew_keys"
+"""The name under which transformers makes masks of keys alone."""
+
+
+def mask_keys_alone(part: Any) -> None:
+    """Let a part of a model that makes masks make those of keys alone."""
+    if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder writes its own
+        part._get_output_attention_mask = functools.partial(_keys_of, part)
+        return
+    register_masks()
+    part.config = copy.copy(part.config)
+    part.config._attn_implementation = MASK_NAME
+
+
+def register_masks() -> None:
+    """Name the masks of keys to transformers, if a model of it has asked for them: a copy in another process too."""
+    if "transformers" not in sys.modules:
+        return
+    masking = importlib.import_module("transformers.masking_utils")
+
+    def keys(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if mask_function is not masking.bidirectional_mask_function:
+            mask: Tensor | None = masking.sdpa_mask(
+                mask_function=mask_function, attention_mask=attention_mask, **options
+            )
+            return mask
+        return None if attention_mask is None else attention_mask[:, None, None, :]
+
+    masking.AttentionMaskInterface.register(MASK_NAME, keys)
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """Which keys are there, ``(batch, length)``, where a model is about to write the mask of all pairs.
+
+    Expanded, and combined with its transpose, it stays a mask of keys: queries that are padding see what others see,
+    which no output that counts depends on.
+    """
+
+    keys: Tensor
+
+    def unsqueeze(self, axis: int) -> KeyMask:
+        return self
+
+    def expand(self, *shape: Any) -> KeyMask:
+        return self
+
+    def transpose(self, one: int, other: int) -> KeyMask:
+        return self
+
+    def __and__(self, other: KeyMask) -> Tensor:
+        return self.keys[:, None, :]
+
+    def int(self) -> Tensor:
+        return self.keys.int()
+
+
+def _keys_of(encoder: Any, *given: Any, **options: Any) -> KeyMask:
+    return KeyMask(type(encoder)._get_output_attention_mask(encoder, *given, **options))

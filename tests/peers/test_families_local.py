@@ -1,0 +1,208 @@
+"""Encoders with a window: what attention with a mask of a band gives, in memory linear in the length, and in ONNX."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from peers.common import check, peer
+from peers.families import FAMILIES, SIZES, STILL, Family, built
+from peers.test_families_numbers import drop_ins, given, tensors
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relskew_core.export import torch_to_onnx
+from relskew_core.huggingface import replace_attention
+from relskew_core.huggingface._attend import DropIn, attend
+
+LOCAL = [
+    "T5", "T5 sdpa", "MT5", "UMT5", "Pop2Piano", "SwitchTransformers", "Wav2Vec2-BERT relative_key",
+    "Wav2Vec2-BERT relative", "Wav2Vec2-Conformer", "WavLM", "FastSpeech2-Conformer", "Parakeet",
+]  # fmt: skip
+WINDOW = (3, 2)
+
+
+def local(family: Family, window: tuple[int, int] = WINDOW) -> Any:
+    return replace_attention(family.make(), window=window)
+
+
+def outputs(model: Any, family: Family, length: int) -> list[Tensor]:
+    """What there is of the outputs: padding, which nobody reads, left out."""
+    inputs = given(family, length, model)
+    out = model(**copy.deepcopy(inputs))
+    mask = getattr(out, "attention_mask", inputs["attention_mask"])
+    if "decoder_input_ids" in inputs:
+        return [out.logits]
+    return [x * mask[..., None] if mask.shape == x.shape[:-1] else x for x in tensors(out)]
+
+
+@pytest.fixture
+def banded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drop-ins without a window of their own attend with a dense mask of one, whoever makes the numbers."""
+
+    def dense(self: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if self.local and self.attends_to_itself():
+            relative = torch.arange(k.shape[-2]) - torch.arange(q.shape[-2])[:, None]
+            band = (relative >= -WINDOW[0]) & (relative <= WINDOW[1])
+            mask = options.pop("mask", None)
+            if mask is None or mask.dtype == torch.bool:
+                mask = band if mask is None else band & mask
+            else:
+                mask = torch.where(band, mask, torch.finfo(mask.dtype).min)
+            options["mask"] = mask
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(DropIn, "attend", dense)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@torch.no_grad()
+def test_a_wide_window_is_the_original(name: str) -> None:
+    family = FAMILIES[name]
+    theirs, ours = family.make(), local(family, (70, 70))
+    assert any(part.window == (70, 70) for part in drop_ins(ours))
+    for length in family.lengths:
+        for got, want in zip(*(outputs(model, family, length) for model in (ours, theirs)), strict=True):
+            check(got, want, family.gate)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
+    """Outputs, and the gradients of all parameters, in training."""
+    family = FAMILIES[name]
+    found = []
+    for model in (local(family), replace_attention(family.make())):
+        if found:
+            request.getfixturevalue("banded")
+        out = outputs(model.train(), family, 30)
+        torch.stack([x.square().sum() for x in out]).sum().backward()
+        found.append((out, {key: parameter.grad for key, parameter in model.named_parameters()}))
+    (got, gradients), (want, expected) = found
+    for x, y in zip(got, want, strict=True):
+        check(x, y, family.gate)
+    largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
+    for key, gradient in expected.items():
+        if gradient is not None and gradient.norm() > 1e-9 * largest:
+            check(gradients[key], gradient, 1e-7)
+    with torch.no_grad():
+        whole = outputs(family.make(), family, 30)
+    assert max(float((x - y).detach().norm() / y.norm()) for x, y in zip(got, whole, strict=True)) > 1e-3
+
+
+def with_a_band(theirs: Any) -> Any:
+    """Let Parakeet itself attend with a band that is added to its mask."""
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+    ) -> Any:
+        relative = torch.arange(key.shape[-2]) - torch.arange(query.shape[-2])[:, None]
+        hidden = (relative < -WINDOW[0]) | (relative > WINDOW[1])
+        mask = attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
+        return peer("transformers.AttentionInterface")()["sdpa"](module, query, key, value, mask, **options)
+
+    peer("transformers.AttentionInterface").register("banded", attention)
+    theirs.config._attn_implementation = "banded"
+    return theirs
+
+
+@torch.no_grad()
+def test_parakeet_itself_with_a_mask() -> None:
+    family = FAMILIES["Parakeet"]
+    theirs = with_a_band(family.make())
+    for got, want in zip(*(outputs(model, family, 30) for model in (local(family), theirs)), strict=True):
+        check(got, want, family.gate)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that a model makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@torch.no_grad()
+def test_memory_is_linear(name: str) -> None:
+    """Masks of transformers, which have a number for each pair, included."""
+    family = FAMILIES[name]
+    largest = []
+    for length in (400, 800):
+        inputs = given(family, length, model := local(family))
+        if "decoder_input_ids" in inputs:
+            model, inputs = model.encoder, {key: inputs[key] for key in ("input_ids", "attention_mask")}
+        with Largest() as seen:
+            model(**inputs)
+        largest.append(seen.numbers)
+    assert largest[1] < 2.5 * largest[0]
+    assert largest[1] < 2 * 800 * 800
+
+
+@pytest.mark.parametrize("name", ["T5 sdpa", "Parakeet"])
+@torch.no_grad()
+def test_a_copy_and_a_pickle(name: str) -> None:
+    family = FAMILIES[name]
+    ours = local(family)
+    (want, *_) = outputs(ours, family, 30)
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        check(outputs(again, family, 30)[0], want)
+    assert replace_attention(ours) is ours
+    check(outputs(ours, family, 30)[0], want)
+    replace_attention(ours, window=(4, 1))
+    assert {part.window for part in drop_ins(ours)} == {(4, 1), None} - ({None} if name == "Parakeet" else set())
+
+
+@pytest.mark.parametrize("name", ["T5 sdpa", "UMT5", "WavLM", "Parakeet"])
+@torch.no_grad()
+def test_onnx(name: str, tmp_path: Path) -> None:
+    """Any batch and any length, as torch gives it."""
+    family = FAMILIES[name]
+    ours = local(family).float()
+    if "decoder_input_ids" in family.given(7):
+        ours = ours.encoder
+
+    def feed(length: int) -> dict[str, Tensor]:
+        inputs = given(family, length, ours)
+        inputs.pop("decoder_input_ids", None)
+        return inputs
+
+    torch_to_onnx(ours, feed(30), tmp_path / "local.onnx", tolerance=1e-3)
+    session = onnxruntime.InferenceSession(tmp_path / "local.onnx", providers=["CPUExecutionProvider"])
+    for length in (1, 7, 64):
+        for batch in (1, 2):
+            inputs = {key: x[-batch:] for key, x in feed(length).items()}
+            out, *_ = session.run(None, {key: x.numpy() for key, x in inputs.items()})
+            want = ours(**inputs)
+            mask = getattr(want, "attention_mask", inputs["attention_mask"])[..., None]
+            check(torch.from_numpy(out) * mask, want.last_hidden_state * mask, 1e-4)
+
+
+@torch.no_grad()
+def test_an_hour_of_sound(tmp_path: Path) -> None:
+    """360,000 frames of 10 ms, 45,000 after the subsampling, in onnxruntime; the original serves the first minute."""
+    theirs = built(
+        "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=8, conv_kernel_size=3,
+        subsampling_conv_channels=2, **{**SIZES, "num_attention_heads": 2}, **STILL,
+    )().float()  # fmt: skip
+    ours = replace_attention(copy.deepcopy(theirs), window=WINDOW)
+    short = {"input_features": torch.randn(2, 400, 16), "attention_mask": torch.ones(2, 400, dtype=torch.bool)}
+    torch_to_onnx(ours, short, tmp_path / "parakeet.onnx", tolerance=1e-3)
+    session = onnxruntime.InferenceSession(tmp_path / "parakeet.onnx", providers=["CPUExecutionProvider"])
+    sound = torch.randn(1, 360_000, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 360_000, dtype=torch.bool)
+    out, _ = session.run(None, {"input_features": sound.numpy(), "attention_mask": mask.numpy()})
+    assert out.shape == (1, 45_000, 24)
+    minute = 6_000
+    want = with_a_band(theirs)(sound[:, :minute], mask[:, :minute]).last_hidden_state
+    heard = minute // 8 - 20  # what comes after the minute reaches the last of it
+    check(torch.from_numpy(out)[:, :heard], want[:, :heard], 1e-4)
