@@ -81,10 +81,9 @@ def sinusoidal_table(
     check_choice("direction", direction, DIRECTIONS)
     base = check_real("base", base, positive=True)
     xp = namespace_of(xp)
-    sign = -1 if direction == "past" else 1
-    rates = [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
+    rates = sinusoid_rates(dim, direction=direction, base=base)
     if exported(span.left, span.right):
-        return _traced_sinusoids(span, rates, order, xp=xp, dtype=dtype)
+        return sinusoids(span, rates, order, xp=xp, dtype=dtype)
 
     def row(r: int) -> list[float]:
         sines = [math.sin(r * rate) + 0.0 for rate in rates]
@@ -94,8 +93,14 @@ def sinusoidal_table(
     return from_doubles(map(row, range(-span.left, span.right + 1)), xp=xp, dtype=dtype)
 
 
-def _traced_sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dtype: Any) -> Array:
-    """Return what :func:`sinusoidal_table` does, of as many rows as the program is run for."""
+def sinusoid_rates(dim: int, *, direction: Direction, base: float) -> list[float]:
+    """Return how fast the angles of each pair of columns grow with the relative position."""
+    sign = -1 if direction == "past" else 1
+    return [sign * base ** (-2 * index / dim) for index in range(dim // 2)]
+
+
+def sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dtype: Any) -> Array:
+    """Return what :func:`sinusoidal_table` does by the library's own sines: of as many rows as a program is run for."""
     row = from_doubles([rates], xp=xp, dtype=xp.float64)
     angles = xp.arange(-span.left, span.right + 1, dtype=xp.float64, device=device(row))[:, None] * row
     parts = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-2 if order == "halves" else -1)

@@ -31,7 +31,7 @@ same:
 
 The ``load_…`` functions read whole attentions from state dicts into a spec and weights of an attention block:
 :func:`load_vits`, :func:`load_wav2vec2_bert`, :func:`load_tensor2tensor`, :func:`load_music_transformer` and
-:func:`load_t5`.
+:func:`load_t5`; :func:`load_conformer` reads the weights of a ``ConformerAttention``.
 """
 
 from relskew_core.conventions._ascending import (
@@ -47,7 +47,7 @@ from relskew_core.conventions._cells import BEiT, Swin
 from relskew_core.conventions._convention import Convention
 from relskew_core.conventions._descending import DISTANCE, INKLING, SPEECHT5, UKHOV
 from relskew_core.conventions._load_music import load_music_transformer
-from relskew_core.conventions._load_speech import load_vits, load_wav2vec2_bert
+from relskew_core.conventions._load_speech import load_conformer, load_vits, load_wav2vec2_bert
 from relskew_core.conventions._load_text import load_t5, load_tensor2tensor
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "Convention",
     "DeBERTa",
     "Swin",
+    "load_conformer",
     "load_music_transformer",
     "load_t5",
     "load_tensor2tensor",

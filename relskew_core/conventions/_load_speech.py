@@ -1,4 +1,4 @@
-"""Attentions of speech models as blocks: VITS and Wav2Vec2-BERT."""
+"""Attentions of speech models as blocks: VITS, Wav2Vec2-BERT and Conformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from relskew_core._array.checks import check_int
 from relskew_core._array.typing import Array
 from relskew_core._block.spec import PROJECTIONS, BlockSpec
-from relskew_core.conventions._as_block import Weights, as_block, read_biases, read_weights
+from relskew_core.conventions._as_block import FORMS, Weights, as_block, read_biases, read_weights
 from relskew_core.conventions._ascending import SHAW, VITS
 from relskew_core.conventions._convention import load_named
 from relskew_core.conventions._state import State
@@ -79,3 +79,54 @@ def load_wav2vec2_bert(
     weights = read_weights(read, names) | read_biases(read, names)
     weights["rel_k"], span = SHAW.load(read.read("distance_embedding.weight", "R D"), left=left)
     return as_block(read, weights, span)
+
+
+def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> Weights:
+    """Read the attention of a Conformer with Transformer-XL's positions, for :class:`ConformerAttention` of torch.
+
+    ESPnet, WeNet, NeMo and transformers' Wav2Vec2-Conformer, FastSpeech2-Conformer and SeamlessM4T have the same names
+    (``linear_pos``, ``pos_bias_u``); transformers' Parakeet has others (``relative_k_proj``, ``bias_u``).
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        A state dict, of one attention or of a whole model.
+    num_heads : int
+        Number of heads.
+    prefix : str, default ""
+        Where the attention stands in it: ``"encoder.encoders.0.self_attn."``.
+
+    Returns
+    -------
+    dict of str to array
+        For ``ConformerAttention(spec).load_state_dict``, where ``spec.bias`` says whether there are biases.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a key is missing, unknown or does not fit the others; the message names it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import ConformerAttention
+    >>> names = ["linear_q", "linear_k", "linear_v", "linear_out", "linear_pos"]
+    >>> theirs = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=name != "linear_pos") for name in names})
+    >>> theirs.pos_bias_u, theirs.pos_bias_v = (torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2))
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)))
+    >>> attention.load_state_dict(load_conformer(theirs.state_dict(), num_heads=2))
+    <All keys matched successfully>
+    """
+    read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
+    names = {"q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v", "out_proj": "linear_out"}
+    positions, biases = "linear_pos", ("pos_bias_u", "pos_bias_v")
+    if read.has("relative_k_proj.weight"):
+        names = {name: name for name in PROJECTIONS} | {"out_proj": "o_proj"}
+        positions, biases = "relative_k_proj", ("bias_u", "bias_v")
+    weights = read_weights(read, names) | read_biases(read, names)
+    weights["pos_proj.weight"] = read.read(f"{positions}.weight", FORMS["q_proj"])
+    for ours, theirs in zip(("u", "w"), biases, strict=True):
+        weights[ours] = read.read(theirs, "H D")
+    read.finish()
+    return weights

@@ -59,7 +59,8 @@ class _Fold:
         self.side = max(8, (max(left, right) + 1) // 2)  # of the keys of a block, most are in the window of a query
         self.before, self.after = -(-left // self.side), -(-right // self.side)
         self.around = self.side * (self.before + 1 + self.after)
-        self.count = (length + self.side - 1) // self.side
+        # One block too many: torch takes a single one, that of a short example, for an axis that broadcasts.
+        self.count = (length + self.side - 1) // self.side + 1
 
     def queries(self, x: Tensor) -> Tensor:
         """``(…, length, D)`` to ``(…, blocks, side, D)``."""
@@ -79,7 +80,9 @@ class _Fold:
     def rows(self, table: Tensor, span: Span) -> Tensor:
         """Return the columns of a table ``(…, R)`` that the skew of a block reads, ``(…, side + around)``."""
         first = -self.side - self.before * self.side
-        wanted = torch.arange(first, first + self.side + self.around, device=table.device) + span.left
+        wanted = (
+            torch.arange(first, first + self.side + self.around, dtype=torch.int64, device=table.device) + span.left
+        )
         columns = table.index_select(-1, wanted.clamp(0, span.rows - 1))
         inside = (wanted >= 0) & (wanted < span.rows)
         return columns if span.beyond == "clip" else torch.where(inside, columns, 0.0)
@@ -91,6 +94,6 @@ class _Fold:
 
     def band(self, device: torch.device) -> Tensor:
         """Return which keys around its block a query sees, ``(side, around)``."""
-        keys = torch.arange(self.around, device=device) - self.before * self.side
-        relative = keys - torch.arange(self.side, device=device)[:, None]
+        keys = torch.arange(self.around, dtype=torch.int64, device=device) - self.before * self.side
+        relative = keys - torch.arange(self.side, dtype=torch.int64, device=device)[:, None]
         return (relative >= -self.left) & (relative <= self.right)

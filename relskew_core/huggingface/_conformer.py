@@ -26,7 +26,7 @@ class _ConformerAttention(DropIn):
         span = Span(q.shape[-2] - 1, q.shape[-2] - 1)
         if self.window is not None:  # rows that no query sees are not projected
             span = Span(*self.window)
-            wanted = torch.arange(-span.left, span.right + 1, device=rows.device) + q.shape[-2] - 1
+            wanted = torch.arange(-span.left, span.right + 1, dtype=torch.int64, device=rows.device) + q.shape[-2] - 1
             rows = rows.index_select(1, wanted.clamp(0, rows.shape[1] - 1))
         rel_k = split(getattr(self, self.positions)(rows), q.shape[-3])
         u, w = (getattr(self, name)[:, None, :] for name in self.biases)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, join, padding, peer, randn, randomised, split
+from peers.families import FAMILIES
 
-from relskew_core import Span, attention_block, conventions, relative_attention, sinusoidal_table
+from relskew_core import BlockSpec, Span, attention_block, conventions, relative_attention, sinusoidal_table
+from relskew_core.layers.torch import ConformerAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
 
@@ -69,6 +71,22 @@ def test_conformers(model: str, length: int) -> None:
     sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
     rel_k, _ = conventions.TRANSFORMER_XL.load(split(theirs.linear_pos(sinusoids), 3))
     check(conformer(theirs, x, rel_k, span, mask=mask), want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2-Conformer", "Wav2Vec2-BERT relative", "FastSpeech2-Conformer", "Parakeet"])
+@torch.no_grad()
+def test_conformer_weights(name: str) -> None:
+    """The attention of a layer of each model, and the module here that reads it."""
+    model = FAMILIES[name].make()
+    theirs = next(part for part in model.modules() if hasattr(part, "linear_pos") or hasattr(part, "relative_k_proj"))
+    weights = conventions.load_conformer(theirs.state_dict(), num_heads=3)
+    ours = ConformerAttention(BlockSpec(24, 3, Span.full(60), bias="q_proj.bias" in weights), dtype=torch.float64)
+    ours.load_state_dict(weights)
+    x = randn(2, 17, 24)
+    rows = sinusoidal_table(Span.full(17), 24, xp=torch, dtype=torch.float64, order="interleaved")[None]
+    given = {"Parakeet": {"position_embeddings": rows.expand(2, -1, -1)}, "FastSpeech2-Conformer": {"pos_emb": rows}}
+    want, *_ = theirs(x, **given.get(name, {"relative_position_embeddings": rows}))
+    check(ours(x), want)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

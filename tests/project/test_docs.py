@@ -28,7 +28,11 @@ from relskew_core.export import custom_ops_library
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
-OF_PEERS = {"huggingface.md": "tests/peers/test_families_page.py", "keras.md": "tests/peers/test_keras.py"}
+OF_PEERS = {
+    "huggingface.md": "tests/peers/test_families_page.py",
+    "keras.md": "tests/peers/test_keras.py",
+    "speech.md": "tests/peers/test_speech_page.py",
+}
 """Pages that need what only ``make test-peers`` installs, and what runs them there."""
 
 OF_SOME_PLATFORMS = {"mlx.md": "mlx"}

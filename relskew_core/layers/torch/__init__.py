@@ -7,9 +7,17 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
     from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+    from relskew_core.layers.torch._conformer import ChunkCache, ConformerAttention
     from relskew_core.layers.torch._multihead import MultiheadAttention
     from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 except ModuleNotFoundError as error:
     raise _needs_extra("relskew_core.layers.torch", "torch", error) from error
 
-__all__ = ["FixedCache", "MultiheadAttention", "RelativeMultiheadAttention", "SlidingCache"]
+__all__ = [
+    "ChunkCache",
+    "ConformerAttention",
+    "FixedCache",
+    "MultiheadAttention",
+    "RelativeMultiheadAttention",
+    "SlidingCache",
+]

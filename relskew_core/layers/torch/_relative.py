@@ -249,7 +249,7 @@ class RelativeMultiheadAttention(CachedAttention):
                 if past is not None:
                     raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(value)}")
                 options[name] = value
-        if past is not None and not isinstance(past, FixedCache | SlidingCache):
+        if past is not None and not hasattr(past, "length"):  # a pair, which grows
             past = Growing.of(past, self.spec)
             past = Growing(*autocast(dict(zip(PAST, past, strict=True))).values())
 

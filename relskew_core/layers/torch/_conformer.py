@@ -1,0 +1,190 @@
+"""``ConformerAttention``: Transformer-XL's attention as Conformers have it, offline and as a stream of chunks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor, nn
+
+from relskew_core._array.autocast import autocast
+from relskew_core._array.checks import check_int, describe
+from relskew_core._array.keywords import explains
+from relskew_core._block.cache import Growing, slid
+from relskew_core._block.spec import BlockSpec
+from relskew_core._functions.tables import sinusoid_rates, sinusoids
+from relskew_core._positions.span import Span
+from relskew_core.layers.torch._caches import FixedCache, SlidingCache
+from relskew_core.layers.torch._relative import RelativeMultiheadAttention
+
+
+class ChunkCache(NamedTuple):
+    """The keys and values of the blocks before a chunk: always as many, so that each chunk costs the same.
+
+    Parameters
+    ----------
+    keys, values : Tensor, shape (..., H, blocks_before * block_size, D)
+        The last positions, in order; in the beginning, room in front of them.
+    length : Tensor of int64, shape ()
+        How many of them there are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.layers.torch import ConformerAttention
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2))
+    >>> attention.empty_cache(1).keys.shape
+    torch.Size([1, 2, 8, 4])
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+    def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, ChunkCache, dict[str, Any]]:
+        """Append the new keys and values, and forget as many."""
+        k, v, present, seen = slid(self, k, v, xp=xp)
+        keys, values = (x.contiguous() for x in present[:2])  # a view would hold the whole chunk
+        hidden = {name: seen[name] for name in ("offset", "unfilled")}  # the blocks say what is seen, and no window
+        return k, v, ChunkCache(keys, values, present.length), hidden
+
+
+class ConformerAttention(RelativeMultiheadAttention):
+    """Multi-head attention with projected sinusoids and two learned biases, as in Transformer-XL and Conformers.
+
+    The logit of a query ``q`` at a key ``k`` is ``(q + u) · k + (q + w) · (pos_proj @ R_r)``, with the sinusoids ``R``
+    of the relative position ``r``: nothing in it depends on how long a sequence is. Weights of ESPnet, NeMo, WeNet and
+    transformers are read by :func:`relskew_core.conventions.load_conformer`.
+
+    With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its own chunk and so many before it.
+    Chunk by chunk through :meth:`empty_cache`, the outputs are those of the whole sequence at once, at a cost that does
+    not grow.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+        The block. Its span says how far relative positions may reach; there is no table. ``rel_values``, ``rel_bias``,
+        ``sinks`` and ``cross`` are refused.
+    dropout, impl, chunk_size, device, dtype : optional
+        As of :class:`RelativeMultiheadAttention`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit; the message names it.
+
+    Notes
+    -----
+    Dai et al. 2019, "Transformer-XL", section 3.3; Gulati et al. 2020, "Conformer", section 2.1. Chunks are those of
+    Noroozi et al. 2023, "Stateful Conformer with Cache-based Inference for Streaming Automatic Speech Recognition".
+
+    Examples
+    --------
+    >>> import torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)).eval()
+    >>> x, past, chunks = torch.randn(1, 20, 8), attention.empty_cache(1), []
+    >>> with torch.no_grad():
+    ...     for chunk in x.split(4, dim=1):
+    ...         y, past = attention(chunk, past=past)
+    ...         chunks.append(y)
+    ...     torch.allclose(torch.cat(chunks, dim=1), attention(x), atol=1e-6)
+    True
+    """
+
+    @explains(hint="a module is made of a spec, as in ConformerAttention(BlockSpec(64, 4, Span.full(500)))")
+    def __init__(
+        self,
+        spec: BlockSpec,
+        *,
+        dropout: float = 0.0,
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if isinstance(spec, BlockSpec):
+            unlike = [name for name in ("rel_values", "rel_bias", "sinks", "cross") if getattr(spec, name)]
+            if unlike or not spec.rel_keys or spec.num_kv_heads != spec.num_heads:
+                raise ValueError(
+                    f"`spec` must have `rel_keys` alone and as many heads of keys as of queries, got {spec}"
+                )
+        super().__init__(spec, dropout=dropout, impl=impl, chunk_size=chunk_size, device=device, dtype=dtype)
+        self.register_parameter("rel_k", None)
+        width, heads = spec.embed_dim, (spec.num_heads, spec.head_dim)
+        self.pos_proj = nn.Linear(width, spec.num_heads * spec.head_dim, bias=False, device=device, dtype=dtype)
+        self.u, self.w = (nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) for _ in "uw")
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Return ``u`` and ``w``: there is no table."""
+        return [self.u, self.w]
+
+    def empty_cache(
+        self,
+        batch: int | tuple[int, ...],
+        *,
+        length: int | None = None,
+        keep: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Growing | FixedCache | SlidingCache | ChunkCache:  # type: ignore[override]
+        """Return the ``past`` of a first call: with ``blocks_before``, a :class:`ChunkCache` for whole chunks.
+
+        Parameters
+        ----------
+        batch : int or tuple of int
+            The leading axes of the inputs.
+        length, keep : int, optional
+            As of :meth:`RelativeMultiheadAttention.empty_cache`; refused with ``blocks_before``.
+        dtype : torch.dtype, optional
+            Of the keys and values; by default that of ``u``, or of the autocast region.
+
+        Returns
+        -------
+        ChunkCache, or what :class:`RelativeMultiheadAttention` returns without ``blocks_before``
+        """
+        spec = self.spec
+        if spec.block_size is None or spec.blocks_before is None:
+            return super().empty_cache(batch, length=length, keep=keep, dtype=dtype)
+        for name, value in (("length", length), ("keep", keep)):
+            if value is not None:
+                raise ValueError(f"`{name}` must be None with `spec.blocks_before`, got {describe(value)}")
+        lead = batch if isinstance(batch, tuple) else (check_int("batch", batch, minimum=0),)
+        like = autocast({"new": torch.empty(0, dtype=dtype or self.u.dtype, device=self.u.device)})["new"]
+        kept = spec.blocks_before * spec.block_size
+        keys, values = (like.new_zeros((*lead, spec.num_heads, kept, spec.head_dim)) for _ in "kv")
+        return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, span: Span, **options: Any) -> Any:  # type: ignore[override]
+        """Attend with both biases, to sinusoids as far as they are needed, projected."""
+        size = self.spec.block_size
+        if size is not None and "unfilled" in options and q.shape[-2] % size:
+            raise ValueError(
+                f"`x` must be whole chunks of {size} positions with `past`, got {q.shape[-2]}: pad the last one, and "
+                "hide its padding by `key_padding_mask`"
+            )
+        if "offset" not in options and not torch.compiler.is_exporting():
+            span = Span(min(span.left, k.shape[-2] - 1), min(span.right, k.shape[-2] - 1), span.beyond)
+        rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.u))
+        rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
+        u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))
+        return super().attend(q + u, k, v, rel_k=rel_k.to(q.dtype), rel_q=q + w, span=span, **options)
+
+
+def _rows(span: Span, dim: int, like: Tensor) -> Tensor:
+    """Return the sinusoids of a span, once for all layers that ask for them."""
+    make = _sinusoids if torch.compiler.is_compiling() else _remembered
+    return make(span, dim, like.dtype, like.device)
+
+
+def _sinusoids(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    rates = sinusoid_rates(dim, direction="past", base=10000.0)
+    return sinusoids(span, rates, "interleaved", xp=xp, dtype=torch.float64).to(device=device, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _remembered(span: Span, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # training may use it next
+        return _sinusoids(span, dim, dtype, device)
