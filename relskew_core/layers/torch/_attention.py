@@ -94,22 +94,21 @@ class TableAttention(nn.Module):
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         unfilled: Tensor | None = None,
+        computed: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden."""
+        """Attend with the module's tables and options; padding and what a cache has yet to fill are hidden.
+
+        ``computed`` takes the place of tables that are no parameters.
+        """
         padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
         mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
         if self.training and self.dropout and function is relative_attention:
             options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
-<<<<<<< HEAD
         tables = self.tables_of(q)
         fixed = {"slopes": tables.pop("slopes"), "buckets": self.buckets}
-        tables = with_bias(tables, self.spec, q, k, options, **fixed, xp=xp)
+        tables = with_bias(tables, self.spec, q, k, options, **fixed, xp=xp) | (computed or {})
         return function(q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options)
-=======
-        options = {**self.tables_of(q), "impl": self.impl, "chunk_size": self.chunk_size, **options}
-        return relative_attention(q, k, v, mask=mask, **options)
->>>>>>> 6e5a40d (Add ConformerAttention, which streams chunk by chunk, its weights from other code, and a page on speech recognition)
 
     def tables(self) -> dict[str, Tensor | None]:
         """Return the tables, sinks and slopes by name: by attribute, so that what torch puts there takes part."""

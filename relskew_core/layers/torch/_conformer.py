@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from relskew_core._array.autocast import autocast
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.keywords import explains
+from relskew_core._array.typing import Impl
 from relskew_core._block.cache import Growing, slid
 from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.tables import sinusoid_rates, sinusoids
@@ -101,7 +102,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         spec: BlockSpec,
         *,
         dropout: float = 0.0,
-        impl: str = "auto",
+        impl: Impl = "auto",
         chunk_size: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -157,20 +158,21 @@ class ConformerAttention(RelativeMultiheadAttention):
         keys, values = (like.new_zeros((*lead, spec.num_heads, kept, spec.head_dim)) for _ in "kv")
         return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, span: Span, **options: Any) -> Any:  # type: ignore[override]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:  # type: ignore[override]
         """Attend with both biases, to sinusoids as far as they are needed, projected."""
-        size = self.spec.block_size
+        size, span = self.spec.block_size, self.spec.span
         if size is not None and "unfilled" in options and q.shape[-2] % size:
             raise ValueError(
                 f"`x` must be whole chunks of {size} positions with `past`, got {q.shape[-2]}: pad the last one, and "
                 "hide its padding by `key_padding_mask`"
             )
-        if "offset" not in options and not torch.compiler.is_exporting():
+        if not {"offset", "positions"} & options.keys() and not torch.compiler.is_exporting():
             span = Span(min(span.left, k.shape[-2] - 1), min(span.right, k.shape[-2] - 1), span.beyond)
         rows = self.pos_proj(_rows(span, self.spec.embed_dim, self.u))
         rel_k = rows.unflatten(-1, (self.spec.num_heads, -1)).transpose(-2, -3)
         u, w = (bias[:, None, :].to(q.dtype) for bias in (self.u, self.w))
-        return super().attend(q + u, k, v, rel_k=rel_k.to(q.dtype), rel_q=q + w, span=span, **options)
+        computed = {"rel_k": rel_k.to(q.dtype), "span": span, "rel_q": q + w}
+        return super().attend(q + u, k, v, computed=computed, **options)
 
 
 def _rows(span: Span, dim: int, like: Tensor) -> Tensor:
