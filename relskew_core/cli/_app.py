@@ -52,12 +52,25 @@ def run(argv: list[str]) -> int:
         print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
         return 2
     except Exception as error:
-        # A usage error knows how to say which option is meant.
+        # A usage error formats its message with the option that is meant.
         message: Callable[[], str] | None = getattr(error, "format_message", None)
-        told = reason(error) if message is None else message()
-        print(f"relskew: error: {' '.join(told.split())}", file=sys.stderr)
+        told = " ".join((reason(error) if message is None else message()).split())
+        if message is not None or told.endswith("must be given"):
+            told = f"{told.removesuffix('.')}; see {_help_of(command, argv)}"
+        print(f"relskew: error: {told}", file=sys.stderr)
         return 2
     return int(status or 0)
+
+
+def _help_of(command: Any, argv: list[str]) -> str:
+    """Return the line that prints the help of the command that was asked for."""
+    words = ["relskew"]
+    for word in argv:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        words.append(word)
+    return " ".join((*words, "--help"))
 
 
 @app.callback(invoke_without_command=True)
@@ -76,7 +89,7 @@ def about(
         raise typer.Exit
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew info --json")
 def info(as_json: Json = False) -> int:
     """Show versions, array libraries, devices, native paths and ONNX runtimes."""
     from relskew_core.cli import _info
@@ -89,7 +102,7 @@ def info(as_json: Json = False) -> int:
     return 0
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew verify --library torch --dtype float16")
 def verify(
     library: Annotated[Names, typer.Option(help="Only this library or runtime; can be repeated.")] = None,
     dtype: Annotated[Names, typer.Option(help="Only this dtype, with every case; can be repeated.")] = None,
@@ -110,7 +123,7 @@ def verify(
     return 0 if found.ok else 1
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew export block.onnx --embed-dim 64 --num-heads 4 --length 256")
 @takes(BlockOptions)
 def export(
     block: BlockOptions,
@@ -118,7 +131,7 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[Any, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
+    profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
     max_length: Annotated[int | None, sized("Trim the table to inputs up to this length.")] = None,
@@ -129,9 +142,9 @@ def export(
         bool, typer.Option("--segments", help="With segments as an input: documents in one row do not see each other.")
     ] = False,
     no_projections: Annotated[bool, typer.Option("--no-projections", help="Attention of q, k and v alone.")] = False,
-    chunk_size: Annotated[int | None, sized("Attend in a loop over so many queries at a time.")] = None,
+    chunk_size: Annotated[int | None, sized("Process this many queries in each step of a loop.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where it will run; cpu takes chunks of 128, fastest there.")
+        str | None, typer.Option(help="Where the model will run; cpu takes chunks of 128, which are fastest there.")
     ] = None,
     functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
@@ -143,12 +156,13 @@ def export(
     from relskew_core.export import save, to_onnx
 
     whole = not no_projections
+    written_for: Any = profile
     spec = block.spec(load_weights(weights, prefix, projections=whole) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed, projections=whole)
     if chunk_size is None and not in_place:
         chunk_size = _export.chunk_of(device, spec)
     model = to_onnx(
-        spec, arrays, profile=profile, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
+        spec, arrays, profile=written_for, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
         chunk_size=chunk_size, projections=whole, in_place=in_place, segments=segments,
         functions=functions,
     )  # fmt: skip
@@ -167,7 +181,7 @@ def export(
     return 0
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew validate block.onnx --length 100 --runtime onnxruntime")
 def validate(
     path: Annotated[Path, typer.Argument(help="A model that relskew exported.")],
     weights: Weights = None,
@@ -178,8 +192,8 @@ def validate(
     runtime: Annotated[Names, typer.Option(help="onnxruntime, reference or openvino; can be repeated.")] = None,
     length: Annotated[list[int] | None, sized("Only this length; can be repeated.", least=1)] = None,
     batch: Annotated[list[int] | None, sized("Only this batch size; can be repeated.", least=1)] = None,
-    atol: Annotated[float | None, typer.Option(help="Largest difference of any number, beside the tolerances.")] = None,
-    tolerance: Annotated[float | None, typer.Option(help="Relative error to allow, of a quantised model.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Allow this absolute error on top of the tolerances.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Allow this relative error, for a quantised model.")] = None,
     as_json: Json = False,
 ) -> int:
     """Run a model over a sweep of inputs and compare it with float64."""
@@ -220,14 +234,14 @@ def validate(
     return 0 if report.ok else 1
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew bench --length 512 --library torch --plot bench.svg")
 def bench(
     length: Annotated[list[int] | None, sized("Length to try; can be repeated.", least=1, most=2048)] = None,
     library: Annotated[Names, typer.Option(help="Only this library; can be repeated.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot what was measured into this .svg or .png too.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Time the published algorithms beside ours, shortly; the large benchmark is in benchmarks/."""
+    """Compare the published algorithms with relskew in a quick benchmark; benchmarks/ has the large one."""
     from relskew_core.cli import _bench, _bench_plot
     from relskew_core.cli._libraries import chosen_libraries
 
@@ -248,7 +262,7 @@ def bench(
     return 0
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew demo --tune nun-danket --picture-only")
 def demo(
     tune: Annotated[str, typer.Option(help="ah-vous-dirai-je, nun-danket or o-haupt.")] = "ah-vous-dirai-je",
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file too.")] = None,

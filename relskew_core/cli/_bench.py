@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from relskew_core import Span, papers, relative_attention
-from relskew_core.cli._console import as_bytes, as_time
+from relskew_core.cli._console import as_bytes, as_time, show_table
 from relskew_core.cli._libraries import ArrayLibrary
 from relskew_core.cli._measure import Measured, measure_in_turns
 
@@ -111,16 +110,14 @@ def to_dict(entries: list[Entry], load: Load) -> dict[str, Any]:
 def show(entries: list[Entry], load: Load, console: Console) -> None:
     """Print the measurements, each beside ours, and whether the machine was busy."""
     title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: medians of calls in turns"
-    table = Table(title=title, title_justify="left")
-    for name in ("library", "length", "kind", "method"):
-        table.add_column(name, justify="right" if name == "length" else "left", no_wrap=True)
-    for name in ("time", "memory", "time ÷ ours", "memory ÷ ours"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = {"library": False, "length": True, "kind": False, "method": False}
+    columns |= dict.fromkeys(("time", "memory", "time ÷ ours", "memory ÷ ours"), True)
+    rows: list[tuple[list[str | Text], bool]] = []
     ours = {(e.library, e.device, e.kind, e.length): e for e in entries if e.method == "relskew"}
     for entry in entries:
         own = ours[entry.library, entry.device, entry.kind, entry.length]
         mine = entry is own
-        table.add_row(
+        cells: list[str | Text] = [
             f"{entry.library} {entry.device}",
             str(entry.length),
             entry.kind,
@@ -129,9 +126,9 @@ def show(entries: list[Entry], load: Load, console: Console) -> None:
             as_bytes(entry.peak_bytes),
             "" if mine else f"{entry.seconds / own.seconds:.1f}×",
             "" if mine else _ratio(entry.peak_bytes, own.peak_bytes),
-            end_section=mine,
-        )
-    console.print(table)
+        ]
+        rows.append((cells, mine))
+    show_table(title, columns, rows, console, spare=("memory ÷ ours", "memory", "time"))
     farthest = max((entry.difference for entry in entries), default=0.0)
     told = (
         f"memory: peak beyond the inputs. All methods agree: largest relative L2 difference from ours {farthest:.0e}."

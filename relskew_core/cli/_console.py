@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
 
 PIPE_WIDTH = 120
 
@@ -49,6 +52,38 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
             begun += 1
 
         yield tell
+
+
+Rows = Sequence[tuple[Sequence[str | Text], bool]]
+"""The cells of each row, and whether a line follows it."""
+
+
+def show_table(
+    title: str, columns: Mapping[str, bool], rows: Rows, console: Console, *, spare: Sequence[str] = ()
+) -> None:
+    """Print a table that fits the terminal; ``columns`` says which are numbers, on the right.
+
+    Where it is too wide, it loses its lines, then the columns ``spare``, one after the other, which are named below it.
+    """
+    dropped: list[str] = []
+    for style, count_dropped in ((box.HEAVY_HEAD, 0), *((box.SIMPLE_HEAD, n) for n in range(len(spare) + 1))):
+        dropped = list(spare[:count_dropped])
+        table = Table(title=title, title_justify="left", box=style, pad_edge=style is box.HEAVY_HEAD)
+        for name, right in columns.items():
+            if name not in dropped:
+                table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        for cells, ends in rows:
+            kept = (cell for name, cell in zip(columns, cells, strict=True) if name not in dropped)
+            table.add_row(*kept, end_section=ends)
+        wide = console.options.update(max_width=10_000)
+        if table.__rich_measure__(console, wide).maximum <= console.width:
+            break
+    else:
+        for column in table.columns:  # nothing is cut
+            column.no_wrap, column.overflow = False, "fold"
+    console.print(table)
+    if dropped:
+        console.print(f"A wider terminal shows more: {', '.join(dropped)}.", style="dim")
 
 
 def count(number: int, noun: str) -> str:

@@ -31,7 +31,7 @@ Save = Annotated[Path | None, typer.Option(help="Write an .svg, or a .png, inste
 QUERIES = 24
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew draw span --clip 3")
 @takes(SpanOptions)
 def span(given: SpanOptions, save: Save = None) -> int:
     """Draw which relative position each row of a table stands for, and what serves those past its ends.
@@ -42,13 +42,13 @@ def span(given: SpanOptions, save: Save = None) -> int:
 
     chosen = given.chosen()
     if chosen is None:
-        raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
+        raise CliError("--length N (the longest input) or --clip K (where distances are clipped) must be given")
     same = given.beyond is not None or given.clip is not None
     spans = [chosen] if same else [replace(chosen, beyond=beyond) for beyond in BEYOND]
     return _give(draw_span(*spans), save)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew draw call --queries 8 --causal --window 3,0")
 @takes(CallOptions)
 def call(
     given: CallOptions,
@@ -56,7 +56,7 @@ def call(
     keys: Annotated[
         int | None, sized("Number of keys; those of the cache and the queries by default.", least=1)
     ] = None,
-    past: Annotated[int, sized("Keys in a cache: the queries come after so many.", least=0)] = 0,
+    past: Annotated[int, sized("Number of cached keys before the first query.", least=0)] = 0,
     segments: Annotated[
         str | None, typer.Option(help="Packed documents, one after the other: their lengths, as in 4,3,5.")
     ] = None,
@@ -75,7 +75,7 @@ def call(
     return _give(picture, save)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew draw skew --queries 5 --save skew.svg")
 def skew(
     queries: Annotated[int, sized("Number of queries.", least=1)] = 4,
     keys: Annotated[int | None, sized("Number of keys; as many as queries by default.", least=1)] = None,
@@ -93,7 +93,7 @@ def skew(
     return 0
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog="Example: relskew draw weights --embed-dim 8 --num-heads 2 --length 24 --causal")
 @takes(BlockOptions, optional=True)
 def weights(
     given: BlockOptions,

@@ -31,15 +31,32 @@ def sized(told: str, least: int | None = None, most: int = LARGEST) -> Any:
     return typer.Option(help=told, min=least, max=most)
 
 
-Prefix = Annotated[str, typer.Option(help="Take the weights whose names begin so: one block of a whole model.")]
+Prefix = Annotated[str, typer.Option(help="Load only the weights with this name prefix: one block of a larger model.")]
 Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0 unless --weights are given.")]
 
 
-def without_types(parameters: list[Any]) -> list[Any]:
-    """Show a flag by its name alone: ``--causal`` and not ``--causal <bool>``."""
+PANELS = {
+    "Block": ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "cross", "sinks", "no_bias"),
+    "Tables": ("length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys"),
+    "Which keys a query sees": ("causal", "window", "block_size", "blocks_before"),
+    "Weights": ("weights", "prefix", "seed", "model"),
+    "Graph": (
+        "profile", "opset", "dtype", "max_length", "past", "in_place", "mask", "segments", "no_projections",
+        "chunk_size", "device", "functions",
+    ),
+    "Output": ("save", "overwrite", "as_json", "plot", "png", "moving"),
+}  # fmt: skip
+"""Where the help of a command with more than one kind of options shows each of them."""
+
+
+def arranged(parameters: list[Any], *, in_panels: bool = False) -> list[Any]:
+    """Put options into panels, and show a flag by its name alone: ``--causal`` and not ``--causal <bool>``."""
+    homes = {name: panel for panel, names in PANELS.items() for name in names if in_panels}
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
+        if parameter.param_type_name == "option":
+            parameter.rich_help_panel = homes.get(parameter.name, parameter.rich_help_panel)
     return parameters
 
 
@@ -48,7 +65,7 @@ class Program(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments."""
-        return without_types(super().get_params(ctx))
+        return arranged(super().get_params(ctx))
 
 
 class Command(TyperCommand):
@@ -56,19 +73,20 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options and arguments."""
-        return without_types(super().get_params(ctx))
+        parameters = super().get_params(ctx)
+        return arranged(parameters, in_panels=any(one.name in ("length", "clip") for one in self.params))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanOptions:
     """Which relative positions the rows of a table stand for."""
 
-    length: Annotated[int | None, sized("The table serves inputs up to this length.")] = None
-    clip: Annotated[int | None, sized("The table reaches this far; its edges serve beyond it.")] = None
+    length: Annotated[int | None, sized("The longest input that the tables serve.")] = None
+    clip: Annotated[int | None, sized("Clip distances at K; farther keys share the edge row.")] = None
     beyond: Annotated[
-        str | None, typer.Option(help="With --length, what serves beyond it: error (the default), clip or zero.")
+        str | None, typer.Option(help="With --length, what keys beyond it get: error (the default), clip or zero.")
     ] = None
-    causal: Annotated[bool, typer.Option("--causal", help="A query sees no key of its future.")] = False
+    causal: Annotated[bool, typer.Option("--causal", help="Queries cannot see later keys.")] = False
 
     def chosen(self) -> Span | None:
         """Return the span that the options name, if they name one."""
@@ -88,10 +106,10 @@ class SpanOptions:
 class CallOptions(SpanOptions):
     """Who sees whom, too."""
 
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT: how far a query sees; an empty side is all.")] = None
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT window; leave a side empty for no limit.")] = None
     block_size: Annotated[int | None, sized("Local attention in blocks of this size.")] = None
     blocks_before: Annotated[
-        int | None, sized("With --block-size: a query sees its whole block and so many before it.")
+        int | None, sized("With --block-size: a query sees its whole block and this many blocks before it.")
     ] = None
 
     def limits(self) -> tuple[int | None, int | None] | None:
@@ -125,12 +143,17 @@ class BlockOptions(CallOptions):
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
+<<<<<<< HEAD
     rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
     t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
     num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None
     max_distance: Annotated[int | None, sized("With --t5: where the last bucket begins, 128 by default.")] = None
     sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False
+=======
+    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias by head and relative position.")] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="An attention sink: one more logit a head.")] = False
+>>>>>>> cb03a3a (Fit the command line's tables to the terminal, put its help into panels with examples, and point mistakes to it)
     no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
 
@@ -173,7 +196,7 @@ def choose_span(options: CallOptions, rows: int | None) -> Span:
     right = 0 if options.causal else right
     if left is not None and right is not None:
         return Span(left, right)
-    raise CliError("--length N (the longest input) or --clip K (the farthest distance of its own) must be given")
+    raise CliError("--length N (the longest input) or --clip K (where distances are clipped) must be given")
 
 
 def _span_of_rows(rows: int, *, causal: bool) -> Span:

@@ -6,27 +6,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relskew_core.cli._console import as_bytes, as_time, count
+from relskew_core.cli._console import as_bytes, as_time, count, show_table
 from relskew_core.cli._libraries import Missing
 from relskew_core.cli._verify import Finding, Verification
 
 
 def show(found: Verification, console: Console, *, every: bool = False) -> None:
     """Print one line for each library, device and dtype, or for every case; then the failures and what is missing."""
-    table = Table(title="One block on every library here, against float64", title_justify="left")
-    for name in ("library", "device", "dtype", "case" if every else "cases (worst)"):
-        table.add_column(name, no_wrap=True)
-    for name in ("error", "gate", "time", "peak memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ok", no_wrap=True)
-    previous = ""
-    for group in _groups(found.rows):
-        if previous and previous != group[0].library:
-            table.add_section()
-        previous = group[0].library
-        for line in [[row] for row in group] if every else [group]:
-            table.add_row(*_line(line))
-    console.print(table)
+    cases = "case" if every else "cases (worst)"
+    columns = dict.fromkeys(("library", "device", "dtype", cases), False)
+    columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
+    groups = _groups(found.rows)
+    following = [*(group[0].library for group in groups[1:]), ""]
+    rows: list[tuple[list[str | Text], bool]] = []
+    for group, after in zip(groups, following, strict=True):
+        lines = [[row] for row in group] if every else [group]
+        rows += [(_line(line), line is lines[-1] and after != group[0].library) for line in lines]
+    spare = ("peak memory", "device", "gate", "time")
+    show_table("One block on every library here, against float64", columns, rows, console, spare=spare)
     console.print(
         "error: relative L2, the largest of the cases; time: median of up to 3, mean of the cases.", style="dim"
     )
