@@ -37,7 +37,10 @@ Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0
 
 PANELS = {
     "Block": ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "cross", "sinks", "no_bias"),
-    "Tables": ("length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys"),
+    "Tables": (
+        "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys", "alibi", "t5", "num_buckets",
+        "max_distance",
+    ),
     "Which keys a query sees": ("causal", "window", "block_size", "blocks_before"),
     "Weights": ("weights", "prefix", "seed", "model"),
     "Graph": (
@@ -143,17 +146,12 @@ class BlockOptions(CallOptions):
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
-<<<<<<< HEAD
-    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A table of one number by head and position.")] = False
+    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias by head and relative position.")] = False
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
     t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
     num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None
     max_distance: Annotated[int | None, sized("With --t5: where the last bucket begins, 128 by default.")] = None
-    sinks: Annotated[bool, typer.Option("--sinks", help="A logit by head that takes attention from the keys.")] = False
-=======
-    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias by head and relative position.")] = False
     sinks: Annotated[bool, typer.Option("--sinks", help="An attention sink: one more logit a head.")] = False
->>>>>>> cb03a3a (Fit the command line's tables to the terminal, put its help into panels with examples, and point mistakes to it)
     no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
 
