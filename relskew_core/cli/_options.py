@@ -38,8 +38,8 @@ Seed = Annotated[int | None, typer.Option(help="Random weights from this seed; 0
 PANELS = {
     "Block": ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "cross", "sinks", "no_bias"),
     "Tables": (
-        "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys", "alibi", "t5", "num_buckets",
-        "max_distance",
+        "length", "clip", "beyond", "rel_values", "shared_table", "rel_bias", "no_rel_keys", "alibi", "t5",
+        "num_buckets", "max_distance",
     ),
     "Which keys a query sees": ("causal", "window", "block_size", "blocks_before"),
     "Weights": ("weights", "prefix", "seed", "model"),
