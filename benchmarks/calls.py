@@ -213,5 +213,5 @@ def outcomes(record: Record) -> Iterator[tuple[str, str, str, bool | None]]:
 
 def targets(record: Record) -> str:
     """Return every promise beside what was measured."""
-    verdicts = {True: "met", False: "**missed**", None: "–"}
+    verdicts = {True: "reached", False: "**missed**", None: "–"}
     return markdown(("", "target", "measured", ""), ((*texts, verdicts[met]) for *texts, met in outcomes(record)))

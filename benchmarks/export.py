@@ -156,7 +156,7 @@ def targets(form: str, rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str
     of = {(row.contender, row.case["length"]): row.ratio for row in rows if row.ratio is not None}
 
     def verdict(met: bool) -> str:
-        return "met" if met else "**missed**"
+        return "reached" if met else "**missed**"
 
     if in_place := [ratio for (label, _), ratio in of.items() if label == IN_PLACE]:
         most = max(in_place)

@@ -505,8 +505,8 @@ def test_targets_and_tables_of_graphs() -> None:
 
     bare, textbook, ours = made(graphs.BARE, 1.0), made("torch: x", 1.25), made(graphs.CHUNKED, 1.05)
     assert list(targets("causal", [bare, textbook, ours])) == [
-        ("causal, L = 1024", "≤ 1.1×", "1.05×", "met"),
-        ("causal, the textbook is faster", "nowhere", "nowhere", "met"),
+        ("causal, L = 1024", "≤ 1.1×", "1.05×", "reached"),
+        ("causal, the textbook is faster", "nowhere", "nowhere", "reached"),
     ]
     assert list(targets("causal", [bare, textbook, made(graphs.CHUNKED, 1.5)])) == [
         ("causal, L = 1024", "≤ 1.1×", "1.50×", "**missed**"),
