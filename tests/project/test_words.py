@@ -1,0 +1,71 @@
+"""Pages, docstrings and comments use the field's words: those of the list in CONTRIBUTING become fewer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tracked import ROOT, tracked
+
+CEILING = 340
+"""How often words of the list are there today. Lower it when a page is rewritten; never raise it."""
+
+
+def listed() -> list[str]:
+    """Return the words of the first column of the table in CONTRIBUTING."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", section, re.MULTILINE)[1:]
+    return [word.strip() for row in rows for word in row.split(",") if not row.startswith("-")]
+
+
+def prose(path: Path) -> str:
+    """Return a page without its code, or the docstrings and comments of a module or of C++."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```|`[^`]*`|<[^>]*>", " ", text, flags=re.DOTALL)
+    if path.suffix != ".py":
+        return "\n".join(re.findall(r"//\s(.*)", text))
+    said = re.findall(r"#\s(.*)", text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            said.append(ast.get_docstring(node) or "")
+    return re.sub(r"``.*?``|`[^`]*`|>>>.*", " ", "\n".join(said))
+
+
+def pages() -> Iterator[Path]:
+    for name in tracked():
+        path = Path(name)
+        if (ROOT / path).is_symlink():
+            continue
+        of_library = path.parts[0] in ("relskew_core", "backends", "export") and path.suffix in (".py", ".cpp", ".hpp")
+        if of_library or name == "README.md" or (path.suffix == ".md" and path.parts[:-1] == ("docs",)):
+            yield path
+
+
+def counted(text: str, words: list[str]) -> Counter[str]:
+    pattern = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in sorted(words, key=len, reverse=True))
+    return Counter(" ".join(found.lower().split()) for found in re.findall(rf"\b(?:{pattern})\b", text, re.IGNORECASE))
+
+
+def test_words_of_the_list_become_fewer() -> None:
+    words = listed()
+    assert len(words) > 20
+    assert {"meets", "of its own"} <= set(words)
+    found = {str(path): counted(prose(ROOT / path), words) for path in pages()}
+    assert len(found) > 200
+    total = sum(sum(each.values()) for each in found.values())
+    worst = sorted(found.items(), key=lambda item: -sum(item[1].values()))[:10]
+    assert total <= CEILING, f"{total} words of the list in CONTRIBUTING, more than {CEILING}: {worst}"
+
+
+def test_code_and_names_are_no_prose() -> None:
+    text = "It meets a\ntable of its\nown.\n```python\nmeets\n```\n`stands` and <https://stands>, Standing."
+    path = ROOT / "README.md"
+    assert path.suffix == ".md"
+    words = ["meets", "of its own", "stands", "standing"]
+    found = counted(re.sub(r"```.*?```|`[^`]*`|<[^>]*>", " ", text, flags=re.DOTALL), words)
+    assert found == {"meets": 1, "of its own": 1, "standing": 1}
