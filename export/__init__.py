@@ -11,7 +11,7 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 try:
     from relskew_core.export._caches import caches_in_place
     from relskew_core.export._from_torch.translation import torch_translation_table
-    from relskew_core.export._library import custom_ops_library
+    from relskew_core.export._library import custom_ops_library, without_operator
     from relskew_core.export._model import to_onnx
     from relskew_core.export._quantise import quantize
     from relskew_core.export._save import save
@@ -36,4 +36,5 @@ __all__ = [
     "torch_to_onnx",
     "torch_translation_table",
     "validate",
+    "without_operator",
 ]

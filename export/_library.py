@@ -1,11 +1,17 @@
-"""Where the library lies that onnxruntime loads to run attention by the compiled kernels."""
+"""The library that onnxruntime loads to run attention by the compiled kernels, and graphs that do without it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import onnx
+import onnx.inliner
+
+from relskew_core._array.checks import describe
 from relskew_core.backends import _compiled
 from relskew_core.backends._compiled.told import told
+from relskew_core.export._graph.operator import DOMAIN, NAME
 
 
 def custom_ops_library() -> Path:
@@ -35,3 +41,54 @@ def custom_ops_library() -> Path:
     if not path.is_file():
         raise RuntimeError(f"there is no operator library here; compiled kernels: {told()}")
     return path
+
+
+def has_operator(model: onnx.ModelProto) -> bool:
+    """Whether a model has nodes that the operator library serves."""
+    return any(function.domain == DOMAIN and function.name == NAME for function in model.functions)
+
+
+def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> onnx.ModelProto:
+    """Return the plain graph of a model whose attention is the operator's nodes.
+
+    Each node ``relskew::RelativeAttention`` becomes what its function is made of, standard operators, as in a graph
+    that was written without ``operator=True``. Runtimes that take no functions need it, such as OpenVINO.
+
+    Parameters
+    ----------
+    model_or_path : onnx.ModelProto, str or path-like
+        The model, or its file; not modified.
+
+    Returns
+    -------
+    onnx.ModelProto
+        The model with the same inputs, outputs, weights and results.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such node, or the argument is no model.
+
+    Examples
+    --------
+    >>> from relskew_core import BlockSpec, Span, init_weights
+    >>> from relskew_core.export import to_onnx, without_operator
+    >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
+    >>> model = to_onnx(spec, init_weights(spec, seed=0), operator=True)
+    >>> len(model.graph.node), len(without_operator(model).graph.node)
+    (9, 26)
+    """
+    if isinstance(model_or_path, onnx.ModelProto):
+        model = model_or_path
+    elif isinstance(model_or_path, str | os.PathLike):
+        model = onnx.load(model_or_path)
+    else:
+        raise TypeError(f"`model_or_path` must be an onnx.ModelProto or a path, got {describe(model_or_path)}")
+    if not has_operator(model):
+        raise ValueError(f"`model_or_path` must have nodes {DOMAIN}::{NAME}, which `operator=True` writes, got none")
+    plain: onnx.ModelProto = onnx.inliner.inline_selected_functions(model, [(DOMAIN, NAME)])
+    if all(function.domain != DOMAIN for function in plain.functions):
+        kept = [entry for entry in plain.opset_import if entry.domain != DOMAIN]
+        del plain.opset_import[:]
+        plain.opset_import.extend(kept)
+    return plain

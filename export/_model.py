@@ -15,9 +15,10 @@ from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._graph.attend import attend
 from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
-from relskew_core.export._graph.functions import fold_into_functions
+from relskew_core.export._graph.functions import fold_into_functions, fold_into_operator
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
+from relskew_core.export._graph.operator import Places, attributes_of_block, places_of
 from relskew_core.export._graph.parts import AttentionInputs, OptionalInputs, Present, Projected
 from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
@@ -41,6 +42,7 @@ def to_onnx(
     in_place: bool = False,
     segments: bool = False,
     functions: bool = False,
+    operator: bool = False,
     name: str = "relative_attention_block",
 ) -> onnx.ModelProto:
     """Write an attention block as an ONNX graph with dynamic batch and lengths.
@@ -88,6 +90,11 @@ def to_onnx(
     functions : bool, default False
         Write the skew and the attention as functions of the model, of the domain ``relskew`` and made of standard
         operators: a viewer then shows one box for each. The numbers are the same; not every runtime takes functions.
+    operator : bool, default False
+        Write attention as one node ``relskew::RelativeAttention``, which is a function of the model at the same time:
+        where :func:`custom_ops_library` is registered onnxruntime runs the compiled kernels, elsewhere the function,
+        made of what the graph would have had. OpenVINO takes no functions: :func:`without_operator` makes the plain
+        graph.
     name : str, default "relative_attention_block"
         Name of the graph.
 
@@ -120,6 +127,10 @@ def to_onnx(
     """
     check_spec(spec)
     check_bool("functions", functions)
+    if check_bool("operator", operator) and functions:
+        raise ValueError(
+            "`operator=True` excludes `functions=True`: the function of a node has standard operators alone"
+        )
     if not isinstance(name, str) or not name:
         raise TypeError(f"`name` must be a str that is not empty, got {describe(name)}")
     arrays = read_weights(spec, weights, projections=check_bool("projections", projections))
@@ -138,9 +149,9 @@ def to_onnx(
     )
     layout = graph_layout(plan, round_weights(arrays, plan.dtype))
     g = Emitter(plan.dtype)
-    (_block if plan.projections else _core)(g, plan, layout)
+    places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
     # The types of a function's values can be written down since version 10.
-    ir_version = max(plan.ir_version, 10) if functions else plan.ir_version
+    ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
     model = g.model(name, plan.opset, ir_version, f"{_summary(plan)} Weights: SHA-256 {_digest(layout)}.")
     model.producer_name = "relskew"
     model.producer_version = __version__
@@ -161,12 +172,14 @@ def to_onnx(
         described["relskew.projections"] = "false"
     if functions:
         fold_into_functions(model)
+    if operator:
+        fold_into_operator(model, *places, attributes_of_block(plan))
     onnx.helper.set_model_props(model, described)
     return model
 
 
-def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
-    """Emit projections, attention, output projection, in the order of a reader."""
+def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]], *, operator: bool) -> Places:
+    """Emit projections, attention, output projection, in the order of a reader; return what goes into attention."""
     spec = plan.spec
     x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
     memory = None
@@ -178,13 +191,15 @@ def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, s
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
     )
-    heads, present = _attend(g, plan, projected, stored, (x, source), given)
+    sources = (projected.q, projected.k) if operator else (x, source)
+    heads, present = _attend(g, plan, projected, stored, sources, given)
     g.output(_linear(g, heads, "out_proj", stored, output="y"), "result for each query")
     _presents(g, present)
+    return places_of(projected, stored, given, heads, present)
 
 
-def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]]) -> None:
-    """Emit attention of heads that come as inputs."""
+def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]], *, operator: bool) -> Places:
+    """Emit attention of heads that come as inputs; return what goes into it."""
     spec = plan.spec
     key_length = "key_length" if spec.cross else "query_length"
     q = g.input("q", ("batch", spec.num_heads, "query_length", spec.head_dim), "queries, not scaled")
@@ -197,9 +212,12 @@ def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, st
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
-    heads, present = _attend(g, plan, Projected(scaled, k, v), stored, (q, k), given)
-    g.output(g.rename(heads, "out"), "heads for each query")
+    projected = Projected(scaled, k, v)
+    heads, present = _attend(g, plan, projected, stored, (scaled if operator else q, k), given)
+    out = g.rename(heads, "out")
+    g.output(out, "heads for each query")
     _presents(g, present)
+    return places_of(projected, stored, given, out, present)
 
 
 def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:

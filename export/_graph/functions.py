@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import onnx
 from onnx import helper
 
-DOMAIN = "relskew"
+from relskew_core.export._graph.operator import DOMAIN, NAME, VERSION
+
 PROJECTIONS = tuple(f"relskew/compute/{name}_proj" for name in ("q", "k", "v", "out"))
 
 
@@ -23,13 +25,34 @@ def fold_into_functions(model: onnx.ModelProto) -> None:
             path = "/".join(["relskew/compute", *branch, "skew"])
             functions.append(_fold(one, skew, "".join(map(str.title, [*branch, "skew"])), path, constants, model))
     inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS)]
-    functions.append(_fold(graph, inner, "RelativeAttention", "relskew/compute/relative_attention", constants, model))
+    functions.append(_fold(graph, inner, "AttentionOfParts", "relskew/compute/relative_attention", constants, model))
+    _add(model, functions, constants)
+
+
+def fold_into_operator(
+    model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str], attributes: Mapping[str, Any]
+) -> None:
+    """Replace all between the projections by the operator's node, and keep what it was as a function of its name."""
+    graph = model.graph
+    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name.startswith("relskew/constant/")}
+    before = {node.name for node in graph.node if node.output[0] in inputs}
+    inner = [node for node in graph.node if not node.name.startswith(PROJECTIONS) and node.name not in before]
+    path, places = "relskew/compute/relative_attention", (inputs, outputs)
+    function = _fold(graph, inner, NAME, path, constants, model, places, **attributes)
+    _add(model, [function], constants)
+
+
+def _add(
+    model: onnx.ModelProto, functions: Sequence[onnx.FunctionProto], constants: Mapping[str, onnx.TensorProto]
+) -> None:
+    """Give a model functions, which keep the constants that nothing else needs."""
+    graph = model.graph
     used = set(_used(graph.node))
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name in constants and graph.initializer[index].name not in used:
             del graph.initializer[index]
     model.functions.extend(functions)
-    model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
 
 
 def _fold(
@@ -39,8 +62,13 @@ def _fold(
     path: str,
     constants: dict[str, onnx.TensorProto],
     model: onnx.ModelProto,
+    places: tuple[Sequence[str], Sequence[str]] | None = None,
+    **attributes: Any,
 ) -> onnx.FunctionProto:
-    """Move nodes of a graph into a function and put a call in their place."""
+    """Move nodes of a graph into a function and put a call in their place.
+
+    ``places``: its inputs, of which some are empty, and its outputs, where these have an order.
+    """
     kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
     kept = [node for node in graph.node if node.name in kept_names]
     made = {output for node in nodes for output in node.output}
@@ -48,6 +76,10 @@ def _fold(
     inputs = [one for one in asked if one not in constants]
     wanted = {*_used(kept), *(value.name for value in graph.output)}
     outputs = [output for node in nodes for output in node.output if output in wanted]
+    if places is not None:
+        assert set(inputs) <= set(places[0])
+        assert set(outputs) == set(places[1])
+        inputs, outputs = map(list, places)
     stored = [
         helper.make_node("Constant", [], [one], name=f"{path}/{one}", value=constants[one])
         for one in asked
@@ -55,10 +87,13 @@ def _fold(
     ]
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     foreign = [entry for entry in model.opset_import if entry.domain]
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1), *foreign]
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION), *foreign]
     infos = [info for info in graph.value_info if info.name in made]
-    function = helper.make_function(DOMAIN, name, inputs, outputs, [*stored, *nodes], imports, value_info=infos)
-    call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN)
+    named = [one or f"none_{place}" for place, one in enumerate(inputs)]
+    function = helper.make_function(
+        DOMAIN, name, named, outputs, [*stored, *nodes], imports, list(attributes), value_info=infos
+    )
+    call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN, **attributes)
     # The call stands where the last of the nodes stood: what it needs is made before, what needs it comes after.
     last = max(index for index, node in enumerate(graph.node) if node.name not in kept_names)
     before = [node for node in graph.node[: last + 1] if node.name in kept_names]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from relskew_core._kernel.call import Options
+from relskew_core.export._graph.emitter import Value
+from relskew_core.export._graph.parts import OptionalInputs, Present, Projected
+from relskew_core.export._plan import GraphPlan
 
 DOMAIN = "relskew"
 NAME = "RelativeAttention"
@@ -18,7 +22,7 @@ INPUTS = (
 )  # fmt: skip
 """The inputs of a node in their order, as `onnx_operator.cpp` has them: all but the first three may be left out."""
 
-OUTPUTS = ("out", "lse", "present_key", "present_value")
+OUTPUTS = ("out", "present_key", "present_value", "lse")
 
 
 def attributes_of(options: Options) -> dict[str, Any]:
@@ -38,6 +42,57 @@ def attributes_of(options: Options) -> dict[str, Any]:
         **_number("scale", options.scale),
         **_number("rel_scale", options.rel_scale),
         **_number("softcap", options.softcap or 0.0),
+    }
+
+
+Places: TypeAlias = "tuple[list[str], list[str]]"
+"""Names of inputs and of outputs, at the places that they have in a node."""
+
+
+def places_of(
+    projected: Projected, stored: Mapping[str, Value], given: OptionalInputs, heads: Value, present: Present | None
+) -> Places:
+    """Return what goes into the attention of a block, and what comes out of it."""
+    named = {name: stored.get(name) for name in ("rel_k", "rel_v", "rel_bias", "sinks")}
+    named |= {"q": projected.q, "k": projected.k, "v": projected.v, "mask": given.mask, "k_segments": given.segments}
+    named["offset"] = given.past_lengths
+    named |= dict(zip(("past_key", "past_value"), given.past or (None, None), strict=True))
+    found = [value.name if (value := named.get(name)) is not None else "" for name in INPUTS]
+    while not found[-1]:
+        found.pop()
+    return found, [heads.name, *(value.name for value in present or ())]
+
+
+def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
+    """Return the attributes of a node that does what a plan says, on tables as its graph stores them."""
+    spec = plan.spec
+    ends = {plan.left.past_edge, "hidden" if plan.one_sided else plan.right.past_edge} - {"hidden", "endless"}
+    if len(ends) > 1:
+        raise ValueError(
+            "`operator=True` requires a `max_length` that cuts both ends of the tables or neither, got "
+            f"{plan.max_length} for {spec.span}"
+        )
+    slopes = plan.endless and bool(spec.rel_bias)
+    if slopes and plan.dtype.itemsize == 2:
+        raise ValueError(
+            "`operator=True` excludes a bias by distance in half precision, whose slopes are stored in float32, got "
+            f"dtype {plan.dtype.name}"
+        )
+    return {
+        "num_heads": spec.num_heads,
+        "kv_num_heads": spec.num_kv_heads,
+        "left": 0 if plan.endless else plan.left.rows,
+        "right": 0 if plan.endless or plan.one_sided else plan.right.rows,
+        "lead": -1 if plan.endless else plan.lead,
+        "by_distance": int(slopes),
+        "beyond": next(iter(ends - {"limited"}), "error"),
+        "causal": int(spec.causal),
+        "window_left": _side(spec.window[0] if spec.window else None),
+        "window_right": _side(spec.window[1] if spec.window else None),
+        "block_size": spec.block_size or 0,
+        "blocks_before": plan.blocks_before if spec.block_size else -1,
+        "scale": 1.0,  # the queries are scaled by their weights
+        "rel_scale": 1.0,
     }
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from relskew_core._block.spec import BlockSpec
+from relskew_core.export._library import has_operator
 from relskew_core.export._validate.inspect import Subject, inspect_model
 from relskew_core.export._validate.questions import Questions, reason
 from relskew_core.export._validate.report import Check
-from relskew_core.export._validate.runtimes import Provider, Runtime, opener, provider_name
+from relskew_core.export._validate.runtimes import WITH_OPERATOR, Provider, Runtime, opener, provider_name
 from relskew_core.export._validate.trials import Trial, empty_batch, make_trials
 
 # Longest input fed in pieces.
@@ -44,6 +45,8 @@ def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str
         for runtime in _some("runtimes", request.runtimes):
             for provider in _some("providers", request.providers) if runtime == "onnxruntime" else ("",):
                 _in_runtime(subject, runtime, provider, trials, request, tell, progress)
+                if provider_name(provider) == "CPUExecutionProvider" and has_operator(subject.source.model):
+                    _in_runtime(subject, WITH_OPERATOR, provider, trials, request, tell, progress)
     except Exception as error:  # a validation that stops half-way must not look like one that passed
         tell(Check("validation", "", "", "", False, detail=reason(error)))
 
@@ -79,7 +82,7 @@ def _in_runtime(
         tell(Check("loads", runtime, provider_name(provider), "", False, detail=reason(error)))
         return
     questions = Questions(subject, runner, tell, request.atol, request.tolerance)
-    if runtime == "onnxruntime":
+    if runtime in ("onnxruntime", WITH_OPERATOR):
         questions.placement()
     for trial, seed in trials:
         progress(f"{runtime}: {trial}")

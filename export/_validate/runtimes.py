@@ -15,11 +15,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from relskew_core.export._library import custom_ops_library
 from relskew_core.export._weights import DTYPES
 
 Feeds: TypeAlias = Mapping[str, np.ndarray]
 Runtime: TypeAlias = Literal["onnxruntime", "reference", "openvino"]
 Provider: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
+
+WITH_OPERATOR = "onnxruntime, operator"
+"""onnxruntime once more, for models that have nodes for our operators."""
 
 BFLOAT16 = DTYPES["bfloat16"]
 SHORT_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
@@ -54,8 +58,11 @@ class Runner:
     empty_batch: bool = False  # whether it is asked for one: kernels of devices need not take it
 
 
-def open_onnxruntime(source: Source, provider: Provider) -> Runner:
-    """Load a model in onnxruntime, on exactly one provider in addition to the CPU, with and without its optimiser."""
+def open_onnxruntime(source: Source, provider: Provider, library: str | None = None) -> Runner:
+    """Load a model in onnxruntime, on exactly one provider in addition to the CPU, with and without its optimiser.
+
+    ``library``: of operators, which the sessions register.
+    """
     runtime = _import("onnxruntime")
     name, options = (provider, {}) if isinstance(provider, str) else (provider[0], dict(provider[1]))
     name = SHORT_NAMES.get(name, name)
@@ -70,6 +77,8 @@ def open_onnxruntime(source: Source, provider: Provider) -> Runner:
         settings = runtime.SessionOptions()
         settings.log_severity_level = 4  # failures arrive as exceptions; what must fail would fill the screen
         settings.graph_optimization_level = level
+        if library is not None:
+            settings.register_custom_ops_library(library)
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return runtime.InferenceSession(source.content(), settings, providers=[(name, options)])
 
@@ -78,7 +87,7 @@ def open_onnxruntime(source: Source, provider: Provider) -> Runner:
     misplaced, placed = _placement(optimised, name)
     used = {key: value for key, value in optimised.get_provider_options().get(name, {}).items() if key == "use_tf32"}
     return Runner(
-        f"onnxruntime {runtime.__version__}",
+        f"onnxruntime {runtime.__version__}" + ("" if library is None else ", operator"),
         name,
         _onnxruntime_call(runtime, optimised),
         _onnxruntime_call(runtime, plain),
@@ -87,6 +96,11 @@ def open_onnxruntime(source: Source, provider: Provider) -> Runner:
         # GroupQueryAttention divides by the batch, which ends the process.
         name == "CPUExecutionProvider" and not _has_operator(source.model, "GroupQueryAttention"),
     )
+
+
+def open_with_operator(source: Source, provider: Provider) -> Runner:
+    """Load a model in onnxruntime with the operator library."""
+    return open_onnxruntime(source, provider, str(custom_ops_library()))
 
 
 def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
@@ -208,6 +222,7 @@ def _from_openvino(value: Any) -> np.ndarray:
 
 OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {
     "onnxruntime": open_onnxruntime,
+    WITH_OPERATOR: open_with_operator,
     "reference": open_reference,
     "openvino": open_openvino,
 }
@@ -216,7 +231,8 @@ OPENERS: dict[str, Callable[[Source, Provider], Runner]] = {
 def opener(runtime: str) -> Callable[[Source, Provider], Runner]:
     """Return what loads a model in a runtime."""
     if runtime not in OPENERS:
-        raise UnavailableError(f"`runtimes` must be among {', '.join(map(repr, OPENERS))}, got {runtime!r}")
+        names = ", ".join(repr(name) for name in OPENERS if name != WITH_OPERATOR)
+        raise UnavailableError(f"`runtimes` must be among {names}, got {runtime!r}")
     return OPENERS[runtime]
 
 

@@ -66,7 +66,8 @@ def validate(
         Batch sizes to try; by default 1, 2 and 3, larger ones with the lengths that are drawn, and on CPUs an empty
         batch.
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
-        Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO.
+        Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO. A model with the operator's nodes is
+        run in onnxruntime on CPUs twice, without the operator library and with it.
     atol : float, optional
         Largest difference of any number, in addition to the relative error, that an output may have. Where logits are
         large it grows as the tolerance does.

@@ -147,6 +147,9 @@ def export(
         str | None, typer.Option(help="Where the model will run; cpu takes chunks of 128, which are fastest there.")
     ] = None,
     functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="Attention as one node for the operator library, and a function.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
@@ -164,7 +167,7 @@ def export(
     model = to_onnx(
         spec, arrays, profile=written_for, opset=opset, dtype=dtype, max_length=max_length, past=past, mask=mask,
         chunk_size=chunk_size, projections=whole, in_place=in_place, segments=segments,
-        functions=functions,
+        functions=functions, operator=operator,
     )  # fmt: skip
     try:
         written = save(model, path, overwrite=overwrite)

@@ -42,14 +42,15 @@ def exported(*options: str) -> onnx.ModelProto:
         (["--no-projections", "--causal"], ["q", "k", "v"]),
         (["--rel-bias", "--no-rel-keys"], ["x"]),
         (["--rel-bias", "--rel-values", "--functions"], ["x"]),
+        (["--causal", "--operator"], ["x"]),
         (["--chunk-size", "4", "--mask"], ["x", "mask"]),
     ],
-    ids=["segments", "in place", "core", "bias", "functions", "chunks"],
+    ids=["segments", "in place", "core", "bias", "functions", "operator", "chunks"],
 )
 def test_what_is_exported_validates(options: list[str], inputs: list[str]) -> None:
     model = exported("--length", "9", "--seed", "3", *options)
     assert [value.name for value in model.graph.input] == inputs
-    assert bool(model.functions) == ("--functions" in options)
+    assert bool(model.functions) == bool({"--functions", "--operator"} & {*options})
     assert relskew("validate", "m.onnx", "--seed", "3", "--length", "1", "--length", "4", "--batch", "2") == 0
     assert relskew("validate", "m.onnx", "--length", "4", "--batch", "2") == 1
 

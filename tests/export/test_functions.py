@@ -35,9 +35,9 @@ def test_validates(form: str, options: dict[str, Any]) -> None:
 def test_the_same_nodes_and_numbers(form: str, options: dict[str, Any]) -> None:
     spec, own, weights = made(form)
     flat, boxed = (to_onnx(spec, weights, functions=chosen, **own, **options) for chosen in (False, True))
-    assert [function.name for function in boxed.functions][-1] == "RelativeAttention"
+    assert [function.name for function in boxed.functions][-1] == "AttentionOfParts"
     # Projections with biases, and one box.
-    assert [node.op_type for node in boxed.graph.node].count("RelativeAttention") == 1
+    assert [node.op_type for node in boxed.graph.node].count("AttentionOfParts") == 1
     assert len(boxed.graph.node) == (1 if "core" in form else 9)
     stored = {tensor.name for tensor in boxed.graph.initializer}
     assert stored == {

@@ -40,7 +40,7 @@ def call(length: int = 50) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "rel_k": random(4, 64, 16)}
 
 
-CAUSAL = {"left": 63, "right": 0, "causal": 1}
+CAUSAL: dict[str, Any] = {"left": 63, "right": 0, "causal": 1}
 
 
 def node_of(case: dense.Case, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -213,9 +213,12 @@ def test_a_full_cache_says_how_full() -> None:
 def test_an_older_runtime_is_refused() -> None:
     """A runtime whose table ends before what is called gives none for our version, and one for the first."""
     said: list[bytes] = []
-    make_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(
-        lambda _, text: said.append(text) or 1
-    )
+
+    def hear(_: int, text: bytes) -> int:
+        said.append(text)
+        return len(said)
+
+    make_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(hear)
     table = (ctypes.c_void_p * 1)(ctypes.cast(make_status, ctypes.c_void_p))
     functions = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(
         lambda version: ctypes.addressof(table) if version < 17 else None

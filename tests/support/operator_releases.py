@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -52,8 +53,9 @@ def write(folder: Path) -> None:
         expected = [out[:, :, 200:], lse[:, :, 200:], k, v]
         names = ("out", "lse", "present_key", "present_value")
         (folder / f"{dtype}.onnx").write_bytes(model_of(given, names, left=299, right=0, causal=1).SerializeToString())
-        arrays = {f"0/in/{name}": x for name, x in given.items()}
-        np.savez(folder / f"{dtype}.npz", **arrays, **{f"0/out/{place}": x for place, x in enumerate(expected)})
+        arrays: dict[str, Any] = {f"0/in/{name}": x for name, x in given.items()}
+        arrays |= {f"0/out/{place}": x for place, x in enumerate(expected)}
+        np.savez(folder / f"{dtype}.npz", **arrays)
 
 
 def main(asked: list[str]) -> int:

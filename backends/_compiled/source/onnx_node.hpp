@@ -39,7 +39,7 @@ constexpr Input INPUTS[] = {
     {"past_value", nullptr, UNDEFINED},
 };
 constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 4;
-enum : std::size_t { OUT, LSE, PRESENT_KEY, PRESENT_VALUE };
+enum : std::size_t { OUT, PRESENT_KEY, PRESENT_VALUE, LSE };
 
 constexpr int INTERFACE = 1;  // of the attributes: a node that says a later one is refused
 
@@ -71,6 +71,9 @@ struct Node {
     const Functions &ort;
     relskew_call call = relskew_new_call();
     Index heads = 0, kv_heads = 0;  // of arrays (batch, length, heads · width)
+    Index lead = -1;                // which row of longer tables is for r = 0; -1: tables have no other rows
+
+    bool by_distance = false;  // whether the bias is a number of each head that distances multiply
 
     bool read(const Info *info, Calls &calls) {
         if (whole(info, "interface", 1) > INTERFACE)
@@ -78,7 +81,8 @@ struct Node {
         call.type = of.own_type;
         heads = whole(info, "num_heads", 0), kv_heads = whole(info, "kv_num_heads", 0);
         call.left = whole(info, "left", 0), call.right = whole(info, "right", 0);
-        call.causal = whole(info, "causal", 0) != 0;
+        by_distance = whole(info, "by_distance", 0) != 0;
+        lead = whole(info, "lead", -1), call.causal = whole(info, "causal", 0) != 0;
         call.window_left = whole(info, "window_left", -1), call.window_right = whole(info, "window_right", -1);
         call.block_size = whole(info, "block_size", 0), call.blocks_before = whole(info, "blocks_before", -1);
         call.offset = whole(info, "offset", 0);

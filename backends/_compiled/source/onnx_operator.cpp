@@ -36,6 +36,8 @@ private:
         }
         if (inputs_[MASK].data && inputs_[ADDED].data) return calls.refuse("relskew: `mask` excludes `added`");
         call_.mask_adds = inputs_[ADDED].data != nullptr;
+        cut_tables();
+        if (call_.sinks.data && call_.sinks.axes == 3) call_.sinks.axes = 1;  // (heads, 1, 1)
         for (const relskew_array *x : {&call_.q, &call_.k, &call_.v})
             if (x->axes != 4)
                 return calls.refuse(
@@ -49,6 +51,16 @@ private:
         offsets_ = static_cast<const Index *>(offset.data), call_.offset = count ? *offsets_ : 0;
         for (Index i = 1; i < count; i++) differ_ = differ_ || offsets_[i] != *offsets_;
         return true;
+    }
+
+    // Leave out the rows before and behind those that the call is for.
+    void cut_tables() {
+        const Index first = node_.lead - call_.left, rows = call_.left + call_.right + 1;
+        for (relskew_array *x : {&call_.rel_k, &call_.rel_v, &call_.key_table, &call_.rel_bias}) {
+            const int axis = x->axes - (x == &call_.rel_bias ? 1 : 2);
+            if (!x->data || axis < 0 || node_.lead < 0 || first < 0 || x->sizes[axis] < first + rows) continue;
+            x->data = static_cast<char *>(x->data) + first * x->steps[axis] * node_.of.bytes, x->sizes[axis] = rows;
+        }
     }
 
     // Read an input, if it is there; (batch, length, heads · width) as the four axes that it has.
@@ -180,10 +192,35 @@ private:
             some.q_segments.data = static_cast<Index *>(some.q_segments.data) + some.offset;
             some.q_segments.sizes[some.q_segments.axes - 1] = some.q.sizes[2];
         }
+        const Memory made(node_.by_distance && some.rel_bias.data ? make_bias(some) : nullptr);
+        if (node_.by_distance && some.rel_bias.data && !made)
+            return calls.refuse("relskew: there is no memory for a bias by distance, or it is in half precision");
         char why[240] = "relskew: ";
         const std::size_t start = std::strlen(why);
         Text text(why + start, sizeof why - start);
         return attend_for_host(some, {on_threads, this, sysconf(_SC_NPROCESSORS_ONLN)}, text) || calls.refuse(why);
+    }
+
+    using Memory = std::unique_ptr<void, Free>;
+
+    // Write down a bias by distance for what a call can see; null if there is no memory, or in half precision.
+    void *make_bias(relskew_call &some) const {
+        some.left = std::max<Index>(0, some.offset + some.q.sizes[2] - 1);
+        some.right = std::max(-some.left, some.k.sizes[2] - 1 - some.offset);
+        const relskew_array slopes = some.rel_bias;
+        const Index heads = slopes.sizes[0], rows = some.left + some.right + 1;
+        void *made = std::malloc(static_cast<std::size_t>(heads * rows * node_.of.bytes));
+        const auto fill = [&](auto *to, const auto *from) {
+            for (Index head = 0; head < heads; head++)
+                for (Index c = 0; c < rows; c++)
+                    to[head * rows + c] =
+                        from[head] * static_cast<decltype(from[0] + from[0])>(std::abs(c - some.left));
+        };
+        if (made && node_.of.type == FLOAT32) fill(static_cast<float *>(made), static_cast<float *>(slopes.data));
+        if (made && node_.of.type == FLOAT64) fill(static_cast<double *>(made), static_cast<double *>(slopes.data));
+        if (node_.of.bytes == 2) std::free(made), made = nullptr;
+        some.rel_bias = {made, 2, {heads, rows}, {rows, 1}};
+        return made;
     }
 
     // Work on the threads of the runtime, which may be fewer.
