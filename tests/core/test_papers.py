@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -12,14 +13,7 @@ from numpy.typing import NDArray
 
 import oracles
 from libraries import GATES, LIBRARIES, Library, device_of
-from relskew_core import (
-    Span,
-    papers,
-    relative_attention,
-    relative_logits,
-    relative_values,
-    skew,
-)
+from relskew_core import Span, papers, relative_attention, relative_logits, relative_values, skew
 
 SHAPES = [(), (2, 3)]
 """Leading axes: none, batch and heads."""
@@ -55,16 +49,10 @@ def run(library: Library, function: Callable[..., Any], arrays: dict[str, Any], 
     return library.to_numpy(result)
 
 
-def agree(
-    library: Library,
-    literal: Callable[..., Any],
-    real: Callable[..., Any],
-    arrays: dict[str, Any],
-) -> NDArray[np.float64]:
-    """Check that the paper's way and the package's way give the same on one library; return it."""
+def agree(library: Library, literal: Callable[..., Any], real: Callable[..., Any], arrays: dict[str, Any]) -> None:
+    """Check that the paper's way and the package's way give the same on one library."""
     expected, actual = run(library, literal, arrays), run(library, real, arrays)
     assert oracles.relative_error(actual, expected) < GATES["float64"]
-    return actual
 
 
 # Known small cases ----------------------------------------------------------------------------------------------------
@@ -160,32 +148,6 @@ def test_shaw_values(library: Library, form: Callable[..., Any], lead: tuple[int
     agree(library, lambda **given: form(**given, offset=offset), real, arrays)
 
 
-@pytest.mark.parametrize("values", [True, False], ids=["rel_v", "no rel_v"])
-@pytest.mark.parametrize(
-    ("form", "by_head"),
-    [("gather", True), ("gather", False), ("split", False)],
-    ids=["gather, table by head", "gather", "split"],
-)
-@pytest.mark.parametrize("lead", SHAPES[1:], ids=str)
-def test_shaw_attention(library: Library, form: Any, lead: tuple[int, ...], by_head: bool, values: bool) -> None:
-    n, d, k = 6, 4, 2
-    heads = lead[-1:] if by_head else ()
-    arrays: dict[str, Any] = {
-        "q": draw(*lead, n, d),
-        "k": draw(*lead, n, d, seed=1),
-        "v": draw(*lead, n, d + 1),
-        "rel_k": draw(*heads, 2 * k + 1, d),
-        "rel_v": draw(*heads, 2 * k + 1, d + 1) if values else None,
-    }
-    out = agree(
-        library,
-        lambda **given: papers.shaw_attention(**given, form=form),
-        lambda **given: relative_attention(**given, span=Span.clipped(k)),
-        arrays,
-    )
-    assert oracles.relative_error(out, oracles.relative_attention(**arrays, span=Span.clipped(k)).out) < 1e-12
-
-
 def test_shaw_table_by_head_is_refused_by_the_split_product() -> None:
     q = draw(2, 3, 4)
     with pytest.raises(ValueError, match=r"`rel_k` must have shape \(R, D\)"):
@@ -227,29 +189,6 @@ def test_huang_logits(library: Library, by_head: bool, length: int) -> None:
     )
 
 
-@pytest.mark.parametrize("length", [1, 6])
-@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
-def test_huang_attention(library: Library, by_head: bool, length: int) -> None:
-    arrays = attention_arrays(length, length, length, by_head=by_head)
-    out = agree(library, papers.huang_attention, lambda **given: relative_attention(**given, causal=True), arrays)
-    assert oracles.relative_error(out, oracles.relative_attention(**arrays, causal=True).out) < 1e-12
-
-
-@pytest.mark.parametrize(("blocks", "size"), [(1, 3), (3, 1), (3, 4)])
-@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
-def test_huang_local_attention(library: Library, by_head: bool, blocks: int, size: int) -> None:
-    length = blocks * size
-    arrays = attention_arrays(length, length, 2 * size, by_head=by_head)
-    out = agree(
-        library,
-        lambda **given: papers.huang_local_attention(**given, block_size=size),
-        lambda **given: relative_attention(**given, causal=True, block_size=size),
-        arrays,
-    )
-    expected = oracles.relative_attention(**arrays, causal=True, block_size=size).out
-    assert oracles.relative_error(out, expected) < 1e-12
-
-
 # I. Ukhov 2024 --------------------------------------------------------------------------------------------------------
 
 
@@ -267,26 +206,61 @@ def test_diagonal_skew_equals_skew_of_the_reversed_columns(
 
 
 @pytest.mark.parametrize(("n", "m", "longest"), [(1, 1, 1), (5, 5, 5), (3, 6, 6), (4, 2, 7)])
-@pytest.mark.parametrize("by_head", [True, False], ids=["table by head", "shared table"])
-def test_diagonal_attention(library: Library, by_head: bool, n: int, m: int, longest: int) -> None:
-    arrays = attention_arrays(n, m, 2 * longest - 1, by_head=by_head)
-    ascending = {**arrays, "rel_k": np.flip(arrays["rel_k"], axis=-2).copy()}
-    literal = run(library, papers.diagonal_attention, arrays)
-    ours = run(library, relative_attention, ascending, span=Span.full(longest), offset=0)
-    assert oracles.relative_error(ours, literal) < GATES["float64"]
-    logits = run(library, papers.diagonal_logits, {"q": arrays["q"], "rel_k": arrays["rel_k"]}, n_keys=m)
-    ours = run(library, relative_logits, {"q": arrays["q"], "table": ascending["rel_k"]}, n_keys=m, offset=0)
+def test_diagonal_logits(library: Library, n: int, m: int, longest: int) -> None:
+    q, table = draw(2, 3, n, 4), draw(3, 2 * longest - 1, 4)
+    logits = run(library, papers.diagonal_logits, {"q": q, "rel_k": table}, n_keys=m)
+    ascending = {"q": q, "table": np.flip(table, axis=-2).copy()}
+    ours = run(library, relative_logits, ascending, span=Span.full(longest), n_keys=m, offset=0)
     assert oracles.relative_error(ours, logits) < GATES["float64"]
 
 
-def attention_arrays(n: int, m: int, rows: int, *, by_head: bool) -> dict[str, Any]:
-    """Queries, keys, values and a table: two batches of three heads."""
-    return {
-        "q": draw(2, 3, n, 4),
-        "k": draw(2, 3, m, 4, seed=1),
-        "v": draw(2, 3, m, 5),
-        "rel_k": draw(*([3] if by_head else []), rows, 4),
-    }
+# Whole attention ------------------------------------------------------------------------------------------------------
+
+
+class Whole(NamedTuple):
+    """An algorithm and its options, the sizes of a call, and the options of ours that say the same."""
+
+    literal: Callable[..., Any]
+    options: dict[str, Any]
+    n: int
+    m: int
+    rows: int
+    ours: dict[str, Any]
+    values: bool = False
+    descends: bool = False  # the table
+
+
+def wholes() -> Iterator[tuple[str, Whole, bool]]:
+    """Name every algorithm with tables of all heads, and by head where it takes them."""
+    for form, values in itertools.product(("gather", "split"), (True, False)):
+        whole = Whole(papers.shaw_attention, {"form": form}, 6, 6, 5, {"span": Span.clipped(2)}, values)
+        for by_head in (False, True)[: 1 + (form == "gather")]:
+            yield f"Shaw, {form}{', values' * values}", whole, by_head
+    found = {f"Huang, {n}": Whole(papers.huang_attention, {}, n, n, n, {"causal": True}) for n in (1, 6)}
+    for blocks, size in ((1, 3), (3, 1), (3, 4)):
+        given, n = {"block_size": size}, blocks * size
+        whole = Whole(papers.huang_local_attention, given, n, n, 2 * size, {"causal": True, **given})
+        found[f"Huang, {blocks} blocks of {size}"] = whole
+    for n, m, longest in ((1, 1, 1), (5, 5, 5), (3, 6, 6), (4, 2, 7)):
+        ours = {"span": Span.full(longest), "offset": 0}
+        whole = Whole(papers.diagonal_attention, {}, n, m, 2 * longest - 1, ours, descends=True)
+        found[f"diagonal, {n} of {m}"] = whole
+    yield from ((name, whole, by_head) for name, whole in found.items() for by_head in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("whole", "by_head"),
+    [pytest.param(whole, by_head, id=f"{name}{', by head' * by_head}") for name, whole, by_head in wholes()],
+)
+def test_attention(library: Library, whole: Whole, by_head: bool) -> None:
+    heads, (n, m, rows) = (3,) * by_head, whole[2:5]
+    arrays = {"q": draw(2, 3, n, 4), "k": draw(2, 3, m, 4, seed=1), "v": draw(2, 3, m, 5)}
+    arrays |= {"rel_k": draw(*heads, rows, 4)} | ({"rel_v": draw(*heads, rows, 5)} if whole.values else {})
+    ours = {**arrays, "rel_k": np.flip(arrays["rel_k"], axis=-2).copy()} if whole.descends else arrays
+    literal = run(library, whole.literal, arrays, **whole.options)
+    actual = run(library, relative_attention, ours, **whole.ours)
+    assert oracles.relative_error(actual, literal) < GATES["float64"]
+    assert oracles.relative_error(actual, oracles.relative_attention(**ours, **whole.ours).out) < 1e-12
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -108,3 +111,20 @@ def dense_module(
 def one_hot_heads(k: Tensor) -> Tensor:
     """Return values of which each is a direction of its own."""
     return torch.eye(k.shape[-2], dtype=k.dtype).expand(*k.shape[:-1], k.shape[-2])
+
+
+DRAWN = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True, sinks=True)
+
+
+def check_drawn(weights: Mapping[str, Any]) -> None:
+    """Hold the weights of `DRAWN`, of any library, to the bounds of ``init_weights``, and to what is even in them."""
+    DRAWN.check_weights(weights)
+    for name, weight in weights.items():
+        x = np.asarray(weight)
+        assert x.dtype == np.float32
+        if name.endswith("bias") or name == "sinks":
+            assert not x.any()
+            continue
+        bound = (3 / 16) ** 0.5 if name.startswith("rel") else (6 / sum(x.shape)) ** 0.5
+        assert 0.99 * bound < abs(x).max() <= bound
+        assert x.var() == pytest.approx(bound**2 / 3, rel=0.06)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping
-from layers.modules import SPECS
+from layers.modules import DRAWN, SPECS, check_drawn
 
 from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
@@ -224,21 +224,12 @@ def test_a_checkpoint_goes_round(spec: BlockSpec, dtype: torch.dtype) -> None:
 
 @each
 def test_it_is_initialised_as_init_weights_does(framework: Framework) -> None:
-    spec = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True, sinks=True)
-    found = framework.drawn(spec, 0).weights()
-    spec.check_weights(found)
-    for key, weight in found.items():
-        assert weight.dtype == np.float32
-        if key.endswith("bias") or key == "sinks":
-            assert not weight.any()
-            continue
-        bound = (3 / 16) ** 0.5 if key.startswith("rel") else (6 / sum(weight.shape)) ** 0.5
-        assert 0.99 * bound < abs(weight).max() <= bound
-        assert weight.var() == pytest.approx(bound**2 / 3, rel=0.06)
-    drawn = [found["rel_k"], found["rel_v"], framework.drawn(spec, 1).weights()["rel_k"]]
+    found = framework.drawn(DRAWN, 0).weights()
+    check_drawn(found)
+    drawn = [found["rel_k"], found["rel_v"], framework.drawn(DRAWN, 1).weights()["rel_k"]]
     drawn += [found["k_proj.weight"], found["v_proj.weight"]]
     assert len({x.tobytes() for x in map(np.asarray, drawn)}) == len(drawn)
-    np.testing.assert_array_equal(framework.drawn(spec, 0).weights()["rel_k"], found["rel_k"])
+    np.testing.assert_array_equal(framework.drawn(DRAWN, 0).weights()["rel_k"], found["rel_k"])
 
 
 @each

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers.modules import SPECS, dense_module, inputs, made
+from layers.modules import DRAWN, SPECS, check_drawn, dense_module, inputs, made
 from torch import Tensor, nn
 
 import relskew_core
@@ -111,22 +111,18 @@ def test_weights_of_init_weights_load() -> None:
         module.load_state_dict({key: x for key, x in weights.items() if key != "rel_v"})
 
 
-@pytest.mark.parametrize("key", ["q_proj.weight", "k_proj.weight", "out_proj.weight", "rel_k", "rel_v"])
-def test_it_is_initialised_as_init_weights_does(key: str) -> None:
-    spec = BlockSpec(64, 4, Span.clipped(40), num_kv_heads=2, rel_values=True)
+def test_it_is_initialised_as_init_weights_does() -> None:
+    check_drawn(init_weights(DRAWN, seed=0))
     torch.manual_seed(0)
-    module = RelativeMultiheadAttention(spec)
-    mine, theirs = module.state_dict()[key], init_weights(spec, seed=0, xp=torch)[key]
-    bound = (3 / 16) ** 0.5 if key.startswith("rel") else (6 / (64 + mine.shape[0 if key[0] != "o" else 1])) ** 0.5
-    for x in (mine, theirs):
-        assert 0.99 * bound < x.abs().max() <= bound
-        torch.testing.assert_close(x.var(), torch.tensor(bound**2 / 3), rtol=0.06, atol=0)
-    assert not module.state_dict()["q_proj.bias"].any()
+    module = RelativeMultiheadAttention(DRAWN)
+    drawn = {key: x.clone() for key, x in module.state_dict().items()}
+    check_drawn(drawn)
     torch.manual_seed(0)
-    again = RelativeMultiheadAttention(spec)
-    assert torch.equal(again.state_dict()[key], mine)
-    again.reset_parameters()
-    assert not torch.equal(again.state_dict()[key], mine)
+    again = RelativeMultiheadAttention(DRAWN)
+    for changes in (False, True):
+        for key, x in again.state_dict().items():
+            assert torch.equal(x, drawn[key]) != (changes and bool(x.any()))
+        again.reset_parameters()
 
 
 # Masks and caches
