@@ -169,6 +169,13 @@ def tiny(name: str) -> list[str]:
     return [*options, *(["--contenders", *who.split()] if who else [])]
 
 
+FEW = {
+    "export": (graphs.BARE, graphs.CHUNKED, graphs.IN_PLACE, "relskew `ort`", "relskew `ort`, in place"),
+    "gpu_graphs": (graphs.BARE, "relskew `portable`"),
+}
+"""Of contenders that each take torch's exporter seconds, or a process."""
+
+
 class Twice(torch.nn.Module):
     """A model that holds so much more than it is given."""
 
@@ -204,15 +211,8 @@ def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: 
     if name == "gpu_registers":
         pytest.importorskip("triton")
     path, options = tmp_path / "record.json", tiny(name)
-    if name == "export":  # each takes torch's exporter seconds
-        options += [
-            "--contenders",
-            graphs.BARE,
-            graphs.CHUNKED,
-            graphs.IN_PLACE,
-            "relskew `ort`",
-            "relskew `ort`, in place",
-        ]
+    if name in FEW:
+        options += ["--contenders", *FEW[name]]
     assert cli.main([name, *options, "--seconds", "0", "--json", str(path)]) == 0
     record = Record.load(path)
     record.save(tmp_path / "again.json")
@@ -374,7 +374,8 @@ def test_memory_reports_what_a_child_says_when_it_fails() -> None:
 @pytest.mark.no_cover
 @pytest.mark.skipif(_compiled.kernels is None, reason="torch's operator, which is needed without kernels, takes more")
 @pytest.mark.parametrize(("library", "mib"), [("torch", 25), ("NumPy", 15), ("JAX", 25)])
-def test_a_first_call_takes_little_memory(library: str, mib: int) -> None:
+def test_a_first_call_takes_little_memory(library: str, mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first, "PROCESSES", 3)
     found = first.First().memory("first", {"first": library}, "relskew")
     assert 0 < found["bytes"] <= mib * 2**20
 
