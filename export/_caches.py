@@ -246,7 +246,7 @@ class _Writer:
 
     def _grouped(self, node: onnx.NodeProto, keys: _Cache, values: _Cache, heads: int) -> Iterator[onnx.NodeProto]:
         """Yield GroupQueryAttention in place of Attention, with the heads side by side as it wants them."""
-        # The -1 fails beside an empty batch, with which GroupQueryAttention would end the process.
+        # The -1 fails with an empty batch, with which GroupQueryAttention would end the process.
         self._store("side_by_side", np.array([0, 0, -1], dtype=np.int64))
         self._store("apart", np.array([0, 0, heads, -1], dtype=np.int64), f"{heads}")
         operands = []

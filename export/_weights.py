@@ -35,7 +35,7 @@ def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any
     if dtype is not None:
         name = dtype_name(dtype)
         if name not in DTYPES:
-            raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, by name or dtype, got {dtype!r}")
+            raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, string or dtype, got {dtype!r}")
         return DTYPES[name]
     if not weights:
         return DTYPES["float32"]

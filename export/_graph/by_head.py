@@ -14,7 +14,7 @@ from relskew_core.export._plan import GraphPlan
 def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: Heads, chunks: Chunks) -> Value:
     """Return the heads side by side, ``(batch, queries, H * D)``, from a loop over key heads around that over chunks.
 
-    A turn has the query heads that share a key head, and of the tables only what is theirs.
+    A turn has the query heads that share a key head, and only their part of the tables.
     """
     spec = plan.spec
     group = spec.num_heads // spec.num_kv_heads

@@ -35,7 +35,7 @@ class Emitter:
     """Collects inputs, initializers and nodes; the same calls in the same order give the same bytes.
 
     ``compute`` makes a node that works on data and ``index`` one that works on lengths and positions. Their names
-    start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can tell them apart. What an
+    start with ``relskew/compute/`` and ``relskew/shape/``, so that a placement check can distinguish them. What an
     emitter of a branch makes has the branch's name, ``scope``, in front.
     """
 

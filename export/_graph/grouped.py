@@ -1,4 +1,4 @@
-"""onnxruntime's own ``GroupQueryAttention``: causal attention that knows caches, and writes into those it is given."""
+"""onnxruntime's own ``GroupQueryAttention``: causal attention with caches, which it writes in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of fixed length, written in place, where every row of the batch has a past of its own."""
+"""Caches of fixed length, written in place, with a separate past for every row of the batch."""
 
 from __future__ import annotations
 
@@ -86,10 +86,11 @@ def attend_in_place(
 
 
 class _Rows:
-    """Rows of the batch whose queries stand behind pasts of their own, cut to what the longest of them has filled.
+    """Rows of the batch whose queries follow separate pasts, cut to what the longest of them has filled.
 
     All read one window of the table, ``r = -total … 0``. TensorScatter writes each row's products as far to the right,
-    in a buffer, as its queries stand; then one skew serves them all. What is left of the buffer hides the future.
+    in a buffer, at the positions of its queries; then one skew serves them all. What is left of the buffer hides the
+    future.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class _Rows:
         return [g.cut(moved, 3, 0, self._columns, "window", "unskew/by_position"), self._window.rows()]
 
     def last_positions(self) -> Value:
-        """Return where each row's last query stands, ``(batch,)``."""
+        """Return the position of each row's last query, ``(batch,)``."""
         g = self._g
         less = g.minus(self._n, 1, "cache/queries_less_1")
         return g.index("Add", [self._past, g.dim(less)], "cache/last_positions", self._past.shape)
@@ -177,7 +178,7 @@ class _Rows:
         return g.compute("TensorScatter", [buffer, x, first], f"{name}/placed", shape, axis=3)
 
     def _segments(self, of_keys: Value) -> Segments:
-        """Read the segments of each row's queries from where they stand in the cache."""
+        """Read the segments of each row's queries at their positions in the cache."""
         g, n, past = self._g, self._n, self._past
         limits = [g.constant(0), g.scalar(n, "segments/count"), g.constant(1)]
         ramp = g.index("Range", limits, "segments/range", ("query_length",))

@@ -14,7 +14,7 @@ def attend_blocks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Value
     """Return the heads, laid out as the queries came.
 
     The length is filled up to a multiple of the block size with zeros, which only the queries of the filling see. An
-    input shorter than a block is one block of its own length.
+    input shorter than a block is one block of that length.
     """
     projected, length = inputs.projected, inputs.lengths.queries
     apart = len(projected.q.shape) == 4
@@ -77,7 +77,7 @@ class _Blocks:
         if not before:
             return self.of_queries(x, f"{name}_folded")
         filled = self._filled(x, name, front=True)
-        # As many cuts as blocks and those before the first: a reshape cannot tell beside an empty batch.
+        # As many cuts as blocks and those before the first: a reshape cannot infer it with an empty batch.
         all_cuts = g.plus(self._count, before, "blocks/count_and_before")
         cut_shape = g.dims(f"blocks/{name}_cut_shape", 0, all_cuts, self._size, width)
         shape: Shape = (x.shape[0], "blocks", "block", width)
@@ -130,7 +130,7 @@ class _Blocks:
         return g.index("Range", limits, f"blocks/{name}_numbers", (symbol,))
 
     def _causal(self, keys: Value) -> Value:
-        """Return which keys of its blocks a query does not stand before, ``(queries, keys)``."""
+        """Return which keys of its blocks a query is not before, ``(queries, keys)``."""
         g, queries = self._g, keys
         if self._before:
             bounds = [self._front, g.constant([INT64_MAX])]

@@ -158,7 +158,7 @@ class Softmax(NamedTuple):
         total = g.compute("Sub", [top, log_share], "attention/log_sum", shape, dtype)
         if lowest is None:
             return total
-        bound = g.constant(np.asarray(lowest, g.dtype), dtype)  # as rounded as the logits that it stands for
+        bound = g.constant(np.asarray(lowest, g.dtype), dtype)  # rounded like the logits that it bounds
         dead = g.compute("LessOrEqual", [top, bound], "attention/dead", shape, BOOL)
         nothing = g.constant(-np.inf, dtype)
         return g.compute("Where", [dead, nothing, total], "attention/log_sum_of_seen", shape, dtype)
@@ -213,9 +213,9 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
 
 
 def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim, name: str, shape: Shape) -> Value:
-    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: a group's queries stand in one matrix.
+    """Multiply ``(batch, H, queries, ·)`` by ``(batch, Hkv, ·, ·)``: the queries of a group form one matrix.
 
-    ``count`` is how many queries there are: a reshape cannot tell beside an empty batch.
+    ``count`` is how many queries there are: a reshape cannot infer it with an empty batch.
     """
     spec = plan.spec
     if spec.num_heads == spec.num_kv_heads:

@@ -15,7 +15,7 @@ def skew(
     ``queries + keys``; ``columns`` is their number where it is made already. In rows as long as there are queries the
     spare entries are the first row. These rows are named by their lengths and not left to the runtime, so that a window
     that came out too short fails here, in a node whose name says by ``reach`` how far the table goes, and that an empty
-    batch does not: beside its 0 no -1 could be worked out.
+    batch does not: next to its 0 no -1 can be inferred.
     """
     batch, heads = x.shape[:2]
     n, m, n_symbol = lengths.queries, lengths.keys, lengths.query_symbol

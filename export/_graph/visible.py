@@ -24,7 +24,7 @@ def visible(
     Where a query may see no key at all, the condition must say it all, hidden ends of the table included.
     """
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
-    if plan.in_place:  # every row of the batch stands somewhere else
+    if plan.in_place:  # every row of the batch has another position
         symbols = (lengths.row_symbol, 1, *symbols)
     conditions: list[Value] = []
     positions = _KeyAndQueryPositions(g, plan, lengths)

@@ -60,7 +60,7 @@ class Flat(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A graph, and what torch knows of the lengths of its inputs: ints, and expressions of symbols."""
+    """A graph, and what torch has found out about the lengths of its inputs: ints, and expressions of symbols."""
 
     model: onnx.ModelProto
     shapes: list[tuple[Any, ...]]
@@ -113,7 +113,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """Which axes of each input a model lets vary, which ones no graph does, and what fixed others where torch tells."""
+    """Which axes of each input a model lets vary, which ones no graph does, and what fixed others, if known."""
 
     axes: list[dict[int, Any]]
     never: frozenset[Axis]
@@ -148,7 +148,7 @@ def _heads_and_widths(program: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
-    """Return where axes of inputs were fixed, as far as this release of torch tells."""
+    """Return where axes of inputs were fixed, as far as this release of torch reports it."""
     found: dict[Axis, Any] = {}
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     env = values[-1].fake_mode.shape_env

@@ -1,4 +1,4 @@
-"""``decoder_to_onnx``: a decoder of torch with its caches, under the names that runtimes know."""
+"""``decoder_to_onnx``: a torch decoder with its caches, under the names that runtimes expect."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def decoder_to_onnx(
         Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input, ``past_length
         (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A runtime writes
         into the buffer that is bound as past and as present, and copies nothing, where caches that grow are copied at
-        every step. The runtime must know ``TensorScatter``.
+        every step. The runtime must support ``TensorScatter``.
     length : int, optional
         Positions that the caches have room for, with ``in_place``; by default the runtime takes any ``cache_length``.
         At most what the tables reach.
@@ -75,7 +75,7 @@ def decoder_to_onnx(
         the faster one in onnxruntime, so take it where no other runtime must run the file. It takes heads whose width 8
         divides, attention without relative values, and several tokens behind a past for a batch of one alone.
     genai : mapping or False, default False
-        Also write ``genai_config.json`` beside the file, with which onnxruntime-genai runs the folder: entries of its
+        Also write ``genai_config.json`` next to the file, with which onnxruntime-genai runs the folder: entries of its
         ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. The token, or the list of tokens, that
         ends a text must be among them: the runtime stops at token 0 where no other is named, and takes none outside the
         vocabulary. Not with ``in_place``.
@@ -267,7 +267,7 @@ def _shown(model: nn.Module, empty: Callable[[int], Any]) -> tuple[Tensor, Any]:
 
 
 def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:
-    """Return heads and width of every tensor of the caches, if they are keys and values of so many positions."""
+    """Return heads and width of every tensor of the caches, if they are keys and values of that many positions."""
     import torch
 
     pairs = list(caches) if isinstance(caches, tuple | list) else []

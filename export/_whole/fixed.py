@@ -59,7 +59,7 @@ def _takes_more(flat: Flat, leaves: Sequence[Tensor], group: Sequence[Axis]) -> 
     ]
     try:
         flat(*longer)
-    except Exception:  # a model refuses in whatever way it likes
+    except Exception:  # a model may refuse in any way
         return False
     return True
 

@@ -37,16 +37,16 @@ def torch_to_onnx(
 ) -> onnx.ModelProto:
     """Write a model of torch as an ONNX graph with dynamic batch and lengths, checked against torch.
 
-    Every call of :func:`relskew_core.relative_attention` and every module of ours in it becomes a few nodes, as with
-    :func:`to_onnx`; torch's own exporter writes the rest. Needs torch, onnxscript and, for the check, onnxruntime.
+    Every call of :func:`relskew_core.relative_attention` and every module of this library in it becomes a few nodes, as
+    with :func:`to_onnx`; torch's own exporter writes the rest. Needs torch, onnxscript and, for the check, onnxruntime.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model, on the CPU. It is exported in evaluation, and left in the mode it was in.
     inputs : Tensor, tuple or mapping of str
-        Arguments of an example: one, those by position, or those by name; tensors in lists, tuples and mappings are
-        inputs too, and what is no tensor stays as it is here.
+        Arguments of an example: one, positional arguments, or keyword arguments; tensors in lists, tuples and mappings
+        are inputs too, and what is no tensor stays as it is here.
     path : str or path-like, optional
         Where to save the graph too, all or nothing, as :func:`save` does.
     opset : int, default 23
@@ -58,13 +58,13 @@ def torch_to_onnx(
         The axes that must vary, by the names of inputs; all others are fixed then. By default every axis that is
         longer than 1 in the example varies unless the model fixes it, heads and widths of attention excepted. Show a
         batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
-        warning, with the line that fixed it where torch tells.
+        warning, with the line that fixed it, if torch reports it.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True
         Compare with torch in onnxruntime, for the example and for other lengths of what varies, 1 among them, with
         values drawn from those of the example. A length that ``model`` refuses has nothing to be compared with: a
-        warning tells where the graph gives numbers all the same.
+        warning says where the graph gives numbers all the same.
     overwrite : bool, default False
         Replace a file that is there.
     external_threshold : int, default 2**30
@@ -108,7 +108,7 @@ def torch_to_onnx(
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
     with evaluating(flat), torch.no_grad():
-        flat(*leaves)  # tells the names of the results
+        flat(*leaves)  # gives the names of the results
     names = _names("input_names", input_names, flat.input_names)
     results = _names("output_names", output_names, flat.output_names, names)
     varies = varying(flat) if vary is None else Varying(_axes(leaves, names, vary), frozenset(), {})
@@ -166,7 +166,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (inputs,), {}
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
-    raise TypeError(f"`inputs` must be a tensor, a tuple of arguments or a mapping by name, got {describe(inputs)}")
+    raise TypeError(f"`inputs` must be a tensor, a tuple of arguments or a mapping of names, got {describe(inputs)}")
 
 
 def _names(argument: str, given: Any, usual: list[str], inputs: Sequence[str] = ()) -> list[str]:
@@ -226,7 +226,7 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
     sizes = [dict(zip(shape, value.shape, strict=True)) for shape, value in zip(shapes, leaves, strict=True)]
     shown = {symbol: size for given in sizes for symbol, size in given.items() if getattr(symbol, "is_Symbol", False)}
     symbols = sorted(shown, key=str)
-    # What is equal in the example stays so: torch does not always know that it must be.
+    # What is equal in the example stays so: torch does not always derive that it must be.
     changes: tuple[Callable[[int], int], ...] = (lambda size: 1, lambda size: max(1, size - 1), lambda size: size + 1)
     for change in changes if symbols else ():
         choice = {symbol: change(shown[symbol]) for symbol in symbols}

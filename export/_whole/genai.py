@@ -1,4 +1,4 @@
-"""The file beside a decoder's graph that tells onnxruntime-genai how to run it."""
+"""The file next to a decoder's graph with which onnxruntime-genai runs it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
             f"onnxruntime-genai stops at token 0 where no other is named, got {describe(genai)}"
         )
     if os.path.lexists(folder / NAME) and not overwrite:
-        raise FileExistsError(f"`path` has a {NAME} beside it, pass overwrite=True to replace it: {str(folder)!r}")
+        raise FileExistsError(f"`path` has a {NAME} next to it, pass overwrite=True to replace it: {str(folder)!r}")
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write the config beside a graph, all or nothing."""
+    """Write the config next to a graph, all or nothing."""
     with whole(folder / NAME) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

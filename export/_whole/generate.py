@@ -51,7 +51,7 @@ def generate(
     temperature : float, optional
         Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
     top_k : int, optional
-        Draw from so many of the likeliest tokens.
+        Draw from this many of the likeliest tokens.
     top_p : float, optional
         Draw from the likeliest tokens that together have this probability, after ``top_k``.
     seed : int, optional

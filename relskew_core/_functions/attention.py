@@ -50,17 +50,17 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     rel_k : array, shape (R, D) or (H, R, D), optional
         Table of the keys' relative positions, ascending.
     span : Span, optional
-        Which relative positions the rows of all tables stand for; by default ``Span.causal(R)`` if ``causal``, else
+        The relative positions of the rows of all tables; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     rel_v : array, shape (R, Dv) or (H, R, Dv), optional
         Table of the values' relative positions.
     rel_bias : array, shape (R,) or (H, R), optional
         One number for each relative position: T5's buckets, ALiBi's slopes.
     rel_q : array, shape (..., H, Lq, Dr), optional
-        Queries that meet ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
+        Queries for ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
     key_table : array, shape (R, D) or (H, R, D), optional
-        Table that keys meet, as rows of the same positions: adds ``rel_scale · k_j · key_table[r]`` to the logits,
-        DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``.
+        Table that the keys are multiplied by, with rows of the same positions: adds ``rel_scale · k_j · key_table[r]``
+        to the logits, DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``.
     causal : bool, default False
         A query sees the keys ``r <= 0``. What lies at ``r > 0`` in a table counts for nothing.
     window : (int or None, int or None), optional
@@ -69,13 +69,13 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Music Transformer's local attention, causal by definition: a query sees its own block of this many positions
         up to itself, and the whole previous block.
     blocks_before : int, optional
-        With ``block_size``, the chunks of streaming Conformers instead: a query sees its own block whole and so many
+        With ``block_size``, the chunks of streaming Conformers instead: a query sees its whole block and this many
         whole blocks before it; with ``causal`` its own block up to itself.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
     segments : integer array, shape (..., L) or (L,), or a pair of them, optional
-        Packed documents: a query sees the keys of its own segment, and costs nothing for those of others where the
-        numbers can be read (in host memory, not traced) and segments stand together. A pair is of queries and keys.
+        Packed documents: a query sees the keys of its segment, and others cost nothing where the
+        numbers can be read (in host memory, not traced) and segments are contiguous. A pair is of queries and keys.
         Whether a table reaches far enough is judged as if there were none.
     sinks : array, shape (H,), optional
         Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
@@ -85,9 +85,9 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
         under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
-        Where queries and keys stand, in any order and instead of ``offset``: time stamps, pitches, left padding, the
-        branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by
-        positions. Tables are looked up pair by pair unless positions are known to follow one another.
+        The positions of queries and keys, in any order and instead of ``offset``: time stamps, pitches, left padding,
+        the branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by
+        positions. Tables are looked up pair by pair unless the positions are known to be consecutive.
     scale, rel_scale : float or array of shape (H,) or (), optional
         Factors of the two products; ``D ** -0.5`` and ``scale``. What is learned comes as an array: one number for each
         head, as in Swin v2's cosine attention, or one for all.
@@ -97,7 +97,7 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Share of the weights that is dropped in training, ``0 <= dropout < 1``; the others are scaled up.
     seed : int, integer array without axes, or key of jax.random, optional
         What is dropped, modulo ``2**31``; needed where ``dropout`` is above 0. Drawn weight by weight from the seed
-        and from where a weight stands, never stored: the same in every library, for every ``impl`` and
+        and from the position of a weight, never stored: the same in every library, for every ``impl`` and
         ``chunk_size``.
     chunk_size : int, optional
         Queries worked on together; by default what a scratch budget allows. Changes results by rounding only.
@@ -181,7 +181,7 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
 
     Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
-    training loops of one's own.
+    your own training loops.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
 
 
 def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
-    """Check what comes back to a call, and return it by name."""
+    """Check the results and cotangents of a call, and return them as a dictionary."""
     outputs = autocast({"d_out": given.d_out, "out": given.out})
     found = {**outputs, "lse": given.lse, "d_lse": given.d_lse}
     q = call.given.q

@@ -44,7 +44,7 @@ def toeplitz(
     bias : array, shape (..., H, R) or (R,)
         Numbers of ascending relative positions, of any dtype.
     span : Span, optional
-        Which relative positions they stand for; by default ``Span.causal(R)`` if ``causal``, else
+        Their relative positions; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     n_queries, n_keys : int
         Numbers of queries and keys, at least 1.
@@ -52,7 +52,7 @@ def toeplitz(
         Position of query 0 where key 0 is at 0: 0 by default where there are as many queries as keys, and needed where
         there are not.
     causal : bool, default False
-        Keys in a query's future count for nothing: zeros, whatever ``bias`` holds at ``r > 0``.
+        Keys in a query's future are ignored: zeros, for any value of ``bias`` at ``r > 0``.
 
     Returns
     -------

@@ -31,7 +31,7 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     max_distance : int
         Distance from which on all positions share the last bucket.
     bidirectional : bool
-        Encoders: the future has buckets of its own. Decoders (False): all of the future has bucket 0.
+        Encoders: the future has separate buckets. Decoders (False): all of the future has bucket 0.
 
     Returns
     -------

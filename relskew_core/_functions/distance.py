@@ -24,8 +24,8 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
     n_heads : int
         Number ``H`` of heads.
     span : Span
-        The relative positions, all that occur: neither a line nor a span of it goes on with ``beyond="clip"`` or
-        ``"zero"``, which are refused. Beside a table that is clipped, the bias is made from ``Span(left, right)``.
+        The relative positions, all that occur: neither a line nor a span of it continues with ``beyond="clip"`` or
+        ``"zero"``, which are refused. With a clipped table, the bias is made from ``Span(left, right)``.
     xp : module, optional
         Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` … Either this or ``like``.
     like : array, optional
@@ -116,7 +116,7 @@ def _made(rows: Iterable[list[float]], xp: Any, like: Array | None, dtype: Any) 
 
 
 def check_endless(span: Span) -> None:
-    """Refuse a span that goes on with other numbers than the formula's."""
+    """Refuse a span that continues with other numbers than the formula."""
     if span.beyond != "error":
         further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"
         raise ValueError(

@@ -50,7 +50,7 @@ def relative_logits(
     table : array, shape (R, D) or (H, R, D)
         Rows of ascending relative positions, of the library, device and dtype of ``q``.
     span : Span, optional
-        Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
+        The relative positions of the rows; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     n_keys : int
         Number ``Lk`` of keys.
@@ -60,13 +60,14 @@ def relative_logits(
         Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there
         are as many queries as keys, and needed where there are not.
     causal : bool, default False
-        Keys in a query's future count for nothing: zeros, whatever the table holds at ``r > 0``.
+        Keys in a query's future are ignored: zeros, for any value of the table at ``r > 0``.
     side : {"query", "key"}, default "query"
-        Who meets the table: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position to content.
+        What the table is multiplied by: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position
+        to content.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
-        Where queries and keys stand, in any order, instead of their numbers and ``offset``: ``r`` is the key's less
-        the query's. A second table for another kind of position (pitch beside time) is added to attention by its
-        logits, as ``mask``.
+        The positions of queries and keys, in any order, instead of their numbers and ``offset``: ``r`` is the key's
+        less the query's. A second table for another kind of position (pitch in addition to time) is added to attention
+        by its logits, as ``mask``.
 
     Returns
     -------
@@ -139,7 +140,7 @@ def relative_logits(
 def _logits_by_value(
     q: Array, table: Array, span: Span, positions: Any, *, causal: bool, side: Side, xp: Namespace
 ) -> Array:
-    """Return the logits of queries and keys that stand anywhere."""
+    """Return the logits of queries and keys at arbitrary positions."""
     if not isinstance(positions, (tuple, list)) or len(positions) != 2:
         raise TypeError(
             f"`positions` must be a pair of integer arrays, of queries and of keys, got {describe(positions)}"
@@ -229,7 +230,7 @@ def relative_values(
     table : array, shape (R, Dv) or (H, R, Dv)
         Rows of ascending relative positions, of the library, device and dtype of ``weights``.
     span : Span, optional
-        Which relative positions the rows stand for; by default ``Span.causal(R)`` if ``causal``, else
+        The relative positions of the rows; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : int, or ints of the leading axes before the heads, optional
         Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there

@@ -1,4 +1,4 @@
-"""Calls of the compiled kernels: checked once for all that are alike, and from then on lent to the kernels at once.
+"""Calls of the compiled kernels: checked once for all that are alike, and from then on passed to the kernels directly.
 
 One token is worth some microseconds of arithmetic, and its checks ten times as many. What they find follows from types,
 shapes, dtypes, devices and options alone. So it is remembered under these, and never under an array. Whatever is not
@@ -43,7 +43,7 @@ _checked: dict[Hashable, Checked] = {}
 
 @dataclass(eq=False, slots=True)
 class Alike:
-    """What the names and types of a call's arguments tell, for which it stands; the arguments have places."""
+    """Facts derived from the names and types of a call's arguments alone; arguments are referred to by index."""
 
     kernels: Any  # a library's
     arrays: Callable[[Values], Values]  # those that are there
@@ -56,7 +56,7 @@ class Alike:
 
     @classmethod
     def of(cls, names: Sequence[str], values: Values) -> Alike | None:
-        """Return what there is to know, ``None`` of calls that cannot be prepared."""
+        """Return these facts, ``None`` for calls that cannot be prepared."""
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(values) - 1 or not places.keys() >= REQUIRED:
             return None  # no call at all
@@ -104,7 +104,7 @@ def first(function: Callable[..., Any], arguments: Callable[..., Arguments]) -> 
 def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
     """Return what calls have in common that are checked alike, and the values of this one.
 
-    ``None`` for a call that cannot be prepared. One query may have any number of keys and stand anywhere: decoding is
+    ``None`` for a call that cannot be prepared. One query may have any number of keys and any position: decoding is
     calls of one kind.
     """
     if is_compiling():
@@ -156,7 +156,7 @@ def attend(kind: tuple[Any, ...], values: Values) -> Any:
 
 
 def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
-    """Know a call from now on that has passed every check, and return its results; ``None`` if kernels do not serve."""
+    """Remember a call that has passed every check, and return its results; ``None`` if kernels do not serve it."""
     checked = Checked.of(call, given)
     if checked is None:
         return None
@@ -173,14 +173,14 @@ class Checked:
 
     kernels: Any  # a library's
     problem: Problem  # of whose arrays nothing is kept
-    call: Any  # what the kernels are to know
+    call: Any  # the description for the kernels
     as_given: bool  # whether they get the caller's arrays as they are
     one_query: bool  # wherever it is, and however many keys there are
     guessed: int  # rows of a table without a span, 0 if there is none
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
-        """Return what a call that has passed every check tells of its kind, ``None`` if kernels do not serve it."""
+        """Return what a call that has passed every check says about its kind, ``None`` if kernels do not serve it."""
         if given.impl != "auto" or given.seed is not None:
             return None
         kernels, x = backends.prepared(type(call.given.q)), call.given

@@ -78,7 +78,7 @@ def attention_weights(given: Any) -> Array:
 
 
 def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array:
-    """Return the weights as the output for values that tell the keys apart."""
+    """Return the weights as the output for values that identify the keys."""
     places = integers(0, k.shape[-2], device=device(k), xp=xp)
     one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export takes no `eye` of a symbol
     each = xp.broadcast_to(one_hot, (*k.shape[:-1], k.shape[-2]))

@@ -1,6 +1,7 @@
-"""Two maps of colours, told apart by every eye and readable on light and dark paper.
+"""Two colour maps that every kind of colour vision distinguishes, readable on light and dark paper.
 
-A colour is a hue and how much of it covers the paper: whatever the paper, little is near it and much stands out.
+A colour is a hue and how much of it covers the paper: on any paper, small values are close to it and large ones stand
+out.
 """
 
 from __future__ import annotations

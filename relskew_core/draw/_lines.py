@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines with a title, numbers that may stand at the axis of the values, and how they are written."""
+    """Lines with a title, the numbers at the axis of the values, and how they are written."""
 
     title: str
     lines: Sequence[Line]

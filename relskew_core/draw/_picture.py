@@ -35,7 +35,7 @@ MANY = 300
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One place: ``tone`` -1 … 1 gives its colour, ``None`` where there is nothing; ``text`` is what stands in it."""
+    """One place: ``tone`` -1 … 1 gives its colour, ``None`` where there is nothing; ``text`` is written in it."""
 
     tone: float | None = None
     text: str = ""
@@ -78,7 +78,7 @@ class Picture:
     panels : list of Panel
         The panels; each holds its ``title``, and its ``cells`` with their ``text`` and ``tone``.
     across : int, default 1
-        So many panels stand side by side.
+        The number of panels side by side.
     notes : sequence of str
         Lines below.
 
@@ -136,7 +136,7 @@ class Picture:
         return self.svg()
 
     def shapes(self) -> tuple[list[Shape], float]:
-        """Return all shapes from the top down, and how high they stand together."""
+        """Return all shapes from the top down, and their total height."""
         rows = [self.panels[start : start + self.across] for start in range(0, len(self.panels), self.across)]
         side = min([LARGEST, *(_side(row) for row in rows)])
         shapes, y = list[Shape](), PAD + LETTERS / 2.0
@@ -158,7 +158,7 @@ class Picture:
 
 
 def check_cells(cells: int, what: str, most: int = MOST) -> None:
-    """Refuse a picture that nobody could look at, before it takes all memory."""
+    """Refuse a picture that is too large to look at, before it takes all memory."""
     if cells > most:
         raise ValueError(f"{what} must make at most {most} cells, got {cells}")
 
@@ -187,7 +187,7 @@ def _least(panel: Panel) -> float:
 
 
 def _side(row: list[Panel]) -> float:
-    """Return how large cells may be where these panels stand side by side."""
+    """Return how large cells may be where these panels are side by side."""
     free = WIDTH - 2 * PAD - GAP * (len(row) - 1) - sum(_margin(panel) for panel in row)
     while row:
         side = free / sum(len(panel.columns) for panel in row)
@@ -237,7 +237,7 @@ def _cells(panel: Panel, side: float, left: float, top: float) -> Iterator[Shape
 
 
 def _size(side: float, names: Sequence[str] = ()) -> float:
-    """Return how high the letters beside and in cells are, lower where names are long but not much."""
+    """Return the height of the letters next to and in cells, lower where names are long but not much."""
     size = min(LETTERS, 0.5 * side) if side >= WRITTEN else 0.85 * LETTERS
     fitting = (side - 4) / (0.7 * max(1, *map(len, names), 1))
     return min(size, fitting) if fitting >= LOWEST else size

@@ -20,7 +20,7 @@ class Box(NamedTuple):
 
 
 class Words(NamedTuple):
-    """A line of text; ``anchor`` is the part of it that stands at ``x``, and ``y`` is its middle."""
+    """A line of text; ``anchor`` is the part of it that is at ``x``, and ``y`` is its middle."""
 
     x: float
     y: float

@@ -82,11 +82,11 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
 
 
 def moving_skew(n: int, m: int) -> str:
-    """Return the moving picture as SVG. At rest, each number stands under its key."""
+    """Return the moving picture as SVG. At rest, each number is under its key."""
     side = min(52.0, (WIDTH - 2 * PAD - 3 * LETTERS) / (n + m - 1))
     left = (WIDTH - side * (n + m - 1)) / 2 + LETTERS
     top = PAD + 4.2 * LETTERS
-    keys = left + side * (n - 1) / 2  # the square stands in the middle, so rows move both ways
+    keys = left + side * (n - 1) / 2  # the square is in the middle, so rows move both ways
 
     def row(i: int) -> str:
         """Return a row where it is before the skew; what no key is for fades."""

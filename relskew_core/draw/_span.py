@@ -1,4 +1,4 @@
-"""Which relative position each row of a table stands for, and what serves those past its ends."""
+"""The relative position of each row of a table, and what is used beyond its ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEYOND = {
 
 
 def draw_span(*spans: Span, longest: int = 11) -> Picture:
-    """Draw which relative position each row of a table stands for, and what serves those past its ends.
+    """Draw the relative position of each row of a table, and what is used beyond its ends.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def row_of(r: int, span: Span) -> int | None:
 
 
 def row_cell(r: int, span: Span) -> Cell:
-    """Return the cell of a relative position: the row that serves it, in the colour of where that row stands."""
+    """Return the cell of a relative position: the row that it uses, in the colour of the position of that row."""
     row = row_of(r, span)
     if row is None:
         return Cell(text="✕" if span.beyond == "error" else "–")

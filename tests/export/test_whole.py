@@ -537,7 +537,7 @@ def test_one_tensor_may_be_given_and_returned_twice() -> None:
     ("inputs", "options", "error", "message"),
     [
         ((), {}, ValueError, "`inputs` must hold a tensor, got tuple "),
-        (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping by name, got int 3"),
+        (3, {}, TypeError, "`inputs` must be a tensor, a tuple of arguments or a mapping of names, got int 3"),
         (torch.zeros(2, 3), {"vary": {"y": [0]}}, ValueError, r"`vary` must name inputs, \['input'\], got \['y'\]"),
         (torch.zeros(2, 3), {"vary": {"input": [2]}}, ValueError, r"`vary\['input'\]` must be axes of Tensor .*\[2\]"),
         (torch.zeros(2, 3), {"input_names": ["a", "b"]}, ValueError, "`input_names` must be 1 different names"),

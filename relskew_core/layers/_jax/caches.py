@@ -74,7 +74,7 @@ class FixedCache(NamedTuple):
 class SlidingCache(NamedTuple):
     """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
 
-    A query meets the ``keep`` positions before it, and itself. Positions further away are forgotten.
+    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
 
     Parameters
     ----------

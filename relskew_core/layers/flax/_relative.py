@@ -209,14 +209,14 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
             Input of the keys and values; required if ``spec.cross``, refused otherwise.
         past : cache, optional
             What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then stand at positions ``P … P + Lq - 1``.
+            the queries then have the positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
             are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
         key_padding_mask : array, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to.
         offset, segments, positions : optional
-            As in :func:`relskew_core.relative_attention`. A cache knows its own offset.
+            As in :func:`relskew_core.relative_attention`. A cache provides its offset.
         deterministic : bool, optional
             Leave dropout out; by default as the module says, and one of both has to where there is dropout.
         rngs : nnx.Rngs or nnx.RngStream, optional

@@ -20,7 +20,7 @@ from relskew_core.layers.torch._local import local_table
 
 
 class TableAttention(nn.Module):
-    """A module with the tables of a spec, and attention that meets them."""
+    """A module with the tables of a spec, and attention with them."""
 
     rel_k: nn.Parameter  # None without `spec.rel_keys`
     rel_v: nn.Parameter | None
@@ -62,8 +62,8 @@ class TableAttention(nn.Module):
     def table_parameters(self) -> list[nn.Parameter]:
         """Return the tables' parameters, which want about ten times the learning rate of the others.
 
-        Every token meets every weight of a projection, but a row of a table only the pairs at its distance: at the
-        common rate tables lag behind. ``docs/torch.md`` has the numbers.
+        Every token updates every weight of a projection, but only the pairs at its distance update a row of a table: at
+        the common rate tables lag behind. ``docs/torch.md`` has the numbers.
 
         Examples
         --------
@@ -111,9 +111,9 @@ class TableAttention(nn.Module):
         return function(q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options)
 
     def tables(self) -> dict[str, Tensor | None]:
-        """Return the tables, sinks and slopes by name: by attribute, so that what torch puts there takes part."""
+        """Return a dictionary of the tables, sinks and slopes, read as attributes, which torch may replace."""
         return {name: getattr(self, name) for name in (*ATTENDED, "slopes")}
 
     def tables_of(self, q: Tensor) -> dict[str, Tensor | None]:
-        """Return the tables that the heads of some queries meet, in their dtype."""
+        """Return the tables of the heads of some queries, in their dtype."""
         return {name: x if x is None else local_table(name, x, q, self.spec) for name, x in self.tables().items()}

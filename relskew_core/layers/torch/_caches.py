@@ -67,7 +67,7 @@ class FixedCache(NamedTuple):
 class SlidingCache(NamedTuple):
     """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
 
-    A query meets the ``keep`` positions before it, and itself. Positions further away are forgotten.
+    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class SlidingCache(NamedTuple):
             check_cached(name, old, keep, new)
         k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
         unfilled = torch.arange(keep + n, dtype=torch.int64, device=k.device) < keep - self.length
-        # In memory of their own: a view would hold the whole prompt, and its strides are others at the next step.
+        # In separate memory: a view would hold the whole prompt, and its strides are others at the next step.
         keys, values = (x[..., n:, :].contiguous() for x in (k, v))
         present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))
         return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}

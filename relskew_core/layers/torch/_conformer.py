@@ -60,7 +60,7 @@ class ConformerAttention(RelativeMultiheadAttention):
     of the relative position ``r``: nothing in it depends on how long a sequence is. Weights of ESPnet, NeMo, WeNet and
     transformers are read by :func:`relskew_core.conventions.load_conformer`.
 
-    With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its own chunk and so many before it.
+    With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its chunk and this many before it.
     Chunk by chunk through :meth:`empty_cache`, the outputs are those of the whole sequence at once, at a cost that does
     not grow.
 

@@ -1,4 +1,4 @@
-"""The tables that the heads of this process meet."""
+"""The tables of the heads of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
     if hasattr(table, "placements"):  # a DTensor, whose import takes longer than everything else here
         from torch.distributed.tensor import Partial
 
-        # What is the same everywhere meets other heads in every process: its gradient is a part of a sum.
+        # A shared table is used by other heads in every process: its gradient is a part of a sum.
         placements = [Partial() if placement.is_replicate() else placement for placement in table.placements]
         table = table.to_local(grad_placements=placements)
     elif q.ndim > 2 and q.shape[-3] != spec.num_heads:

@@ -1,4 +1,4 @@
-"""Nested tensors: batches whose sequences have lengths of their own."""
+"""Nested tensors: batches of sequences of different lengths."""
 
 from __future__ import annotations
 

@@ -161,19 +161,19 @@ class RelativeMultiheadAttention(CachedAttention):
             Input of the keys and values; required if ``spec.cross``, refused otherwise.
         past : cache, optional
             What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then stand at positions ``P … P + Lq - 1``.
+            the queries then have the positions ``P … P + Lq - 1``.
         mask : Tensor, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
             are the cached ones and the new ones; of a cache with a ``length``, all of its places.
         key_padding_mask : Tensor, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
         offset : int, or ints of the leading axes, optional
-            Position of query 0 where key 0 is at 0, for all items or for each; 0 by default. A cache knows its own.
+            Position of query 0 where key 0 is at 0, for all items or for each; 0 by default. A cache provides it.
         segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
-            Packed documents: a query sees the keys of its own. A pair is of queries and keys: with ``past``, of all
-            the keys that a mask speaks of.
+            Packed documents: a query sees the keys of its document. A pair is of queries and keys: with ``past``, of
+            all the keys that a mask speaks of.
         positions : pair of Tensor of integers, shapes (..., Lq) and (..., Lk), optional
-            Where queries and keys stand, in any order. Refused with ``past``, which knows.
+            The positions of queries and keys, in any order. Refused with ``past``, which sets them.
 
         Returns
         -------
@@ -247,7 +247,7 @@ class RelativeMultiheadAttention(CachedAttention):
         for name, value in (("offset", offset), ("positions", positions)):
             if value is not None:
                 if past is not None:
-                    raise ValueError(f"`{name}` must be None with `past`, which knows, got {describe(value)}")
+                    raise ValueError(f"`{name}` must be None with `past`, which sets it, got {describe(value)}")
                 options[name] = value
         if past is not None and not hasattr(past, "length"):  # a pair, which grows
             past = Growing.of(past, self.spec)

@@ -15,7 +15,7 @@ __all__ = ["TableParallel"]
 
 
 class TableParallel(ParallelStyle):
-    """Gives every process the tables of its own heads, where ``ColwiseParallel`` splits the projections by heads.
+    """Gives every process the tables of its heads, where ``ColwiseParallel`` splits the projections by heads.
 
     Tables that all heads share stay whole, and their gradients are summed.
 
