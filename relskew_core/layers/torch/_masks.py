@@ -12,9 +12,11 @@ from relskew_core._array.checks import describe
 
 
 def attention_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
-    """Return torch's ``attn_mask``, (L, S) or (N · H, L, S), in our convention: True where a query may attend, or
-    additive.""" *lead, n_queries, _ = q.shape square = (n_queries, k.shape[-2]) mask = _turned("attn_mask", mask, q,
-    (square, (math.prod(lead), *square))) return mask.reshape(*lead, *square) if mask.ndim == 3 else mask
+    """Return torch's ``attn_mask``, (L, S) or (N · H, L, S), in our convention: True may attend, or additive."""
+    *lead, n_queries, _ = q.shape
+    square = (n_queries, k.shape[-2])
+    mask = _turned("attn_mask", mask, q, (square, (math.prod(lead), *square)))
+    return mask.reshape(*lead, *square) if mask.ndim == 3 else mask
 
 
 def padding_mask(mask: Any, q: Tensor, k: Tensor) -> Tensor:
