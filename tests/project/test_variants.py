@@ -90,7 +90,14 @@ def test_every_comparison_is_a_test() -> None:
     pages = PAGE + (ROOT / "docs" / "huggingface.md").read_text()
     named = set(re.findall(r"`(test_\w+\.test_\w+)`", pages))
     assert named <= tests
-    inside_models = ("test_drop_in.", "test_families_", "test_adapters.", "test_keras.", "test_export_varies.")
+    inside_models = (
+        "test_drop_in.",
+        "test_families_",
+        "test_adapters.",
+        "test_keras.",
+        "test_export_varies.",
+        "test_speech_page.",
+    )
     drop_ins = {name for name in tests if name.startswith(inside_models)}
     helpers = {"test_text.test_t5_buckets", "test_text.test_deberta_buckets"}
     unnamed = {name for name in tests if ".test_" in name} - named - drop_ins - helpers
