@@ -10,8 +10,8 @@ from relskew_core._functions.attention import merge_attention, relative_attentio
 from relskew_core._functions.bias import toeplitz
 from relskew_core._functions.buckets import deberta_buckets, t5_buckets
 from relskew_core._functions.distance import alibi_bias, proximal_bias
-from relskew_core._functions.grid import relative_logits_2d, toeplitz_2d
-from relskew_core._functions.grid_attention import relative_attention_2d
+from relskew_core._functions.grid import relative_logits_2d, relative_logits_nd, toeplitz_2d, toeplitz_nd
+from relskew_core._functions.grid_attention import relative_attention_2d, relative_attention_nd
 from relskew_core._functions.logits import relative_logits, relative_values
 from relskew_core._functions.tables import resize_table, sinusoidal_table
 from relskew_core._functions.weights import attention_weights
@@ -32,9 +32,11 @@ __all__ = [
     "proximal_bias",
     "relative_attention",
     "relative_attention_2d",
+    "relative_attention_nd",
     "relative_attention_vjp",
     "relative_logits",
     "relative_logits_2d",
+    "relative_logits_nd",
     "relative_values",
     "resize_table",
     "sinusoidal_table",
@@ -42,6 +44,7 @@ __all__ = [
     "t5_buckets",
     "toeplitz",
     "toeplitz_2d",
+    "toeplitz_nd",
     "unskew",
 ]
 

@@ -1,6 +1,7 @@
 # Written by tests/support/stubs.py from the signatures that the functions have.
 
 from collections.abc import Mapping, Sequence
+from types import Spans
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 from relskew_core import backends as backends, conventions as conventions, distributed as distributed, draw as draw, export as export, huggingface as huggingface, layers as layers, papers as papers
 from relskew_core._array.typing import Array
@@ -19,9 +20,11 @@ __all__ = [
     "proximal_bias",
     "relative_attention",
     "relative_attention_2d",
+    "relative_attention_nd",
     "relative_attention_vjp",
     "relative_logits",
     "relative_logits_2d",
+    "relative_logits_nd",
     "relative_values",
     "resize_table",
     "sinusoidal_table",
@@ -29,6 +32,7 @@ __all__ = [
     "t5_buckets",
     "toeplitz",
     "toeplitz_2d",
+    "toeplitz_nd",
     "unskew",
 ]
 
@@ -206,6 +210,8 @@ def relative_attention_2d(
     offset: tuple[int, int] | None = None,
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
+    window: tuple[tuple[int | None, int | None], tuple[int | None, int | None]] | None = None,
+    neighborhood: tuple[int, int] | None = None,
     mask: Array | None = None,
     scale: float | Array | None = None,
     rel_scale: float | Array | None = None,
@@ -230,6 +236,8 @@ def relative_attention_2d(
     offset: tuple[int, int] | None = None,
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
+    window: tuple[tuple[int | None, int | None], tuple[int | None, int | None]] | None = None,
+    neighborhood: tuple[int, int] | None = None,
     mask: Array | None = None,
     scale: float | Array | None = None,
     rel_scale: float | Array | None = None,
@@ -254,6 +262,80 @@ def relative_attention_2d(
     offset: tuple[int, int] | None = None,
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
+    window: tuple[tuple[int | None, int | None], tuple[int | None, int | None]] | None = None,
+    neighborhood: tuple[int, int] | None = None,
+    mask: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool,
+) -> A | tuple[A, A]: ...
+@overload
+def relative_attention_nd(
+    q: A,
+    k: Array,
+    v: Array,
+    tables: Sequence[Array | None] | None = None,
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    spans: Sequence[Span | None] | None = None,
+    rel_bias: Array | None = None,
+    prefix: tuple[int, int] = (0, 0),
+    prefix_bias: Array | None = None,
+    offset: Sequence[int] | None = None,
+    q_step: Sequence[int] | None = None,
+    k_step: Sequence[int] | None = None,
+    window: Sequence[tuple[int | None, int | None]] | None = None,
+    neighborhood: Sequence[int] | None = None,
+    mask: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    chunk_size: int | None = None,
+    return_lse: Literal[False] = False,
+) -> A: ...
+@overload
+def relative_attention_nd(
+    q: A,
+    k: Array,
+    v: Array,
+    tables: Sequence[Array | None] | None = None,
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    spans: Sequence[Span | None] | None = None,
+    rel_bias: Array | None = None,
+    prefix: tuple[int, int] = (0, 0),
+    prefix_bias: Array | None = None,
+    offset: Sequence[int] | None = None,
+    q_step: Sequence[int] | None = None,
+    k_step: Sequence[int] | None = None,
+    window: Sequence[tuple[int | None, int | None]] | None = None,
+    neighborhood: Sequence[int] | None = None,
+    mask: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    chunk_size: int | None = None,
+    return_lse: Literal[True],
+) -> tuple[A, A]: ...
+@overload
+def relative_attention_nd(
+    q: A,
+    k: Array,
+    v: Array,
+    tables: Sequence[Array | None] | None = None,
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    spans: Sequence[Span | None] | None = None,
+    rel_bias: Array | None = None,
+    prefix: tuple[int, int] = (0, 0),
+    prefix_bias: Array | None = None,
+    offset: Sequence[int] | None = None,
+    q_step: Sequence[int] | None = None,
+    k_step: Sequence[int] | None = None,
+    window: Sequence[tuple[int | None, int | None]] | None = None,
+    neighborhood: Sequence[int] | None = None,
     mask: Array | None = None,
     scale: float | Array | None = None,
     rel_scale: float | Array | None = None,
@@ -317,6 +399,17 @@ def relative_logits_2d(
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
 ) -> A: ...
+def relative_logits_nd(
+    q: A,
+    tables: Sequence[Array | None],
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    spans: Spans = None,
+    offset: Sequence[int] | None = None,
+    q_step: Sequence[int] | None = None,
+    k_step: Sequence[int] | None = None,
+) -> A: ...
 def relative_values(
     weights: A,
     table: Array,
@@ -362,5 +455,13 @@ def toeplitz_2d(
     q_grid: tuple[int, int],
     k_grid: tuple[int, int],
     offset: tuple[int, int] | None = None,
+) -> A | Any: ...
+def toeplitz_nd(
+    bias: A,
+    spans: Spans = None,
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    offset: Sequence[int] | None = None,
 ) -> A | Any: ...
 def unskew(s: A) -> A: ...

@@ -1,27 +1,27 @@
-"""Queries and keys on a grid: tables of heights and widths, and biases of both together.
-
-A grid is laid out row by row, as ``(…, h, w, D)`` flattened to ``(…, h · w, D)``. Height and width are two relative
-positions; each is skewed along its own axis, and only the sum of both has an entry for every query and key.
-"""
+"""Queries and keys on a grid: tables of heights and widths, and biases of both together; and of any number of axes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from relskew_core._array.checks import check_int, describe
+from relskew_core._array.checks import describe
 from relskew_core._array.keywords import explains
-from relskew_core._array.known import exported, same_length
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.precision import cast, widened
-from relskew_core._array.typing import Array, Namespace
-from relskew_core._functions.bias import bias_between, check_span, diagonals
-from relskew_core._positions.skew import skew_from
+from relskew_core._array.typing import Array
+from relskew_core._functions.axes import (
+    Grids,
+    Surroundings,
+    axis_bias,
+    axis_logits,
+    check_axes,
+    check_bias,
+    check_tables,
+)
 from relskew_core._positions.span import Span
-from relskew_core._positions.table import Table
-from relskew_core._positions.visibility import Visibility
 
-Pair = tuple[int, int]
-"""Height and width."""
+Spans = Sequence[Span | None] | None
+"""Which relative positions the rows of each axis stand for."""
 
 
 @explains
@@ -86,29 +86,60 @@ def relative_logits_2d(
            [-10.,  -9.,   0.,   1.],
            [-11., -10.,  -1.,   0.]])
     """
-    xp = namespace_of_arrays({"q": q, "table_h": table_h, "table_w": table_w})
-    (qh, qw), (kh, kw) = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
-    q_step, k_step = check_grid("q_step", q_step), check_grid("k_step", k_step)
-    offset = check_grid_offset(offset, (qh, qw), (kh, kw), q_step, k_step)
-    if q.ndim < 2 or q.shape[-2] != qh * qw:
-        raise ValueError(f"`q` must have shape (..., {qh} · {qw}, D) for the grid {(qh, qw)}, got {describe(q)}")
-    span_h = _check_axis("table_h", table_h, span_h, "span_h", q)
-    span_w = _check_axis("table_w", table_w, span_w, "span_w", q)
-    heights = Visibility(_extent(qh, q_step[0]), _extent(kh, k_step[0]), offset[0])
-    widths = Visibility(_extent(qw, q_step[1]), _extent(kw, k_step[1]), offset[1])
-    heights.check_reach("table_h", span_h, span_name="span_h")
-    widths.check_reach("table_w", span_w, span_name="span_w")
-    dtype = q.dtype
-    q, table_h, table_w = widened((q, table_h, table_w), dtype, xp=xp)
-    grid = xp.reshape(q, (*q.shape[:-2], qh, qw, q.shape[-1]))
-    upright = xp.moveaxis(grid, -3, -2)  # (..., qw, qh, D)
-    steps = zip(q_step, k_step, strict=True)
-    height = _axis_logits(upright, table_h, span_h, kh, offset[0], next(steps), xp=xp)
-    height = xp.moveaxis(height, -3, -2)  # (..., qh, qw, kh)
-    width = _axis_logits(grid, table_w, span_w, kw, offset[1], next(steps), xp=xp)  # (..., qh, qw, kw)
-    logits = height[..., :, None] + width[..., None, :]
-    logits = xp.reshape(logits, (*q.shape[:-1], kh * kw))
-    return cast(logits, dtype, xp=xp)
+    grids = Grids.of(q_grid, k_grid, offset, q_step, k_step, axes=2)
+    return _logits(q, (table_h, table_w), (span_h, span_w), grids)
+
+
+@explains
+def relative_logits_nd(
+    q: Array,
+    tables: Sequence[Array | None],
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    spans: Spans = None,
+    offset: Sequence[int] | None = None,
+    q_step: Sequence[int] | None = None,
+    k_step: Sequence[int] | None = None,
+) -> Array:
+    """Multiply queries with the table rows of every key's relative position along each axis of a grid, and add them.
+
+    :func:`relative_logits_2d` for any number of axes: video and volumes have three.
+
+    Parameters
+    ----------
+    q : array, shape (..., H, n_0 · n_1 · …, D) or (n_0 · n_1 · …, D)
+        Queries row by row, of a real floating dtype.
+    tables : sequence of array, shape (R, D) or (H, R, D), or None
+        Rows of ascending relative positions for each axis, ``None`` for an axis that has none; at least one is there.
+    q_grid, k_grid : sequence of int
+        Sides of the queries' and of the keys' grid; they may differ.
+    spans : sequence of Span or None, optional
+        Which relative positions the rows stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+    offset : sequence of int, optional
+        Where query 0 is where key 0 is at (0, 0, …), as in :func:`relative_logits_2d`.
+    q_step, k_step : sequence of int, optional
+        How far neighbours are apart, in rows of the tables; 1 by default.
+
+    Returns
+    -------
+    array, shape (..., H, queries, keys) or (queries, keys)
+        Unscaled.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> rows = np.asarray([[-1.0], [0.0], [1.0]])
+    >>> grids = {"q_grid": (2, 1, 2), "k_grid": (2, 1, 2)}
+    >>> relative_logits_nd(np.ones((4, 1)), [10 * rows, None, rows], **grids)[0]
+    array([ 0.,  1., 10., 11.])
+    """
+    return _logits(q, tables, spans, Grids.of(q_grid, k_grid, offset, q_step, k_step))
 
 
 @explains
@@ -158,102 +189,77 @@ def toeplitz_2d(
            [-10,  -9,   0,   1],
            [-11, -10,  -1,   0]])
     """
-    xp = namespace_of_arrays({"bias": bias}, floating=False)
-    if bias.ndim < 2 or min(bias.shape[-2:]) < 1:
-        raise ValueError(f"`bias` must have shape (..., H, Rh, Rw) or (Rh, Rw), got {describe(bias)}")
-    (qh, qw), (kh, kw) = check_grid("q_grid", q_grid), check_grid("k_grid", k_grid)
-    offset = check_grid_offset(offset, (qh, qw), (kh, kw))
-    lead = tuple(bias.shape[:-2])
-    spans = check_grid_spans("bias", bias, span_h, span_w, (qh, qw), (kh, kw), offset)
-    for axis, n, m, start, span in zip((-2, -1), (qh, qw), (kh, kw), offset, spans, strict=True):
-        low = -(n - 1 + start)
-        row = xp.moveaxis(bias, axis, -1)
-        bias = xp.moveaxis(bias_between(row, span, low, low + n + m - 2, xp=xp), -1, axis)
-    wide = diagonals(bias, qw, kw, xp=xp)  # (..., Rh, qw, kw)
-    full = diagonals(xp.moveaxis(wide, -3, -1), qh, kh, xp=xp)  # (..., qw, kw, qh, kh)
-    first = len(lead)
-    order = (*range(first), first + 2, first, first + 3, first + 1)
-    return xp.reshape(xp.permute_dims(full, order), (*lead, qh * qw, kh * kw))
+    return _matrix(bias, (span_h, span_w), Grids.of(q_grid, k_grid, offset, axes=2))
 
 
-def check_grid_spans(
-    name: str,
+@explains
+def toeplitz_nd(
     bias: Array,
-    span_h: Span | None,
-    span_w: Span | None,
-    q_grid: tuple[int, int],
-    k_grid: tuple[int, int],
-    offset: tuple[int, int],
-) -> tuple[Span, Span]:
-    """Return the spans of a bias ``(..., Rh, Rw)``, refusing those that do not fit it or the grids."""
-    of_cells = (2 * q_grid[0] - 1) * (2 * q_grid[1] - 1)
-    narrow = span_w is None and not exported(*q_grid, *k_grid) and bias.shape[-1] < q_grid[1] + k_grid[1] - 1
-    if narrow and bias.ndim == 2 and bias.shape[0] == of_cells:
-        raise ValueError(
-            f"`{name}` must have an axis for heights and one for widths, (Rh, Rw) or (H, Rh, Rw): what Swin stores as "
-            f"({of_cells}, H), conventions.Swin(window={q_grid}).load brings here, got {describe(bias)}"
-        )
-    height = check_span(name, bias.shape[-2], span_h, span_name="span_h")
-    width = check_span(name, bias.shape[-1], span_w, span_name="span_w")
-    for span_name, span, n, m, start in zip(("span_h", "span_w"), (height, width), q_grid, k_grid, offset, strict=True):
-        Visibility(n, m, start).check_reach(name, span, span_name=span_name)
-    return height, width
-
-
-def _axis_logits(
-    x: Array, table: Array, span: Span, m: int, offset: int, steps: tuple[int, int], *, xp: Namespace
+    spans: Spans = None,
+    *,
+    q_grid: Sequence[int],
+    k_grid: Sequence[int],
+    offset: Sequence[int] | None = None,
 ) -> Array:
-    """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` runs along the other one."""
-    n, (q_step, k_step) = x.shape[-2], steps
-    if table.ndim == 3:  # by head: the heads stand before the other axis, which shares them
-        table = table[:, None, :, :]
-    first, places = n * q_step, _extent(m, k_step)
-    low = -(first + offset)
-    high = low + first + places - 1
-    columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
-    logits = skew_from(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
-    return logits[..., ::k_step]
+    """Write a bias by the relative positions along all axes of a grid together as a matrix by query and key.
+
+    :func:`toeplitz_2d` for any number of axes: the biases of video Swin and SwinUNETR have three.
+
+    Parameters
+    ----------
+    bias : array, shape (..., H, R_0, R_1, …) or (R_0, R_1, …)
+        Numbers of ascending relative positions, of any dtype: as many axes as the grids have, behind those that lead.
+    spans : sequence of Span or None, optional
+        Which relative positions they stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+    q_grid, k_grid : sequence of int
+        Sides of the queries' and of the keys' grid.
+    offset : sequence of int, optional
+        As in :func:`toeplitz_2d`.
+
+    Returns
+    -------
+    array, shape (..., H, queries, keys) or (queries, keys)
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, or ``bias`` is too short with ``beyond="error"``; the message names the argument.
+
+    Notes
+    -----
+    Liu et al. 2022, "Video Swin Transformer", section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bias = np.asarray([[[-10, 0, 10]], [[-1, 5, 1]], [[7, 8, 9]]])
+    >>> toeplitz_nd(bias, q_grid=(2, 1, 2), k_grid=(2, 1, 2))[0]
+    array([5, 1, 8, 9])
+    """
+    return _matrix(bias, spans, Grids.of(q_grid, k_grid, offset))
 
 
-def _extent(count: int, step: int) -> int:
-    """Return how many rows of a table a row of ``count`` cells is long."""
-    return (count - 1) * step + 1
+def _logits(q: Array, tables: Sequence[Array | None], spans: Spans, grids: Grids) -> Array:
+    check_axes("tables", tables, grids)
+    check_axes("spans", spans, grids)
+    named = dict(zip(grids.tables, tables, strict=True))
+    xp = namespace_of_arrays({"q": q}, named)
+    if all(table is None for table in tables):
+        raise ValueError("`tables` must have a table for one axis at least, got None")
+    if q.ndim < 2 or q.shape[-2] != grids.n_queries:
+        sides = " · ".join(map(str, grids.queries))
+        raise ValueError(f"`q` must have shape (..., {sides}, D) for the grid {grids.queries}, got {describe(q)}")
+    found = check_tables(q, tables, spans, grids, Surroundings())
+    dtype = q.dtype
+    q, *tables = widened((q, *tables), dtype, xp=xp)
+    return cast(axis_logits(q, tables, found, grids, xp=xp), dtype, xp=xp)
 
 
-def _check_axis(name: str, table: Array, span: Span | None, span_name: str, q: Array) -> Span:
-    if table.ndim not in (2, 3) or table.shape[-1] != q.shape[-1] or table.shape[-2] == 0:
-        raise ValueError(
-            f"`{name}` must have shape (R, D) or (H, R, D) with the width of `q`, {q.shape[-1]}, got {describe(table)}"
-        )
-    n_heads = q.shape[-3] if q.ndim > 2 else 1
-    if table.ndim == 3 and table.shape[0] != n_heads:
-        raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
-    return check_span(name, table.shape[-2], span, span_name=span_name)
-
-
-def check_pair(name: str, value: Any, *, minimum: int | None = None) -> tuple[int, int]:
-    """Return ``value`` as a pair (height, width) of ints."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"`{name}` must be a pair (height, width) of ints, got {describe(value)}")
-    height, width = (check_int(f"{name}[{index}]", side, minimum=minimum) for index, side in enumerate(value))
-    return height, width
-
-
-def check_grid_offset(
-    offset: Any, q_grid: Pair, k_grid: Pair, q_step: Pair = (1, 1), k_step: Pair = (1, 1), *, matters: bool = True
-) -> Pair:
-    """Return the offset of a grid; where none is given, (0, 0) if both grids are as large or nothing depends on it."""
-    if offset is not None:
-        return check_pair("offset", offset)
-    sides = zip(q_grid, q_step, k_grid, k_step, strict=True)
-    if matters and not all(same_length(n * step, m * other) for n, step, m, other in sides):
-        raise ValueError(
-            "`offset` must be given where the grids differ: (0, 0) if both begin at one place, (b, c) for queries that "
-            f"begin b rows and c columns further, got offset=None for q_grid={q_grid} and k_grid={k_grid}"
-        )
-    return 0, 0
-
-
-def check_grid(name: str, value: Any) -> tuple[int, int]:
-    """Return ``value`` as the height and width of a grid, both at least 1."""
-    return check_pair(name, value, minimum=1)
+def _matrix(bias: Array, spans: Spans, grids: Grids) -> Array:
+    xp = namespace_of_arrays({"bias": bias}, floating=False)
+    check_axes("spans", spans, grids)
+    count = len(grids.queries)
+    if bias.ndim < count or min(bias.shape[bias.ndim - count :]) < 1:
+        rows = "Rh, Rw" if count == 2 else ", ".join(f"R_{axis}" for axis in grids.axes)
+        raise ValueError(f"`bias` must have shape (..., H, {rows}) or ({rows}), got {describe(bias)}")
+    return axis_bias(bias, check_bias("bias", bias, spans, grids, Surroundings()), grids, xp=xp)

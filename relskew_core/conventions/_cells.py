@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._functions.grid import check_grid
+from relskew_core._functions.axes import check_sides
 from relskew_core._positions.span import Span
 
 
@@ -39,7 +39,7 @@ class Swin:
     window: tuple[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "window", check_grid("window", self.window))
+        object.__setattr__(self, "window", check_sides("window", self.window, 2, minimum=1))
 
     @property
     def spans(self) -> tuple[Span, Span]:
@@ -120,7 +120,7 @@ class BEiT:
     window: tuple[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "window", check_grid("window", self.window))
+        object.__setattr__(self, "window", check_sides("window", self.window, 2, minimum=1))
 
     def load(self, table: Array) -> tuple[Array, Array, Span, Span]:
         """Bring a table here.

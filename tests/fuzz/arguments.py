@@ -26,6 +26,7 @@ SPEC = BlockSpec(4, 2, Span.causal(8), causal=True)
 WEIGHTS = init_weights(SPEC, seed=0, dtype=np.float64)
 HEADS, TABLE, GRID = np.ones((H, N, D)), np.ones((5, D)), np.ones((H, 6, D))
 ON_GRID = {"table_h": np.ones((3, D)), "table_w": TABLE, "q_grid": (2, 3), "k_grid": (2, 3)}
+ON_AXES = {"tables": [np.ones((3, D)), TABLE], "q_grid": (2, 3), "k_grid": (2, 3)}
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "relative_attention": (
         relskew_core.relative_attention,
@@ -40,6 +41,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "relative_values": (relskew_core.relative_values, {"weights": np.ones((H, N, N)), "table": TABLE}),
     "relative_logits_2d": (relskew_core.relative_logits_2d, {"q": GRID, **ON_GRID}),
     "relative_attention_2d": (relskew_core.relative_attention_2d, {"q": GRID, "k": GRID, "v": GRID, **ON_GRID}),
+    "relative_logits_nd": (relskew_core.relative_logits_nd, {"q": GRID, **ON_AXES}),
+    "relative_attention_nd": (relskew_core.relative_attention_nd, {"q": GRID, "k": GRID, "v": GRID, **ON_AXES}),
+    "toeplitz_nd": (relskew_core.toeplitz_nd, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),
     "toeplitz": (relskew_core.toeplitz, {"bias": np.ones((H, 5)), "n_queries": N, "n_keys": N}),
     "toeplitz_2d": (relskew_core.toeplitz_2d, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),
     "skew": (relskew_core.skew, {"x": np.ones((3, 5))}),
