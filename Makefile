@@ -15,6 +15,7 @@
 #   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; a long
 #                       time; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls alone on another processor, ARCH=s390x
+#   make test-compilers what GCC and Clang say of the kernels, of every version and for every machine that is installed
 #   make test-newest    the tests on the newest releases, whatever the pins say
 #   make fuzz           random calls, gradients, exports, files and wrong arguments for SECONDS=60; SEED=… repeats
 #   make mutants        small changes of the code, each of which a test must notice; hours; ONLY=relskew_core/_positions
@@ -105,6 +106,14 @@ test-aarch64: .venv/dev.stamp
 
 test-emulated: .venv/dev.stamp
 	.ci/emulated $(ARCH)
+
+COMPILERS := g++ clang++ $(foreach release,10 11 12 13 14 15 16,g++-$(release)) \
+	$(foreach release,14 15 16 17 18 19 20 21 22,clang++-$(release)) x86_64-w64-mingw32-g++-posix \
+	$(foreach machine,aarch64 powerpc64le riscv64 s390x i686,$(machine)-linux-gnu-g++) arm-linux-gnueabihf-g++
+
+# Those that are not here are skipped, and named.
+test-compilers: .venv/dev.stamp
+	KERNELS_COMPILERS='$(COMPILERS)' $(BIN)/python -m pytest -n $(WORKERS) tests/backends/test_compilers.py
 
 # In a copy, beside which the kernels in use stay as they are, compiled in a third of the time. Of leaks, Python's own are
 # too many. SANITIZED_LEVELS=base leaves out the kernels of newer processors.

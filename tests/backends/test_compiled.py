@@ -781,18 +781,6 @@ def test_a_table_reaches_positions_wherever_they_begin(first: int) -> None:
         assert _compiled.serves(call.operands(), replace(call.options, span=span)) == reached
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-@pytest.mark.parametrize("unit", kernels_built.UNITS, ids=str)
-def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit) -> None:
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler} is here")
-    if unit.level not in (None, "base") and platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("for another kind of processors")
-    flags = [*unit.flags, *kernels_built.warnings(compiler), "-Werror", "-fsyntax-only"]
-    ended = subprocess.run([compiler, *flags, unit.source], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-
-
 def test_a_level_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="'x86-64-v9' is not compiled"):
         kernels.use("x86-64-v9")

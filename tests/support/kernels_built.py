@@ -59,13 +59,17 @@ UNITS = [
 ]
 
 
-def warnings(compiler: str) -> list[str]:
+def warnings(compiler: str, target: str = "") -> list[str]:
     """Return those that nothing may give rise to, beside the ones that installing shows.
 
-    Sizes are signed numbers here, and memory is asked for in unsigned ones. An argument may have the name of a field:
-    GCC can be asked to look at other variables alone, Clang cannot.
+    Sizes are signed numbers here, and memory is asked for in unsigned ones: with 32 bits on some machines, where
+    ``memory`` refuses what is larger. An argument may have the name of a field: GCC can be asked to look at other
+    variables alone, Clang cannot.
     """
-    return ["-Wconversion", "-Wno-sign-conversion", *([] if "clang" in compiler else ["-Wshadow=local"])]
+    conversions = (
+        ["-Wno-psabi"] if target.startswith(("arm", "i386", "i686")) else ["-Wconversion", "-Wno-sign-conversion"]
+    )
+    return [*conversions, *([] if "clang" in compiler else ["-Wshadow=local"])]
 
 
 def linked_names(made: Path) -> list[str]:

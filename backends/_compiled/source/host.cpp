@@ -10,14 +10,6 @@ namespace {
 
 constexpr Index APART = Index{1} << 30;  // how far apart integers of queries and keys may be
 
-template <class T>
-using Memory = std::unique_ptr<T[], Free>;
-
-template <class T>
-Memory<T> allocate(Index count) {
-    return Memory<T>(static_cast<T *>(std::malloc(std::max<Index>(1, count) * sizeof(T))));
-}
-
 const Level &best() {
     look_at_processor();
     const Level *found = levels;
@@ -87,7 +79,7 @@ public:
         Index count = 0;
         if (last_ - APART >= first_) {
             if (block) return error.refuse("`%s` must be less than 2**30 apart", name_);
-            values = allocate<Index>(size_of(k_, 1) * keys);
+            values = memory<Index>(size_of(k_, 1) * keys);
             if (!values) return error.refuse("there is no memory");
             each(k_, [&](Index, Index, Index value) { values[count++] = value; });
             std::sort(values.get(), values.get() + count);
@@ -100,10 +92,9 @@ public:
             const bool found = place != values.get() + count && *place == value;
             return static_cast<std::int32_t>(found ? place - values.get() : -1);
         };
-        of_queries_ = allocate<std::int32_t>(size_of(q_, 1) * queries);
+        of_queries_ = memory<std::int32_t>(size_of(q_, 1) * queries);
         const Index row = keys + SPARE;
-        of_keys_ =
-            Memory<std::int32_t>(static_cast<std::int32_t *>(std::calloc(size_of(k_, 1) * row, sizeof(std::int32_t))));
+        of_keys_ = memory<std::int32_t>(size_of(k_, 1) * row);
         if (!of_queries_ || !of_keys_) return error.refuse("there is no memory");
         each(q_, [&](Index item, Index i, Index value) { of_queries_[item * queries + i] = rank(value); });
         each(k_, [&](Index item, Index i, Index value) { of_keys_[item * row + i] = rank(value); });
@@ -270,7 +261,7 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     Memory<typename ProblemOf<Stored>::Real> lse;
     if (call.sinks.data && !x.lse) {
         x.lse.row = 1, x.lse.head = x.queries, x.lse.item = x.queries * x.heads;
-        lse = allocate<typename ProblemOf<Stored>::Real>(x.items * x.lse.item);
+        lse = memory<typename ProblemOf<Stored>::Real>(x.items * x.lse.item);
         if (!(x.lse.at = lse.get())) return error.refuse("there is no memory");
     }
     x.narrow();

@@ -24,7 +24,7 @@ struct Bounds {
 struct Padding {
     const Problem &x;
     const bool here;
-    std::unique_ptr<Index[], Free> firsts,
+    Memory<Index> firsts,
         ends;  // from each key on, the first that is left; and up to it, the last's end
     Index item = -1;
 
@@ -32,8 +32,8 @@ struct Padding {
 
     bool make() {
         if (!here) return true;
-        firsts.reset(static_cast<Index *>(std::calloc(x.keys + 1, sizeof(Index))));
-        ends.reset(static_cast<Index *>(std::calloc(x.keys + 1, sizeof(Index))));
+        firsts = memory<Index>(x.keys + 1);
+        ends = memory<Index>(x.keys + 1);
         return firsts && ends;
     }
 
@@ -63,8 +63,8 @@ struct Labels {
     const Array<const std::int32_t> of_queries, of_keys;
     const bool places;  // a query sees those that the pattern says, or else those like its own
     const std::int32_t *keys = nullptr, *queries = nullptr;
-    std::unique_ptr<Bounds[], Free> vectors;  // of LANES keys each
-    Bounds all;                               // of the keys
+    Memory<Bounds> vectors;  // of LANES keys each
+    Bounds all;              // of the keys
 
     Labels(const Problem &x, Array<const std::int32_t> of_queries, Array<const std::int32_t> of_keys, bool places)
         : x(x), of_queries(of_queries), of_keys(of_keys), places(places) {}
@@ -72,7 +72,7 @@ struct Labels {
     explicit operator bool() const { return static_cast<bool>(of_keys); }
 
     bool make() {
-        if (*this) vectors.reset(static_cast<Bounds *>(std::calloc(x.keys / LANES + 1, sizeof(Bounds))));
+        if (*this) vectors = memory<Bounds>(x.keys / LANES + 1);
         return vectors || !*this;
     }
 

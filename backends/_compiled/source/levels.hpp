@@ -5,6 +5,10 @@
 
 #include "tasks.hpp"
 
+#if defined(LEVELS_OF_X86_64)
+#include <cpuid.h>
+#endif
+
 #define DECLARE_FOR(STORED)                          \
     bool attend(const ProblemOf<STORED> &, Tasks &); \
     bool pull_back(const ProblemOf<STORED> &, Tasks &);
@@ -59,8 +63,10 @@ Level levels[] = {
 
 void look_at_processor() {
 #if defined(LEVELS_OF_X86_64)
-    __builtin_cpu_init();  // nothing says that the compiler's own start has come before
-    levels[1].here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    __builtin_cpu_init();        // nothing says that the compiler's own start has come before
+    unsigned a, b, features, d;  // by number: GCC 10 and Clang 16 have no name for f16c
+    const bool halves = __get_cpuid(1, &a, &b, &features, &d) && (features & bit_F16C);
+    levels[1].here = halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     levels[3].here = levels[2].here && __builtin_cpu_supports("avx512bf16");

@@ -1,4 +1,5 @@
 // `relskew::RelativeAttention` for onnxruntime: what a session loads by `register_custom_ops_library`.
+#include <pthread.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -6,6 +7,14 @@
 #include "onnx_node.hpp"
 
 namespace {
+
+Index processors() {
+#if defined(_WIN32)
+    return pthread_num_processors_np();
+#else
+    return sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+}
 
 // One run of a node.
 class Run {
@@ -198,7 +207,7 @@ private:
         char why[240] = "relskew: ";
         const std::size_t start = std::strlen(why);
         Text text(why + start, sizeof why - start);
-        return attend_for_host(some, {on_threads, this, sysconf(_SC_NPROCESSORS_ONLN)}, text) || calls.refuse(why);
+        return attend_for_host(some, {on_threads, this, processors()}, text) || calls.refuse(why);
     }
 
     using Memory = std::unique_ptr<void, Free>;

@@ -8,12 +8,12 @@ namespace {
 
 // Rows that are rounded, with HIGH rows and a vector to spare; `margin` is how far columns begin before 0.
 struct Rounded {
-    std::unique_ptr<BFloat16[], Free> at;
+    Memory<BFloat16> at;
     Index row = 0, margin = 0;
 
     bool make(Index rows, Index columns, Index before = 0) {
         row = columns + LANES, margin = before;
-        at.reset(static_cast<BFloat16 *>(std::calloc((rows + HIGH) * row + LANES, sizeof(BFloat16))));
+        at = memory<BFloat16>((rows + HIGH) * row + LANES);
         return static_cast<bool>(at);
     }
 

@@ -9,10 +9,11 @@ namespace {
 
 constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zeros that skewed products read
 
-using Reals = std::unique_ptr<Real, Free>;
+using Reals = Memory<Real>;
 
 inline Reals reals(Index count) {
     const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(Real)), 64);
+    if (bytes > PTRDIFF_MAX) return nullptr;
 #if defined(_WIN32)  // where `free` takes no memory that was aligned; vectors are loaded from anywhere
     void *at = std::malloc(static_cast<std::size_t>(bytes));
 #else
@@ -25,11 +26,11 @@ inline Reals reals(Index count) {
 }
 
 inline Reals zeros(Index count) {  // pages of many zeros cost nothing until they are touched
-    void *at = std::calloc(static_cast<std::size_t>(count + HIGH * LANES), sizeof(Real));
+    Reals found = memory<Real>(count + HIGH * LANES);
 #if defined(POISON)  // what there is to spare
-    if (at) std::memset(static_cast<Real *>(at) + count, 0xFF, HIGH * LANES * sizeof(Real));
+    if (found) std::memset(found.get() + count, 0xFF, HIGH * LANES * sizeof(Real));
 #endif
-    return Reals(static_cast<Real *>(at));
+    return found;
 }
 
 template <class T>
@@ -47,7 +48,7 @@ struct Rows {
     static const Real *as_it_is(const void *) { return nullptr; }  // numbers that are converted
 
     Reals copy;
-    std::unique_ptr<Index[], Free> lost;
+    Memory<Index> lost;
     const Stored *given = nullptr;
     Index row = 0, given_row = 0, width = 0, first = 0, copied = 0, lost_count = 0;
     bool is_copy = false;
@@ -56,7 +57,7 @@ struct Rows {
         width = entries;
         const bool copied = CONVERTED || labelled || padded(width) != width;
         if (copied) copy = zeros(rows * padded(width));
-        if (labelled) lost.reset(static_cast<Index *>(std::calloc(rows, sizeof(Index))));
+        if (labelled) lost = memory<Index>(rows);
         return (copy || !copied) && (lost || !labelled);
     }
 

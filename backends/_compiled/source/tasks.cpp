@@ -26,7 +26,7 @@ Index Tasks::count_pairs() {
 
 bool Tasks::make() {
     units_ = x_.items * units_of_item();
-    ends_.reset(static_cast<Index *>(std::malloc(((x_.queries - 1) / grain_.queries + 1) * sizeof(Index))));
+    ends_ = memory<Index>((x_.queries - 1) / grain_.queries + 1);
     if (!ends_) return false;
     const double pairs = static_cast<double>(count_pairs());
     const double cost = grain_.cost * pairs * static_cast<double>(std::min(grain_.heads, x_.heads));
@@ -41,7 +41,7 @@ bool Tasks::make() {
         most_keys_ = std::max(most_keys_, keys.high - keys.low);
         most_queries_ = std::max(most_queries_, queries.high - queries.low);
     }
-    done_.reset(static_cast<std::atomic<bool> *>(std::malloc(count() * sizeof(std::atomic<bool>))));
+    done_ = memory<std::atomic<bool>>(count());
     for (Index i = 0; done_ && i < count(); i++) new (&done_[i]) std::atomic<bool>(false);
     return static_cast<bool>(done_);
 }
@@ -164,7 +164,7 @@ struct Started {
 
 void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned) {
     Started own{work, of};
-    std::unique_ptr<pthread_t[], Free> others(static_cast<pthread_t *>(std::malloc(threads * sizeof(pthread_t))));
+    const auto others = memory<pthread_t>(threads);
     unsigned count = 0;  // where no more can be started, these few do all
     while (others && count + 1 < threads && !pthread_create(&others[count], nullptr, Started::run, &own)) count++;
     work(of);

@@ -28,6 +28,16 @@ Index rows_of_blocks(const ProblemOf<Stored> &x) {
 struct Free {
     void operator()(void *p) const { std::free(p); }
 };
+template <class T>
+using Memory = std::unique_ptr<T[], Free>;
+
+// So many zeros, or nothing if there is no room: sizes have 64 bits on every machine, addresses 32 on some.
+template <class T>
+static Memory<T> memory(Index count) {
+    count = std::max<Index>(count, 1);  // of none there may be no address
+    const bool fits = count <= PTRDIFF_MAX / static_cast<Index>(sizeof(T));
+    return Memory<T>(fits ? static_cast<T *>(std::calloc(static_cast<std::size_t>(count), sizeof(T))) : nullptr);
+}
 
 // Which keys some queries of an item see.
 struct Seen {
@@ -139,8 +149,8 @@ private:
     Grain grain_;
     Index groups_ = 0, units_ = 0, each_ = 1, most_keys_ = 0, most_queries_ = 0;
     bool is_cut_ = false;
-    std::unique_ptr<Index[], Free> ends_;  // of groups: how many pairs there are up to there
-    std::unique_ptr<std::atomic<bool>[], Free> done_;
+    Memory<Index> ends_;  // of groups: how many pairs there are up to there
+    Memory<std::atomic<bool>> done_;
     std::atomic<Index> next_{0};
     std::atomic<bool> given_up_{false};
     bool (*go_on_)(void *) = nullptr;
@@ -199,11 +209,11 @@ bool work_off(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &task
         }
     } work{kernel, given, tasks};
     using Real = typename ProblemOf<Stored>::Real;
-    std::unique_ptr<Real[], Free> sums;
+    Memory<Real> sums;
     if (tasks.is_cut() && given.out && !given.lse) {  // by which the results of some of the keys are added up
         Array<Real> &lse = work.x.lse;
         lse.row = 1, lse.head = given.queries, lse.item = given.queries * given.heads;
-        sums.reset(static_cast<Real *>(std::calloc(given.items * lse.item, sizeof(Real))));
+        sums = memory<Real>(given.items * lse.item);
         if (!(lse.at = sums.get())) return false;
     }
     threads = std::min(threads, tasks.count());

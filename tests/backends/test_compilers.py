@@ -1,0 +1,80 @@
+"""No compiler warns of anything in the kernels: this machine's, older and newer ones, and those for other machines.
+
+`make test-compilers` tries every compiler that is installed; otherwise it is this machine's GCC and Clang.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import kernels_built
+
+COMPILERS = os.environ.get("KERNELS_COMPILERS", "g++ clang++").split()
+HEADERS = Path(sysconfig.get_path("include"))
+
+PYCONFIG = """
+#define SIZEOF_SHORT __SIZEOF_SHORT__
+#define SIZEOF_INT __SIZEOF_INT__
+#define SIZEOF_LONG __SIZEOF_LONG__
+#define SIZEOF_LONG_LONG __SIZEOF_LONG_LONG__
+#define SIZEOF_SIZE_T __SIZEOF_SIZE_T__
+#define SIZEOF_VOID_P __SIZEOF_POINTER__
+#define SIZEOF_WCHAR_T __SIZEOF_WCHAR_T__
+#define HAVE_STDARG_PROTOTYPES 1
+#ifdef _WIN32
+#define MS_WINDOWS
+#define MS_WIN64
+typedef __INTPTR_TYPE__ Py_ssize_t;
+#define HAVE_PY_SSIZE_T 1
+#define PY_SSIZE_T_MAX __INTPTR_MAX__
+#else
+#define HAVE_UNISTD_H 1
+#define HAVE_SYS_TYPES_H 1
+#endif
+"""
+"""What Python's headers ask about a machine, answered by the compiler: those of this one are about this one."""
+
+
+def machine(compiler: str) -> str:
+    """Return what a compiler compiles for, such as ``x86_64-linux-gnu``."""
+    return subprocess.run([compiler, "-dumpmachine"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def is_x86_64(target: str) -> bool:
+    return target.startswith(("x86_64", "amd64"))
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return Python's headers for a machine that is not this one."""
+    folder = tmp_path_factory.mktemp("headers")
+    for path in HEADERS.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "Python.h").unlink()
+    (folder / "pyconfig.h").unlink()
+    # A header is looked for beside the one that asks for it.
+    shutil.copy(HEADERS / "Python.h", folder)
+    (folder / "pyconfig.h").write_text(PYCONFIG)
+    return folder
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("unit", kernels_built.UNITS, ids=str)
+def test_compilers_warn_of_nothing(compiler: str, unit: kernels_built.Unit, headers: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} is here")
+    target = machine(compiler)
+    if unit.level not in (None, "base") and not is_x86_64(target):
+        pytest.skip("for another kind of processors")
+    here = machine("cc") if shutil.which("cc") else None
+    own = [] if target == here else [f"-I{headers}"]
+    levels = ["-DLEVELS_OF_X86_64=1"] if is_x86_64(target) else []
+    flags = [*own, *unit.flags, *levels, *kernels_built.warnings(compiler, target), "-Werror", "-fsyntax-only"]
+    ended = subprocess.run([compiler, *flags, unit.source], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
