@@ -19,7 +19,7 @@ def custom_ops_library() -> Path:
 
     The library is one file without Python in it: copy it to where a model is served. A session of onnxruntime 1.17 or
     newer takes it by ``SessionOptions.register_custom_ops_library``; hosts in other languages have the same function,
-    and hosts without onnxruntime include ``include/relskew.h``, which lies beside the library.
+    and hosts without onnxruntime include ``include/relskew.h``, which is next to the library.
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """The command line: ``relskew info | verify | export | validate | bench | draw | demo``.
 
-Exit status 0 is yes, 1 is no (a gate failed, a model is not valid), 2 is an error, told in one line on stderr.
+Exit status 0 is yes, 1 is no (a gate failed, a model is not valid), 2 is an error, written in one line to stderr.
 """
 
 from __future__ import annotations

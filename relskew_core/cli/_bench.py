@@ -1,4 +1,4 @@
-"""``relskew bench``: the published algorithms, written plainly, beside ours on the same arrays."""
+"""``relskew bench``: relskew compared with the published algorithms on the same arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many tasks of others the cores of this machine had in the last minute; ``None`` where no system tells."""
+    """The load of this machine by other tasks in the last minute; ``None`` where the system has no figure."""
 
     waiting: float | None
     cores: int
@@ -54,7 +54,7 @@ class Load:
 
 
 Method = Callable[[Any, Any, Any, Any], Any]
-# Two questions, each with its table's rows and its answers; the last answer is ours.
+# Two questions, each with its table's rows and its answers; the last answer is that of relskew.
 KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
     "causal": (
         lambda length: length,
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
 
 
 def bench(library: ArrayLibrary, lengths: list[int], tell: Callable[[str], None] = lambda step: None) -> list[Entry]:
-    """Time every method at every length; ``difference`` is the relative L2 distance from ours."""
+    """Time every method at every length; ``difference`` is the relative L2 distance from relskew."""
     entries = []
     rng = np.random.default_rng(0)
     with library.setting(), library.one_thread():
@@ -108,7 +108,7 @@ def to_dict(entries: list[Entry], load: Load) -> dict[str, Any]:
 
 
 def show(entries: list[Entry], load: Load, console: Console) -> None:
-    """Print the measurements, each beside ours, and whether the machine was busy."""
+    """Print the measurements, each compared with relskew, and whether the machine was busy."""
     title = f"Attention with relative positions, {HEADS} heads of {DIM}, {DTYPE}: medians of calls in turns"
     columns = {"library": False, "length": True, "kind": False, "method": False}
     columns |= dict.fromkeys(("time", "memory", "time ÷ ours", "memory ÷ ours"), True)

@@ -1,4 +1,4 @@
-"""What ``relskew bench`` measured, as a plot: time and memory by length, ours beside the published algorithms."""
+"""What ``relskew bench`` measured, as a plot: time and memory of relskew and the published algorithms by length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relskew_core.draw._lines import Chart, Line, save_lines
 from relskew_core.draw._picture import check_ending
 
 OURS = "relskew"
-COLOURS = {True: HUES["past"], False: HUES["future"]}  # told apart by every eye
+COLOURS = {True: HUES["past"], False: HUES["future"]}  # distinct with every kind of colour vision
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = ("-", "--", ":", "-.")
 

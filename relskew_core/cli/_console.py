@@ -26,7 +26,7 @@ def output() -> Console:
 
 @contextmanager
 def progress(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells the step that begins; silent unless stderr is a terminal.
+    """Yield a function that announces the step that begins; silent unless stderr is a terminal.
 
     ``total`` may be unknown.
     """

@@ -1,4 +1,4 @@
-"""``relskew draw``: what rows stand for, who sees whom, the skew, and weights; as a file, or in the terminal."""
+"""``relskew draw``: the rows of tables, masks, the skew, and weights; as a file, or in the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUERIES = 24
 @app.command(cls=Command, epilog="Example: relskew draw span --clip 3")
 @takes(SpanOptions)
 def span(given: SpanOptions, save: Save = None) -> int:
-    """Draw which relative position each row of a table stands for, and what serves those past its ends.
+    """Draw the relative position of each row of a table, and what is used beyond its ends.
 
     Without --beyond all three ways are drawn.
     """

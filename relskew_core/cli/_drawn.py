@@ -24,7 +24,7 @@ EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: where the next shade begi
 
 
 class Spot(NamedTuple):
-    """A place of a grid: its colour as ``#rrggbb``, and how much it stands out, 0 … 1, where there are no colours."""
+    """A cell of a grid: its colour as ``#rrggbb``, and its emphasis, 0 … 1, where there are no colours."""
 
     colour: str
     strength: float
@@ -76,7 +76,7 @@ def _number(panel: Panel, cell: Cell, wide: int, colour: bool) -> tuple[str, str
 
 
 def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
-    """Return two rows a line, and where they are too wide the strongest of so many cells for each place."""
+    """Return two rows a line, and where they are too wide the strongest of several cells for each place."""
     step = -(-len(panel.columns) // max(1, room))
     rows = [
         [
@@ -98,7 +98,7 @@ def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
 def _spot(panel: Panel, cell: Cell) -> Spot | None:
     if cell.tone is None:
         return None
-    # What is near a query stands out in a terminal without colours, and what is heavy.
+    # A terminal without colours emphasises keys near the query, and large weights.
     strength = abs(cell.tone) if panel.weights else 1 - 0.8 * abs(cell.tone)
     return Spot(on(LIGHT["paper"], panel.paint(cell)), strength)
 

@@ -99,7 +99,7 @@ def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
 
 
 def where_to_validate(model: Any, device: str | None) -> list[str]:
-    """Return the options with which ``validate`` finds a runtime that knows the model's dtype."""
+    """Return the options with which ``validate`` finds a runtime that supports the model's dtype."""
     dtype = {entry.key: entry.value for entry in model.metadata_props}.get("relskew.dtype")
     if dtype != "bfloat16":
         return []

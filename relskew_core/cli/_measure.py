@@ -37,10 +37,10 @@ def measure_in_turns(
     """Measure calls that are compared: each in its turn, again and again, and of every one the median.
 
     Each returns when its result is there (a device's queue is drained). ``peak_of`` returns the peak memory of a call
-    in bytes, by default that of the process's resident memory; ``turns`` are so many at least and at most.
+    in bytes, by default that of the process's resident memory; ``turns`` is their smallest and their largest number.
 
     What else runs on the machine comes and goes: so it slows all calls alike, and single ones do not count. With
-    ``on_cpu`` the processors' own time counts, of all threads of this process and of nobody else.
+    ``on_cpu`` the processors' own time counts, of all threads of this process and of no other.
     """
     clock = time.process_time if on_cpu else time.perf_counter
     values = {name: call() for name, call in calls.items()}
@@ -58,7 +58,7 @@ def measure_in_turns(
 
 
 def resident_peak(call: Callable[[], Any]) -> int | None:
-    """Return by how much ``call`` raised the resident memory at its highest; only Linux tells."""
+    """Return by how much ``call`` raised the resident memory at its highest; only on Linux."""
     _trim()
     try:
         CLEAR_REFS.write_text("5")  # resets the high-water mark

@@ -3,8 +3,8 @@
 What is shown is honest but not learned: the weights are written down from the melody by counting, so that a person
 can check them.
 
-- A note is embedded as itself and the two notes before it, each a one-hot pitch beside a one-hot duration of half the
-  weight, and as a one-hot of its own place.
+- A note is embedded as itself and the two notes before it, each a one-hot pitch with a one-hot duration of half the
+  weight, and as a one-hot of its position.
 - Queries and keys are the features, so that ``q_i · k_j`` says how alike two notes and what led to them are.
 - Row ``r`` of the table holds, for every feature, how much more often than by chance a note with that feature finds
   it again at the distance ``r`` in this melody. So ``q_i · e_r`` says how much ``i`` should expect of that distance.
@@ -48,7 +48,7 @@ class Melody:
 
 
 def melodies() -> dict[str, Melody]:
-    """Return the melodies in the package's data, by name."""
+    """Return a dictionary of the melodies in the package's data."""
     data = json.loads(resources.files("relskew_core.cli").joinpath("data/melodies.json").read_text("utf-8"))
     return {
         name: Melody(name, one["title"], one["source"], one["rights"], tuple((p, d) for p, d in one["notes"]))

@@ -82,7 +82,7 @@ class Command(TyperCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanOptions:
-    """Which relative positions the rows of a table stand for."""
+    """The relative positions of the rows of a table."""
 
     length: Annotated[int | None, sized("The longest input that the tables serve.")] = None
     clip: Annotated[int | None, sized("Clip distances at K; farther keys share the edge row.")] = None

@@ -26,7 +26,7 @@ class Runtime:
     provider: str = ""
 
     def load(self, model: Any) -> Session:
-        """Return a function from inputs by name to the outputs in order."""
+        """Return a function from a dictionary of inputs to the outputs in order."""
         export = importlib.import_module("relskew_core.export._validate.runtimes")
         runner = export.opener(self.key)(export.Source(model, None), self.provider)
         if runner.misplaced:  # pragma: gpu only

@@ -63,7 +63,7 @@ def shown(tune: Melody) -> Shown:
     hidden = c > i
     return Shown(
         tune,
-        np.where(c < n - 1 - i, np.nan, before),  # would stand before the first note: the skew drops it
+        np.where(c < n - 1 - i, np.nan, before),  # would be before the first note: the skew drops it
         np.where(hidden, np.nan, after),
         np.where(hidden, np.nan, attention),
         stripes(tune),
@@ -93,13 +93,13 @@ def main_stripes(found: Shown) -> list[Stripe]:
 
 
 def picture(found: Shown) -> Picture:
-    """Return the panels as a picture, in which the main repetitions have a colour of their own."""
+    """Return the panels as a picture, in which the main repetitions have a separate colour."""
     n = len(found.tune.notes)
     main = main_stripes(found)
     marked = {(i, i - one.lag) for one in main for i in range(one.first, one.first + one.length)}
 
     def panel(title: str, values: F64, full: float, columns: list[str], axis: str, first: int = 0) -> Panel:
-        """Return a panel; of row ``i``, key ``j`` stands in column ``j + first - i`` or, without ``first``, ``j``."""
+        """Return a panel; of row ``i``, key ``j`` is in column ``j + first - i`` or, without ``first``, ``j``."""
         tones = np.clip(values / full, 0.0, 1.0).tolist()
         cells = [
             [_cell(tone, (i, c + i - first if first else c) in marked) for c, tone in enumerate(row)]

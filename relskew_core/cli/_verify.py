@@ -107,7 +107,7 @@ def plan(
 
 
 def verify(what: VerifyPlan, tell: Callable[[str], None] = lambda step: None) -> Verification:
-    """Run every case of the plan on every backend; whatever fails becomes a row that says why."""
+    """Run every case of the plan on every backend; each failure becomes a row that says why."""
     given: dict[tuple[str, str], CaseInputs] = {}
     rows = []
     for backend, dtype, chosen in what.steps:
@@ -127,7 +127,7 @@ def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInp
     try:
         got, seconds, peak = run(backend, dtype, case, given)  # type: ignore[arg-type]
         error = relative_error(got, given.expected)
-    except Exception as failure:  # whatever a library raises is the finding
+    except Exception as failure:  # any exception of a library is the finding
         return Finding(*about, None, gate, None, None, False, reason(failure))
     if not np.isfinite(error):
         return Finding(*about, None, gate, seconds, peak, False, "a shape differs, or a number is NaN or inf")
@@ -172,7 +172,7 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     x = given.x.astype(dtype)
     memory = None if given.memory is None else given.memory.astype(dtype)
     past = None if given.past is None else tuple(array.astype(dtype) for array in given.past)
-    # A runtime on a device keeps its memory to itself: the resident memory tells nothing of it.
+    # A runtime on a device keeps its memory to itself: the resident memory does not include it.
     peak_of = None if runtime.device == "cpu" else lambda call: None
     measured = _measured(lambda: call(case, block, x, memory, past), peak_of)
     return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak

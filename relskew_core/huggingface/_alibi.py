@@ -1,7 +1,7 @@
 """The drop-ins for MPT and Bloom: ALiBi, with a cache.
 
 Their bias is a number for each key, which differs from one by distance by a number for each query: softmax is the same.
-Who sees whom their masks say alone: they may be bidirectional, or whatever a caller gives.
+Only the masks determine which keys a query sees: they may be bidirectional, or anything that a caller passes.
 """
 
 from __future__ import annotations

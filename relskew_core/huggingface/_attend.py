@@ -14,7 +14,7 @@ from relskew_core.huggingface._masks import register_masks
 
 
 class DropIn(nn.Module):
-    """A module with all that another one has, and a ``forward`` of its own.
+    """A module with everything that another one has, and a new ``forward``.
 
     Its names say where the original keeps what all have: the projections of queries, keys, values and outputs, the
     number of heads, and the dropout of weights, a number or a module.
@@ -106,7 +106,7 @@ def _is_banded(
 
 
 def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) -> Tensor:
-    """Attend where each item has a table of its own, ``(batch, H, R, D)``: an item at a time."""
+    """Attend with a separate table for each item, ``(batch, H, R, D)``: an item at a time."""
 
     def item(x: Any, b: int) -> Any:
         if not isinstance(x, Tensor) or x.ndim < 4:

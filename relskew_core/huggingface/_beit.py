@@ -19,7 +19,7 @@ HELD = 2**24
 
 @dataclass(frozen=True)
 class GridBias:
-    """What stands in for the bias as a matrix, to which models add masks and other biases."""
+    """The placeholder of the bias as a matrix, to which models add masks and other biases."""
 
     table: Tensor  # (heads, 2 · height - 1, 2 · width - 1), by query - key
     outside: Tensor  # (heads, 3): a cell at the class token, the class token at a cell, at itself

@@ -1,4 +1,4 @@
-"""The drop-ins for DeBERTa's disentangled attention: queries meet positions, and so do keys."""
+"""The drop-ins for DeBERTa's disentangled attention: queries and keys are both multiplied by positions."""
 
 from __future__ import annotations
 

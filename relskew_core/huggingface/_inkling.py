@@ -1,4 +1,4 @@
-"""The drop-in for ``InklingAttention``: learned relative queries meet profiles of distance, zero beyond the extent."""
+"""The drop-in for ``InklingAttention``: learned relative queries times profiles of distance, zero beyond the extent."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def checked_window(window: Any) -> tuple[int, int] | None:
 
 
 def check_local(parts: Iterable[DropIn]) -> None:
-    """Refuse a window for drop-ins that cannot have one, by name."""
+    """Refuse a window for drop-ins that cannot have one."""
     parts = list(parts)
     refused = sorted({type(part).replaces[0] for part in parts if not part.local})
     if refused or not any(part.attends_to_itself() for part in parts):

@@ -35,7 +35,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
         ALiBi's slopes, the numbers of ascending relative positions, or a function from an attention module to them: one
         for each layer. Numbers may be parameters, and get gradients; they are the caller's to save.
     span : Span, optional
-        Which relative positions the numbers stand for; by default ``Span.causal(R, "clip")``: further ones have that of
+        The relative positions of the numbers; by default ``Span.causal(R, "clip")``: further ones have that of
         the furthest.
 
     Returns
@@ -47,7 +47,7 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     ------
     ValueError, TypeError
         If an argument does not fit, or ``name`` is one of transformers' own. Later, in a model's ``forward``: if it
-        gives its attention what this one cannot serve (sinks, a bias of its own, packed lengths), by name.
+        gives its attention what this one cannot serve (sinks, another bias, packed lengths).
 
     Examples
     --------
@@ -105,7 +105,7 @@ class _Registered:
                 )
         n, m = query.shape[-2], key.shape[-2]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        # Without a mask a step of one query stands at the end, and more stand where the keys start.
+        # Without a mask a single query is at the end, and several begin where the keys begin.
         offset = m - n if attention_mask is not None or n == 1 else 0
         offset = length(getattr(attention_mask, "relskew_offset", offset))
         rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
@@ -117,7 +117,7 @@ class _Registered:
         return out.transpose(1, 2).contiguous(), None
 
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
-        """Return the numbers, and which positions they stand for."""
+        """Return the numbers and their positions."""
         if isinstance(self.rel_bias, str):
             where = (q.shape[-3], q.device, q.dtype)
             if where not in self._slopes:
@@ -134,7 +134,7 @@ class _Registered:
 
 
 def _masks(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return boolean masks that say where their queries stand, which caches of a fixed length alone know."""
+    """Return boolean masks that give the positions of their queries, which only caches of a fixed length have."""
 
     def masks(*given: Any, q_offset: Any = 0, kv_offset: Any = 0, **options: Any) -> Tensor | None:
         mask = make(*given, q_offset=q_offset, kv_offset=kv_offset, **options)
