@@ -20,9 +20,9 @@ class ArrayLibrary:
     """An array library on one device.
 
     ``make`` turns a NumPy float64 array into one of the library in a dtype, given as a string; ``finish`` waits until a
-    list of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what people
-    do to a function before they run it, ``setting`` what must hold while the library computes,
-    ``one_thread`` keeps it to one thread, where it can be kept to it.
+    list of arrays is computed and returns it, ``to_numpy`` returns an array as NumPy float64, ``compiled`` is what
+    people do to a function before they run it, ``setting`` what must hold while the library computes, ``one_thread``
+    keeps it to one thread, where it can be kept to it.
     """
 
     name: str
