@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,11 +19,11 @@ def show(found: Verification, console: Console, *, every: bool = False) -> None:
     columns = dict.fromkeys(("library", "device", "dtype", cases), False)
     columns |= dict.fromkeys(("error", "gate", "time", "peak memory"), True) | {"ok": False}
     groups = _groups(found.rows)
-    following = [*(group[0].library for group in groups[1:]), ""]
     rows: list[tuple[list[str | Text], bool]] = []
-    for group, after in zip(groups, following, strict=True):
+    for group, after in zip_longest(groups, groups[1:]):
         lines = [[row] for row in group] if every else [group]
-        rows += [(_line(line), line is lines[-1] and after != group[0].library) for line in lines]
+        ends = after is None or after[0].library != group[0].library
+        rows += [(_line(line), line is lines[-1] and ends) for line in lines]
     spare = ("peak memory", "device", "gate", "time")
     show_table("One block on every library here, against float64", columns, rows, console, spare=spare)
     console.print(
