@@ -86,10 +86,10 @@ def launches(call: TiledCall) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         }  # fmt: skip
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[str, str]:
-    """Compile a kernel as a launch with these arguments would: its tile, warps and stages, and what it takes.
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[int, int, int]:
+    """Compile a kernel as a launch with these arguments would, and return what it takes.
 
-    That is registers of a thread, bytes that it spills to its stack, and KiB that a program shares.
+    That is registers of a thread, bytes that it spills to its stack, and bytes that a program shares.
     """
     signature, constants, attributes = {}, {}, {}
     fixed = set(kernel.do_not_specialize or ())
@@ -112,8 +112,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> tuple[s
         report = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report
-    tile = ", ".join(str(arguments[name]) for name in ("B", "num_warps", "num_stages"))
-    return tile, f"{found[1]}, {found[2]}, {int(binary.metadata.shared) // 1024}"
+    return int(found[1]), int(found[2]), int(binary.metadata.shared)
 
 
 def _type(value: Any) -> str:
@@ -144,7 +143,10 @@ class GPURegisters(Benchmark):
         return lambda: compiled(kernel, given, case["capability"])
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        return dict(zip(("tile", "uses"), result, strict=True))
+        registers, spilled, shared = result
+        given = _kernels(*case.values())[contender][1]
+        tile = ", ".join(str(given[name]) for name in ("B", "num_warps", "num_stages"))
+        return {"tile": tile, "uses": f"{registers}, {spilled}, {shared // 1024}"}
 
     def texts(self, record: Record) -> dict[str, str]:
         def cells() -> Iterator[tuple[str, str, str]]:

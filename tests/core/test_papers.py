@@ -254,7 +254,7 @@ def wholes() -> Iterator[tuple[str, Whole, bool]]:
 )
 def test_attention(library: Library, whole: Whole, by_head: bool) -> None:
     heads, (n, m, rows) = (3,) * by_head, whole[2:5]
-    arrays = {"q": draw(2, 3, n, 4), "k": draw(2, 3, m, 4, seed=1), "v": draw(2, 3, m, 5)}
+    arrays: dict[str, Any] = {"q": draw(2, 3, n, 4), "k": draw(2, 3, m, 4, seed=1), "v": draw(2, 3, m, 5)}
     arrays |= {"rel_k": draw(*heads, rows, 4)} | ({"rel_v": draw(*heads, rows, 5)} if whole.values else {})
     ours = {**arrays, "rel_k": np.flip(arrays["rel_k"], axis=-2).copy()} if whole.descends else arrays
     literal = run(library, whole.literal, arrays, **whole.options)
