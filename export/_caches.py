@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._graph.grouped import DOMAIN
+from relskew_core.export._graph.in_place_node import attending, drop_unused, with_caches
 from relskew_core.export._profiles import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
@@ -80,6 +81,7 @@ def caches_in_place(
     del changed.graph.node[:]
     changed.graph.node.extend(nodes)
     _declare(changed, caches)
+    drop_unused(changed)
     if contrib:
         changed.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return changed
@@ -143,6 +145,8 @@ class _Writer:
         self._joins = {cache.present: cache for cache in caches}
         self._pasts = {cache.past: cache for cache in caches}
         self._calls = self._attentions(model) if contrib else {}
+        self._model, self._operators = model, attending(model.graph, self._joins)
+        self._served = {name for node in self._operators.values() for name in node.input[1:3]}
 
     def nodes(self) -> Iterator[onnx.NodeProto]:
         """Yield the nodes in order."""
@@ -154,8 +158,11 @@ class _Writer:
                 if not started:
                     yield from self._lengths(cache)
                     started = True
-                if not self._contrib:
+                if not self._contrib and cache.present not in self._served:
                     yield from self._written(cache)
+            elif node.output[0] in self._operators:
+                keys, values = (self._joins[name] for name in node.input[1:3])
+                yield with_caches(self._model, node, (keys.new, values.new), (keys.past, values.past))
             elif node.output[0] in self._calls:
                 yield from self._grouped(node, *self._calls[node.output[0]])
             else:

@@ -37,10 +37,16 @@ def custom_ops_library() -> Path:
     >>> custom_ops_library().name
     'librelskew.so'
     """
-    path = Path(_compiled.__file__).with_name("librelskew.so")
-    if not path.is_file():
+    path = found_library()
+    if path is None:
         raise RuntimeError(f"there is no operator library here; compiled kernels: {told()}")
     return path
+
+
+def found_library() -> Path | None:
+    """Return the path of the library, if it was compiled."""
+    path = Path(_compiled.__file__).with_name("librelskew.so")
+    return path if path.is_file() else None
 
 
 def has_operator(model: onnx.ModelProto) -> bool:

@@ -22,6 +22,7 @@ class TracedEmitter(Emitter):
         super().__init__(dtype, scope=f"{call}/")
         self._op = op
         self._tensors: dict[str, Any] = {}
+        self.aligned = False  # whether the keys are known to be those of the past and one for each query
 
     @contextmanager
     def within(self, scope: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
+from relskew_core.export._from_torch.node import Functions, is_served, write_node
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Dim, Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
@@ -67,6 +68,11 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     >>> sorted(str(operator) for operator in torch_translation_table(23))
     ['relskew.attention.default', 'relskew.recomputed_attention.default']
     """
+    return translations(opset)
+
+
+def translations(opset: int, functions: Functions | None = None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the same; with ``functions``, to which theirs are added, calls become nodes of the operator."""
     opset = check_int("opset", opset)
     oldest = PROFILES["portable"].opset
     if not oldest <= opset <= NEWEST_OPSET:
@@ -90,6 +96,8 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
         names = unknown(operands, options, KNOWS)
         if names:
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
+        if functions is not None and is_served(operands, options) and ends is None:
+            return write_node(op, operands, options, opset, functions, _attention)
         return _attention(g, opset, operands, options, ends)
 
     return {operator.op._opoverload: attention for operator in (OPERATOR, RECOMPUTED)}
@@ -101,6 +109,7 @@ def _attention(
     """Translate one call; ``chunk_size`` changes no result and is left out."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
+    g.aligned = call.aligned
     # No window of a table is before all keys, or, seen from a key, before all queries; nor do blocks elsewhere.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
     before_queries = operands.key_table is not None and pattern.offset != 0

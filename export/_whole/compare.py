@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._library import custom_ops_library
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
@@ -23,9 +24,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 """Relative L2 errors: of many layers, and far below what a wrong position costs."""
 
 
-def runner(path: Path, names: Sequence[str]) -> Run:
-    """Return what runs the file at ``path`` on the tensors that its inputs are called."""
-    session = _opened(path)
+def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
+    """Return what runs the file at ``path`` on the tensors that its inputs are called, with the operator library."""
+    session = opened(path, operator=operator)
     taken = {value.name for value in session.get_inputs()}  # not those that no output depends on
 
     def run(inputs: Sequence[Tensor], case: str) -> Arrays:
@@ -36,11 +37,11 @@ def runner(path: Path, names: Sequence[str]) -> Run:
     return run
 
 
-def runner_in_place(path: Path, names: Sequence[str], length: int | None) -> Run:
+def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, operator: bool = False) -> Run:
     """Return what runs a decoder whose caches have one length as if they grew, in one buffer for past and present."""
     import onnxruntime
 
-    session = _opened(path)
+    session = opened(path, operator=operator)
     outputs = [value.name for value in session.get_outputs()]
 
     def run(inputs: Sequence[Tensor], case: str, length: int | None = length) -> Arrays:
@@ -69,13 +70,16 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None) -> Run
     return run
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path, *, operator: bool) -> Any:
+    """Open a file on the CPU, with the operator library if asked for."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise needs_extra("the check of an export", "onnxruntime", error) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # some cases must fail
+    if operator:
+        options.register_custom_ops_library(str(custom_ops_library()))
     return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
 

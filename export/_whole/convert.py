@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from relskew_core import __version__
 from relskew_core._array.checks import describe
-from relskew_core.export._from_torch.translation import REACH, torch_translation_table
+from relskew_core.export._from_torch.node import Functions, add_functions
+from relskew_core.export._from_torch.translation import REACH, torch_translation_table, translations
 from relskew_core.export._whole.names import name_lengths, name_nodes
 
 _PREFIX = "model."
@@ -77,11 +78,13 @@ def convert(
     lengths: Callable[[Sequence[tuple[Any, ...]]], Mapping[tuple[int, int], str]],
     sums: Mapping[str, str] | None = None,
     metadata: Mapping[str, str],
+    operator: bool = False,
 ) -> Conversion:
     """Export a model; ``axes`` says which of each input vary, ``lengths`` makes names of (input, axis) from all shapes.
 
     ``sums`` has names for sums of those names, in alphabetical order.
     """
+    functions = Functions() if operator else None
     with evaluating(flat), _quiet(), torch.no_grad():
         program = torch.onnx.export(
             flat,
@@ -89,7 +92,7 @@ def convert(
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=(tuple(axes),),
-            custom_translation_table=torch_translation_table(opset),
+            custom_translation_table=translations(opset, functions),
             input_names=list(input_names),
             output_names=list(output_names),
             verbose=False,
@@ -106,8 +109,11 @@ def convert(
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
     made = program.model_proto
+    if functions is not None:
+        add_functions(made, functions)
     oldest: int = onnx.helper.find_min_ir_version_for(made.opset_import, ignore_unknown=True)
-    made.ir_version = min(made.ir_version, oldest)  # older runtimes refuse newer ones unread
+    # Older runtimes refuse newer ones unread; functions of one name have overloads since version 10.
+    made.ir_version = max(min(made.ir_version, oldest), 10 if made.functions else 0)
     return Conversion(made, shapes, reach)
 
 

@@ -37,6 +37,7 @@ def decoder_to_onnx(
     contrib: bool = False,
     genai: Literal[False] | Mapping[str, Any] = False,
     tolerance: float | None = None,
+    operator: bool = False,
     check: bool = True,
     overwrite: bool = False,
     external_threshold: int = 2**30,
@@ -81,6 +82,10 @@ def decoder_to_onnx(
         vocabulary. Not with ``in_place``.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
+    operator : bool, default False
+        Write attention as nodes ``relskew::RelativeAttention``, which are functions of the model at the same time, as
+        :func:`to_onnx` does; with ``in_place`` they write the caches themselves. Not with ``contrib``. The check runs
+        the graph with the operator library and without it; :func:`generate` registers the library by itself.
     check : bool, default True
         Compare logits and caches with torch in onnxruntime: single tokens, whole prompts, prompts in pieces, other
         batches, long pasts; and see that it fails past the tables, and where a cache is full.
@@ -137,6 +142,8 @@ def decoder_to_onnx(
 
     check_model(model)
     check_bool("check", check)
+    if check_bool("operator", operator) and contrib:
+        raise ValueError("`operator=True` excludes `contrib=True`: one of them attends")
     opset = _opset(opset, in_place, length, contrib, genai)
     target = Path(path)
     check_target(target, check_bool("overwrite", overwrite))
@@ -161,6 +168,7 @@ def decoder_to_onnx(
         lengths=lambda _: {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
+        operator=operator,
     )
 
     graph, reach = converted.model, converted.reach
@@ -168,11 +176,16 @@ def decoder_to_onnx(
         graph = _in_place(graph, reach, length, contrib)
 
     def compare(file: Path) -> None:
-        run = runner_in_place(file, input_names, length) if in_place else runner(file, input_names)
-        with evaluating(flat):
-            check_decoder(flat, run, output_names, reach=length or reach, tolerance=tolerance, grouped=contrib)
-            if in_place and length is None:  # else that was the end
-                check_full(flat, run)
+        for library in (False, True)[: 1 + operator]:
+            run = (
+                runner_in_place(file, input_names, length, operator=library)
+                if in_place
+                else runner(file, input_names, operator=library)
+            )
+            with evaluating(flat):
+                check_decoder(flat, run, output_names, reach=length or reach, tolerance=tolerance, grouped=contrib)
+                if in_place and length is None:  # else that was the end
+                    check_full(flat, run)
 
     config = None
     if genai is not False:

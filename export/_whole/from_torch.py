@@ -31,6 +31,7 @@ def torch_to_onnx(
     output_names: Sequence[str] | None = None,
     vary: Mapping[str, Iterable[int]] | None = None,
     tolerance: float | None = None,
+    operator: bool = False,
     check: bool = True,
     overwrite: bool = False,
     external_threshold: int = 2**30,
@@ -61,6 +62,10 @@ def torch_to_onnx(
         warning, with the line that fixed it, if torch reports it.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
+    operator : bool, default False
+        Write attention as nodes ``relskew::RelativeAttention``, which are functions of the model at the same time, as
+        :func:`to_onnx` does. Calls that the operator does not serve, such as those of a span that only the input
+        knows, stay as they are. The check runs the graph with the operator library and without it.
     check : bool, default True
         Compare with torch in onnxruntime, for the example and for other lengths of what varies, 1 among them, with
         values drawn from those of the example. A length that ``model`` refuses has nothing to be compared with: a
@@ -120,6 +125,7 @@ def torch_to_onnx(
         output_names=results,
         lengths=partial(_lengths, names),
         metadata={},
+        operator=check_bool("operator", operator),
     )
 
     if vary is None:
@@ -130,7 +136,7 @@ def torch_to_onnx(
     def compare(file: Path) -> None:
         from relskew_core.export._whole.compare import check_equal, gives_numbers, results_of, runner
 
-        run = runner(file, names)
+        runs = [runner(file, names, operator=library) for library in (False, True)[: 1 + operator]]
         with evaluating(flat):
             for number, case in enumerate(_cases(leaves, converted.shapes)):
                 told = "inputs of " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(names, case, strict=True))
@@ -139,10 +145,11 @@ def torch_to_onnx(
                 except Exception as error:
                     if number == 0:
                         raise
-                    if gives_numbers(run, case):
+                    if gives_numbers(runs[0], case):
                         unchecked.append(f"{told} ({type(error).__name__}: {error})")
                     continue
-                check_equal(results, run(case, told), wanted, told, tolerance)
+                for run in runs:
+                    check_equal(results, run(case, told), wanted, told, tolerance)
 
     with tempfile.TemporaryDirectory() as folder:
         write(

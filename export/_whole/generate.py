@@ -13,6 +13,7 @@ import numpy as np
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
+from relskew_core.export._library import found_library
 from relskew_core.export._whole.decoder import GROWING, IN_PLACE
 from relskew_core.export._whole.sampling import Array, Sampler
 
@@ -119,7 +120,10 @@ class _Decoder:
         elif isinstance(model, str | os.PathLike):
             if not Path(model).is_file():
                 raise FileNotFoundError(f"`model` must be a file, got {os.fspath(model)!r}")
-            self._session = onnxruntime.InferenceSession(os.fspath(model), providers=list(providers))
+            settings = onnxruntime.SessionOptions()
+            if list(providers) == ["CPUExecutionProvider"] and (library := found_library()) is not None:
+                settings.register_custom_ops_library(str(library))
+            self._session = onnxruntime.InferenceSession(os.fspath(model), settings, providers=list(providers))
         else:
             raise TypeError(f"`model` must be a path or an onnxruntime.InferenceSession, got {describe(model)}")
         inputs = {value.name: value for value in self._session.get_inputs()}

@@ -1,0 +1,154 @@
+"""A call of torch's operator as one node for the operator library, which is a function of the model, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from relskew_core._kernel.call import Operands, Options
+from relskew_core.export._from_torch.emitter import TracedEmitter
+from relskew_core.export._graph.emitter import Emitter, Shape, Value
+from relskew_core.export._graph.in_place_node import ALIGNED
+from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS, VERSION, attributes_of
+
+TYPES = ("float16", "float32", "float64", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """An operand as the function has it: its name there, and what the call knows of it."""
+
+    name: str
+    given: Any
+
+    @property
+    def shape(self) -> Any:
+        return self.given.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.given.dtype
+
+    def producer(self) -> Any:
+        """Return the node that makes it in the graph, for those who look where a length comes from."""
+        return self.given.producer()
+
+
+class BodyEmitter(TracedEmitter):
+    """Emits what a function is made of; its arguments have their names."""
+
+    initializer = Emitter.initializer
+    node = Emitter.node
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        super().__init__(None, dtype, "attention")
+        self.notes: dict[str, str] = {}
+
+    def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
+        """Return an argument of the function, or what is made in it."""
+        return Value(tensor.name, shape, dtype or self.dtype)
+
+    def tensor(self, value: Value) -> Any:
+        """Return a value, which stands for itself."""
+        return value
+
+    def note(self, value: Value, key: str, text: str) -> None:
+        """Keep what is to be written down with the node."""
+        self.notes[key] = text
+
+    def function(self, inputs: Sequence[str], outputs: Sequence[str], opset: int, attributes: Any) -> Any:
+        """Return what was emitted as a function, whose results are called ``outputs`` or are nothing."""
+        graph = self.graph("body")
+        tensors = self._model.graph.initializer
+        made = {output for node in graph.node for output in node.output} | {tensor.name for tensor in tensors}
+        constants = [helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in tensors]
+        constants += [helper.make_node("Constant", [], [name], value_ints=[0]) for name in outputs if name not in made]
+        imports = [helper.make_opsetid("", opset)]
+        return helper.make_function(DOMAIN, NAME, inputs, outputs, [*constants, *graph.node], imports, list(attributes))
+
+
+class Functions:
+    """The functions of a model, each once."""
+
+    def __init__(self) -> None:
+        self.made: dict[bytes, onnx.FunctionProto] = {}
+
+    def add(self, function: onnx.FunctionProto) -> str:
+        """Return the name by which the nodes of a function find it among those of the same operator."""
+        key = function.SerializeToString(deterministic=True)
+        if key not in self.made:
+            function.overload = f"call_{len(self.made) + 1}"
+            self.made[key] = function
+        return self.made[key].overload
+
+
+def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
+    """Give a model the functions of its nodes."""
+    used = {node.overload for node in model.graph.node if node.domain == DOMAIN}
+    model.functions.extend(function for function in functions.made.values() if function.overload in used)
+    if used and all(entry.domain != DOMAIN for entry in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
+
+
+def is_served(operands: Operands, options: Options) -> bool:
+    """Whether the operator has all of a call, numbers of it that only the graph knows included."""
+    span = options.span
+    known = isinstance(span.left, int) and isinstance(span.right, int)
+    return known and len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES
+
+
+def write_node(
+    op: Any, operands: Operands, options: Options, opset: int, functions: Functions, emit: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Write a call as a node; ``emit(body, opset, operands, options, None)`` makes its function."""
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    arguments: dict[str, Any] = {name: _Argument(name, x) for name, x in given.items()}
+    mask = given.pop("mask", None)
+    if mask is not None:
+        given["mask" if mask.dtype.numpy() == np.bool_ else "added"] = mask
+        arguments["mask"] = _Argument("mask" if "mask" in given else "added", mask)
+    offset, within = options.visibility.offset, options
+    if not isinstance(offset, int):
+        given["offset"] = offset
+        within = replace(options, visibility=replace(options.visibility, offset=_Argument("offset", offset)))
+    last = max(place for place, name in enumerate(INPUTS) if name in given)
+    names = INPUTS[: last + 1]
+    attributes = attributes_of(options)
+    body = BodyEmitter(np.dtype(operands.q.dtype.numpy()))
+    made = emit(body, opset, Operands(**arguments), within, None)
+    attributes[ALIGNED] = int(body.aligned)
+    results = [made[0].name, *(f"none/{name}" for name in OUTPUTS[1:-1]), made[1].name]
+    results = results if options.return_lse else results[:1]
+    overload = functions.add(body.function(names, results, opset, attributes))
+    node = op.Identity(operands.q).producer()  # whose place and results the node has
+    node.op_type, node.domain, node.overload, node.name = NAME, DOMAIN, overload, "relskew/compute/attention"
+    node.version = None
+    node.resize_inputs(len(names))
+    for place, name in enumerate(names):
+        node.replace_input_with(place, given.get(name))
+    node.resize_outputs(len(results))
+    for name, value in attributes.items():
+        node.attributes[name] = _attribute(name, value)
+    node.metadata_props.update(body.notes)
+    outputs = list(node.outputs)
+    for unused in outputs[1:-1]:
+        unused.name = ""
+    return outputs[0], outputs[-1] if options.return_lse else op.Constant(value=_tensor(body.dtype))
+
+
+def _tensor(dtype: np.dtype[Any]) -> Any:
+    import onnx_ir
+
+    return onnx_ir.tensor(np.zeros(0, dtype))
+
+
+def _attribute(name: str, value: Any) -> Any:
+    import onnx_ir
+
+    makers = {int: onnx_ir.AttrInt64, float: onnx_ir.AttrFloat32, str: onnx_ir.AttrString}
+    return makers[type(value)](name, value)

@@ -1,0 +1,176 @@
+"""Models of torch as graphs with nodes for the operator library: the same results with it and without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from operator_runs import session_options
+from relskew_core import BlockSpec, Span, relative_attention
+from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx, without_operator
+from relskew_core.export._from_torch.translation import torch_translation_table, translations
+from relskew_core.export._graph.operator import NAME
+from relskew_core.export._whole import generate as generating
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+CPU = ["CPUExecutionProvider"]
+
+
+def nodes(model: onnx.ModelProto, kind: str = NAME) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == kind]
+
+
+class Calls(nn.Module):
+    """One call, of queries, keys and values that come as one input, with tables of its own."""
+
+    def __init__(self, rows: int = 0, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.options = options
+        self.rel_k = nn.Parameter(torch.randn(4, rows, 8)) if rows else None
+
+    def forward(self, x: Tensor) -> Any:
+        return relative_attention(x, x[:, ::2], x[:, 1::2], self.rel_k, **self.options)
+
+
+def table(rows: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(rows).standard_normal((4, rows)).astype(np.float32))
+
+
+SPAN = Span.full(9)
+CALLS: dict[str, dict[str, Any]] = {
+    "full": {"rows": 17, "span": SPAN},
+    "causal, clipped": {"rows": 4, "span": Span.causal(4, beyond="clip"), "causal": True},
+    "window, scales": {"rows": 17, "span": SPAN, "window": (2, 3), "scale": 0.3, "rel_scale": -0.1},
+    "bias, softcap, lse": {"span": SPAN, "rel_bias": table(17), "softcap": 2.0, "return_lse": True},
+    "blocks": {"rows": 8, "span": Span.causal(8), "block_size": 4},
+    "blocks of streams": {"rows": 17, "span": SPAN, "block_size": 2, "blocks_before": 1},
+    "sinks": {"rows": 17, "span": SPAN, "sinks": torch.arange(4.0)},
+    "no table": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
+    """The check of the export runs the graph both ways, at other lengths too."""
+    model = Calls(**CALLS[kind])
+    made = torch_to_onnx(model, torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    assert len(nodes(made)) == 1
+    assert len(nodes(made, "Softmax")) == (kind == "sinks")  # by which the sinks take their share
+    assert len(made.functions) == 1
+    onnx.checker.check_model(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_types_are_those_of_the_model(dtype: Any) -> None:
+    model = Calls(17, span=SPAN).to(dtype)
+    made = torch_to_onnx(model, torch.randn(2, 4, 6, 8, dtype=dtype), vary={"x": [0, 2]}, operator=True)
+    assert len(nodes(made)) == 1
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, segments: Tensor) -> Any:
+        return relative_attention(x, x, x, mask=mask, segments=segments, causal=True)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_masks_and_documents_are_inputs(kind: str) -> None:
+    shown = torch.rand(2, 1, 6, 6) < 0.8
+    mask = shown if kind == "boolean" else torch.where(shown, 0.5, -torch.inf)
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 5, 5, 6, 6]])
+    made = torch_to_onnx(Masked(), (torch.randn(2, 4, 6, 8), mask, segments), vary={}, operator=True)
+    (node,) = nodes(made)
+    assert node.input[8 if kind == "boolean" else 9]
+
+
+def test_calls_of_one_kind_share_a_function() -> None:
+    spec = BlockSpec(16, 4, Span.causal(40), causal=True)
+    model = nn.Sequential(*(RelativeMultiheadAttention(spec) for _ in range(3)))
+    made = torch_to_onnx(model, torch.randn(2, 6, 16), operator=True)
+    assert (len(nodes(made)), len(made.functions)) == (3, 1)
+    plain = without_operator(made)
+    x = np.random.default_rng(0).standard_normal((3, 9, 16)).astype(np.float32)
+    found = [
+        onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=CPU).run(None, {"input": x})[0]
+        for graph, options in ((made, session_options()), (made, None), (plain, None))
+    ]
+    for one in found[1:]:
+        np.testing.assert_allclose(one, found[0], rtol=0, atol=1e-5)
+
+
+class Fitted(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        n = x.shape[-2]
+        return relative_attention(x, x, x, torch.arange(1 - n, n).to(x.dtype)[:, None] * torch.linspace(0.1, 1, 8))
+
+
+def test_what_the_operator_does_not_serve_stays_as_it_is() -> None:
+    made = torch_to_onnx(Fitted(), torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
+    assert not nodes(made)
+    assert not made.functions
+
+
+class Decoder(nn.Module):
+    """Two layers of which each has a cache."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(10, 16)
+        spec = BlockSpec(16, 4, Span.causal(24), causal=True, num_kv_heads=heads)
+        self.layers = nn.ModuleList(RelativeMultiheadAttention(spec) for _ in range(2))
+
+    def forward(self, tokens: Tensor, past: Any) -> Any:
+        x, caches = self.embedding(tokens), []
+        for layer, cache in zip(self.layers, past, strict=True):
+            y, present = layer(x, past=cache)
+            x = x + y
+            caches.append(present)
+        return x @ self.embedding.weight.T, caches
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"in_place": True, "length": 20}], ids=str)
+def test_decoders_give_the_same_tokens(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Decoder()
+    plain = decoder_to_onnx(model, tmp_path / "plain.onnx")
+    made = decoder_to_onnx(model, tmp_path / "operator.onnx", operator=True, **options)
+    graph = onnx.load(made)
+    assert len(nodes(graph)) == 2
+    assert not nodes(graph, "TensorScatter")  # the node writes its caches
+    wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
+    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+    monkeypatch.setattr(generating, "found_library", lambda: None)
+    np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+    inlined = save(without_operator(made), tmp_path / "inlined.onnx")
+    np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)
+
+
+class Shared(Decoder):
+    """A decoder whose cache is read by more than attention."""
+
+    def forward(self, tokens: Tensor, past: Any) -> Any:
+        logits, caches = super().forward(tokens, past)
+        return logits + caches[0][0][:, 0, :1, :1], caches
+
+
+def test_a_cache_that_others_read_is_written_apart(tmp_path: Path) -> None:
+    made = onnx.load(decoder_to_onnx(Shared(), tmp_path / "m.onnx", operator=True, in_place=True))
+    assert len(nodes(made, "TensorScatter")) == 2
+    assert len(made.functions) == 2
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`operator=True` excludes `contrib=True`"):
+        decoder_to_onnx(Decoder(), tmp_path / "m.onnx", operator=True, in_place=True, contrib=True)
+    with pytest.raises(TypeError, match="`operator` must be"):
+        torch_to_onnx(Fitted(), torch.randn(1, 4, 6, 8), operator=1)  # type: ignore[arg-type]
+    assert translations(23).keys() == torch_translation_table(23).keys()
