@@ -13,6 +13,7 @@ from relskew_core._functions.distance import alibi_bias, proximal_bias
 from relskew_core._functions.grid import relative_logits_2d, relative_logits_nd, toeplitz_2d, toeplitz_nd
 from relskew_core._functions.grid_attention import relative_attention_2d, relative_attention_nd
 from relskew_core._functions.logits import relative_logits, relative_values
+from relskew_core._functions.paged import paged_attention
 from relskew_core._functions.tables import resize_table, sinusoidal_table
 from relskew_core._functions.weights import attention_weights
 from relskew_core._positions.skew import skew, unskew
@@ -29,6 +30,7 @@ __all__ = [
     "deberta_buckets",
     "init_weights",
     "merge_attention",
+    "paged_attention",
     "proximal_bias",
     "relative_attention",
     "relative_attention_2d",

@@ -1,7 +1,7 @@
 # Written by tests/support/stubs.py from the signatures that the functions have.
 
 from collections.abc import Mapping, Sequence
-from types import Spans
+from types import Ints, Spans
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 from relskew_core import backends as backends, conventions as conventions, distributed as distributed, draw as draw, export as export, huggingface as huggingface, layers as layers, papers as papers
 from relskew_core._array.typing import Array
@@ -17,6 +17,7 @@ __all__ = [
     "deberta_buckets",
     "init_weights",
     "merge_attention",
+    "paged_attention",
     "proximal_bias",
     "relative_attention",
     "relative_attention_2d",
@@ -101,6 +102,78 @@ def attention_weights(
 def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | None) -> tuple[int, ...]: ...
 def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: Any = None) -> dict[str, Array]: ...
 def merge_attention(outs: Sequence[A], lses: Sequence[Array]) -> tuple[A, A]: ...
+@overload
+def paged_attention(
+    q: A,
+    k_pages: Array,
+    v_pages: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    page_table: Ints,
+    lengths: Ints,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: Literal[False] = False,
+    impl: Literal["auto", "portable", "native"] = "auto",
+) -> A: ...
+@overload
+def paged_attention(
+    q: A,
+    k_pages: Array,
+    v_pages: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    page_table: Ints,
+    lengths: Ints,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: Literal[True],
+    impl: Literal["auto", "portable", "native"] = "auto",
+) -> tuple[A, A]: ...
+@overload
+def paged_attention(
+    q: A,
+    k_pages: Array,
+    v_pages: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    page_table: Ints,
+    lengths: Ints,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool,
+    impl: Literal["auto", "portable", "native"] = "auto",
+) -> A | tuple[A, A]: ...
 def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array: ...
 @overload
 def relative_attention(

@@ -41,6 +41,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "relative_values": (relskew_core.relative_values, {"weights": np.ones((H, N, N)), "table": TABLE}),
     "relative_logits_2d": (relskew_core.relative_logits_2d, {"q": GRID, **ON_GRID}),
     "relative_attention_2d": (relskew_core.relative_attention_2d, {"q": GRID, "k": GRID, "v": GRID, **ON_GRID}),
+    "paged_attention": (
+        relskew_core.paged_attention,
+        {
+            "q": np.ones((2, H, N, D)),
+            "k_pages": np.ones((4, 2, 1, D)),
+            "v_pages": np.ones((4, 2, 1, D)),
+            "page_table": [[0, 3], [1, 2]],
+            "lengths": [4, 3],
+        },
+    ),
     "relative_logits_nd": (relskew_core.relative_logits_nd, {"q": GRID, **ON_AXES}),
     "relative_attention_nd": (relskew_core.relative_attention_nd, {"q": GRID, "k": GRID, "v": GRID, **ON_AXES}),
     "toeplitz_nd": (relskew_core.toeplitz_nd, {"bias": np.ones((H, 3, 5)), "q_grid": (2, 3), "k_grid": (2, 3)}),

@@ -1,0 +1,232 @@
+"""Attention over paged keys and values: those of each item are in pages of a pool, as caches of serving engines are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from relskew_core._array.checks import check_bool, check_window, describe, shape_of
+from relskew_core._array.gather import within
+from relskew_core._array.integers import integer, integers
+from relskew_core._array.keywords import explains
+from relskew_core._array.known import known_values
+from relskew_core._array.namespace import check_companion, device, namespace_of_arrays
+from relskew_core._array.nothing import nothing
+from relskew_core._array.typing import Array, Impl, Namespace
+from relskew_core._functions.attention import relative_attention
+from relskew_core._positions.span import Span
+
+Ints = Array | Sequence[Any]
+
+
+@explains
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    rel_k: Array | None = None,
+    span: Span | None = None,
+    *,
+    page_table: Ints,
+    lengths: Ints,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    rel_v: Array | None = None,
+    rel_bias: Array | None = None,
+    rel_q: Array | None = None,
+    key_table: Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    rel_scale: float | Array | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    impl: Impl = "auto",
+) -> Array | tuple[Array, Array]:
+    """Attend to keys and values that are in pages of one pool, with any table or bias by relative position.
+
+    ::
+
+        pool of pages:   0: item 1, keys 4 … 7    1: free    2: item 0, keys 0 … 3    3: item 1, keys 0 … 3
+        page_table:      [[2, -1], [3, 0]]        lengths:   [3, 6]
+
+    Parameters
+    ----------
+    q : array, shape (B, H, Lq, D)
+        Queries, the last ``Lq`` positions of each item: one when decoding, more for a prompt or for drafted tokens.
+    k_pages : array, shape (P, page, Hkv, D)
+        Pages of keys, the layout of vLLM's cache; ``H`` is a multiple of ``Hkv``.
+    v_pages : array, shape (P, page, Hkv, Dv)
+        Pages of values.
+    rel_k, span, rel_v, rel_bias, rel_q, key_table, sinks : optional
+        Tables and biases, the same for all items, as in :func:`relative_attention`; ``rel_q`` as ``q``.
+    page_table : array of integers, shape (B, n), or sequence of sequences of int
+        Which pages have the keys of each item, in order. What is behind an item's last page is not looked at.
+    lengths : array of integers, shape (B,), or sequence of int
+        How many keys each item has, those of its queries included. An item of length 0 gets zeros.
+    causal : bool, default True
+        A query sees no key of its future.
+    window : (int or None, int or None), optional
+        A query sees the keys at ``-left <= r <= right`` only. Pages that no query sees are not read.
+    scale, rel_scale, softcap, chunk_size, return_lse, impl : optional
+        As in :func:`relative_attention`.
+
+    Returns
+    -------
+    out : array, shape (B, H, Lq, Dv)
+    lse : array, shape (B, H, Lq)
+        Only with ``return_lse``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument does not fit, an item is longer than its pages or a page is not there; the message names the
+        argument.
+
+    Notes
+    -----
+    Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4.
+    Where ``page_table`` and ``lengths`` are known, on CPUs, items are attended to one by one: only the keys of one item
+    are copied at a time, and none where its pages follow each other. Where something traces them, or where they are on
+    an accelerator, the pages of all items are gathered, but never the pool. There, pages that are not in the pool and
+    items that are too long are not noticed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k_pages = v_pages = np.arange(8.0).reshape(4, 2, 1, 1)  # four pages of two keys
+    >>> q = np.zeros((2, 1, 1, 1))
+    >>> paged_attention(q, k_pages, v_pages, page_table=[[1, 0], [3, -1]], lengths=[3, 1]).ravel()
+    array([1.66666667, 6.        ])
+    """
+    arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+    tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table, "sinks": sinks}
+    xp = namespace_of_arrays(arrays, {**tables, "rel_q": rel_q})
+    _check(q, k_pages, v_pages, rel_q)
+    check_bool("causal", causal)
+    window = check_window("window", window)
+    table, counts = (_integers(name, x, q, rank, xp=xp) for name, x, rank in
+                     (("page_table", page_table, 2), ("lengths", lengths, 1)))  # fmt: skip
+    options: dict[str, Any] = {
+        **tables, "span": span, "causal": causal, "window": window, "scale": scale, "rel_scale": rel_scale,
+        "softcap": softcap, "chunk_size": chunk_size, "impl": impl, "return_lse": True,
+    }  # fmt: skip
+    if isinstance(table, list) and isinstance(counts, list):
+        _check_pages(table, counts, k_pages)
+        out, lse = _by_item(q, rel_q, k_pages, v_pages, table, counts, options, xp=xp)
+    else:
+        laid, ends = (
+            xp.asarray(x, dtype=integer(xp), device=device(q)) if isinstance(x, (list, tuple)) else x
+            for x in (page_table, lengths)
+        )
+        out, lse = _at_once(q, rel_q, k_pages, v_pages, laid, ends, options, xp=xp)
+    return (out, lse) if check_bool("return_lse", return_lse) else out
+
+
+def _by_item(
+    q: Array,
+    rel_q: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    table: list[list[int]],
+    counts: list[int],
+    options: dict[str, Any],
+    *,
+    xp: Namespace,
+) -> tuple[Array, Array]:
+    """Attend to one item after the other: its pages alone are brought together, from the first that is seen on."""
+    size, n, left = k_pages.shape[1], q.shape[-2], (options["window"] or (None, None))[0]
+    parts = []
+    for item, (pages, count) in enumerate(zip(table, counts, strict=True)):
+        first = 0 if left is None else max(0, (count - n - left) // size)
+        own = pages[first : -(-count // size)]
+        k, v = (_of_pages(x, own, count - first * size, xp=xp) for x in (k_pages, v_pages))
+        given = {**options, "rel_q": None if rel_q is None else rel_q[item, ...]}
+        parts.append(relative_attention(q[item, ...], k, v, offset=count - n - first * size, **given))
+    if not parts:
+        shape = q.shape[:-1]
+        return nothing((*shape, v_pages.shape[-1]), (q,), xp=xp), nothing(shape, (q,), xp=xp)
+    out, lse = (xp.stack([part[which] for part in parts], axis=0) for which in (0, 1))
+    return out, lse
+
+
+def _of_pages(x: Array, pages: list[int], count: int, *, xp: Namespace) -> Array:
+    """Return the first ``count`` keys of some pages, ``(Hkv, count, D)``: a view where the pages follow each other."""
+    if pages and pages == list(range(pages[0], pages[0] + len(pages))):
+        found = x[pages[0] : pages[0] + len(pages), ...]
+    else:
+        found = xp.take(x, xp.asarray(pages, dtype=integer(xp), device=device(x)), axis=0)
+    flat = xp.reshape(found, (len(pages) * x.shape[1], *x.shape[2:]))
+    return xp.permute_dims(flat[: max(count, 0), ...], (1, 0, 2))
+
+
+def _at_once(
+    q: Array,
+    rel_q: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    lengths: Array,
+    options: dict[str, Any],
+    *,
+    xp: Namespace,
+) -> tuple[Array, Array]:
+    """Attend to the pages of all items, gathered; what is behind an item's last key is hidden, and zero."""
+    rows, each = page_table.shape
+    table, counts = (xp.astype(x, integer(xp)) for x in (page_table, lengths))
+    places = xp.reshape(within(table, k_pages.shape[0], xp=xp), (-1,))
+    total = each * k_pages.shape[1]
+    there = integers(0, total, device=device(q), xp=xp) < counts[:, None]
+    gathered = []
+    for x in (k_pages, v_pages):
+        own = xp.reshape(xp.take(x, places, axis=0), (rows, total, *x.shape[2:]))
+        gathered.append(xp.permute_dims(xp.where(there[:, :, None, None], own, 0.0), (0, 2, 1, 3)))
+    mask = None if options["causal"] else there[:, None, None, :]
+    found: Any = relative_attention(q, *gathered, rel_q=rel_q, mask=mask, offset=counts - q.shape[-2], **options)
+    return found
+
+
+def _integers(name: str, value: Any, q: Array, rank: int, *, xp: Namespace) -> Any:
+    """Return integers in lists, or as the array that they are where their values are not known."""
+    wanted = f"`{name}` must be integers of shape {'(B, n)' if rank == 2 else '(B,)'} with B = {q.shape[0]}"
+    if isinstance(value, (list, tuple)):
+        rows = [list(row) if isinstance(row, (list, tuple)) else row for row in value]
+        flat = rows if rank == 1 else [each for row in rows if isinstance(row, list) for each in row]
+        shaped = rank == 1 or (all(isinstance(row, list) for row in rows) and len(set(map(len, rows))) <= 1)
+        if len(rows) != q.shape[0] or not shaped or not all(type(each) is int for each in flat):
+            raise ValueError(f"{wanted}, got {describe(value)}")
+        return rows
+    check_companion(name, value, "q", q, xp=xp)
+    if len(shape_of(value)) != rank or value.shape[0] != q.shape[0] or not xp.isdtype(value.dtype, "integral"):
+        raise ValueError(f"{wanted}, got {describe(value)}")
+    known = known_values(value)
+    return value if known is None else known
+
+
+def _check(q: Array, k_pages: Array, v_pages: Array, rel_q: Array | None) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"`q` must have shape (B, H, Lq, D), got {describe(q)}")
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.ndim != 4:
+            raise ValueError(f"`{name}` must have shape (P, page, Hkv, D), got {describe(x)}")
+    if k_pages.shape[-1] != q.shape[-1] or k_pages.shape[1] < 1:
+        raise ValueError(f"`k_pages` must have pages of keys as wide as `q`, {q.shape[-1]}, got {describe(k_pages)}")
+    if k_pages.shape[2] < 1 or q.shape[1] % k_pages.shape[2]:
+        raise ValueError(f"`k_pages` must have heads that divide the {q.shape[1]} of `q`, got {describe(k_pages)}")
+    if tuple(v_pages.shape[:3]) != tuple(k_pages.shape[:3]):
+        raise ValueError(f"`v_pages` must have the pages and heads of `k_pages`, got {describe(v_pages)}")
+    if rel_q is not None and tuple(rel_q.shape) != tuple(q.shape):
+        raise ValueError(f"`rel_q` must have the shape of `q`, {tuple(q.shape)}, got {describe(rel_q)}")
+
+
+def _check_pages(table: list[list[int]], counts: list[int], k_pages: Array) -> None:
+    pool, size = k_pages.shape[:2]
+    for item, (pages, count) in enumerate(zip(table, counts, strict=True)):
+        if not 0 <= count <= len(pages) * size:
+            raise ValueError(
+                f"`lengths` must be 0 … {len(pages) * size} for item {item}, what {len(pages)} pages of {size} hold, "
+                f"got {count}"
+            )
+        for page in pages[: -(-count // size)]:
+            if not 0 <= page < pool:
+                raise ValueError(f"`page_table` must have pages 0 … {pool - 1} for item {item}, got {page}")
