@@ -133,8 +133,12 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
     weight_of: Tensor | None = None,
+    pairwise: bool = False,
 ) -> Attention:
-    """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout)."""
+    """Attend, with everything of size ``n × m`` written out; ``weight_of`` multiplies the weights (dropout).
+
+    ``pairwise`` adds up a value for each pair: one that is hidden or dropped then counts for nothing even if it is NaN.
+    """
     n, m = q.shape[-2], k.shape[-2]
     if q.ndim > 2:
         k, v = (x.repeat_interleave(q.shape[-3] // max(1, x.shape[-3]), dim=-3) for x in (k, v))
@@ -161,7 +165,7 @@ def attention(
             found = table[rows.clamp(min=0)]
         else:
             found = table[torch.arange(len(table))[:, None, None], rows.clamp(min=0)]
-        return found * (rows >= 0)[..., None]
+        return found.masked_fill((rows < 0)[..., None], 0.0)
 
     logits = scale * (q @ k.mT)
     if rel_k is not None:
@@ -175,16 +179,23 @@ def attention(
     allowed = visible.expand(logits.shape)
     if mask is not None:
         boolean = mask.dtype == torch.bool
-        allowed = allowed & (mask if boolean else mask > -math.inf)
+        allowed = allowed & (mask if boolean else mask != -math.inf)
         logits = logits if boolean else logits + mask
     weights, lse = softmax(logits, allowed, None if sinks is None else sinks[by_head])
     if dropout:
-        weights = weights * kept(weights.shape, seed, offset, dropout).to(weights) / (1 - dropout)
+        here = kept(weights.shape, seed, offset, dropout)
+        weights, allowed = weights * here.to(weights) / (1 - dropout), allowed & here
     if weight_of is not None:
         weights = weights * weight_of
-    out = weights @ v
+
+    def summed(values: Tensor) -> Tensor:
+        """Add up the values of pairs, (..., n, m, D)."""
+        return (weights[..., None] * values).masked_fill(~allowed[..., None], 0.0).sum(-2)
+
+    out = summed(v[..., None, :, :]) if pairwise else weights @ v
     if rel_v is not None:
-        out = out + (weights[..., None, :] @ at_positions(rel_v))[..., 0, :]
+        values = at_positions(rel_v)
+        out = out + (summed(values) if pairwise else (weights[..., None, :] @ values)[..., 0, :])
     return Attention(out, lse)
 
 
@@ -218,7 +229,7 @@ def kept(shape: tuple[int, ...], seed: int, offset: int, dropout: float) -> Tens
     """Which weights (..., H, n, m) a seed keeps."""
     leads, n, m = range(math.prod(shape[:-2])), shape[-2], shape[-1]
     flat = [is_kept(seed, at, i + offset, j, dropout) for at in leads for i in range(n) for j in range(m)]
-    return torch.tensor(flat).reshape(shape)
+    return torch.tensor(flat, dtype=torch.bool).reshape(shape)
 
 
 def skew(x: ArrayLike) -> Floats:
@@ -297,9 +308,8 @@ def relative_attention(
 
     given = given | {"q": q, "k": k, "v": v, "rel_k": rel_k}
     arrays = {name for name, x in given.items() if np.ndim(x[0] if isinstance(x, tuple) else x)}
-    return Attention(
-        *(x.numpy() for x in attention(**{n: made(x) if n in arrays else x for n, x in given.items()}, span=span))
-    )
+    tensors = {name: made(x) if name in arrays else x for name, x in given.items()}
+    return Attention(*(x.numpy() for x in attention(**tensors, span=span, pairwise=True)))
 
 
 def of_item(labels: Labels | None, lead: tuple[int, ...], n: int, m: int) -> tuple[list[int], list[int]]:
