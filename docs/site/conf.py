@@ -16,7 +16,14 @@ author = project_copyright = "the relskew developers"
 version = release = relskew_core.__version__
 language = "en"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "docs.site.marks"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "docs.site.marks",
+]
 exclude_patterns = ["README.md"]
 
 # Pages

@@ -14,6 +14,7 @@ from sphinx.transforms import SphinxTransform
 
 import relskew_core
 from docs.site.reference import modules
+from relskew_core._kernel.call import GROUPS
 
 MODULES = [module.__name__ for module in modules() if module is not relskew_core]
 FULL = [f"{module.__name__}.{name}" for module in modules() for name in module.__all__]
@@ -76,6 +77,17 @@ class Titles(SphinxTransform):
                     image["alt"] = html.unescape(title[1])
 
 
+def in_groups(app: Sphinx, domain: str, kind: str, content: Any) -> None:
+    """Put a line with the name of its group above the first argument of each, where all of a call's are listed."""
+    homes = {names[0]: group for group, names in GROUPS.items()}
+    for row in content.findall(nodes.definition_list_item):
+        name = row.children[0].astext().partition(":")[0].partition(",")[0].strip()
+        listed = [item.children[0].astext().partition(":")[0].strip() for item in row.parent.children]
+        if name in homes and "rel_k" in listed and "block_size" in listed:
+            term = nodes.emphasis("", f"{homes[name].capitalize()}: ", classes=["group"])
+            row.children[0].insert(0, term)
+
+
 def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolve a name that a docstring says without its module."""
     target = full_name(node.get("reftarget", "").rpartition(".")[2])
@@ -88,5 +100,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Names)
     app.add_transform(Shapes)
     app.add_transform(Titles)
+    app.connect("object-description-transform", in_groups)
     app.connect("missing-reference", by_its_last_part)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -29,6 +29,18 @@ def page_of(module: ModuleType, name: str) -> str:
     return f"reference/{module.__name__}.{name}"
 
 
+NOT_CALLED = {"extra_repr", "processes", "chosen", "set_view", "attend", "tables", "tables_of", "extend", "shapes"}
+"""Members that frameworks and other parts of the library call, and no user."""
+
+
+def members(value: type) -> list[str]:
+    """Return what a class has of the library's own for its users, inherited members included."""
+    homes = [home for home in value.__mro__ if home.__module__.startswith("relskew_core.")]
+    found = dict.fromkeys(name for home in homes for name in vars(home) if not name.startswith("_"))
+    documented = (name for name in found if name not in NOT_CALLED and callable(getattr(value, name, None)))
+    return [name for name in documented if inspect.getdoc(getattr(value, name))]
+
+
 def directive(module: ModuleType, name: str) -> str:
     """Return the directive that writes a name's page."""
     value = getattr(module, name)
@@ -36,7 +48,7 @@ def directive(module: ModuleType, name: str) -> str:
         first = next(home for home in modules() if getattr(home, name, None) is value)
         if first is not module:  # one class in two modules has one description
             return f".. class:: {name}\n\n   The same class as :class:`{first.__name__}.{name}`.\n"
-        return f".. autoclass:: {name}\n   :members:\n"
+        return f".. autoclass:: {name}\n   :members: {', '.join(members(value))}\n"
     return f".. auto{'function' if callable(value) else 'data'}:: {name}\n"
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from relskew_core import backends
 from relskew_core._array.autocast import autocast, undisturbed
 from relskew_core._array.checks import describe
-from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import check_companion, namespace_of_arrays
 from relskew_core._array.typing import Array, Impl
 from relskew_core._functions import prepared
 from relskew_core._kernel.by_head import sinks_gradient, with_sinks
 from relskew_core._kernel.call import Arguments, Gradients, Part, takes
-from relskew_core._kernel.merge import merged
 from relskew_core._kernel.problem import WHOLE, Problem, problem
 
 
@@ -28,84 +25,90 @@ class _Forward(Arguments):
 def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | tuple[Array, Array]:
     """Attend with relative positions, in memory that grows with the length and not with its square.
 
-    Arrays are ``(..., heads, length, width)``: those of JAX's and flash-attention's layout, ``(..., length, heads,
-    width)``, come in as ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
+    Arrays are ``(..., heads, length, width)``: transpose those of JAX's and flash-attention's layout, ``(..., length,
+    heads, width)``, with ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
     query ``i``::
 
-        logits[i, j] = scale · q_i · k_j + rel_scale · (rel_q_i · rel_k[r] + k_j · key_table[r])
-                       + rel_bias[r] + mask[i, j]
-        out[i]       = Σ_j softmax_j(logits)[i, j] · (v_j + rel_v[r])
+        logits[i, j] = scale     · q[i] · k[j]             content
+                     + rel_scale · rel_q[i] · rel_k[r]     Shaw, Music Transformer; rel_q: Transformer-XL
+                     + rel_scale · k[j] · key_table[r]     DeBERTa
+                     + rel_bias[r]                         T5, ALiBi, Swin
+                     + mask[i, j]                          additive, or -inf where a boolean one is False
 
-    All options go together, but for those that an error names; memory is the same with every one of them.
+        out[i] = Σ_j softmax_j(logits)[i, j] · (v[j] + rel_v[r])
+
+    Options can be combined freely; combinations that make no sense raise an error that names the arguments. None of
+    them changes how memory grows.
 
     Parameters
     ----------
     q : array, shape (..., H, Lq, D)
-        Queries, of a real floating dtype. All arrays share library, device, dtype and leading axes; the heads axis
-        may be absent, ``(Lq, D)``, from all of them.
+        Queries, of a real floating dtype. All arrays share library, device, dtype and leading axes; all of them may
+        lack the heads axis, ``(Lq, D)``.
     k : array, shape (..., Hkv, Lk, D)
         Keys; ``H`` is a multiple of ``Hkv`` (grouped queries).
     v : array, shape (..., Hkv, Lk, Dv)
         Values.
     rel_k : array, shape (R, D) or (H, R, D), optional
-        Table of the keys' relative positions, ascending.
+        Table of relative position embeddings, added to the keys: one row for each position, ascending.
     span : Span, optional
-        The relative positions of the rows of all tables; by default ``Span.causal(R)`` if ``causal``, else
+        The relative positions of the tables' rows; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     rel_v : array, shape (R, Dv) or (H, R, Dv), optional
-        Table of the values' relative positions.
+        Table of relative position embeddings, added to the values.
     rel_bias : array, shape (R,) or (H, R), optional
-        One number for each relative position: T5's buckets, ALiBi's slopes.
+        One number for each relative position, added to the logits: T5's buckets, ALiBi's slopes.
     rel_q : array, shape (..., H, Lq, Dr), optional
-        Queries for ``rel_k`` ``(…, R, Dr)`` instead of ``q``: Transformer-XL's ``q + v``.
+        Queries for the product with ``rel_k`` ``(..., R, Dr)``, instead of ``q``: Transformer-XL's ``q + v``.
     key_table : array, shape (R, D) or (H, R, D), optional
-        Table that the keys are multiplied by, with rows of the same positions: adds ``rel_scale · k_j · key_table[r]``
-        to the logits, DeBERTa's position to content; with ``key_table=rel_k`` BERT's ``relative_key_query``.
+        Table that is multiplied by the keys: DeBERTa's position to content, and with ``key_table=rel_k`` BERT's
+        ``relative_key_query``.
+    offset : int, or ints of the leading axes before the heads, optional
+        Position of query 0 where key 0 is at 0: the length of the past when decoding. May be negative. 0 by default
+        where there are as many queries as keys, or where nothing depends on it; needed everywhere else. For a ragged
+        or left-padded batch one for each item: a sequence, or an integer array whose values may be unknown, as
+        under ``jax.jit``; a table with ``beyond="error"`` that is too short then gives NaN.
+    positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
+        Positions of the queries and keys, in any order and instead of ``offset``: time stamps, pitches, left padding,
+        the branches of a tree. ``r`` is the key's position less the query's, for ``causal``, ``window`` and blocks
+        too. Tables are looked up pair by pair unless the positions are consecutive.
     causal : bool, default False
-        A query sees the keys ``r <= 0``. What lies at ``r > 0`` in a table counts for nothing.
+        A query sees the keys ``r <= 0``. Rows of a table at ``r > 0`` are not used.
     window : (int or None, int or None), optional
         A query sees the keys ``-left <= r <= right``; ``None`` is unbounded.
     block_size : int, optional
         Music Transformer's local attention, causal by definition: a query sees its own block of this many positions
         up to itself, and the whole previous block.
     blocks_before : int, optional
-        With ``block_size``, the chunks of streaming Conformers instead: a query sees its whole block and this many
-        whole blocks before it; with ``causal`` its own block up to itself.
+        With ``block_size``, the chunks of streaming Conformers instead: a query sees its own block whole and this
+        many whole blocks before it; with ``causal`` its own block up to itself.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
     segments : integer array, shape (..., L) or (L,), or a pair of them, optional
-        Packed documents: a query sees the keys of its segment, and others cost nothing where the
-        numbers can be read (in host memory, not traced) and segments are contiguous. A pair is of queries and keys.
-        Whether a table reaches far enough is judged as if there were none.
-    sinks : array, shape (H,), optional
-        Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
-    offset : int, or ints of the leading axes before the heads, optional
-        Position of query 0 where key 0 is at 0: the length of the past when decoding. May be negative. 0 by default
-        where there are as many queries as keys, or where nothing depends on it; needed everywhere else. One for each
-        item of a ragged or left-padded batch: a sequence, or an integer array whose values may be unknown, as
-        under ``jax.jit``; then a table with ``beyond="error"`` that is too short gives NaN.
-    positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
-        The positions of queries and keys, in any order and instead of ``offset``: time stamps, pitches, left padding,
-        the branches of a tree. ``r`` is the key's position less the query's; ``causal``, ``window`` and blocks go by
-        positions. Tables are looked up pair by pair unless the positions are known to be consecutive.
+        Packed documents: a query sees the keys of its own segment. A pair is for queries and keys. Keys of other
+        segments cost nothing where the numbers can be read (in host memory, not traced) and segments are contiguous.
+        Whether a table reaches far enough is checked without the segments.
     scale, rel_scale : float or array of shape (H,) or (), optional
-        Factors of the two products; ``D ** -0.5`` and ``scale``. What is learned comes as an array: one number for each
-        head, as in Swin v2's cosine attention, or one for all.
+        Factors of the products; ``D ** -0.5`` and ``scale`` by default. Pass learned factors as an array: one for
+        each head, as in Swin v2's cosine attention, or one for all.
     softcap : float, optional
         Replace the sum by ``softcap · tanh(sum / softcap)`` before masks.
+    sinks : array, shape (H,), optional
+        Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
     dropout : float, default 0.0
         Share of the weights that is dropped in training, ``0 <= dropout < 1``; the others are scaled up.
     seed : int, integer array without axes, or key of jax.random, optional
-        What is dropped, modulo ``2**31``; needed where ``dropout`` is above 0. Drawn weight by weight from the seed
-        and from the position of a weight, never stored: the same in every library, for every ``impl`` and
-        ``chunk_size``.
+        Chooses which weights are dropped, modulo ``2**31``; required where ``dropout`` is above 0. The choice depends
+        on the seed and on the position of a weight alone, so it is the same in every library and for every ``impl``
+        and ``chunk_size``, and is never stored.
     chunk_size : int, optional
-        Queries worked on together; by default what a scratch budget allows. Changes results by rounding only.
-    return_lse : bool, default False
-        Also return the log-sum-exp of the logits, for :func:`merge_attention`.
+        Number of queries that are processed together; chosen by a scratch budget by default. Changes results by
+        rounding only.
     impl : {"auto", "portable", "native"}, default "auto"
         ``"portable"`` is the one code for every library; ``"native"`` is the library's fast path or an error that
-        says why there is none; ``"auto"`` takes the native path where it serves and is the faster one.
+        says why there is none; ``"auto"`` takes the native path where there is one and it is the faster one.
+    return_lse : bool, default False
+        Also return the log-sum-exp of the logits, for :func:`merge_attention`.
 
     Returns
     -------
@@ -121,6 +124,13 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         If an argument does not fit, or a table with ``beyond="error"`` is too short for what queries may see; the
         message names the argument.
 
+    See Also
+    --------
+    attention_weights : the weights themselves, for pictures and inspection.
+    relative_attention_vjp : the gradients, for libraries that have no automatic differentiation.
+    relative_attention_2d : attention over a grid, with a table for each axis.
+    attention_block : the projections too, as one function of a mapping of weights.
+
     Notes
     -----
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", equations 3 and 4; Huang et al. 2018,
@@ -133,15 +143,32 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     >>> import numpy as np
     >>> q = k = np.zeros((3, 1))
     >>> v = np.asarray([[1.0], [2.0], [4.0]])
-    >>> relative_attention(q, k, v, causal=True)  # equal logits: the mean of what is seen
+
+    Equal logits give the mean of the values that are seen, and a table changes that:
+
+    >>> relative_attention(q, k, v, causal=True)
     array([[1.        ],
            [1.5       ],
            [2.33333333]])
-    >>> far_past = np.asarray([[50.0], [0.0], [0.0]])  # r = -2, -1, 0
-    >>> relative_attention(q + 1, k, v, far_past, causal=True)
+    >>> rel_k = np.asarray([[50.0], [0.0], [0.0]])  # r = -2, -1, 0
+    >>> relative_attention(q + 1, k, v, rel_k, causal=True)
     array([[1. ],
            [1.5],
            [1. ]])
+
+    Decode one token with cached keys: its position is the length of the past.
+
+    >>> relative_attention(q[2:] + 1, k, v, rel_k, causal=True, offset=2)
+    array([[1.]])
+
+    ALiBi for 2 heads, each query limited to itself and the key before it:
+
+    >>> from relskew_core import Span, alibi_bias
+    >>> span = Span.causal(3)
+    >>> heads = [np.stack([x, x]) for x in (q, k, v)]
+    >>> out = relative_attention(*heads, None, span, rel_bias=alibi_bias(2, span, xp=np), window=(1, 0))
+    >>> out[0].round(3).tolist()
+    [[1.0], [1.516], [3.031]]
     """
     call = problem(given.autocast(), return_lse=given.return_lse)
     if kind is not None and (results := prepared.remember(kind, call, given)) is not None:
@@ -271,54 +298,3 @@ def _cotangents(given: Backward, call: Problem) -> dict[str, Array | None]:
         if tuple(array.shape) != expected:
             raise ValueError(f"`{name}` must have shape {expected}, got {describe(array)}")
     return found
-
-
-@explains
-def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """Merge attention over disjoint sets of keys into attention over their union (ring attention, split keys).
-
-    Parameters
-    ----------
-    outs : sequence of array, shape (..., Lq, Dv)
-        Outputs of :func:`relative_attention` for the same queries.
-    lses : sequence of array, shape (..., Lq)
-        Their log-sum-exps.
-
-    Returns
-    -------
-    out : array, shape (..., Lq, Dv)
-        In the dtype of ``outs``.
-    lse : array, shape (..., Lq)
-        In the dtype of ``lses``. Where no part sees a key: zeros and ``-inf``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the sequences are empty, differ in length, or their arrays do not fit; the message names the argument.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> outs, lses = [np.asarray([[1.0]]), np.asarray([[4.0]])], [np.log([1.0]), np.log([2.0])]
-    >>> merge_attention(outs, lses)
-    (array([[3.]]), array([1.09861229]))
-    """
-    outs, lses = _listed("outs", outs), _listed("lses", lses)
-    if not outs or len(outs) != len(lses):
-        raise ValueError(f"`outs` and `lses` must be of one length, at least 1, got {len(outs)} and {len(lses)}")
-    xp = namespace_of_arrays({f"outs[{index}]": out for index, out in enumerate(outs)})
-    namespace_of_arrays({f"lses[{index}]": lse for index, lse in enumerate(lses)})
-    check_companion("lses[0]", lses[0], "outs[0]", outs[0], xp=xp)
-    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if tuple(out.shape) != tuple(outs[0].shape) or out.ndim < 2:
-            raise ValueError(f"`outs[{index}]` must have the shape (..., Lq, Dv) of `outs[0]`, got {describe(out)}")
-        if tuple(lse.shape) != tuple(out.shape[:-1]):
-            raise ValueError(f"`lses[{index}]` must have shape {tuple(out.shape[:-1])}, got {describe(lse)}")
-    return merged(outs, lses, xp=xp)
-
-
-def _listed(name: str, arrays: Sequence[Array]) -> list[Array]:
-    try:
-        return list(arrays)
-    except (TypeError, NotImplementedError):  # the latter is a memoryview's
-        raise TypeError(f"`{name}` must be a sequence of arrays, got {describe(arrays)}") from None

@@ -41,18 +41,18 @@ class Arguments:
     rel_bias: Array | None = None
     rel_q: Array | None = None
     key_table: Array | None = None
+    offset: int | Sequence[int] | Array | None = None
+    positions: tuple[Array, Array] | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     block_size: int | None = None
     blocks_before: int | None = None
     mask: Array | None = None
     segments: Array | tuple[Array, Array] | None = None
-    sinks: Array | None = None
-    offset: int | Sequence[int] | Array | None = None
-    positions: tuple[Array, Array] | None = None
     scale: float | Array | None = None
     rel_scale: float | Array | None = None
     softcap: float | None = None
+    sinks: Array | None = None
     dropout: float = 0.0
     seed: int | Array | None = None
     chunk_size: int | None = None
@@ -69,6 +69,16 @@ class Arguments:
         cast: dict[str, Any] = autocast(arrays)
         same = all(cast[name] is array for name, array in arrays.items())  # torch 2.8 compiles no `is` of dicts
         return self if same else replace(self, **cast)
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "arrays": ("q", "k", "v", "rel_k", "span", "rel_v", "rel_bias", "rel_q", "key_table"),
+    "positions": ("offset", "positions"),
+    "which keys a query sees": ("causal", "window", "block_size", "blocks_before", "mask", "segments"),
+    "scores": ("scale", "rel_scale", "softcap", "sinks", "dropout", "seed"),
+    "execution": ("chunk_size", "impl"),
+}
+"""The arguments in groups, in their order, for the reference."""
 
 
 class Kind(Enum):

@@ -8,12 +8,14 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 import relskew_core
+from relskew_core._kernel.call import GROUPS, Arguments
 
 
 def public_modules(package: ModuleType) -> Iterator[str]:
@@ -101,6 +103,22 @@ def test_every_argument_is_documented(member: Any) -> None:
     if callable(member):
         missing = arguments(member) - documented_arguments(member)
         assert not missing, f"{member.__name__} does not document {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", relskew_core.__all__)
+def test_arguments_are_documented_in_their_order(name: str) -> None:
+    function = getattr(relskew_core, name)
+    section = (inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0]
+    lines = re.findall(r"^([\w*]+(?:, [\w*]+)*)(?: : .*)?$", section, re.MULTILINE)
+    told = [name.strip().lstrip("*") for line in lines for name in line.split(",")]
+    order = [name for name in inspect.signature(function).parameters if name in told]
+    assert order == [name for name in told if name in order]
+
+
+def test_the_reference_groups_every_argument() -> None:
+    """In the order of the signature."""
+    listed = [name for names in GROUPS.values() for name in names]
+    assert listed == [one.name for one in fields(Arguments)]
 
 
 @pytest.mark.parametrize("name", relskew_core.__all__)

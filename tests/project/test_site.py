@@ -19,6 +19,7 @@ from filelock import FileLock
 from project.test_public_names import PUBLIC
 
 import chromium
+from relskew_core._kernel.call import GROUPS
 from tracked import ROOT
 
 WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
@@ -144,6 +145,28 @@ def test_every_page_of_the_project_is_on_the_site_and_in_its_contents(site: Path
     for name in written:
         assert site / f"{name}.html" in pages
         assert name == Path("index") or f"{name}.html" in home, f"{name} is in no list of docs/index.md"
+
+
+def test_pages_of_modules_have_what_users_call(site: Path, pages: dict[Path, Page]) -> None:
+    """Inherited members too, and nothing that only frameworks call."""
+    for framework, names in {
+        "torch": ("table_parameters", "empty_cache", "from_multihead", "forward"),
+        "flax": ("empty_cache", "weights", "from_weights"),
+        "equinox": ("empty_cache", "weights"),
+    }.items():
+        name = f"relskew_core.layers.{framework}.RelativeMultiheadAttention"
+        anchors = pages[site / "reference" / f"{name}.html"].anchors
+        assert {f"{name}.{member}" for member in names} <= set(anchors)
+        assert not {f"{name}.{member}" for member in ("extra_repr", "processes", "attend", "chosen")} & set(anchors)
+
+
+def test_the_reference_groups_arguments_and_leads_to_the_code(site: Path, pages: dict[Path, Page]) -> None:
+    page = pages[site / "reference" / "relskew_core.relative_attention.html"]
+    text = page.texts["article"]
+    places = [text.index(f"{group.capitalize()}: ") for group in GROUPS]
+    assert places == sorted(places)
+    assert "See also" in text.replace("See Also", "See also")
+    assert any(link.startswith("../_modules/relskew_core/") for link in page.links)
 
 
 def test_code_in_the_pages_leads_to_the_reference(site: Path, pages: dict[Path, Page]) -> None:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
+from relskew_core._functions.attention import Backward, attend, pull_back
+from relskew_core._functions.merge import merge_attention
 from relskew_core._kernel.call import DIFFERENTIABLE, KINDS, TABLES, Arguments, Kind, Options, Part
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Run

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._functions.attention import Backward, attend, merge_attention, pull_back
+from relskew_core._functions.attention import Backward, attend, pull_back
+from relskew_core._functions.merge import merge_attention
 from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Arguments, Part
 from relskew_core._kernel.problem import problem
 from relskew_core._positions.pairs import Pairs, Rows, Run
