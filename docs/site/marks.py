@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def in_groups(app: Sphinx, domain: str, kind: str, content: Any) -> None:
             row.children[0].insert(0, term)
 
 
+def code_of(app: Sphinx, module: str, name: str) -> str | None:
+    """Lead to the code of a class from its first page alone: the code has one way back."""
+    value = getattr(importlib.import_module(module), name.partition(".")[0], None)
+    homes = [home.__name__ for home in modules() if getattr(home, name.partition(".")[0], None) is value]
+    return "builtins" if homes and module != homes[0] else None  # which have no code to show
+
+
 def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolve a name that a docstring says without its module."""
     target = full_name(node.get("reftarget", "").rpartition(".")[2])
@@ -101,5 +109,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Shapes)
     app.add_transform(Titles)
     app.connect("object-description-transform", in_groups)
+    app.connect("viewcode-follow-imported", code_of)
     app.connect("missing-reference", by_its_last_part)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
