@@ -29,9 +29,9 @@ def page_of(module: ModuleType, name: str) -> str:
     return f"reference/{module.__name__}.{name}"
 
 
-NOT_CALLED = frozenset(
-    "extra_repr processes chosen set_view attend tables tables_of extend shapes reset_fixed buckets".split()
-)
+NOT_CALLED = {
+    "extra_repr", "processes", "chosen", "set_view", "attend", "tables", "tables_of", "extend", "shapes", "buckets",
+}  # fmt: skip
 """Members that frameworks and other parts of the library call, and no user."""
 
 
