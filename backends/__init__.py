@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from relskew_core._array.checks import check_choice
+from relskew_core._array.extras import to_install
 from relskew_core._array.typing import IMPLS, Impl
 from relskew_core._kernel.call import unknown
 from relskew_core.backends._path import PORTABLE, Path
@@ -143,4 +144,4 @@ def default_library() -> Any:
     try:
         return importlib.import_module("numpy")
     except ImportError as error:
-        raise ImportError("NumPy is not installed: pip install 'relskew-core[numpy]', or pass `xp`") from error
+        raise ImportError(f"NumPy is not installed: {to_install('numpy')}, or pass `xp`") from error

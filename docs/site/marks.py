@@ -96,6 +96,11 @@ def code_of(app: Sphinx, module: str, name: str) -> str | None:
     return "builtins" if homes and module != homes[0] else None  # which have no code to show
 
 
+def without_builtins(app: Sphinx, env: Any) -> None:
+    """Leave out of the list of code what :func:`code_of` says has none."""
+    getattr(env, "_viewcode_modules", {}).pop("builtins", None)
+
+
 def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolve a name that a docstring says without its module."""
     target = full_name(node.get("reftarget", "").rpartition(".")[2])
@@ -110,5 +115,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Titles)
     app.connect("object-description-transform", in_groups)
     app.connect("viewcode-follow-imported", code_of)
+    app.connect("env-check-consistency", without_builtins)
     app.connect("missing-reference", by_its_last_part)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

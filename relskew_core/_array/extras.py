@@ -1,6 +1,19 @@
-"""Parts of the package that need more than its one dependency, and the extra that brings it."""
+"""Parts of the package that need more than its one dependency: the extra that installs it, and the line to type."""
 
 from __future__ import annotations
+
+RELEASED = False
+"""Whether a package index has the distribution: ``RELEASING.md`` says when to change it."""
+
+
+def install_line(*extras: str) -> str:
+    """Return the command that installs extras, in quotes that every shell takes."""
+    return f'pip install "{"relskew-core" if RELEASED else "."}[{",".join(extras)}]"'
+
+
+def to_install(extra: str) -> str:
+    """Return what an error says: the command, and where to run it."""
+    return install_line(extra) + ("" if RELEASED else " in a clone of relskew")
 
 
 def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
@@ -8,4 +21,4 @@ def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotF
     package = (error.name or "").partition(".")[0]
     if package == "relskew_core":
         raise error
-    return ModuleNotFoundError(f"{part} needs {package}: pip install 'relskew-core[{extra}]'", name=error.name)
+    return ModuleNotFoundError(f"{part} needs {package}: {to_install(extra)}", name=error.name)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from relskew_core._array.extras import to_install
 from relskew_core.cli import _draw
 from relskew_core.cli._console import count, output, progress
 from relskew_core.cli._errors import CliError, need, reason
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(_draw.app, name="draw")
-EXTRAS = {name: f"'relskew-core[{name}]'" for name in ("numpy", "torch", "onnx", "onnxruntime")}
+EXTRAS = ("numpy", "torch", "onnx", "onnxruntime")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -48,7 +49,7 @@ def run(argv: list[str]) -> int:
         return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        told = f"this needs {package}: pip install {EXTRAS.get(package, package)}"
+        told = f"this needs {package}: {to_install(package) if package in EXTRAS else f'pip install {package}'}"
         print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
         return 2
     except Exception as error:
@@ -153,7 +154,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
-    need("onnx", "'relskew-core[onnx]'", "exporting")
+    need("onnx", "onnx", "exporting")
     from relskew_core.cli import _export
     from relskew_core.cli._weights import chosen_weights, load_weights
     from relskew_core.export import save, to_onnx

@@ -24,7 +24,7 @@ def check_plot(path: Path) -> None:
         check_ending(path)
     except ValueError as error:
         raise CliError(f"--plot must be a path ending in .svg or .png, got {path}") from error
-    need("matplotlib", "'relskew-core[plot]'", "plotting")
+    need("matplotlib", "plot", "plotting")
 
 
 def save_plot(entries: list[Entry], path: Path) -> Path:

@@ -18,7 +18,7 @@ PIPE_WIDTH = 120
 def output() -> Console:
     """Return the console of results: the terminal's width, or 120 columns into a pipe or a log.
 
-    No markup: ``relskew-core[onnx]`` is a pip requirement, not a style.
+    No markup: ``.[onnx]`` is a pip requirement, not a style.
     """
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)

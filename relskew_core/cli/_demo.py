@@ -26,11 +26,11 @@ def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bo
     if png is not None:
         if png.suffix.lower() != ".png":
             raise CliError(f"--png must be a path ending in .png, got {png}")
-        need("matplotlib", "'relskew-core[plot]'", "drawing a PNG")  # before the work
+        need("matplotlib", "plot", "drawing a PNG")  # before the work
     ok = True
     if not picture_only:
-        need("onnx", "'relskew-core[onnx]'", "the demo")
-        need("onnxruntime", "'relskew-core[onnxruntime]'", "the demo")
+        need("onnx", "onnx", "the demo")
+        need("onnxruntime", "onnxruntime", "the demo")
         console.rule("1. The same block on every array library and runtime here", align="left")
         what = _verify.plan()
         with progress("verify", len(what.steps)) as tell:
@@ -79,7 +79,7 @@ def _export_and_validate(tune: Melody, path: Path, console: Console) -> bool:
 
 def _melody_error(path: Path, x: Any, spec: BlockSpec, weights: dict[str, Any]) -> float:
     """Return the relative L2 error of the graph's output for the melody itself."""
-    ort = need("onnxruntime", "'relskew-core[onnxruntime]'", "running the graph")
+    ort = need("onnxruntime", "onnxruntime", "running the graph")
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {"x": x.astype(np.float32)})
     expected = attention_block(x, weights, spec)

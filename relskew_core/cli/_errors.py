@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from relskew_core._array.extras import to_install
+
 
 class CliError(Exception):
     """Something the person at the keyboard can put right; its message is the whole story."""
 
 
-def need(module: str, install: str, purpose: str) -> Any:
-    """Import an optional ``module``, or say what it is for and that ``pip install`` of what brings it."""
+def need(module: str, extra: str, purpose: str) -> Any:
+    """Import an optional ``module``, or say what it is for and how to install the ``extra`` that has it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CliError(f"{purpose} needs {module} ({reason(error)}): pip install {install}") from error
+        raise CliError(f"{purpose} needs {module} ({reason(error)}): {to_install(extra)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -119,7 +119,7 @@ def providers_of(providers: list[str] | None, device: str | None) -> tuple[str, 
 
 def spec_of_model(path: Path) -> tuple[BlockSpec, bool, str | None]:
     """Read what ``export`` wrote into the model's metadata: the spec, whether it has projections, and the dtype."""
-    onnx = need("onnx", "'relskew-core[onnx]'", "reading a model")
+    onnx = need("onnx", "onnx", "reading a model")
     if not path.is_file():
         raise CliError(f"{path}: there is no such file")
     try:

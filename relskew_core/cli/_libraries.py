@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from relskew_core._array.extras import to_install
 from relskew_core.backends import _threads
 from relskew_core.cli._errors import CliError, reason
 
@@ -223,7 +224,7 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrar
         if named and one.name in names:
             raise CliError(f"{one.name}: {one.reason}")
     if not found:
-        raise CliError("there is no array library: pip install 'relskew-core[numpy]'")
+        raise CliError(f"there is no array library: {to_install('numpy')}")
     return found
 
 

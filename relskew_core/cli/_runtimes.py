@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from relskew_core._array.extras import to_install
 from relskew_core.cli._libraries import ALL, Missing, why_not
 
 Session = Callable[[dict[str, Any]], list[Any]]
@@ -67,7 +68,7 @@ def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
     try:
         importlib.import_module("relskew_core.export")
     except ImportError as error:
-        reason = f"the export needs {error.name}: pip install 'relskew-core[onnx]'"
+        reason = f"the export needs {error.name}: {to_install('onnx')}"
         return [], [Missing(name, reason) for name in wanted]
     found: list[Runtime] = []
     missing: list[Missing] = []

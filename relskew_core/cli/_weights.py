@@ -86,11 +86,11 @@ def _npz(path: Path) -> Any:
 
 
 def _safetensors(path: Path) -> Any:
-    return need("safetensors.numpy", "'relskew-core[onnx]'", "reading .safetensors").load_file(path)
+    return need("safetensors.numpy", "onnx", "reading .safetensors").load_file(path)
 
 
 def _torch(path: Path) -> Any:
-    torch = need("torch", "'relskew-core[torch]'", f"reading {path.suffix}")
+    torch = need("torch", "torch", f"reading {path.suffix}")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -116,7 +116,7 @@ class Picture:
         Parameters
         ----------
         path : path
-            Ending in ``.svg``, or in ``.png``, which needs matplotlib: ``pip install 'relskew-core[plot]'``.
+            Ending in ``.svg``, or in ``.png``, which needs matplotlib: the extra ``plot``.
 
         Returns
         -------

@@ -22,6 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
+from relskew_core._array.extras import to_install
 from relskew_core.backends import _compiled, _threads
 from relskew_core.cli import _bench, _draw, _libraries, _measure, main
 from relskew_core.cli._app import app
@@ -116,13 +117,13 @@ def test_a_missing_package_names_the_pip_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert "pip install 'relskew-core[onnx]'" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
+    assert f"{to_install('onnx')}" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "4")
 
     def lacking() -> None:
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy.core")
 
     monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
-    assert "this needs numpy: pip install 'relskew-core[numpy]'" in error_of(capsys, "info")
+    assert f"this needs numpy: {to_install('numpy')}" in error_of(capsys, "info")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_importing_a_part_names_its_extra(part: str, package: str, extra: str) -
     program = f"import sys; sys.modules['{package}'] = None; import relskew_core.{part}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
-    assert last == f"ModuleNotFoundError: relskew_core.{part} needs {package}: pip install 'relskew-core[{extra}]'"
+    assert last == f"ModuleNotFoundError: relskew_core.{part} needs {package}: {to_install(extra)}"
 
 
 def test_a_broken_export_is_not_called_a_missing_extra() -> None:
@@ -153,13 +154,11 @@ def test_an_error_that_names_its_extra_is_told_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking() -> None:
-        raise ModuleNotFoundError(
-            "relskew_core.export needs ml_dtypes: pip install 'relskew-core[onnx]'", name="ml_dtypes"
-        )
+        raise ModuleNotFoundError(f"relskew_core.export needs ml_dtypes: {to_install('onnx')}", name="ml_dtypes")
 
     monkeypatch.setattr("relskew_core.cli._info.gather", lacking)
     told = error_of(capsys, "info")
-    assert told == "relskew: error: relskew_core.export needs ml_dtypes: pip install 'relskew-core[onnx]'\n"
+    assert told == f"relskew: error: relskew_core.export needs ml_dtypes: {to_install('onnx')}\n"
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, typer.Abort])
@@ -192,14 +191,14 @@ def test_without_typer_it_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from relskew_core.cli import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "relskew: error: the command line needs typer: pip install 'relskew-core[cli]'\n"
+    assert done.stderr == f"relskew: error: the command line needs typer: {to_install('cli')}\n"
 
 
 def test_without_rich_in_this_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "relskew_core.cli._app", raising=False)
     monkeypatch.delitem(sys.modules, "relskew_core.cli._console", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert "rich.console: pip install 'relskew-core[cli]'" in error_of(capsys, "info")
+    assert f"rich.console: {to_install('cli')}" in error_of(capsys, "info")
 
 
 def test_a_broken_installation_is_not_called_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +655,7 @@ def test_bench_of_a_missing_library(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setitem(sys.modules, "dask.array", None)
     assert "dask" in error_of(capsys, "bench", "--library", "dask")
     monkeypatch.setattr("relskew_core.cli._libraries.PROBES", {"numpy": _absent, "torch": _absent, "cupy": _absent})
-    assert "pip install 'relskew-core[numpy]'" in error_of(capsys, "bench")
+    assert f"{to_install('numpy')}" in error_of(capsys, "bench")
 
 
 def _absent() -> Any:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from relskew_core import attention_block
+from relskew_core._array.extras import to_install
 from relskew_core.cli import _demo, _drawn, _melody, _verify, main
 from relskew_core.cli._drawn import Spot
 from relskew_core.cli._melody import Melody, features, melodies, melody, melody_block, recurrence
@@ -248,7 +249,7 @@ def test_png_refused_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err.startswith("relskew: error: --png folder.png: ")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["demo", "--picture-only", "--png", "picture.png"]) == 2
-    assert "pip install 'relskew-core[plot]'" in capsys.readouterr().err
+    assert f"{to_install('plot')}" in capsys.readouterr().err
 
 
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_the_demo_fails_where_a_gate_fails(capsys: pytest.CaptureFixture[str], m
 def test_the_demo_needs_a_runtime(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main(["demo"]) == 2
-    assert "pip install 'relskew-core[onnxruntime]'" in capsys.readouterr().err
+    assert f"{to_install('onnxruntime')}" in capsys.readouterr().err
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from relskew_core import BlockSpec, Span, attention_weights, init_weights
+from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
 from relskew_core.cli import _bench, _bench_plot, _layer, main
 from relskew_core.cli._bench import Entry
@@ -150,7 +151,7 @@ def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], ar
 
 def test_a_png_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'relskew-core[plot]'" in refused(capsys, "skew", "--save", "a.png")
+    assert f"{to_install('plot')}" in refused(capsys, "skew", "--save", "a.png")
     assert "wrote a.svg" in drawn(capsys, "skew", "--save", "a.svg")
 
 
@@ -295,4 +296,4 @@ def test_bench_refuses_a_plot_before_it_measures(
     assert "--plot must be a path ending in .svg or .png, got bench.txt" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--plot", "bench.svg"]) == 2
-    assert "pip install 'relskew-core[plot]'" in capsys.readouterr().err
+    assert f"{to_install('plot')}" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 
 import oracles
 from relskew_core import BlockSpec, Span, attention_block
+from relskew_core._array.extras import to_install
 from relskew_core._reference import reference_block
 from relskew_core.cli import _cases, _console, _measure, _verify, main
 from relskew_core.cli._cases import Case, cases
@@ -227,10 +228,10 @@ def test_without_onnx_the_runtimes_say_so(capsys: pytest.CaptureFixture[str], mo
     found, missing = runtimes()
     assert found == []
     assert [one.name for one in missing] == ["onnxruntime", "onnx reference", "openvino"]
-    assert all("pip install 'relskew-core[onnx]'" in one.reason for one in missing)
+    assert all(f"{to_install('onnx')}" in one.reason for one in missing)
     assert runtimes(("numpy",)) == ([], [])
     assert verify("--library", "openvino", "--library", "numpy", "--case", "full", "--dtype", "float64") == 0
-    assert "pip install 'relskew-core[onnx]'" in capsys.readouterr().out
+    assert f"{to_install('onnx')}" in capsys.readouterr().out
 
 
 def test_names_are_checked_before_anything_runs() -> None:

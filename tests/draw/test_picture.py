@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from relskew_core import Span
+from relskew_core._array.extras import to_install
 from relskew_core.draw import Picture, draw_call, draw_skew, draw_span, draw_weights
 from relskew_core.draw._colours import DARK, HUES, LIGHT, Paint, of_position, of_weight, on, rgb
 from relskew_core.draw._svg import png
@@ -113,7 +114,7 @@ def test_other_endings_and_a_missing_package_are_named(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=r"`path` must end in \.svg or \.png, got '.*skew\.jpg'"):
         draw_skew(2).save(tmp_path / "skew.jpg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'relskew-core\[plot\]'"):
+    with pytest.raises(ImportError, match=re.escape(to_install("plot"))):
         draw_skew(2).save(tmp_path / "skew.png")
     assert not list(tmp_path.iterdir())
     assert draw_skew(2)._repr_svg_().startswith("<svg")

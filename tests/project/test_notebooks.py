@@ -47,7 +47,7 @@ def test_git_keeps_no_outputs(path: Path) -> None:
 def test_the_first_cell_says_what_for_whom_and_with_which_extras(path: Path) -> None:
     first = first_cell(path)
     assert re.match(r"# \w[^\n]+\n\n\*\*For [^*]+\.\*\* \w+ minutes", first)
-    (extras,) = re.findall(r"`pip install 'relskew-core\[([\w,-]+)\]'`", first)
+    (extras,) = re.findall(r'`pip install "[\w.-]+\[([\w,-]+)\]"`', first)
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= set(known)
 
