@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from relskew_core._array.extras import to_install
+from relskew_core._array.extras import to_install as _to_install
 
 __all__ = ["main"]
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        print(f"relskew: error: the command line needs {error.name}: {to_install('cli')}", file=sys.stderr)
+        print(f"relskew: error: the command line needs {error.name}: {_to_install('cli')}", file=sys.stderr)
         return 2
     status: int = app.run(list(sys.argv[1:] if argv is None else argv))
     return status
