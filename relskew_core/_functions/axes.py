@@ -61,10 +61,10 @@ class Grids:
         for name, step in zip(("q_step", "k_step"), steps, strict=True):
             if biased and set(step) != {1}:
                 raise ValueError(f"`{name}` must be {(1,) * count} with `rel_bias`, got {step}")
-        names = [tuple(f"{name}[{axis}]" for axis in range(count)) for name in ("tables", "spans")]
-        if axes == 2:
-            names = [*OF_TWO]
-        found = cls(queries, keys, (0,) * count, *steps, *names)
+        tables, spans = (
+            OF_TWO if axes == 2 else (tuple(f"{name}[{axis}]" for axis in range(count)) for name in ("tables", "spans"))
+        )
+        found = cls(queries, keys, (0,) * count, *steps, tables, spans)
         if offset is not None:
             return replace(found, offset=check_sides("offset", offset, count))
         sides = zip(queries, steps[0], keys, steps[1], strict=True)

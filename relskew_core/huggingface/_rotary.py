@@ -59,7 +59,8 @@ def replace_rotary(
             "`model` must be one of transformers with modules of rotary embeddings, such as LlamaRotaryEmbedding, got "
             f"{type(model).__name__}: where it has none, `register_attention` gives it a bias"
         )
-    model.set_attn_implementation(register_attention(name, rel_bias=rel_bias, span=span))
+    transformer: Any = model
+    transformer.set_attn_implementation(register_attention(name, rel_bias=rel_bias, span=span))
     for part in rotary:
         if _unturned not in part._forward_hooks.values():
             part.register_forward_hook(_unturned)
