@@ -18,6 +18,7 @@ try:
     from relskew_core.export._validate.report import Check, Report
     from relskew_core.export._validate.validate import validate
     from relskew_core.export._whole.decoder import decoder_to_onnx
+    from relskew_core.export._whole.encoder_decoder import encoder_decoder_to_onnx
     from relskew_core.export._whole.from_torch import torch_to_onnx
     from relskew_core.export._whole.generate import generate
 except ModuleNotFoundError as error:
@@ -29,6 +30,7 @@ __all__ = [
     "caches_in_place",
     "custom_ops_library",
     "decoder_to_onnx",
+    "encoder_decoder_to_onnx",
     "generate",
     "quantize",
     "save",

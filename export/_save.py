@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,19 @@ def write(
 ) -> Path:
     """Save a model; nothing appears at ``path`` if ``check`` raises when it is given the finished file."""
     check_bool("overwrite", overwrite)
-    check_int("external_threshold", external_threshold, minimum=0)
     target = Path(path)
     check_target(target, overwrite)
+    with unpublished(model, target, external_threshold) as (new, data):
+        if check is not None:
+            check(new)
+        publish(new, data, target, overwrite)
+    return target
+
+
+@contextmanager
+def unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
+    """Write a model, and what it keeps outside, to a temporary directory beside its target, flushed and checked."""
+    check_int("external_threshold", external_threshold, minimum=0)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer if _is_large(tensor))
@@ -100,10 +111,7 @@ def write(
         new = folder / target.name
         _write(new, model.SerializeToString(deterministic=True))
         onnx.checker.check_model(os.fspath(new))
-        if check is not None:
-            check(new)
-        publish(new, data, target, overwrite)
-    return target
+        yield new, data
 
 
 def _split(model: onnx.ModelProto, folder: Path, name: str) -> tuple[onnx.ModelProto, Path]:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
+import torch
 from torch._decomp import decomposition_table, meta_table
+
+_KEPT: ContextVar[bool] = ContextVar("relskew_kept", default=False)
+
+
+@contextmanager
+def operators_kept() -> Iterator[None]:
+    """Say that an export has a translation of the operators."""
+    token = _KEPT.set(True)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def must_decompose() -> bool:
+    """Whether torch exports a program, perhaps by an exporter that has no translation of the operators."""
+    return torch.compiler.is_exporting() and not _KEPT.get()
 
 
 def explain(operator: Any, fake: Callable[..., Any]) -> None:

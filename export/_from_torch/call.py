@@ -40,8 +40,8 @@ class TracedCall:
             return g.tensor(x)
         if self._leading == 0:
             return g.tensor(g.compute("Squeeze", [x, g.constant([0])], name, x.shape[1:], x.dtype))
-        shape = (*_shape(self._given, "given")[: self._leading], *x.shape[1:])
-        given = g.adopt(self._given, f"{name}/given", _shape(self._given, "given"))
+        shape = (*shape_of(self._given, "given")[: self._leading], *x.shape[1:])
+        given = g.adopt(self._given, f"{name}/given", shape_of(self._given, "given"))
         leading = g.index("Shape", [given], f"{name}/leading", (self._leading,), start=0, end=self._leading)
         rest = g.index("Shape", [x], f"{name}/rest", (len(x.shape) - 1,), start=1)
         whole = g.dims(f"{name}/shape", leading, rest)
@@ -79,7 +79,7 @@ class TracedCall:
         )
 
     def _label(self, x: Any, name: str) -> Value:
-        g, shape = self._g, _shape(x, name)
+        g, shape = self._g, shape_of(x, name)
         whole = g.adopt(x, name, shape, INT64)
         if len(shape) == 1:
             return g.index("Unsqueeze", [whole, g.constant([0])], f"{name}/batch", (1, *shape))
@@ -89,7 +89,7 @@ class TracedCall:
         return g.index("Reshape", [whole, merged], f"{name}/batch", (f"{name}_batch", shape[-1]))
 
     def _heads(self, x: Any, name: str) -> Value:
-        g, shape = self._g, _shape(x, name)
+        g, shape = self._g, shape_of(x, name)
         whole = g.adopt(x, name, shape)
         if self._leading == 1:
             return whole
@@ -121,7 +121,7 @@ class TracedCall:
                 "`mask` can be exported to ONNX with one leading axis before the heads, "
                 f"got {rank} axes for queries of {self._leading + 3}"
             )
-        shape = _shape(mask, "mask")
+        shape = shape_of(mask, "mask")
         if mask.dtype.numpy() == BOOL:
             return g.adopt(mask, "mask", shape, BOOL), None
         additive = g.adopt(mask, "mask", shape)
@@ -131,7 +131,7 @@ class TracedCall:
 
 def adopted_table(g: TracedEmitter, table: Any, name: str) -> Value | None:
     """Return a table of a call."""
-    return None if table is None else g.adopt(table, name, _shape(table, name))
+    return None if table is None else g.adopt(table, name, shape_of(table, name))
 
 
 def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: str) -> Value | None:
@@ -172,7 +172,8 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
     return stored
 
 
-def _shape(x: Any, name: str) -> Shape:
+def shape_of(x: Any, name: str) -> Shape:
+    """Return the shape of a tensor of the graph, with a symbol of its own for each length that is not known."""
     return tuple(size if isinstance(size, int) else f"{name}_{axis}" for axis, size in enumerate(x.shape))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from relskew_core.export._graph.emitter import Emitter, Shape, Value
+from relskew_core.export._graph.emitter import BOOL, INT64, Emitter, Shape, Value
 
 
 class TracedEmitter(Emitter):
@@ -65,5 +65,100 @@ class TracedEmitter(Emitter):
         node = made[0].producer()
         node.name = path
         node.resize_outputs(len(outputs))
-        for value, tensor in zip(outputs, made, strict=False):
+        for value, tensor in zip(outputs, node.outputs, strict=True):
             self._tensors[self._claim(value.name)] = tensor
+
+    def loop(self, count: Value, name: str, emit: Callable[[Any, Value], Value]) -> Value:
+        """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
+        import onnx_ir
+
+        body = BodyEmitter(self, name)
+        path = body.path("")
+        iteration = onnx_ir.val(f"{path}iteration", onnx_ir.DataType.INT64, [])
+        running = onnx_ir.val(f"{path}running", onnx_ir.DataType.BOOL, [])
+        goes_on = body.compute("Identity", [body.adopt(running, "running", (), BOOL)], "goes_on", (), BOOL)
+        result = emit(body, body.adopt(iteration, "iteration", (), INT64))
+        outputs = [body.typed(goes_on), body.typed(result, known=False)]
+        graph = onnx_ir.Graph([iteration, running], outputs, nodes=body.nodes, name=f"{path}body")
+        # The condition is optional, but not for onnx's reference evaluator.
+        given = [self.tensor(count), self.tensor(self.constant(True, BOOL))]
+        node = onnx_ir.node("Loop", given, {"body": graph}, name=self.path(name))
+        self._record(node)
+        shape = ("turns", *result.shape)
+        return self.adopt(node.outputs[0], f"{name}/stacked", shape)
+
+    def either(self, condition: Value, name: str, like: Value, **branches: Callable[[Any], Any]) -> Any:
+        """Return the tensor, as ``like``, that the first of two branches gives where ``condition``, else the second."""
+        import onnx_ir
+
+        bodies = {}
+        for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
+            body = BodyEmitter(self, scope)
+            out = body.typed(
+                body.compute("Identity", [body.adopt(emit(body), "given", like.shape)], "out", like.shape), known=False
+            )
+            bodies[kind] = onnx_ir.Graph([], [out], nodes=body.nodes, name=f"{self.path(name)}/{scope}")
+        node = onnx_ir.node("If", [self.tensor(condition)], bodies, name=self.path(name))
+        self._record(node)
+        return node.outputs[0]
+
+    def _record(self, node: Any) -> None:
+        """Put a node into the graph that is being made: onnxscript's own loop takes all inputs for carried ones."""
+        from onnxscript import evaluator
+
+        made: Any = evaluator.default()
+        made.nodes.append(node)
+
+
+class BodyEmitter(TracedEmitter):
+    """Emits into the body of a loop, which sees what was made around it, and is not seen there."""
+
+    def __init__(self, outer: TracedEmitter, scope: str) -> None:
+        vars(self).update(vars(outer))
+        self.scope = f"{outer.scope}{scope}/"
+        self._lengths, self._constants = dict(outer._lengths), dict(outer._constants)
+        self.nodes: list[Any] = []
+        self._op = _Recorder(self.nodes)
+
+    def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
+        """Make a tensor known under a name that none has around the loop."""
+        if tensor.name is None:  # names in a body and around it may not be the same
+            tensor.name = f"{self.path('')}{name}"
+        return super().adopt(tensor, f"{self.scope}{name}", shape, dtype)
+
+    def node(
+        self, op_type: str, inputs: Sequence[Value | None], path: str, outputs: Sequence[Value], **attributes: Any
+    ) -> None:
+        """Add a node, and name what it gives."""
+        super().node(op_type, inputs, path, outputs, **attributes)
+        for value in outputs:
+            self.tensor(value).name = value.name
+
+    def typed(self, value: Value, *, known: bool = True) -> Any:
+        """Return the tensor of a value with its element type, and its shape if that is ``known``."""
+        import onnx_ir
+
+        tensor = self.tensor(value)
+        tensor.dtype = onnx_ir.DataType.from_numpy(value.dtype)
+        if known:
+            tensor.shape = onnx_ir.Shape(value.shape)
+        return tensor
+
+    def _record(self, node: Any) -> None:
+        self.nodes.append(node)
+
+
+class _Recorder:
+    """What onnxscript's operators are to the graph that it makes, to the body of a loop."""
+
+    def __init__(self, nodes: list[Any]) -> None:
+        self._nodes = nodes
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        import onnx_ir
+
+        def add(*inputs: Any, **attributes: Any) -> Any:
+            self._nodes.append(onnx_ir.node(op_type, inputs, attributes))
+            return self._nodes[-1].outputs[0]
+
+        return add

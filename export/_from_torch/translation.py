@@ -15,6 +15,7 @@ from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
 from relskew_core.backends._path import COMMON
 from relskew_core.export._from_torch.call import TracedCall
+from relskew_core.export._from_torch.chunked import attend_by_length, goes_in_chunks
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
 from relskew_core.export._from_torch.node import Functions, is_served, write_node
@@ -40,7 +41,9 @@ REACH = "relskew.reach"
 """What nodes of causal attention note: how many positions, the past included, their tables reach."""
 
 
-def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callable[..., Any]]:
+def torch_translation_table(
+    opset: int = 23, *, chunk_size: int | None = None
+) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the translations that ``torch.onnx.export`` needs for models with relative attention.
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=opset, custom_translation_table=...)`` then writes
@@ -51,6 +54,10 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     ----------
     opset : int, default 23
         The ``opset_version`` of the export, 18 … 24. From 23 on attention is one node where its form allows.
+    chunk_size : int, optional
+        Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
+        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. No
+        control flow by default; calls with blocks, a ``key_table`` or ``return_lse`` have none.
 
     Returns
     -------
@@ -60,23 +67,28 @@ def torch_translation_table(opset: int = 23) -> dict[Callable[..., Any], Callabl
     Raises
     ------
     ValueError, TypeError
-        If ``opset`` does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument: ``dropout``, a ``mask`` by head with more than one axis before the heads.
+        If ``opset`` or ``chunk_size`` does not fit. A call that cannot be translated fails the export with a
+        ``ValueError`` that names the argument: ``dropout``, a ``mask`` by head with more than one axis before the
+        heads.
 
     Examples
     --------
     >>> sorted(str(operator) for operator in torch_translation_table(23))
     ['relskew.attention.default', 'relskew.recomputed_attention.default']
     """
-    return translations(opset)
+    return translations(opset, chunk_size=chunk_size)
 
 
-def translations(opset: int, functions: Functions | None = None) -> dict[Callable[..., Any], Callable[..., Any]]:
+def translations(
+    opset: int, functions: Functions | None = None, chunk_size: int | None = None
+) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the same; with ``functions``, to which theirs are added, calls become nodes of the operator."""
     opset = check_int("opset", opset)
     oldest = PROFILES["portable"].opset
     if not oldest <= opset <= NEWEST_OPSET:
         raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {opset}")
+    if chunk_size is not None:
+        chunk_size = check_int("chunk_size", chunk_size, minimum=1)
     import onnxscript
 
     from relskew_core.backends._torch.cpu.operator import OPERATOR
@@ -98,7 +110,14 @@ def translations(opset: int, functions: Functions | None = None) -> dict[Callabl
             raise ValueError(f"{' and '.join(f'`{name}`' for name in names)} cannot be exported to ONNX")
         if functions is not None and is_served(operands, options) and ends is None:
             return write_node(op, operands, options, opset, functions, _attention)
-        return _attention(g, opset, operands, options, ends)
+
+        def translate(g: TracedEmitter, operands: Operands, options: Options) -> tuple[Any, Any]:
+            return _attention(g, opset, operands, options, ends)
+
+        if chunk_size is not None and goes_in_chunks(operands, options, chunk_size):
+            out = attend_by_length(g, operands, options, chunk_size, translate)
+            return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
+        return translate(g, operands, options)
 
     return {operator.op._opoverload: attention for operator in (OPERATOR, RECOMPUTED)}
 
@@ -106,7 +125,7 @@ def translations(opset: int, functions: Functions | None = None) -> dict[Callabl
 def _attention(
     g: TracedEmitter, opset: int, operands: Operands, options: Options, ends: tuple[Dim, Dim] | None
 ) -> tuple[Any, Any]:
-    """Translate one call; ``chunk_size`` changes no result and is left out."""
+    """Translate one call; its own ``chunk_size`` changes no result and is left out."""
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
     g.aligned = call.aligned
@@ -136,7 +155,7 @@ def _attention(
     if plan.one_sided and plan.left.past_edge == "limited":
         g.note(logits, REACH, str(plan.left.rows + 1))
     if plan.fused:
-        logits = _with_additive(g, call, logits)
+        logits = _with_additive(g, plan, call, logits)
         if condition is not None:
             logits = hide(g, plan, logits, condition)
         attributes = fused_attributes(g, plan, options.scale)
@@ -147,7 +166,7 @@ def _attention(
     shape, n = (*call.k.shape[:2], call.k.shape[3], call.k.shape[2]), call.lengths.queries
     keys = g.compute("Transpose", [call.k], "attention/keys", shape, perm=[0, 1, 3, 2])
     logits = content_logits(g, plan, scaled(g, call.q, options.scale, "attention/scaled"), keys, logits, n)
-    logits = _with_additive(g, call, _capped(g, logits, options.softcap))
+    logits = _with_additive(g, plan, call, _capped(g, logits, options.softcap))
     softmax = softmax_weights(g, plan, logits, condition)
     out = grouped_product(g, plan, softmax.weights, call.v, n, "attention/values", call.out_shape)
     if operands.rel_v is not None:
@@ -205,11 +224,15 @@ def _plan(
     return replace(plan, local=local, profile=form, in_parts=in_parts)
 
 
-def _with_additive(g: TracedEmitter, call: TracedCall, logits: Value) -> Value:
+def _with_additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall, logits: Value) -> Value:
     """Return logits, which one head may have for all, with what the mask adds to them."""
     added = call.additive
     if added is None:
         return logits
+    # A key at the lowest number is seen, if no other is: it must stay above what hides, and onnxruntime's Attention
+    # takes the lowest number for hidden itself.
+    low = -3e4 if g.dtype == np.float16 else max(plan.masked_value / 10, -1e38)
+    added = g.compute("Max", [added, g.constant(low, g.dtype)], "mask/finite", added.shape)
     return g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from relskew_core import __version__
 from relskew_core._array.checks import describe
+from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.node import Functions, add_functions
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table, translations
 from relskew_core.export._whole.names import name_lengths, name_nodes
@@ -79,20 +80,22 @@ def convert(
     sums: Mapping[str, str] | None = None,
     metadata: Mapping[str, str],
     operator: bool = False,
+    prefix: str = _PREFIX,
+    chunk_size: int | None = None,
 ) -> Conversion:
     """Export a model; ``axes`` says which of each input vary, ``lengths`` makes names of (input, axis) from all shapes.
 
-    ``sums`` has names for sums of those names, in alphabetical order.
+    ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
     functions = Functions() if operator else None
-    with evaluating(flat), _quiet(), torch.no_grad():
+    with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(
             flat,
             flat.inputs(),
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=(tuple(axes),),
-            custom_translation_table=translations(opset, functions),
+            custom_translation_table=translations(opset, functions, chunk_size),
             input_names=list(input_names),
             output_names=list(output_names),
             verbose=False,
@@ -104,7 +107,7 @@ def convert(
     reaches = [int(node.metadata_props[REACH]) for node in model.graph if REACH in node.metadata_props]
     reach = min(reaches, default=None)
     names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths(shapes).items()))}
-    name_nodes(model, _PREFIX)
+    name_nodes(model, prefix)
     name_lengths(model, {**names, **(sums or {})})
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
@@ -129,7 +132,7 @@ class Varying:
 def varying(flat: Flat) -> Varying:
     """Return what of a model's inputs varies: torch's ONNX exporter leaves that to the runtime."""
     every = [dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO) for value in flat.inputs()]
-    with evaluating(flat), _quiet(), torch.no_grad():
+    with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.export.export(flat, flat.inputs(), dynamic_shapes=(tuple(every),))
     shapes, whole = _shapes(program), _heads_and_widths(program)
     symbolic = {

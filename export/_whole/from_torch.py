@@ -30,6 +30,7 @@ def torch_to_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     vary: Mapping[str, Iterable[int]] | None = None,
+    chunk_size: int | None = None,
     tolerance: float | None = None,
     operator: bool = False,
     check: bool = True,
@@ -60,6 +61,9 @@ def torch_to_onnx(
         longer than 1 in the example varies unless the model fixes it, heads and widths of attention excepted. Show a
         batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
         warning, with the line that fixed it, if torch reports it.
+    chunk_size : int, optional
+        Attend in a ``Loop`` over so many queries at a time where there are more of them, such as 128: memory grows with
+        the length then, and not with its square. As of :func:`torch_translation_table`.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     operator : bool, default False
@@ -126,6 +130,7 @@ def torch_to_onnx(
         lengths=partial(_lengths, names),
         metadata={},
         operator=check_bool("operator", operator),
+        chunk_size=chunk_size,
     )
 
     if vary is None:

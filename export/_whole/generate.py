@@ -15,6 +15,7 @@ from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._library import found_library
 from relskew_core.export._whole.decoder import GROWING, IN_PLACE
+from relskew_core.export._whole.generate_encoded import EncoderDecoder
 from relskew_core.export._whole.sampling import Array, Sampler
 
 _CACHED = re.compile(r"past_key_values\.(\d+)\.(key|value)")
@@ -26,6 +27,7 @@ def generate(
     prompt: Any,
     n: int,
     *,
+    mask: Any = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -34,7 +36,7 @@ def generate(
     stream: Callable[[Any], object] | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> np.ndarray[Any, Any]:
-    """Continue a prompt by a decoder's graph: greedily, or drawing tokens.
+    """Continue a prompt by a decoder's graph, or answer it by an encoder–decoder's: greedily, or drawing tokens.
 
     Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step. Of
     a decoder with ``in_place`` each is one buffer, bound as past and as present, so that nothing is copied; its length
@@ -43,12 +45,18 @@ def generate(
     Parameters
     ----------
     model : str, path-like or onnxruntime.InferenceSession
-        What :func:`decoder_to_onnx` wrote, or a session that has it open, for many calls.
+        What :func:`decoder_to_onnx` wrote, or a session that has it open, for many calls; or the folder that
+        :func:`encoder_decoder_to_onnx` wrote.
     prompt : sequence of int, or array of ints of shape (length,) or (batch, length)
-        Tokens to continue. Those of a batch are of one length: nothing says that a token is padding.
+        Tokens to continue. Those of a batch are of one length: nothing says that a token is padding. Of an
+        encoder–decoder what its encoder reads, padded to one length; vectors ``(length, width)`` or ``(batch, length,
+        width)`` where it reads sounds. The text begins with the model's ``decoder_start_token_id``, which is not among
+        the new tokens.
     n : int
         How many tokens to add at most. The prompt and all of them but the last must fit the tables, and the
         caches where the graph fixes their length.
+    mask : array of shape (length,) or (batch, length), optional
+        1 where a token of ``prompt`` counts and 0 where it is padding, for an encoder–decoder.
     temperature : float, optional
         Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
     top_k : int, optional
@@ -85,26 +93,35 @@ def generate(
     ends = _tokens("stop", [stop] if isinstance(stop, int | np.integer) else stop, 1)
     if stream is not None and not callable(stream):
         raise TypeError(f"`stream` must be a function of a token, got {describe(stream)}")
-    given = _tokens("prompt", prompt, 2)
-    rows = np.atleast_2d(given)
-    if not rows.size:
-        raise ValueError(f"`prompt` must hold a token, got shape {given.shape}")
-    decoder = _Decoder(model, providers)
-    decoder.check(rows, n)
     made: list[Array] = []
+    steps: Iterator[Array]
+    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
+        encoded = EncoderDecoder(model, providers)
+        rows, seen, batched = encoded.prompt(prompt, mask)
+        steps = encoded.steps(rows, seen, n, made)
+    else:
+        if mask is not None:
+            raise ValueError(f"`mask` must be None where `model` is a decoder, got {describe(mask)}")
+        given = _tokens("prompt", prompt, 2)
+        rows, batched = np.atleast_2d(given), given.ndim == 2
+        if not rows.size:
+            raise ValueError(f"`prompt` must hold a token, got shape {given.shape}")
+        decoder = _Decoder(model, providers)
+        decoder.check(rows, n)
+        steps = decoder.steps(rows, n, made)
     ended = np.zeros(len(rows), bool)
-    for logits in decoder.steps(rows, n, made):
+    for logits in steps:
         token = sampler(logits).astype(np.int64)
         if made:
             token = np.where(ended, made[-1], token)
         made.append(token)
         if stream is not None:
-            stream(int(token[0]) if given.ndim == 1 else token.copy())
+            stream(token.copy() if batched else int(token[0]))
         ended = np.isin(token, ends)
         if ended.all():
             break
     new = np.stack(made, axis=1) if made else np.zeros((len(rows), 0), np.int64)
-    return new[0] if given.ndim == 1 else new
+    return new if batched else new[0]
 
 
 class _Decoder:

@@ -41,7 +41,7 @@ def name_nodes(model: Any, prefix: str) -> None:
     for name, value in stored:
         if name.startswith(prefix):
             value.name = free(name.removeprefix(prefix))
-    homes = [_module_of(node, prefix) for node in nodes]
+    homes = _homes(nodes, prefix)
     calls = [_OURS.fullmatch(node.name or "") for node in nodes]
     in_module: dict[str, set[str]] = defaultdict(set)
     for home, call in zip(homes, calls, strict=True):
@@ -77,6 +77,18 @@ def name_lengths(model: Any, names: Mapping[str, str]) -> None:
     for value in _values(model, list(onnx_ir.traversal.RecursiveGraphIterator(model.graph))):
         if value.shape is not None:
             value.shape = onnx_ir.Shape([renamed(size) for size in value.shape])
+
+
+def _homes(nodes: Sequence[Any], prefix: str) -> list[str]:
+    """Return the module that made each node; nodes of a loop's body or of a branch are of what made the loop."""
+    inherited: dict[int, str] = {}
+    homes = []
+    for node in nodes:
+        homes.append(inherited.get(id(node.graph)) or _module_of(node, prefix))
+        for attribute in node.attributes.values():
+            if attribute.type.name == "GRAPH":
+                inherited[id(attribute.value)] = homes[-1]
+    return homes
 
 
 def _module_of(node: Any, prefix: str) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
+from relskew_core.backends._torch.untranslated import must_decompose
 from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
 from relskew_core.huggingface._masks import register_masks
@@ -87,9 +88,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     """Attend with a share ``dropout`` of the weights zeroed, each call drawing others."""
     if dropout >= 1:
         raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
-    if torch.compiler.is_exporting() and not dropout and "softcap" not in options:
-        return (banded if _is_banded(**options) else exported)(q, k, v, **options)
-    if options.get("rel_k") is not None and options["rel_k"].ndim == 4:
+    by_item = options.get("rel_k") is not None and options["rel_k"].ndim == 4
+    in_bands = _is_banded(**options)
+    # With a translation the operator is kept, except where it would loop over a batch that varies, or hold all pairs.
+    plain = must_decompose() or (torch.compiler.is_exporting() and (by_item or in_bands))
+    if plain and not dropout and "softcap" not in options:
+        return (banded if in_bands else exported)(q, k, v, **options)
+    if by_item:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:
         options |= {"dropout": dropout, "seed": torch.randint(2**31, (), dtype=torch.int64, device=q.device)}

@@ -1,0 +1,141 @@
+"""A call over chunks of queries, one after the other, so that no tensor has the size of all queries times all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from relskew_core._kernel.call import KINDS, Kind, Operands, Options
+from relskew_core.export._from_torch.call import TracedCall, shape_of
+from relskew_core.export._from_torch.emitter import BodyEmitter, TracedEmitter
+from relskew_core.export._graph.emitter import BOOL, INT64, INT64_MAX, Dim, Value
+
+Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
+"""Translates a call, and returns its output and its log-sum-exp."""
+
+
+def goes_in_chunks(operands: Operands, options: Options, size: int | None) -> bool:
+    """Whether a call is translated in chunks: blocks bound memory themselves, and tables of keys turn with the keys."""
+    n = operands.q.shape[-2]
+    known = isinstance(n, int) and size is not None and n <= size
+    whole = options.return_lse or operands.key_table is not None or options.visibility.block_size is not None
+    return size is not None and not known and not whole
+
+
+def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
+    """Return the output of a call in chunks, or of one chunk's queries at once, for which a loop costs more."""
+    n = g.length(
+        g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
+    )
+    few = g.index("LessOrEqual", [g.dim(n), g.constant([size])], "chunks/one_is_enough", (1,), BOOL)
+    out = Value("", (*shape_of(operands.q, "q")[:-1], shape_of(operands.v, "v")[-1]), g.dtype)
+    return g.either(
+        few, "attention_by_length", out,
+        short=lambda body: translate(body, operands, options)[0],
+        long=lambda body: _in_chunks(body, operands, options, size, translate),
+    )  # fmt: skip
+
+
+def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int, translate: Translate) -> Any:
+    """Return the output of a call, from a loop around the same call of some queries.
+
+    All chunks have one size, of at most ``size`` queries. The last one starts early enough to end with the last query,
+    and what it has in common with the one before is dropped.
+    """
+    pattern = options.visibility
+    call = TracedCall(g, operands._replace(mask=None), pattern.offset)
+    lengths = call.lengths
+    n = g.dim(lengths.queries)
+    step = g.index("Min", [n, g.constant([size])], "chunks/size")
+    over = g.index("Sub", [g.index("Add", [n, step], "chunks/next"), g.constant([1])], "chunks/over")
+    count = g.index("Div", [over, step], "chunks/count")
+    last = g.index("Sub", [n, step], "chunks/last_start")
+
+    def chunk(body: BodyEmitter, iteration: Value) -> Value:
+        start = body.index("Min", [body.index("Mul", [step, iteration], "step"), last], "start")
+        end = body.index("Add", [start, step], "end")
+        first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, call, options, start, end)
+        cut = _Cut(body, (start, end), (first, stop), whole=first == 0 and stop is lengths.keys)
+        given = {name: cut(getattr(operands, name), name) for name in KINDS if KINDS[name] in (Kind.MASK, Kind.LABEL)}
+        given |= {name: cut.sequence(x, name) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
+        if call.rel_q is not None:
+            given["rel_q"] = cut.sequence(call.rel_q, "rel_q")
+        offset = pattern.offset
+        if not pattern.by_value:
+            before = body.minus(body.plus(lengths.past, start, "position"), first, "offset")
+            offset = body.tensor(body.scalar(before, "offset_scalar"))
+        seen = replace(options, visibility=replace(pattern, offset=offset))
+        out, _ = translate(body, operands._replace(**given), seen)
+        return body.adopt(out, "chunk", (*call.out_shape[:2], "chunk", call.out_shape[3]))
+
+    turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
+    batch, heads, _, width = call.out_shape
+    sizes = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
+    wide = g.length(call.v, 3, "chunks/width")
+    # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
+    by_turn = g.dims("chunks/by_turn_shape", count, sizes, step, wide)
+    stacked = g.compute("Reshape", [turns, by_turn], "chunks/by_turn", ("turns", batch, heads, "chunk", width))
+    shape = (batch, heads, "turns", "chunk", width)
+    turned = g.compute("Transpose", [stacked], "chunks/turned", shape, perm=[1, 2, 0, 3, 4])
+    whole = g.index("Mul", [count, step], "chunks/chunked_length")
+    together = g.dims("chunks/joined_shape", sizes, whole, wide)
+    joined = g.compute("Reshape", [turned, together], "chunks/joined", (batch, heads, "chunked_length", width))
+    before_last = g.index("Sub", [whole, step], "chunks/before_last")
+    rest = g.index("Sub", [before_last, n], "chunks/rest_from_end")
+    head = g.cut(joined, 2, 0, before_last, "before_last", "chunks/head")
+    tail = g.cut(joined, 2, rest, INT64_MAX, "rest", "chunks/tail")
+    return call.result(g.compute("Concat", [head, tail], "chunks/heads", call.out_shape, axis=2), "out")
+
+
+def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value, end: Value) -> tuple[Dim, Dim]:
+    """Return the first key that a query of the chunk may see, and the one after the last; one at least is kept."""
+    pattern, lengths = options.visibility, call.lengths
+    first: Dim = 0
+    stop: Dim = lengths.keys
+    if pattern.right is not None:
+        reach = g.plus(g.plus(lengths.past, end, "after"), pattern.right, "stop_reach")
+        some = g.index("Max", [g.dim(reach), g.constant([1])], "stop_at_least")
+        stop = g.index("Min", [some, g.dim(lengths.keys)], "stop")
+    if pattern.left is not None:
+        reach = g.minus(g.plus(lengths.past, start, "first_position"), pattern.left, "first_reach")
+        final = g.index("Sub", [g.dim(stop), g.constant([1])], "final_key")
+        first = g.index("Max", [g.index("Min", [g.dim(reach), final], "first_at_most"), g.constant([0])], "first")
+    return first, stop
+
+
+class _Cut:
+    """Cuts the arrays of a call for one chunk, as tensors that a call takes."""
+
+    def __init__(self, body: BodyEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
+        self._body, self._queries, self._keys, self._whole = body, queries, keys, whole
+
+    def sequence(self, x: Value, name: str) -> Any:
+        """Return some positions of queries, keys or values ``(batch, heads, length, D)``."""
+        return self._body.typed(self._axis(x, 2, name, of_queries="q" in name))
+
+    def __call__(self, x: Any, name: str) -> Any:
+        """Return some rows and columns of a mask, or some integers of queries or of keys."""
+        if x is None:
+            return None
+        body, kind = self._body, KINDS[name]
+        shape = shape_of(x, name)
+        dtype = INT64 if kind is Kind.LABEL else BOOL if x.dtype.numpy() == BOOL else body.dtype
+        value = body.adopt(x, f"{name}/whole", shape, dtype)
+        if kind is Kind.LABEL:
+            return body.typed(self._axis(value, len(shape) - 1, name, of_queries=name.startswith("q_")))
+        for axis, of_queries in ((len(shape) - 2, True), (len(shape) - 1, False)):
+            if shape[axis] != 1:
+                value = self._axis(value, axis, f"{name}/{axis}", of_queries=of_queries, broadcasts=True)
+        return body.typed(value)
+
+    def _axis(self, x: Value, axis: int, name: str, *, of_queries: bool, broadcasts: bool = False) -> Value:
+        """Cut one axis; of a length that may be 1 for all alike, that one stays."""
+        body = self._body
+        if not of_queries and self._whole:
+            return x
+        begin, end = self._queries if of_queries else self._keys
+        if broadcasts and begin != 0:
+            final = body.minus(body.length(x, axis, f"{name}_length"), 1, f"{name}_final")
+            begin = body.index("Min", [body.dim(begin), body.dim(final)], f"{name}_first")
+        return body.cut(x, axis, begin, end, "chunk" if of_queries else "chunk_keys", f"{name}_of_chunk")

@@ -1,0 +1,193 @@
+"""``encoder_decoder_to_onnx``: an encoder–decoder of transformers as three graphs, under the names of optimum."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relskew_core._array.checks import check_bool, describe
+from relskew_core.export._publish import check_target, publish
+from relskew_core.export._save import unpublished
+from relskew_core.export._whole.encoder_decoder_names import FILES, SET, START
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def encoder_decoder_to_onnx(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    opset: int = 23,
+    chunk_size: int | None = 128,
+    tolerance: float | None = None,
+    check: bool = True,
+    overwrite: bool = False,
+    external_threshold: int = 2**30,
+) -> Path:
+    """Write an encoder–decoder of transformers as three ONNX graphs with caches, checked against torch.
+
+    T5 and its heirs: T5, mT5, UMT5, MADLAD, Pop2Piano, and others that decode with an ``EncoderDecoderCache``. Files,
+    inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Give
+    ``replace_attention(model)``: its attention holds no bias for all pairs of positions. Needs torch, onnxscript,
+    transformers and, for the check, onnxruntime.
+
+    ``encoder_model.onnx``
+        ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 → ``last_hidden_state (batch, memory_length,
+        width)``. A model of sounds takes ``input_features (batch, memory_length, width)`` instead of tokens.
+    ``decoder_model.onnx``
+        ``encoder_attention_mask``, ``input_ids (batch, length)``, ``encoder_hidden_states`` → ``logits (batch, length,
+        vocabulary)`` and for every layer ``N`` ``present.N.decoder.key``, ``present.N.decoder.value (batch, heads,
+        length, D)``, ``present.N.encoder.key`` and ``present.N.encoder.value (batch, heads, memory_length, D)``.
+    ``decoder_with_past_model.onnx``
+        ``encoder_attention_mask``, ``input_ids`` and ``past_key_values.N.…`` of the same four names → ``logits`` and
+        the two of the decoder; what the memory gave stays as it is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of transformers with ``get_encoder``, on the CPU; exported in evaluation, and left in the mode it was
+        in.
+    folder : str or path-like
+        A directory, made if there is none. Other files in it stay: ``model.config.save_pretrained(folder)`` adds what
+        optimum needs.
+    opset : int, default 23
+        Version of the standard operators, 18 … 24.
+    chunk_size : int or None, default 128
+        The encoder attends in a ``Loop`` over so many positions at a time where there are more of them: its memory
+        grows with the length then, and not with its square. None: no control flow.
+    tolerance : float, optional
+        Largest relative L2 error of the check; by default 1e-4 for float32.
+    check : bool, default True
+        Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
+        batches, with padding, prompts of the decoder and single tokens after them.
+    overwrite : bool, default False
+        Replace files that are there.
+    external_threshold : int, default 2**30
+        As of :func:`save`, for each file.
+
+    Returns
+    -------
+    pathlib.Path
+        The folder.
+
+    Raises
+    ------
+    RuntimeError
+        If a graph's results are not torch's; no file is written then.
+    FileExistsError, ValueError, TypeError, OSError
+        If an argument does not fit, or ``model`` is no such model; torch's own errors where it cannot export it.
+
+    Notes
+    -----
+    The files hold ``relskew.set``, which is the same in all three: :func:`generate` refuses others.
+
+    Examples
+    --------
+    ::
+
+        model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-small")
+        folder = encoder_decoder_to_onnx(replace_attention(model), "flan-t5-small")
+        tokens = generate(folder, tokenizer("translate English to German: a house").input_ids, 40, stop=1)
+    """
+    import torch
+
+    from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating
+    from relskew_core.export._whole.encoder_decoder_check import check_parts
+    from relskew_core.export._whole.encoder_decoder_parts import parts_of
+
+    check_model(model)
+    check_bool("check", check)
+    check_bool("overwrite", overwrite)
+    start = _start(model)
+    home = Path(folder)
+    made = _directory(home)
+    try:
+        targets = [home / name for name in FILES]
+        for target in targets:
+            check_target(target, overwrite)
+        with evaluating(model), torch.no_grad():
+            parts = parts_of(model)
+        vary = torch.export.Dim.DYNAMIC
+        graphs = []
+        for part in parts:
+            flat = Flat(part.module, part.example, {})
+            graphs.append(
+                convert(
+                    flat,
+                    [dict.fromkeys(names, vary) for names in part.axes],
+                    opset=opset,
+                    input_names=part.inputs,
+                    output_names=part.outputs,
+                    lengths=part.called,
+                    sums={"length + past_length": "total_length"},
+                    metadata={START: str(start)},
+                    prefix="model.model.",
+                    chunk_size=chunk_size if part is parts[0] else None,
+                ).model
+            )
+        digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
+        for graph in graphs:
+            graph.metadata_props.add(key=SET, value=digest)
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context(unpublished(graph, target, external_threshold))
+                for graph, target in zip(graphs, targets, strict=True)
+            ]
+            if check:
+                with evaluating(model):
+                    check_parts(parts, [new for new, _ in files], tolerance)
+            _publish_all(files, targets, overwrite)
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # something else lies there by now
+                home.rmdir()
+        raise
+    return home
+
+
+def _publish_all(files: Sequence[tuple[Path, Path | None]], targets: Sequence[Path], overwrite: bool) -> None:
+    """Give all files their names; if one cannot get its name, take back those that replaced nothing."""
+    done: list[Path] = []
+    try:
+        for (new, data), target in zip(files, targets, strict=True):
+            names = [target, *([] if data is None else [target.parent / data.name])]
+            free = [name for name in names if not os.path.lexists(name)]
+            publish(new, data, target, overwrite)
+            done += free
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _directory(home: Path) -> bool:
+    """Make the directory unless it is there; say whether it was made."""
+    if home.is_symlink() or (home.exists() and not home.is_dir()):
+        raise NotADirectoryError(f"`folder` must be a directory or not exist yet, got {os.fspath(home)!r}")
+    if home.is_dir():
+        return False
+    if not home.parent.is_dir():
+        raise FileNotFoundError(f"`folder` must lie in a directory that exists, got {os.fspath(home)!r}")
+    home.mkdir()
+    return True
+
+
+def _start(model: Any) -> int:
+    """Return the token that a decoded text begins with, of a model that is an encoder–decoder."""
+    config = getattr(model, "config", None)
+    if not callable(getattr(model, "get_encoder", None)) or not getattr(config, "is_encoder_decoder", False):
+        raise TypeError(
+            "`model` must be an encoder–decoder of transformers, such as T5ForConditionalGeneration, got "
+            f"{describe(model)}"
+        )
+    settings: Sequence[Any] = (getattr(model, "generation_config", None), config)
+    for holder in settings:
+        token = getattr(holder, "decoder_start_token_id", None)
+        if isinstance(token, int):
+            return token
+    raise ValueError("`model` must have a `decoder_start_token_id` in its config, with which a text begins, got None")

@@ -1,0 +1,160 @@
+"""The encoder, the first call and a later call of an encoder–decoder, as modules from tensors to tensors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._array.checks import describe
+from relskew_core.export._whole.encoder_decoder_names import KINDS
+
+Layers = Sequence[Sequence[Tensor]]
+"""The caches of every layer, as many of the four kinds as a graph gives or takes."""
+
+
+class Encoder(nn.Module):
+    """From tokens, or sounds, and their mask to the memory.
+
+    ``broadcasts``: the mask is added as ``(batch, 1, 1, memory_length)``, so that the model makes none of all pairs.
+    """
+
+    def __init__(self, model: Any, *, embedded: bool, broadcasts: bool) -> None:
+        super().__init__()
+        self.model, self.broadcasts = model, broadcasts
+        self.argument = "inputs_embeds" if embedded else "input_ids"
+
+    def forward(self, source: Tensor, mask: Tensor) -> Tensor:
+        """Return ``(batch, memory_length, width)``."""
+        if self.broadcasts:
+            dtype = self.model.dtype
+            mask = (1 - mask[:, None, None]).to(dtype) * torch.finfo(dtype).min
+        memory: Tensor = self.model.get_encoder()(**{self.argument: source}, attention_mask=mask)[0]
+        return memory
+
+
+class _TextDecoder(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def decode(self, mask: Tensor, tokens: Tensor, memory: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
+        """Return logits, and all caches of every layer."""
+        caches = importlib.import_module("transformers.cache_utils")
+        cache = caches.EncoderDecoderCache(caches.DynamicCache(), caches.DynamicCache())
+        for layer, (keys, values, *of_memory) in enumerate(past):
+            cache.self_attention_cache.update(keys, values, layer)
+            cache.cross_attention_cache.update(*of_memory, layer)
+            cache.is_updated[layer] = True
+        results = self.model(
+            decoder_input_ids=tokens, attention_mask=mask, encoder_outputs=(memory,), past_key_values=cache,
+            use_cache=True, return_dict=True,
+        )  # fmt: skip
+        pairs = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
+        return results.logits, [[own.keys, own.values, of.keys, of.values] for own, of in pairs]
+
+
+class FirstCall(_TextDecoder):
+    """From the memory's mask, tokens and the memory to logits and all caches."""
+
+    def forward(self, mask: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        """Project the memory."""
+        return self.decode(mask, tokens, memory, ())
+
+
+class LaterCall(_TextDecoder):
+    """From the memory's mask, tokens and all caches to logits and the caches that have grown."""
+
+    def __init__(self, model: Any, width: int) -> None:
+        super().__init__(model)
+        self.width = width
+
+    def forward(self, mask: Tensor, tokens: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
+        """Take what the memory gave from its caches: the memory is nothing but a shape."""
+        keys = past[0][2]
+        memory = keys.new_zeros((1, 1, 1)).expand(keys.shape[0], keys.shape[2], self.width)
+        logits, layers = self.decode(mask, tokens, memory, past)
+        return logits, [layer[:2] for layer in layers]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPart:
+    """One of the three graphs: its module, an example, its names, and what the lengths of its inputs are called."""
+
+    module: nn.Module
+    example: tuple[Any, ...]
+    inputs: list[str]
+    outputs: list[str]
+    axes: list[dict[int, str]]
+
+    def called(self, _: Sequence[tuple[Any, ...]]) -> dict[tuple[int, int], str]:
+        """Return what the lengths are called, by input and axis."""
+        return {(index, axis): name for index, names in enumerate(self.axes) for axis, name in names.items()}
+
+
+def source_of(model: Any, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return an input of the encoder."""
+    if takes_sounds(model):
+        return torch.randn(
+            (batch, length, model.config.d_model), generator=generator, dtype=torch.float32, device="cpu"
+        ).to(model.dtype)
+    size = model.config.vocab_size
+    return torch.randint(size, (batch, length), generator=generator, dtype=torch.int64, device="cpu")
+
+
+def takes_sounds(model: Any) -> bool:
+    """Whether the encoder takes vectors, and no tokens."""
+    return "input_features" in inspect.signature(model.forward).parameters
+
+
+def _encoder(model: Any, source: Tensor, mask: Tensor) -> Encoder:
+    """Return the encoder with a mask that broadcasts, if the model takes one."""
+    padded = mask.clone()
+    padded[-1, -2:] = 0
+    plain, wide = (Encoder(model, embedded=takes_sounds(model), broadcasts=which) for which in (False, True))
+    try:
+        same = torch.allclose(wide(source, padded), plain(source, padded), rtol=1e-4, atol=1e-5)
+    except Exception:  # a model refuses in whatever way it likes
+        same = False
+    return wide if same else plain
+
+
+def parts_of(model: Any) -> list[GraphPart]:
+    """Return the three parts, with examples whose lengths are above 1 and all differ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    batch, length, memory_length = 2, 3, 5
+    source = source_of(model, batch, memory_length, generator)
+    mask = torch.ones((batch, memory_length), dtype=torch.int64, device="cpu")
+    tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
+    encoder, first = _encoder(model, source, mask), FirstCall(model)
+    memory = encoder(source, mask)
+    _, past = first(mask, tokens, memory)
+    if not past or any(not isinstance(x, Tensor) or x.ndim != 4 for layer in past for x in layer):
+        raise TypeError(
+            "`model` must fill an EncoderDecoderCache with keys and values (batch, heads, length, D), got "
+            f"{describe(past)}"
+        )
+    later = LaterCall(model, memory.shape[-1])
+    of_memory, of_text = {0: "batch", 1: "memory_length"}, {0: "batch", 1: "length"}
+    kinds = [f"{layer}.{kind}" for layer in range(len(past)) for kind in KINDS]
+    caches = [{0: "batch", 2: "past_length" if "decoder" in kind else "memory_length"} for kind in kinds]
+    return [
+        GraphPart(
+            encoder, (source, mask), ["input_features" if takes_sounds(model) else "input_ids", "attention_mask"],
+            ["last_hidden_state"], [of_memory, of_memory],
+        ),
+        GraphPart(
+            first, (mask, tokens, memory), ["encoder_attention_mask", "input_ids", "encoder_hidden_states"],
+            ["logits", *(f"present.{kind}" for kind in kinds)], [of_memory, of_text, of_memory],
+        ),
+        GraphPart(
+            later, (mask, tokens[:, :2], past),
+            ["encoder_attention_mask", "input_ids", *(f"past_key_values.{kind}" for kind in kinds)],
+            ["logits", *(f"present.{kind}" for kind in kinds if "decoder" in kind)], [of_memory, of_text, *caches],
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,253 @@
+"""Encoder–decoders as three graphs, with a stand-in for transformers: names, files that appear together, tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from relskew_core import Span, relative_attention
+from relskew_core.export import _publish, encoder_decoder_to_onnx, generate
+from relskew_core.export._whole import encoder_decoder
+from relskew_core.export._whole.encoder_decoder_names import FILES
+
+HEADS, WIDTH, VOCABULARY = 2, 8, 20
+
+
+class DynamicCache:
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        if layer == len(self.layers):
+            self.layers.append(types.SimpleNamespace(keys=keys, values=values))
+        else:
+            old = self.layers[layer]
+            old.keys, old.values = torch.cat([old.keys, keys], -2), torch.cat([old.values, values], -2)
+        return self.layers[layer].keys, self.layers[layer].values
+
+
+class EncoderDecoderCache:
+    def __init__(self, *caches: DynamicCache) -> None:
+        self.self_attention_cache, self.cross_attention_cache = caches
+        self.is_updated: dict[int, bool] = {}
+
+
+@pytest.fixture(autouse=True)
+def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("transformers.cache_utils")
+    module.DynamicCache, module.EncoderDecoderCache = DynamicCache, EncoderDecoderCache
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", module)
+
+
+def heads(x: Tensor) -> Any:
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class Model(nn.Module):
+    """One layer on either side, called as transformers' are."""
+
+    def __init__(self, wide: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config: Any = types.SimpleNamespace(
+            is_encoder_decoder=True, decoder_start_token_id=3, vocab_size=VOCABULARY, d_model=WIDTH
+        )
+        self.dtype, self.wide = torch.float32, wide  # whether masks of four axes are added
+        self.shared = nn.Embedding(VOCABULARY, WIDTH)
+        self.bias = nn.Parameter(torch.randn(HEADS, 9))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def get_encoder(self) -> Any:
+        return self.encode
+
+    def encode(self, input_ids: Any = None, inputs_embeds: Any = None, *, attention_mask: Tensor) -> tuple[Tensor]:
+        x = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        mask: Any = attention_mask if attention_mask.ndim == 4 and self.wide else attention_mask[:, None, None].bool()
+        q = heads(x)
+        out: Any = relative_attention(q, q, q, rel_bias=self.bias, span=Span(4, 4, "clip"), mask=mask)
+        return (x + out.transpose(1, 2).flatten(2),)
+
+    def forward(
+        self, *, decoder_input_ids: Tensor, attention_mask: Tensor, encoder_outputs: Any, past_key_values: Any, **_: Any
+    ) -> Any:
+        x, cache = self.shared(decoder_input_ids), past_key_values
+        past = cache.self_attention_cache.layers[0].keys.shape[-2] if cache.self_attention_cache.layers else 0
+        k, v = cache.self_attention_cache.update(heads(self.keys(x)), heads(self.values(x)), 0)
+        q: Any = heads(x)
+        out: Any = relative_attention(
+            q, k, v, rel_bias=self.bias[:, :5], span=Span(4, 0, "clip"), causal=True, offset=past
+        )
+        x = x + out.transpose(1, 2).flatten(2)
+        if cache.is_updated.get(0):
+            of = cache.cross_attention_cache.layers[0]
+            k, v = of.keys, of.values
+        else:
+            k, v = cache.cross_attention_cache.update(heads(encoder_outputs[0]), heads(encoder_outputs[0]), 0)
+        mask: Any = attention_mask[:, None, None].bool()
+        q = heads(x)
+        out = relative_attention(q, k, v, mask=mask)
+        return types.SimpleNamespace(logits=self.head(torch.sin(3 * (x + out.transpose(1, 2).flatten(2)))))
+
+
+class Sounds(Model):
+    def forward(self, *, input_features: Any = None, **given: Any) -> Any:
+        return super().forward(**given)
+
+
+def greedy(model: Any, source: Tensor, mask: Tensor, n: int) -> np.ndarray[Any, Any]:
+    name = "inputs_embeds" if source.is_floating_point() else "input_ids"
+    memory = model.encode(**{name: source}, attention_mask=mask)
+    tokens = torch.full((len(source), 1), 3)
+    with torch.no_grad():
+        for _ in range(n):
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            given = {"attention_mask": mask, "encoder_outputs": memory, "past_key_values": cache}
+            tokens = torch.cat([tokens, model(decoder_input_ids=tokens, **given).logits[:, -1:].argmax(-1)], 1)
+    made: np.ndarray[Any, Any] = tokens[:, 1:].numpy()
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        _transformers.__wrapped__(patch)  # type: ignore[attr-defined]
+        model = Model().train()
+        folder = tmp_path_factory.mktemp("made") / "folder"
+        assert encoder_decoder_to_onnx(model, folder) == folder
+        assert model.training
+    return model.eval(), folder
+
+
+def test_names_and_lengths(made: tuple[Model, Path]) -> None:
+    graphs = [onnx.load(made[1] / name) for name in FILES]
+
+    def shapes(values: Any) -> dict[str, list[Any]]:
+        return {
+            value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+            for value in values
+        }
+
+    width = WIDTH // HEADS
+    text, memory = (["batch", HEADS, length, width] for length in ("length", "memory_length"))
+    kinds = [f"0.{of}.{kind}" for of in ("decoder", "encoder") for kind in ("key", "value")]
+    encoder, first, later = (model.graph for model in graphs)
+    assert shapes(encoder.input) == {key: ["batch", "memory_length"] for key in ("input_ids", "attention_mask")}
+    assert shapes(encoder.output) == {"last_hidden_state": ["batch", "memory_length", WIDTH]}
+    assert shapes(first.input)["encoder_hidden_states"] == ["batch", "memory_length", WIDTH]
+    assert list(shapes(first.output)) == ["logits", *(f"present.{kind}" for kind in kinds)]
+    assert shapes(first.output)["present.0.decoder.key"] == text
+    assert shapes(first.output)["present.0.encoder.value"] == memory
+    assert list(shapes(later.input))[2:] == [f"past_key_values.{kind}" for kind in kinds]
+    assert shapes(later.output)["present.0.decoder.value"] == ["batch", HEADS, "total_length", width]
+    assert list(shapes(later.output)) == ["logits", "present.0.decoder.key", "present.0.decoder.value"]
+    assert any(tensor.name == "shared.weight" for tensor in encoder.initializer)
+    assert len({entry.value for model in graphs for entry in model.metadata_props if entry.key == "relskew.set"}) == 1
+
+
+def test_tokens(made: tuple[Model, Path]) -> None:
+    model, folder = made
+    source = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 0, 0]])
+    mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    want = greedy(model, source, mask, 40)
+    assert len(np.unique(want)) > 4
+    assert np.array_equal(generate(folder, source.numpy(), 40, mask=mask.numpy()), want)
+    seen: list[int] = []
+    one = generate(os.fspath(folder), [9, 8, 7], 40, stream=seen.append)
+    assert np.array_equal(one, want[1])
+    assert seen == one.tolist()
+    assert generate(folder, [1], 0).shape == (0,)
+
+
+def test_sounds(tmp_path: Path) -> None:
+    model = Sounds(wide=False).eval()
+    folder = encoder_decoder_to_onnx(model, tmp_path)  # a directory that is there
+    assert onnx.load(folder / "encoder_model.onnx").graph.input[0].name == "input_features"
+    source = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
+    want = greedy(model, source[None], torch.ones(1, 6), 10)
+    assert np.array_equal(generate(folder, source.numpy(), 10), want[0])
+    with pytest.raises(TypeError, match=r"`prompt` must be vectors \(length, width\)"):
+        generate(folder, [1, 2], 3)
+
+
+def test_files_appear_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "config.json"
+    other.write_text("{}")
+    with pytest.raises(RuntimeError, match=r"does not do what `model` does: output .* for decoder_model\.onnx"):
+        encoder_decoder_to_onnx(Model(), tmp_path, tolerance=0.0)
+    assert list(tmp_path.iterdir()) == [other]
+    with pytest.raises(RuntimeError, match="does not do"):
+        encoder_decoder_to_onnx(Model(), tmp_path / "new", tolerance=0.0)
+    assert not (tmp_path / "new").exists()
+    publish = _publish.publish
+
+    def until(new: Any, data: Any, target: Path, overwrite: bool) -> None:
+        if target.name == FILES[2]:
+            raise OSError("full")
+        publish(new, data, target, overwrite)
+
+    monkeypatch.setattr(encoder_decoder, "publish", until)
+    with pytest.raises(OSError, match="full"):
+        encoder_decoder_to_onnx(Model(), tmp_path, check=False, external_threshold=0)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_what_is_there_stays(made: tuple[Model, Path]) -> None:
+    with pytest.raises(FileExistsError, match="`path` exists"):
+        encoder_decoder_to_onnx(Model(), made[1])
+    with pytest.raises(NotADirectoryError, match="`folder` must be a directory"):
+        encoder_decoder_to_onnx(Model(), made[1] / "encoder_model.onnx")
+    with pytest.raises(FileNotFoundError, match="`folder` must lie in a directory that exists"):
+        encoder_decoder_to_onnx(Model(), made[1] / "no" / "where")
+
+
+def test_models_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="`model` must be an encoder–decoder of transformers"):
+        encoder_decoder_to_onnx(nn.Linear(2, 2), tmp_path / "made")
+    model = Model()
+    model.config.decoder_start_token_id = None
+    with pytest.raises(ValueError, match="`model` must have a `decoder_start_token_id`"):
+        encoder_decoder_to_onnx(model, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mask", "said"),
+    [
+        ([], None, "`prompt` must be ints"),
+        ([[1], [1, 2]], None, "`prompt` must hold rows of one length"),
+        ([1, VOCABULARY], None, "`prompt` must hold tokens 0 … 19, got 1 … 20"),
+        ([1, 2], [1, 1, 1], "`mask` must be 1 where `prompt` counts"),
+        ([1, 2], [1, 2], "`mask` must be 1 where `prompt` counts"),
+    ],
+)
+def test_prompts_that_do_not_fit(made: tuple[Model, Path], prompt: Any, mask: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        generate(made[1], prompt, 3, mask=mask)
+
+
+def test_folders_that_do_not_fit(made: tuple[Model, Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"`model` must be a folder with encoder_model\.onnx"):
+        generate(tmp_path, [1], 1)
+    shutil.copytree(made[1], tmp_path / "mixed")
+    odd = tmp_path / "mixed" / FILES[1]
+    model = onnx.load(odd)
+    for entry in model.metadata_props:
+        if entry.key == "relskew.set":
+            entry.value = "another"
+    onnx.save(model, odd)
+    with pytest.raises(ValueError, match="`model` must hold three files that encoder_decoder_to_onnx wrote together"):
+        generate(tmp_path / "mixed", [1], 1)
+    with pytest.raises(ValueError, match="`mask` must be None where `model` is a decoder"):
+        generate(odd, [1], 1, mask=[1])
