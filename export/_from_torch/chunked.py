@@ -8,7 +8,7 @@ from typing import Any
 
 from relskew_core._kernel.call import KINDS, Kind, Operands, Options
 from relskew_core.export._from_torch.call import TracedCall, shape_of
-from relskew_core.export._from_torch.emitter import BodyEmitter, TracedEmitter
+from relskew_core.export._from_torch.emitter import InnerEmitter, TracedEmitter
 from relskew_core.export._graph.emitter import BOOL, INT64, INT64_MAX, Dim, Value
 
 Translate = Callable[[TracedEmitter, Operands, Options], tuple[Any, Any]]
@@ -52,7 +52,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
     count = g.index("Div", [over, step], "chunks/count")
     last = g.index("Sub", [n, step], "chunks/last_start")
 
-    def chunk(body: BodyEmitter, iteration: Value) -> Value:
+    def chunk(body: InnerEmitter, iteration: Value) -> Value:
         start = body.index("Min", [body.index("Mul", [step, iteration], "step"), last], "start")
         end = body.index("Add", [start, step], "end")
         first, stop = (0, lengths.keys) if pattern.by_value else _keys_of(body, call, options, start, end)
@@ -107,7 +107,7 @@ def _keys_of(g: TracedEmitter, call: TracedCall, options: Options, start: Value,
 class _Cut:
     """Cuts the arrays of a call for one chunk, as tensors that a call takes."""
 
-    def __init__(self, body: BodyEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
+    def __init__(self, body: InnerEmitter, queries: tuple[Value, Value], keys: tuple[Dim, Dim], *, whole: bool) -> None:
         self._body, self._queries, self._keys, self._whole = body, queries, keys, whole
 
     def sequence(self, x: Value, name: str) -> Any:

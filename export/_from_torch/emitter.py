@@ -72,7 +72,7 @@ class TracedEmitter(Emitter):
         """Run what ``emit`` makes ``count`` times and stack its results; it is given an emitter and the iteration."""
         import onnx_ir
 
-        body = BodyEmitter(self, name)
+        body = InnerEmitter(self, name)
         path = body.path("")
         iteration = onnx_ir.val(f"{path}iteration", onnx_ir.DataType.INT64, [])
         running = onnx_ir.val(f"{path}running", onnx_ir.DataType.BOOL, [])
@@ -93,7 +93,7 @@ class TracedEmitter(Emitter):
 
         bodies = {}
         for kind, (scope, emit) in zip(("then_branch", "else_branch"), branches.items(), strict=True):
-            body = BodyEmitter(self, scope)
+            body = InnerEmitter(self, scope)
             out = body.typed(
                 body.compute("Identity", [body.adopt(emit(body), "given", like.shape)], "out", like.shape), known=False
             )
@@ -110,7 +110,7 @@ class TracedEmitter(Emitter):
         made.nodes.append(node)
 
 
-class BodyEmitter(TracedEmitter):
+class InnerEmitter(TracedEmitter):
     """Emits into the body of a loop, which sees what was made around it, and is not seen there."""
 
     def __init__(self, outer: TracedEmitter, scope: str) -> None:
