@@ -141,6 +141,24 @@ def deberta(name: str, **options: Any) -> Model:
     )  # fmt: skip
 
 
+def seamless(name: str, module: str, kind: str) -> Model:
+    make = built(
+        f"models.{module}.modeling_{module}.{name}ConformerEncoder", f"{name}Config", hidden_size=WIDTH,
+        speech_encoder_attention_heads=HEADS, speech_encoder_layers=2, speech_encoder_intermediate_size=1024,
+        position_embeddings_type=kind,
+    )  # fmt: skip
+    return Model(make, sounds)
+
+
+def speecht5() -> Any:
+    torch.manual_seed(0)
+    config = find("SpeechT5Config")(
+        hidden_size=WIDTH, encoder_layers=2, encoder_attention_heads=HEADS, encoder_ffn_dim=1024
+    )
+    config._attn_implementation = "eager"
+    return find("models.speecht5.modeling_speecht5.SpeechT5Encoder")(config).eval()
+
+
 INKLING: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
     "head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_head_dim": 64,
@@ -167,6 +185,12 @@ MODELS: dict[str, Model] = {
     ),
     "FastSpeech2-Conformer": fastspeech2(),
     "Parakeet": parakeet(),
+    "MPNet": Model(
+        built("MPNetModel", "MPNetConfig", None, vocab_size=100, max_position_embeddings=5000, **SIZES), tokens
+    ),
+    "SeamlessM4T": seamless("SeamlessM4T", "seamless_m4t", "relative"),
+    "SeamlessM4T-v2": seamless("SeamlessM4Tv2", "seamless_m4t_v2", "relative_key"),
+    "SpeechT5": Model(speecht5, sounds),
     "MPT": decoder(
         "Mpt", "MptConfig", "{}Model", "{}ForCausalLM", None, d_model=WIDTH, n_heads=HEADS, n_layers=2, vocab_size=100,
         max_seq_len=LONGEST,
@@ -182,6 +206,17 @@ MODELS: dict[str, Model] = {
     "Swinv2, pixels": Model(
         built("Swinv2Model", "Swinv2Config", None, image_size=256, window_size=8, **SWIN), pictures,
         lengths=(128, 256, 512, 1024),
+    ),
+    "Donut's Swin, pixels": Model(
+        built("DonutSwinModel", "DonutSwinConfig", None, **SWIN), pictures, lengths=(112, 224, 448, 896)
+    ),
+    "ViTDet, pixels": Model(
+        built(
+            "VitDetModel", "VitDetConfig", None, hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2,
+            mlp_ratio=2, image_size=1024, use_relative_position_embeddings=True, window_block_indices=[0],
+            window_size=14,
+        ),
+        pictures, lengths=(64, 224, 512, 1024),
     ),
     "BEiT, pixels": Model(
         built("BeitModel", "BeitConfig", image_size=224, vocab_size=10, use_relative_position_bias=True, **SIZES),

@@ -39,8 +39,8 @@ class _ConformerAttention(DropIn):
 class Wav2Vec2RelativeAttention(_ConformerAttention):
     """The self-attention of Wav2Vec2-Conformer and of Wav2Vec2-BERT with ``position_embeddings_type="relative"``."""
 
-    replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention")
-    masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder")
+    replaces = ("Wav2Vec2ConformerSelfAttention", "Wav2Vec2BertSelfAttention", "SeamlessM4TConformerSelfAttention")
+    masks = ("Wav2Vec2ConformerEncoder", "Wav2Vec2BertEncoder", "SeamlessM4TConformerEncoder")
 
     @classmethod
     def serves(cls, theirs: Any) -> bool:

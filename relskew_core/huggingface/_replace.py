@@ -15,13 +15,27 @@ from relskew_core.huggingface._conformer import (
     Wav2Vec2RelativeAttention,
 )
 from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV2RelativeAttention
+from relskew_core.huggingface._grids import SamRelativeAttention, VitDetRelativeAttention
 from relskew_core.huggingface._inkling import InklingRelativeAttention
 from relskew_core.huggingface._local import check_local, checked_window, make_local
+from relskew_core.huggingface._mpnet import MPNetRelativeAttention, MPNetRelativeEncoder
+from relskew_core.huggingface._shaw import (
+    GraniteSpeechRelativeAttention,
+    SpeechT5RelativeAttention,
+    SpeechT5RelativePositions,
+)
 from relskew_core.huggingface._t5 import T5RelativeAttention, UMT5RelativeAttention
 from relskew_core.huggingface._vits import VitsRelativeAttention
-from relskew_core.huggingface._wav2vec2_bert import Wav2Vec2BertRelativeKeyAttention
+from relskew_core.huggingface._wav2vec2_bert import (
+    SeamlessM4Tv2RelativeKeyAttention,
+    Wav2Vec2BertRelativeKeyAttention,
+)
 from relskew_core.huggingface._wavlm import WavLMRelativeAttention
-from relskew_core.huggingface._windows import SwinRelativeAttention, Swinv2RelativeAttention
+from relskew_core.huggingface._windows import (
+    SwinRelativeAttention,
+    SwinSelfRelativeAttention,
+    Swinv2RelativeAttention,
+)
 from relskew_core.huggingface._xlnet import XLNetRelativeSkew
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,7 +52,16 @@ DROP_INS: tuple[type[DropIn], ...] = (
     DebertaV2RelativeAttention,
     DebertaRelativeAttention,
     SwinRelativeAttention,
+    SwinSelfRelativeAttention,
     Swinv2RelativeAttention,
+    SamRelativeAttention,
+    VitDetRelativeAttention,
+    MPNetRelativeEncoder,
+    MPNetRelativeAttention,
+    SeamlessM4Tv2RelativeKeyAttention,
+    SpeechT5RelativePositions,
+    SpeechT5RelativeAttention,
+    GraniteSpeechRelativeAttention,
     MptRelativeAttention,
     BloomRelativeAttention,
     XLNetRelativeSkew,
@@ -46,6 +69,17 @@ DROP_INS: tuple[type[DropIn], ...] = (
     BeitRelativeBias,
     BeitRelativeAttention,
 )
+
+
+NEAREST = {
+    ("LayoutLM", "Udop", "ProphetNet"): "`conventions.T5` has these buckets",
+    ("Data2VecVision",): "`conventions.BEiT` reads the table",
+    ("WindowAttention",): "`conventions.Swin` reads the table",
+    ("Funnel", "Gemma3n", "NemotronAsr"): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
+    ("Falcon",): "`alibi_bias` has the numbers",
+    ("Phi4Multimodal",): "a learned `rel_bias`",
+}
+"""What is nearest to models that are refused, by their parts."""
 
 
 def replace_attention(model: Model, *, window: tuple[int, int] | None = None) -> Model:
@@ -97,11 +131,11 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     if not present:
         raise ValueError(
             f"`model` must have relative positions in one of {', '.join(_known())}, "
-            f"got {type(model).__name__} with {_attention_of(model)}"
+            f"got {type(model).__name__} with {_attention_of(model)}. By hand: {_nearest(parts)}"
         )
     if sides is not None:
         check_local(present)
-    for parent in parts:
+    for parent in (*parts, *made.values()):
         for name, child in parent._modules.items():  # a module may stand in several places
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
@@ -116,6 +150,15 @@ def _drop_in(theirs: nn.Module, names: set[str]) -> DropIn | None:
         if type(theirs).__name__ in ours.replaces and ours.needs in (None, *names) and ours.serves(theirs):
             return ours(theirs)
     return None
+
+
+def _nearest(parts: list[nn.Module]) -> str:
+    """Return which convention reads the tables of a model that is refused, and the page with its call."""
+    for part in parts:
+        for names, convention in NEAREST.items():
+            if any(name in type(part).__name__ for name in names):
+                return f"{convention}, docs/variants.md"
+    return "the calls for other code are in docs/chooser.md"
 
 
 def _known() -> list[str]:

@@ -34,3 +34,11 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
         table = self.distance_embedding(torch.arange(span.rows, dtype=torch.int64, device=hidden_states.device))
         out = self.attend(*self.project(hidden_states), rel_k=table, span=span, mask=attention_mask)
         return self.finish(out), None
+
+
+class SeamlessM4Tv2RelativeKeyAttention(Wav2Vec2BertRelativeKeyAttention):
+    """``SeamlessM4Tv2ConformerSelfAttention``, whose model says by a mask of its own which chunks are seen."""
+
+    replaces = ("SeamlessM4Tv2ConformerSelfAttention",)
+    local = False
+    masks = ()

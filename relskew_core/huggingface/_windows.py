@@ -31,10 +31,27 @@ class SwinRelativeAttention(DropIn):
         return self.finish(self.attend(*self.project(hidden_states), mask=mask)), None
 
 
-class Swinv2RelativeAttention(DropIn):
-    """``Swinv2SelfAttention``: cosines, scaled by head, and a bias that a small network gives."""
+class SwinSelfRelativeAttention(DropIn):
+    """Swin as Donut, MaskFormer and CLAP have it: the table is the attention's own, the last projection another's."""
 
-    replaces = ("Swinv2SelfAttention",)
+    replaces = ("DonutSwinSelfAttention", "MaskFormerSwinSelfAttention", "ClapAudioSelfAttention")
+    projections = ("query", "key", "value", "")
+    heads = "num_attention_heads"
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
+    ) -> tuple[Tensor]:
+        """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
+        refuse_weights(output_attentions)
+        bias = by_cell(self.relative_position_bias_table, self.window_size)
+        mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
+        return (join(self.attend(*self.project(hidden_states), mask=mask)),)
+
+
+class Swinv2RelativeAttention(DropIn):
+    """``Swinv2SelfAttention``, and Swin2SR's: cosines, scaled by head, and a bias that a small network gives."""
+
+    replaces = ("Swinv2SelfAttention", "Swin2SRSelfAttention")
     projections = ("query", "key", "value", "")
     heads = "num_attention_heads"
 

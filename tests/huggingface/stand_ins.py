@@ -133,6 +133,49 @@ def inkling(*, sliding: bool) -> Any:
     )  # fmt: skip
 
 
+def mpnet() -> Any:
+    attention = module("MPNetSelfAttention", "q", "k", "v", "o", num_attention_heads=HEADS, dropout=nn.Dropout(0.25))
+
+    class MPNetEncoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relative_attention_bias, self.layer = nn.Embedding(32, HEADS), attention
+
+        def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+            out: Tensor = self.layer(states, mask, self.compute_position_bias(states))[0]  # type: ignore[operator]
+            return out
+
+    return nn.ModuleDict({"encoder": MPNetEncoder().double()})
+
+
+def sam(kind: str) -> Any:
+    return module(
+        kind, "proj", qkv=nn.Linear(E, 3 * E), num_attention_heads=HEADS, num_heads=HEADS, dropout=0.25,
+        use_rel_pos=True, use_relative_position_embeddings=True, rel_pos_h=numbers(5, D), rel_pos_w=numbers(3, D),
+    )  # fmt: skip
+
+
+def swin_itself() -> Any:
+    return module(
+        "DonutSwinSelfAttention", "query", "key", "value", num_attention_heads=HEADS, window_size=(3, 3),
+        dropout=nn.Dropout(0.25), relative_position_bias_table=numbers(25, HEADS),
+    )  # fmt: skip
+
+
+def speecht5() -> Any:
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    attention = module("SpeechT5Attention", *names, num_heads=HEADS, dropout=0.25, is_decoder=False)
+    rows = module("SpeechT5RelativePositionalEncoding", max_length=3, pe_k=nn.Embedding(6, D))
+    return module("SpeechT5EncoderLayer", attention=attention, positions=rows)
+
+
+def granite() -> Any:
+    return module(
+        "GraniteSpeechConformerAttention", "to_q", "to_out", to_kv=nn.Linear(E, 2 * E), num_heads=HEADS, max_pos_emb=5,
+        context_size=4, pre_norm=nn.LayerNorm(E), rel_pos_emb=nn.Embedding(11, D), dropout=nn.Dropout(0.25),
+    )  # fmt: skip
+
+
 def beit() -> Any:
     attention = module(
         "BeitAttention", "q_proj", "k_proj", "v_proj", "o_proj", num_attention_heads=HEADS, attention_dropout=0.0
@@ -193,4 +236,14 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
     "inkling": (lambda: inkling(sliding=False), lambda ours: ours(x(), additive())[0]),
     "inkling in a window": (lambda: inkling(sliding=True), lambda ours: ours(x(), None)[0]),
     "beit": (beit, call_beit),
+    "mpnet": (mpnet, lambda ours: ours.encoder(x(), additive())),
+    "sam": (lambda: sam("SamVisionAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
+    "vitdet": (lambda: sam("VitDetAttention"), lambda ours: ours(x(2, 3, 4, E))[0]),
+    "seamless": (
+        lambda: conformer("SeamlessM4TConformerSelfAttention"),
+        lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
+    ),
+    "a table of its own": (swin_itself, lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))[0]),
+    "speecht5": (speecht5, lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
+    "granite": (granite, lambda ours: ours(x(), None)),
 }  # fmt: skip

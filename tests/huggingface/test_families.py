@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import HEADS, STAND_INS, D, E, conformer, deberta, module, x
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, D, E, conformer, deberta, module, x
 
 import oracles
 from relskew_core import toeplitz_2d
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
-from relskew_core.huggingface import _beit, replace_attention
+from relskew_core.huggingface import _beit, _grids, replace_attention
 from relskew_core.huggingface._attend import DropIn
 from relskew_core.huggingface._windows import by_cell
 
@@ -28,7 +28,8 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     compiled = _compiled.kernels
 
     def choose(taken: bool) -> None:
-        monkeypatch.setattr(_beit, "HELD", 0 if taken else 2**40)
+        for part in (_beit, _grids):
+            monkeypatch.setattr(part, "HELD", 0 if taken else 2**40)
         monkeypatch.setattr(_compiled, "kernels", None if taken else compiled)
         monkeypatch.setattr(prepared, "_checked", {})
 
@@ -68,6 +69,8 @@ def test_training_drops_weights(name: str, portable: Callable[[bool], None]) -> 
     ours: Any = replace_attention(make()).train()
     if name == "beit":
         ours.attention.attention_dropout = 0.25
+    if name == "vitdet":  # the original drops none
+        ours.dropout = 0.25
     for taken in (False, True):
         portable(taken)
         assert (call(ours) - call(ours)).norm() > 1e-3
@@ -119,6 +122,63 @@ def test_cosines() -> None:
     torch.testing.assert_close(ours(windows, mask)[0], want)
 
 
+LOCAL = {"wav2vec2", "rows of each item", "relative_key", "fastspeech2", "parakeet", "wavlm", "umt5", "seamless"}
+
+
+@pytest.mark.parametrize("name", sorted(LOCAL))
+@torch.no_grad()
+def test_a_window(name: str, portable: Callable[[bool], None]) -> None:
+    """A change outside the window of a query changes nothing for it, and one inside does."""
+    make, call = STAND_INS[name]
+    torch.manual_seed(0)
+    original = make().eval()
+    ours: Any = replace_attention(copy.deepcopy(original), window=(2, 1))
+    keys = next(getattr(ours, part) for part in ("linear_k", "k_proj", "k") if hasattr(ours, part))
+    changed: list[int] = []
+    keys.register_forward_hook(
+        lambda layer, given, out: out.index_fill(1, torch.tensor(changed, dtype=torch.int64), 3.0)
+    )
+    for taken in (False, True):
+        portable(taken)
+        changed[:] = []
+        before = call(ours)
+        changed[:] = [4]
+        differs = (call(ours) - before).abs().amax((0, 2)) > 1e-9
+        assert differs.nonzero().flatten().tolist() == [3, 4, 5, 6]
+    whole = replace_attention(copy.deepcopy(original), window=(LENGTH, LENGTH))
+    torch.testing.assert_close(call(whole), call(replace_attention(original)))
+
+
+@pytest.mark.parametrize("name", sorted(STAND_INS.keys() - LOCAL - {"wavlm's second layer", "mpnet", "speecht5"}))
+def test_windows_are_refused_by_name(name: str) -> None:
+    model = torch.nn.ModuleList([STAND_INS[name][0]()])
+    parts = list(model.modules())
+    kind = next(type(part).__name__ for part in parts if "Attention" in type(part).__name__)
+    with pytest.raises(ValueError, match=r"`window` must be None but for .*: got one for") as error:
+        replace_attention(model, window=(2, 1))
+    assert kind[:4] in str(error.value)
+    assert list(model.modules()) == parts
+
+
+@pytest.mark.parametrize("window", [(None, 2), (2, None), (None, None)])
+def test_windows_have_two_sides(window: Any) -> None:
+    with pytest.raises(ValueError, match="`window` must be bounded on both sides, or None"):
+        replace_attention(STAND_INS["wavlm"][0](), window=window)
+    with pytest.raises(TypeError, match="`window` must be None or a pair"):
+        replace_attention(STAND_INS["wavlm"][0](), window=3)  # type: ignore[arg-type]
+
+
+def test_a_decoder_has_no_window() -> None:
+    decoder = STAND_INS["umt5"][0]()
+    decoder.is_decoder = True
+    with pytest.raises(ValueError, match="no encoder of this model has relative positions"):
+        replace_attention(decoder, window=(2, 1))
+    both: Any = replace_attention(torch.nn.ModuleList([decoder, STAND_INS["umt5"][0]()]), window=(2, 1))
+    assert [part.window for part in both] == [None, (2, 1)]
+    replace_attention(both, window=(3, 0))
+    assert [part.window for part in replace_attention(both)] == [None, (3, 0)]
+
+
 def test_what_has_no_relative_positions_stays() -> None:
     rotary = conformer("Wav2Vec2ConformerSelfAttention")
     rotary.position_embeddings_type = "rotary"
@@ -128,6 +188,19 @@ def test_what_has_no_relative_positions_stays() -> None:
     replace_attention(both)
     assert both[0] is rotary
     assert isinstance(both[1], DropIn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("LayoutLMv3SelfAttention", r"By hand: `conventions\.T5` has these buckets, docs/variants\.md"),
+        ("ShiftedWindowAttention", r"By hand: `conventions\.Swin` reads the table, docs/variants\.md"),
+        ("OtherAttention", r"By hand: the calls for other code are in docs/chooser\.md"),
+    ],
+)
+def test_what_is_refused_has_a_next_step(kind: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        replace_attention(module(kind))
 
 
 def test_a_bias_without_its_attention_stays() -> None:

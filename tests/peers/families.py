@@ -175,6 +175,54 @@ BEIT: Given = {
 POSITIONAL: Given = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 WEIGHTS: Given = {"attention_probs_dropout_prob": 0.0}
 
+SAM: Given = {
+    "image_size": 64, "patch_size": 8, "window_size": 3, "global_attn_indexes": [1], "output_channels": 8,
+    "mlp_dim": 16,
+    **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+}  # fmt: skip
+
+
+def whole_pictures(length: int) -> Given:
+    """A model of one size of image."""
+    return pictures(16)
+
+
+def seamless(name: str, **options: Any) -> Family:
+    module = {"SeamlessM4T": "seamless_m4t", "SeamlessM4Tv2": "seamless_m4t_v2"}[name]
+    still = dict.fromkeys(("speech_encoder_dropout", "speech_encoder_layerdrop"), 0.0)
+    return Family(
+        built(
+            f"models.{module}.modeling_{module}.{name}ConformerEncoder", f"{name}Config", "sdpa", hidden_size=24,
+            speech_encoder_attention_heads=3, speech_encoder_layers=2, speech_encoder_intermediate_size=16, **still,
+            **options,
+        ),
+        sounds,
+    )  # fmt: skip
+
+
+def clap() -> Any:
+    config = peer("transformers.ClapAudioConfig")(
+        spec_size=32, num_mel_bins=8, window_size=4, patch_size=4, patch_stride=[4, 4], patch_embeds_hidden_size=12,
+        depths=[2, 2], num_attention_heads=[3, 3], drop_path_rate=0.0, hidden_dropout_prob=0.0, hidden_size=24,
+        **WEIGHTS,
+    )  # fmt: skip
+    return randomised(peer("transformers.models.clap.modeling_clap.ClapAudioEncoder")(config))
+
+
+def spectrograms(length: int) -> Given:
+    return {"input_features": randn(2, 1, 128, 8)}
+
+
+def speecht5() -> Any:
+    config = peer("transformers.SpeechT5Config")(
+        hidden_size=24, encoder_layers=2, encoder_attention_heads=3, encoder_ffn_dim=16, encoder_layerdrop=0.0,
+        encoder_max_relative_position=6, positional_dropout=0.0, hidden_dropout=0.0, attention_dropout=0.0,
+        activation_dropout=0.0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return randomised(peer("transformers.models.speecht5.modeling_speecht5.SpeechT5Encoder")(config))
+
+
 FAMILIES: dict[str, Family] = {
     "T5": text_to_text("T5", "eager"),
     "T5 sdpa": text_to_text("T5"),
@@ -238,6 +286,55 @@ FAMILIES: dict[str, Family] = {
     "XLNet memory": Family(XLNET, with_memory),
     "XLNet two streams": Family(in_float32(XLNET), two_streams, lengths=(2, 7, 30), gate=1e-5),
     "FastSpeech2-Conformer": Family(fastspeech2, tokens),
+    "MPNet": Family(
+        built(
+            "MPNetModel", "MPNetConfig", vocab_size=50, max_position_embeddings=900, hidden_dropout_prob=0.0, **WEIGHTS,
+            **SIZES,
+        ),
+        tokens, 3,
+    ),
+    "SAM": Family(built("SamVisionModel", "SamVisionConfig", **SAM), whole_pictures, 2, (16, 16), gate=1e-6),
+    "SAM sdpa": Family(built("SamVisionModel", "SamVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
+    "SAM-HQ": Family(built("SamHQVisionModel", "SamHQVisionConfig", "sdpa", **SAM), whole_pictures, 2, (16, 16)),
+    "ViTDet": Family(
+        built(
+            "VitDetModel", "VitDetConfig", use_relative_position_embeddings=True, window_block_indices=[0],
+            window_size=3,
+            image_size=32, patch_size=4, dropout_prob=0.0, drop_path_rate=0.0, mlp_ratio=2,
+            **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        ),
+        pictures, 2, (8, 11),
+    ),
+    "SeamlessM4T": seamless("SeamlessM4T", position_embeddings_type="relative", max_source_positions=20),
+    "SeamlessM4T-v2": seamless(
+        "SeamlessM4Tv2", position_embeddings_type="relative_key", left_max_position_embeddings=6,
+        right_max_position_embeddings=2, speech_encoder_chunk_size=500,
+    ),
+    "SeamlessM4T-v2 chunks": seamless(
+        "SeamlessM4Tv2", position_embeddings_type="relative_key", speech_encoder_chunk_size=5,
+        speech_encoder_left_chunk_num=1,
+    ),
+    "Donut's Swin": Family(built("DonutSwinModel", "DonutSwinConfig", **WEIGHTS, **SWIN), pictures, 3, (4, 8)),
+    "MaskFormer's Swin": Family(
+        built(
+            "models.maskformer.modeling_maskformer_swin.MaskFormerSwinModel", "MaskFormerSwinConfig", **WEIGHTS, **SWIN
+        ),
+        pictures, 3, (4, 8),
+    ),
+    "CLAP's Swin": Family(clap, spectrograms, 4, (1, 1)),
+    "Swin2SR": Family(
+        built("Swin2SRModel", "Swin2SRConfig", **WEIGHTS, **{**SWIN, "patch_size": 1}), pictures, 3, (4, 8)
+    ),
+    "SpeechT5": Family(speecht5, sounds, 3),
+    "Granite Speech": Family(
+        built(
+            "models.granite_speech.modeling_granite_speech.GraniteSpeechCTCEncoder",
+            "models.granite_speech.configuration_granite_speech.GraniteSpeechEncoderConfig", input_dim=24,
+            hidden_dim=24, num_layers=2, num_heads=3, dim_head=8, context_size=8, max_pos_emb=10, dropout=0.0,
+            output_dim=11,
+        ),
+        lambda length: {"hidden_states": randn(2, length, 24)},
+    ),
     "Parakeet": Family(
         built(
             "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2,

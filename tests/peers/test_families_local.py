@@ -22,7 +22,8 @@ from relskew_core.huggingface._attend import DropIn, attend
 
 LOCAL = [
     "T5", "T5 sdpa", "MT5", "UMT5", "Pop2Piano", "SwitchTransformers", "Wav2Vec2-BERT relative_key",
-    "Wav2Vec2-BERT relative", "Wav2Vec2-Conformer", "WavLM", "FastSpeech2-Conformer", "Parakeet",
+    "Wav2Vec2-BERT relative", "Wav2Vec2-Conformer", "MPNet", "SeamlessM4T", "SpeechT5", "WavLM",
+    "FastSpeech2-Conformer", "Parakeet",
 ]  # fmt: skip
 WINDOW = (3, 2)
 

@@ -41,6 +41,8 @@ def given(family: Family, length: int, model: Any) -> dict[str, Any]:
 
 def tensors(out: Any) -> list[Tensor]:
     """What a model computes from what it attends to."""
+    if isinstance(out, Tensor):
+        return [out]
     found = out.values() if hasattr(out, "values") else out
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
 

@@ -1,0 +1,89 @@
+"""The drop-ins for SAM's and ViTDet's encoders: tables by height and by width, of whole images and of windows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from relskew_core._functions.grid import relative_logits_2d
+from relskew_core._functions.grid_attention import relative_attention_2d
+from relskew_core.huggingface._attend import DropIn, join, refuse_weights, split
+
+HELD = 2**24
+"""So many numbers by query and key are held, as with BEiT: in parts, products with the tables are made again."""
+
+
+class SamRelativeAttention(DropIn):
+    """The attention of SAM's image encoder, and of the models that have taken it over."""
+
+    replaces = (
+        "SamVisionAttention", "SamVisionSdpaAttention", "SamHQVisionAttention", "SamHQVisionSdpaAttention",
+        "GotOcr2VisionAttention", "DeepseekOcr2SamVisionAttention", "DeepseekOcr2SamVisionSdpaAttention",
+        "SLANeXtVisionAttention", "PPFormulaNetVisionAttention", "UnlimitedOcrSamVisionAttention",
+        "UnlimitedOcrSamVisionSdpaAttention",
+    )  # fmt: skip
+    projections = ("", "", "", "proj")
+    heads = "num_attention_heads"
+    wanted: ClassVar[str] = "use_rel_pos"
+
+    rel_pos_h: nn.Parameter
+    rel_pos_w: nn.Parameter
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(getattr(theirs, cls.wanted))
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        if "Sdpa" in type(theirs).__name__:  # it drops no weights, whatever the configuration says
+            self.dropout = 0.0
+
+    def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:
+        """Attend on a grid, ``(batch, height, width, channels)``."""
+        return self._on_grid(hidden_states, output_attentions), None
+
+    def _on_grid(self, x: Tensor, output_attentions: bool | None) -> Tensor:
+        refuse_weights(output_attentions)
+        heads, grid = getattr(self, self.heads), (x.shape[1], x.shape[2])
+        q, k, v = (split(y, heads) for y in self.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
+        tables = [
+            _resized(table, size, q.dtype) for table, size in zip((self.rel_pos_h, self.rel_pos_w), grid, strict=True)
+        ]
+        if self._held(q):
+            bias = relative_logits_2d(q, *tables, q_grid=grid, k_grid=grid)
+            out: Any = self.attend(q, k, v, mask=bias)
+        else:
+            out = relative_attention_2d(q, k, v, *tables, q_grid=grid, k_grid=grid, rel_scale=1.0)
+        y: Tensor = getattr(self, self.projections[3])(join(out).unflatten(1, grid))
+        return y
+
+    def _held(self, q: Tensor) -> bool:
+        """Whether the products with the tables are written for all queries and keys: where they are few, or dropped."""
+        if torch.compiler.is_exporting() or (self.training and self.dropout > 0):
+            return True
+        return q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= HELD
+
+
+class VitDetRelativeAttention(SamRelativeAttention):
+    """``VitDetAttention``, which drops no weights."""
+
+    replaces = ("VitDetAttention",)
+    heads = "num_heads"
+    wanted = "use_relative_position_embeddings"
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        self.dropout = 0.0
+
+    def forward(self, hidden_state: Tensor, output_attentions: bool | None = False) -> tuple[Tensor]:  # type: ignore[override]
+        """Attend on a grid, ``(batch, height, width, channels)``."""
+        return (self._on_grid(hidden_state, output_attentions),)
+
+
+def _resized(table: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return rows by ``key - query`` for a grid of ``size`` cells, of rows by ``query - key`` for any other."""
+    rows = interpolate(table.mT[None], size=2 * size - 1, mode="linear")[0].mT
+    return rows.flip(0).to(dtype)

@@ -1,0 +1,67 @@
+"""The drop-ins for MPNet: T5's bias, which its encoder makes once for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from relskew_core._functions.buckets import t5_buckets
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, refuse_weights
+
+SPAN = Span.clipped(128)
+BUCKETS = t5_buckets(SPAN, num_buckets=32, max_distance=128, bidirectional=True)
+"""MPNet's, whatever its configuration says."""
+
+
+class MPNetRelativeEncoder(DropIn):
+    """``MPNetEncoder``, whose bias is by position, ``(heads, rows)``."""
+
+    replaces = ("MPNetEncoder",)
+    needs = "MPNetSelfAttention"
+    local = True
+
+    relative_attention_bias: nn.Embedding
+    buckets: Tensor
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        self.kind = type(theirs)
+        self.keep_rows("buckets", BUCKETS)
+
+    def attends_to_itself(self) -> bool:
+        return False  # its layers do
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        """Do what the encoder does."""
+        return self.kind.forward(self, *given, **options)
+
+    def compute_position_bias(self, x: Tensor) -> Tensor:
+        """Return the bias of each relative position."""
+        bias: Tensor = self.relative_attention_bias(self.buckets).mT.contiguous()
+        return bias
+
+
+class MPNetRelativeAttention(DropIn):
+    """``MPNetSelfAttention``."""
+
+    replaces = ("MPNetSelfAttention",)
+    needs = "MPNetEncoder"
+    projections = ("q", "k", "v", "o")
+    heads = "num_attention_heads"
+    local = True
+    masks = ("MPNetModel",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(output_attentions)
+        q, k, v = self.project(hidden_states)
+        return (self.finish(self.attend(q, k, v, rel_bias=position_bias, span=SPAN, mask=attention_mask)),)

@@ -1,0 +1,87 @@
+"""The drop-ins for encoders with Shaw's keys by descending position: SpeechT5's, and Granite Speech's in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, attend, refuse_weights, split
+
+
+class SpeechT5RelativePositions(DropIn):
+    """``SpeechT5RelativePositionalEncoding``, which hands on a row for each relative position, not for each pair."""
+
+    replaces = ("SpeechT5RelativePositionalEncoding",)
+    needs = "SpeechT5Attention"
+    local = True
+
+    pe_k: nn.Embedding
+
+    def attends_to_itself(self) -> bool:
+        return False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return rows of ascending ``key - query``."""
+        rows = torch.arange(2 * self.max_length, dtype=torch.int64, device=hidden_states.device)
+        table: Tensor = self.pe_k(rows.flip(0))
+        return table
+
+
+class SpeechT5RelativeAttention(DropIn):
+    """``SpeechT5Attention`` of the encoder; the decoder's has no positions."""
+
+    replaces = ("SpeechT5Attention",)
+    needs = "SpeechT5RelativePositionalEncoding"
+    local = True
+    masks = ("SpeechT5Encoder",)
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return not theirs.is_decoder
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
+        refuse_weights(output_attentions)
+        q, k, v = self.project(hidden_states)
+        options: dict[str, Any] = {}
+        if position_bias is not None:
+            half = position_bias.shape[0] // 2
+            options = {"rel_k": position_bias, "span": Span(half - 1, half, "clip")}
+        return self.finish(self.attend(q, k, v, mask=attention_mask, **options)), None
+
+
+class GraniteSpeechRelativeAttention(DropIn):
+    """``GraniteSpeechConformerAttention``: blocks that see themselves alone. It drops outputs, and no weights."""
+
+    replaces = ("GraniteSpeechConformerAttention",)
+    projections = ("to_q", "", "", "to_out")
+
+    rel_pos_emb: nn.Embedding
+
+    def forward(self, hidden_states: Tensor, attention_dists: Tensor | None = None) -> Tensor:
+        """Attend inside the blocks of ``(batch, length, width)``; ``attention_dists`` is not read."""
+        x = self.pre_norm(hidden_states)
+        q, k, v = (split(y, self.num_heads) for y in (self.to_q(x), *self.to_kv(x).chunk(2, dim=-1)))
+        far, size = self.max_pos_emb, self.context_size
+        rows = torch.arange(far + size - 1, far - size, -1, dtype=torch.int64, device=x.device)
+        out = self._in_blocks(q, k, v, self.rel_pos_emb(rows), size)
+        y: Tensor = self.dropout(self.finish(out))
+        return y
+
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int) -> Tensor:
+        span = Span.full(size)
+        if not torch.compiler.is_exporting():
+            return attend(q, k, v, rel_k=table, span=span, block_size=size, blocks_before=0)
+        length = q.shape[-2]
+        blocks = torch.arange(length, dtype=torch.int64, device=q.device) // size
+        return attend(q, k, v, rel_k=table, span=Span.full(size, "clip"), mask=blocks[:, None] == blocks)

@@ -1,0 +1,93 @@
+"""Drop-ins inside what people wrap around models: LoRA, checkpointing, half precision."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from peers.common import check, peer
+from peers.families import FAMILIES, Family
+from peers.test_families_numbers import both, given, tensors
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+WRAPPED = [
+    "T5 sdpa", "DeBERTa-v2", "MPNet", "SAM sdpa", "ViTDet", "SeamlessM4T", "SeamlessM4T-v2", "Donut's Swin",
+    "MaskFormer's Swin", "CLAP's Swin", "Swin2SR", "SpeechT5", "Granite Speech",
+]  # fmt: skip
+QUERIES = ["q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q"]
+
+
+def outputs(model: Any, family: Family) -> list[Tensor]:
+    inputs = given(family, family.lengths[-2], model)
+    mask = inputs.get("attention_mask")
+    found = tensors(model(**inputs))
+    return [x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x for x in found]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_lora(name: str) -> None:
+    """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
+    family = FAMILIES[name]
+    theirs, ours = both(family)
+    config = peer("peft.LoraConfig")(r=2, target_modules=QUERIES, init_lora_weights=False)
+    found = []
+    for model in (theirs, ours):
+        torch.manual_seed(0)
+        adapted = peer("peft.inject_adapter_in_model")(config, model).double()
+        with torch.no_grad():
+            for key, weight in adapted.named_parameters():
+                if "lora_" in key:
+                    weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))
+        out = outputs(adapted, family)
+        torch.stack([x.square().sum() for x in out]).sum().backward()
+        found.append((out, {key: x.grad for key, x in adapted.named_parameters() if "lora_" in key}))
+    (want, expected), (got, gradients) = found
+    assert expected
+    assert expected.keys() == gradients.keys()
+    check(got[0], want[0], max(family.gate, 1e-9))
+    largest = max(float(x.norm()) for x in expected.values() if x is not None)
+    for key, gradient in expected.items():
+        if gradient is not None and gradient.norm() > 1e-6 * largest:
+            check(gradients[key], gradient, max(10 * family.gate, 1e-7))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_checkpointing(name: str) -> None:
+    family = FAMILIES[name]
+    _, ours = both(family)
+    found = []
+    for kept in (False, True):
+        model = copy.deepcopy(ours).train()
+        if kept:
+            turned_on = 0
+            for part in model.modules():
+                if type(part).__mro__[1].__name__ == "GradientCheckpointingLayer":
+                    part.gradient_checkpointing = True
+                    part._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+                    turned_on += 1
+            if not turned_on:
+                pytest.skip("its layers know no checkpointing")
+        torch.stack([x.square().sum() for x in outputs(model, family)]).sum().backward()
+        found.append({key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+    for key, gradient in found[0].items():
+        if gradient.norm() > 1e-9:
+            check(found[1][key], gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WRAPPED)
+@torch.no_grad()
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    family = FAMILIES[name]
+    theirs, ours = (model.to(dtype) for model in both(family))
+    want, got = (outputs(model, family)[0].float() for model in (theirs, ours))
+    exact = outputs(theirs.double(), family)[0].float()
+    if not exact.isfinite().all() or not want.isfinite().all():
+        pytest.skip("its random weights overflow")
+    wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))
+    assert mine < 2 * wrong + 0.01
