@@ -6,7 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import HEADS, LENGTH, D, E, bloom, conformer, mpt, parakeet, umt5, wavlm, x
+from huggingface.stand_ins import (
+    HEADS,
+    LENGTH,
+    STAND_INS,
+    D,
+    E,
+    bloom,
+    conformer,
+    granite,
+    mpt,
+    parakeet,
+    sam,
+    swin_itself,
+    umt5,
+    wavlm,
+    x,
+)
 from torch import Tensor, nn
 
 from relskew_core.huggingface import replace_attention
@@ -64,16 +80,23 @@ MODELS: dict[str, tuple[Any, type[nn.Module], tuple[Tensor, ...], list[tuple[int
     "bloom": (
         bloom, Encoding, (x(), x(), x(2 * HEADS, 1, LENGTH), x(2, 1, 1, LENGTH)), [(0, 1), (0, 1), (0, 2), (0, 3)]
     ),
+    "granite": (granite, Encoding, (x(),), [(0, 1)]),
+    "sam": (lambda: sam("SamVisionAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
+    "vitdet": (lambda: sam("VitDetAttention"), Encoding, (x(2, 3, 4, E),), [(0, 1, 2)]),
+    "a table of its own": (swin_itself, Encoding, (x(4, LENGTH, E),), [(0,)]),
     "umt5": (decoder, WithPast, (x(2, 3, E), x(2, HEADS, 5, D), x(2, HEADS, 5, D)), [(0, 1), (0, 2), (0, 2)]),
 }  # fmt: skip
+
+
+REFUSING = ("mpt", "bloom", "granite", "sam", "vitdet", "a table of its own")
 
 
 @pytest.mark.parametrize("window", [None, (2, 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_varies(name: str, window: tuple[int, int] | None) -> None:
     make, kind, arguments, vary = MODELS[name]
-    if window is not None and (kind is WithPast or name in ("mpt", "bloom")):
-        pytest.skip("decoders have no window")
+    if window is not None and (kind is WithPast or name in REFUSING):
+        pytest.skip("it has no window")
     model = kind(replace_attention(make(), window=window)).eval()
     auto = torch.export.Dim.AUTO
     dims = tuple({axis: auto for axis, size in enumerate(argument.shape) if size > 1} for argument in arguments)
@@ -86,3 +109,12 @@ def test_what_varies(name: str, window: tuple[int, int] | None) -> None:
     with torch.no_grad():
         want = model(*arguments)
         torch.testing.assert_close(program.module()(*arguments), want)
+
+
+@pytest.mark.parametrize("name", ["mpnet", "sam", "vitdet", "seamless", "a table of its own", "speecht5", "granite"])
+@torch.no_grad()
+def test_compiled(name: str) -> None:
+    """torch.compile traces them."""
+    make, call = STAND_INS[name]
+    ours = replace_attention(make()).eval()
+    torch.testing.assert_close(torch.compile(lambda: call(ours), backend="eager")(), call(ours))

@@ -14,7 +14,6 @@ from peers.test_families_numbers import both, given, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-
 WRAPPED = [
     "T5 sdpa", "DeBERTa-v2", "MPNet", "SAM sdpa", "ViTDet", "SeamlessM4T", "SeamlessM4T-v2", "Donut's Swin",
     "MaskFormer's Swin", "CLAP's Swin", "Swin2SR", "SpeechT5", "Granite Speech",
