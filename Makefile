@@ -11,7 +11,7 @@
 #   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, which look after what they read and
-#                       write; needs GCC
+#                       write; by GCC, or SANITIZER=clang++
 #   make test-aarch64   the kernels on ARM, emulated by qemu: random calls and TESTS=tests/backends/test_compiled.py; a long
 #                       time; needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu
 #   make test-emulated  random calls alone on another processor, ARCH=s390x
@@ -48,13 +48,15 @@ LOWEST_TESTS ?= tests/core tests/backends/test_numpy.py tests/backends/test_torc
 
 # Vectors as short and products as high as on ARM, and fresh memory full of NaN.
 SANITIZERS := -DHIGH_ROWS=12 -DPOISON -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined \
-	-fno-omit-frame-pointer
-SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(CURDIR)/$(BIN)/python
+	-fno-omit-frame-pointer $(if $(findstring clang,$(SANITIZER)),-fno-sanitize=function -shared-libasan)
+SANITIZER ?= g++
+RUNTIMES = $(if $(findstring clang,$(SANITIZER)),libclang_rt.asan-$(shell uname -m).so,libasan.so libubsan.so)
+SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 KERNELS_COMPILER= \
+	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
-.PHONY: test-aarch64 test-emulated test-operator
+.PHONY: test-aarch64 test-emulated test-compilers test-operator
 .PHONY: sanitize fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -123,15 +125,12 @@ sanitize: .venv/dev.stamp
 	git ls-files -z | tar --null --files-from - --create | tar --extract --directory build/sanitize
 	sed -i -e 's/"-O3"/"-O1"/' $(if $(SANITIZED_LEVELS),-e 's/^levels = .*/levels = "$(SANITIZED_LEVELS)".split()/') \
 		build/sanitize/setup.py
-	cd build/sanitize && CFLAGS='$(SANITIZERS)' CXXFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' RELSKEW_PURE=0 \
+	cd build/sanitize && CC=$(SANITIZER:++=$(if $(findstring clang,$(SANITIZER)),,cc)) CXX=$(SANITIZER) \
+		CFLAGS='$(SANITIZERS)' CXXFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' RELSKEW_PURE=0 \
 		$(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	cd build/sanitize && $(SANITIZED) -m pytest $(SANITIZED_TESTS)
 	cd build/sanitize && PYTHONHASHSEED=0 PYTHONPATH=tests/support:tests:. $(SANITIZED) -m fuzz $(SECONDS) \
 		$(addprefix --seed ,$(SEED)) --only calls --only gradients --only options
-	@if command -v clang++; then OMP_NUM_THREADS=2 KERNELS_COMPILER=clang++ \
-		KERNELS_FLAGS='-fsanitize=undefined -fno-sanitize=vptr -fsanitize-undefined-trap-on-error' \
-		$(BIN)/python -m pytest tests/backends/test_compiled.py -k ARM; \
-		else echo "no clang++ is here: its sanitizer of undefined behaviour has not run"; fi
 
 # A seed gives the same examples only where strings hash the same.
 fuzz: .venv/dev.stamp

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import warnings
 
-from relskew_core._array.namespace import device, is_compiling
+from relskew_core._array.namespace import is_compiling, on_cpu
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 
@@ -49,7 +49,7 @@ def warn_of_long_calls(x: Operands) -> None:
         return
     lengths = (*x.q.shape, x.k.shape[-2])
     is_long = all(isinstance(length, int) for length in lengths) and math.prod(lengths) >= LONG  # traced ones have none
-    if is_long and "cpu" in str(device(x.q)).lower():
+    if is_long and on_cpu(x.q):
         _warn()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from relskew_core._array.namespace import device, is_torch
+from relskew_core._array.namespace import is_torch, on_cpu
 from relskew_core._array.typing import Array
 
 
@@ -57,7 +57,7 @@ def known_values(x: Array) -> Any:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None
-    if "cpu" not in str(device(x)).lower():  # JAX's tracers are on no device
+    if not on_cpu(x):
         return None
     try:  # under jit JAX would trace any other operation on a known array
         return x.tolist() if hasattr(x, "tolist") else None

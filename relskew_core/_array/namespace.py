@@ -83,6 +83,11 @@ def device(array: Array) -> Any:
     return None if hasattr(found, "device_set") else found
 
 
+def on_cpu(array: Array) -> bool:
+    """Whether an array is known to be in the host's memory; JAX's tracers are on no device."""
+    return "cpu" in str(device(array)).lower()
+
+
 def is_torch(array: Array) -> bool:
     """Whether an array is torch's, in a way that torch.compile traces; it warns of array_api_compat's caches."""
     torch = sys.modules.get("torch")

@@ -10,7 +10,7 @@ from typing import Any
 
 from relskew_core._array.checks import is_symbol
 from relskew_core._array.known import exported
-from relskew_core._array.namespace import device
+from relskew_core._array.namespace import on_cpu
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import Operands, Options
 from relskew_core._positions.labels import Documents
@@ -126,7 +126,7 @@ def chunk_size(
         math.prod(UNKNOWN_BATCH if is_symbol(n) else n for n in q.shape[:-2]),
         64 if "64" in str(q.dtype) else 32,
     )
-    cpu = "cpu" in str(device(q)).lower() if cpu is None else cpu
+    cpu = on_cpu(q) if cpu is None else cpu
     keys = keys_seen(options, documents)
     size = SCRATCH_BYTES["cpu" if cpu else "other"] * 8 // (bits * max(1, lead) * keys)
     return max(SMALLEST, min(512, 1 << max(size, 1).bit_length() - 1))

@@ -17,7 +17,7 @@ from relskew_core._array.checks import check_offset, describe, is_array
 from relskew_core._array.gather import within
 from relskew_core._array.integers import bits_of, integer, integers, shifted, widest
 from relskew_core._array.known import known_values
-from relskew_core._array.namespace import check_companion, device, is_torch
+from relskew_core._array.namespace import check_companion, device, is_torch, on_cpu
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Beyond, Span
@@ -187,7 +187,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
     """Return an array's values where they can be read at no cost."""
     standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 traces no `hasattr` of tensors
-    if standard and "cpu" in str(device(offset)).lower():
+    if standard and on_cpu(offset):
         return tuple(int(value) for value in xp.reshape(offset, (-1,)))
     values = known_values(offset)
     return None if values is None else tuple(_numbers(values if offset.ndim else [values]))
