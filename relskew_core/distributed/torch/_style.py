@@ -92,7 +92,9 @@ def _attend(
         segments = _without_padding(check_padding(key_padding_mask, k, xp=xp), segments, q)
     if module.training and module.dropout:
         options |= {"dropout": module.dropout, "seed": _seed_of_all(group, q)}
-    options |= {**module.tables_of(q), "impl": module.impl, "chunk_size": module.chunk_size}
+    last = max(q.shape[-2], k.shape[-2]) * group.size() - 1  # of the whole sequence
+    tables = module.with_bias(q, k, {"positions": ((0, last), (0, last))})
+    options |= {**tables, "impl": module.impl, "chunk_size": module.chunk_size}
     return context_parallel_attention(q, k, v, segments=segments, group=group, **how, **options)
 
 

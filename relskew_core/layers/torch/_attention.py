@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -105,10 +105,14 @@ class TableAttention(nn.Module):
         mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
         if self.training and self.dropout and function is relative_attention:
             options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
-        tables = self.tables_of(q)
-        fixed = {"slopes": tables.pop("slopes"), "buckets": self.buckets}
-        tables = with_bias(tables, self.spec, q, k, options, **fixed, xp=xp) | (computed or {})
+        tables = self.with_bias(q, k, options) | (computed or {})
         return function(q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options)
+
+    def with_bias(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tables of a call, the numbers of its bias, and their span."""
+        tables = self.tables_of(q)
+        slopes = tables.pop("slopes")
+        return with_bias(tables, self.spec, q, k, options, slopes=slopes, buckets=self.buckets, xp=xp)
 
     def tables(self) -> dict[str, Tensor | None]:
         """Return a dictionary of the tables, sinks and slopes, read as attributes, which torch may replace."""
