@@ -53,7 +53,7 @@ SANITIZER ?= g++
 RUNTIMES = $(if $(findstring clang,$(SANITIZER)),libclang_rt.asan-$(shell uname -m).so,libasan.so libubsan.so)
 SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 KERNELS_COMPILER= \
 	LD_PRELOAD="$(foreach name,$(RUNTIMES),$$($(SANITIZER) -print-file-name=$(name)))" $(CURDIR)/$(BIN)/python
-SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
+SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
 .PHONY: test-aarch64 test-emulated test-compilers test-operator

@@ -22,6 +22,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "what share of the multiplications of a processor the kernels reach; needs a C++ compiler",
     ),
     "half": ("compiled.Half", "calls in half precision beside float32"),
+    "grids": ("grids.OverGrids", "calls over grids beside the code of SAM, Swin and BEiT"),
     "cores": ("processor.Cores", "calls on two threads beside one, and by arithmetic on many"),
     "short": ("short.Short", "one token, small batches and short training beside the formula by hand"),
     "first": ("first.First", "first calls of fresh processes, and what XLA takes to compile; needs JAX"),

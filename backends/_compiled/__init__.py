@@ -9,14 +9,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from relskew_core._array.namespace import device
 from relskew_core._array.precision import cast, wide
 from relskew_core._array.softmax import share_of
 from relskew_core._array.typing import Namespace
-from relskew_core._kernel.call import KINDS, Kind, Operands, Options, has_tables, unknown
+from relskew_core._kernel.call import (
+    KINDS,
+    GridOptions,
+    Kind,
+    Operands,
+    Options,
+    Side,
+    has_tables,
+    operands_of,
+    unknown,
+)
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes, threshold
 from relskew_core._kernel.sums import sum_to
@@ -44,7 +54,7 @@ WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = _declared
 """What the kernels are given and give, by names that they say themselves, in their order: numbers, of which keys and
 offset come first, arrays, integers of queries and keys, gradients."""
 
-_arrays = itemgetter(*(Operands._fields.index(name) for name in ARRAYS or Operands._fields))
+_arrays = attrgetter(*(ARRAYS or Operands._fields))
 ALONE = (0, 1)
 """Of a call on one thread: what comes last."""
 
@@ -56,13 +66,16 @@ OF_KEYS = {name for name in INTEGERS if name.startswith("k")}
 DTYPES = ("float16", "float32", "float64")  # and bfloat16
 """How all libraries end the names of dtypes that the kernels take."""
 
+SIDES = 4
+"""Axes of a grid at most."""
+
 LONGEST = 2**16
 """Rows of a table whose products with a block of queries are kept."""
 
 APART = 2**30
 """How far apart integers of queries and keys may be."""
 
-KNOWN = frozenset((*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout"))
+KNOWN = frozenset((*OPTIONS, *ARRAYS, *INTEGERS, "seed", "by_value", "softcap", "blocks_before", "dropout", "sides"))
 """The arrays that the kernels name, and the options that make numbers of theirs; whatever else a call has keeps it from
 them."""
 
@@ -116,6 +129,8 @@ def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) ->
         or abs(options.visibility.offset) >= OFFSETS
     ):
         return False
+    if isinstance(options, GridOptions) and len(options.sides) > SIDES:
+        return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
         return False
     if x.k_positions is not None and (options.visibility.block_size or 0) >= APART:  # positions are of blocks' first
@@ -160,17 +175,26 @@ def numbers(x: Operands, options: Options) -> dict[str, Any]:
         behind = min(pattern.whole_blocks_before, FAR // block)
         before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
     items, heads, queries, width = x.q.shape
+    met = x.rel_k if x.axis_tables is None else x.q
     _, key_heads, keys, value_width = x.v.shape
     return {
         "keys": keys, "offset": pattern.offset,
         "items": items, "heads": heads, "key_heads": key_heads, "queries": queries,
-        "width": width, "rel_width": 0 if x.rel_k is None else x.rel_k.shape[-1], "value_width": value_width,
+        "width": width, "rel_width": 0 if met is None else met.shape[-1], "value_width": value_width,
         "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
         "before": before, "after": after, "block": block, "behind": behind,
         "mask_adds": has_additive_mask(x), "threshold": threshold(options.dropout),
         "scale": options.scale, "rel_scale": options.rel_scale,
-        "softcap": options.softcap or 0.0, "kept": 1 - options.dropout,
+        "softcap": options.softcap or 0.0, "kept": 1 - options.dropout, **_sides(options),
     }  # fmt: skip
+
+
+def _sides(options: Options) -> dict[str, int]:
+    """Return the numbers of the sides of a call's grids; those before the first are 0."""
+    given = options.sides if isinstance(options, GridOptions) else ()
+    sides = [*[(0, 0, 0, 0)] * (SIDES - len(given)), *given]
+    return {f"{name}_{place}": number for place, side in enumerate(sides)
+            for name, number in zip(Side._fields, side, strict=True)}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -227,7 +251,7 @@ def attend(x: Operands, call: Call, out: Any, lse: Any, *, library: Library) -> 
     try:
         _attend(x, call, out, lse, library)
     except BufferError:
-        _attend(Operands(*map(library.in_rows, x)), call, out, lse, library)
+        _attend(operands_of([*map(library.in_rows, x)]), call, out, lse, library)
 
 
 def _attend(x: Operands, call: Call, out: Any, lse: Any, library: Library) -> None:
@@ -275,8 +299,9 @@ def pull_back(
     try:
         return _pull_back((d_out, out, lse, d_lse), x, call, library, learned)
     except BufferError:
-        given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
-        return _pull_back(given, Operands(*map(library.in_rows, x)), call, library, learned)
+        pass  # whose traceback would keep the gradients that were made, as large as a mask, beside new ones
+    given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
+    return _pull_back(given, operands_of([*map(library.in_rows, x)]), call, library, learned)
 
 
 def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:

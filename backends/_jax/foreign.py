@@ -55,7 +55,7 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
     of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
-    operands = [of_kernels[name] for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
+    operands = [of_kernels.get(name) for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
     numbers, rows = _compiled.numbers(x, options), x.q.shape[:-1]
     threads = max(1, _compiled.Call.of(x, options).work // SHARE)
     whole = [*(numbers[name] for name in _compiled.WHOLE), entries, threads]

@@ -12,9 +12,11 @@ from relskew_core._array.checks import check_bool, check_int, check_real, descri
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of_arrays
 from relskew_core._array.nothing import depending
+from relskew_core._array.pieces import joined
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
+from relskew_core._functions import grid_kernels
 from relskew_core._functions.attention import relative_attention
 from relskew_core._functions.axes import (
     Grids,
@@ -88,6 +90,15 @@ class GridCall:
             self, tables=tuple(tables), spans=(spans, bias_spans), rel_bias=rel_bias, prefix=prefix,
             prefix_bias=prefix_bias,
         )  # fmt: skip
+        found, given = None, [table for table in tables if table is not None]
+        if seen.all and len(given) in (0, len(tables)):
+            found = grid_kernels.attend(
+                q, k, v, grid_kernels.GridPair.of(grids, prefix), given, spans, rel_bias, bias_spans, prefix_bias,
+                mask=mask, scale=factor, rel_scale=related, xp=xp,
+            )  # fmt: skip
+        if found is not None:
+            out = cast(found[0], dtype, xp=xp)
+            return (out, found[1]) if return_lse else out
         related = by_head(related, q)
         parts = []
 
@@ -114,7 +125,7 @@ class GridCall:
             bias = laid.inside(q, related, (top, bottom, first, last), xp=xp)
             start, stop = (prefix[0] + row * (grids.n_queries // grids.queries[0]) for row in (top, bottom))
             part(start, stop, bias, None if (first, last) == (0, grids.keys[0]) else (first, last), visible)
-        out, lse = (xp.concat([done[which] for done in parts], axis=which - 2) for which in (0, 1))
+        out, lse = (joined([done[which] for done in parts], axis=which - 2, xp=xp) for which in (0, 1))
         out = cast(out, dtype, xp=xp)
         return (out, lse) if return_lse else out
 

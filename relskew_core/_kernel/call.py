@@ -88,6 +88,7 @@ class Kind(Enum):
     TABLE = "rows of consecutive relative positions"  # (R, D) or (H, R, D)
     BIAS = "numbers of consecutive relative positions"  # (R,) or (H, R)
     MASK = "boolean or additive"  # broadcasts to (..., H, Lq, Lk)
+    AXES = "rows of relative positions along each axis of grids, one table after the other"  # (1 or H, Σ R, D)
     LABEL = "integers of queries or keys"  # (..., L) without heads, or (L,)
     SEED = "an integer"  # (1,)
 
@@ -110,10 +111,16 @@ class Operands(NamedTuple):
     k_positions: Annotated[Array | None, Kind.LABEL] = None
     seed: Annotated[Array | None, Kind.SEED] = None  # of what `dropout` drops
 
+    @property
+    def axis_tables(self) -> Array | None:
+        """The tables along the axes of grids, which :class:`GridOperands` alone have."""
+        return None
+
 
 KINDS: dict[str, Kind] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
 }
+KINDS["axis_tables"] = Kind.AXES
 
 
 def names_of(*kinds: Kind) -> list[str]:
@@ -133,6 +140,9 @@ BY_HEAD = ("sinks", "scale", "rel_scale")
 
 if TYPE_CHECKING:
 
+    class GridOperands(Operands):
+        def __new__(cls, *arrays: Array | None, **named: Array | None) -> Self: ...
+
     class Gradients(Operands):
         """Gradients by argument."""
 
@@ -141,6 +151,12 @@ if TYPE_CHECKING:
         rel_scale: Array | None = None
 
 else:
+    GridOperands = namedtuple(
+        "GridOperands", (*Operands._fields, "axis_tables"), defaults=(*Operands._field_defaults.values(), None)
+    )
+    GridOperands.__doc__ = (
+        "The arrays of a call whose queries and keys are cells of grids, as the compiled kernels get them."
+    )
     _names = (*DIFFERENTIABLE, *BY_HEAD)
     Gradients = namedtuple("Gradients", _names, defaults=[None] * len(_names))
     Gradients.__doc__ = "Gradients of relative attention, by argument; ``None`` for absent and boolean ones."
@@ -185,6 +201,32 @@ class Options:
         return self.visibility.positions() or (0, 0)
 
 
+class Side(NamedTuple):
+    """One side of the grid of queries and of that of keys, and how far neighbours are apart, in rows of its table."""
+
+    queries: int
+    keys: int
+    query_step: int = 1
+    key_step: int = 1
+
+    @property
+    def rows(self) -> int:
+        """How many relative positions there are."""
+        return (self.queries - 1) * self.query_step + (self.keys - 1) * self.key_step + 1
+
+
+@dataclass(frozen=True, slots=True)
+class GridOptions(Options):
+    """The options of a call with :class:`GridOperands`: of the last queries and keys, row by row, the sides."""
+
+    sides: tuple[Side, ...] = ()
+
+
+def operands_of(arrays: Sequence[Array | None]) -> Operands:
+    """Return arrays, in their order, as the operands that so many are."""
+    return (Operands if len(arrays) == len(Operands._fields) else GridOperands)(*arrays)
+
+
 CHECKS: dict[str, Callable[..., Any]] = {
     option.name: option.metadata["check"] for option in fields(Options) if "check" in option.metadata
 }
@@ -192,7 +234,7 @@ CHECKS: dict[str, Callable[..., Any]] = {
 
 _DEFAULTS = {
     kind: {option.name: option.default for option in fields(kind) if option.compare and option.default is not MISSING}
-    for kind in (Options, Span, Visibility, RaggedVisibility)
+    for kind in (Options, GridOptions, Span, Visibility, RaggedVisibility)
 }
 
 
@@ -203,7 +245,7 @@ def has_tables(operands: Operands) -> bool:
 
 def unknown(operands: Operands, options: Options, known: frozenset[str]) -> list[str]:
     """Name the given arrays and the options in use that a native path does not support."""
-    given = [name for name, x in zip(Operands._fields, operands, strict=True) if x is not None and name not in known]
+    given = [name for name, x in zip(operands._fields, operands, strict=True) if x is not None and name not in known]
     found = list(dict.fromkeys(name.partition("_")[2] if KINDS[name] is Kind.LABEL else name for name in given))
     for part in (options, options.visibility, *((options.span,) if has_tables(operands) else ())):
         for name, default in _DEFAULTS[type(part)].items():

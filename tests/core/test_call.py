@@ -22,6 +22,7 @@ from relskew_core._kernel.call import (
     TABLES,
     Arguments,
     Gradients,
+    GridOperands,
     Kind,
     Operands,
     Options,
@@ -49,7 +50,7 @@ def test_every_argument_is_tried_by_the_cases_of_the_tests() -> None:
 
 def test_arrays_are_arguments_operands_and_gradients_alike() -> None:
     arguments = {field.name for field in fields(Arguments)}
-    assert set(Operands._fields) == set(KINDS)
+    assert set(GridOperands._fields) == set(KINDS) == {*Operands._fields, "axis_tables"}
     assert set(DIFFERENTIABLE) == set(Operands._fields) & arguments - {"seed"}
     assert Gradients._fields == (*DIFFERENTIABLE, *BY_HEAD)
     assert set(Gradients._fields) <= arguments
@@ -127,7 +128,7 @@ def test_options_are_taken_apart_and_put_together() -> None:
     assert len(flat(OPTIONS)) == len(NAMES)
 
 
-EVERYTHING = COMMON | {"blocks_before", "by_value", "dropout", "softcap", *KINDS}
+EVERYTHING = COMMON | {"blocks_before", "by_value", "dropout", "softcap", *Operands._fields}
 
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING - {"q", "k", "v"}))

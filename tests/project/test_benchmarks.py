@@ -149,6 +149,7 @@ def tiny(name: str) -> list[str]:
         "peak": ("length=40", ["training=False"], ""),
         "cores": ("queries=70 keys=70", ["heads=1"], ""),
         "half": ("queries=70 keys=70", ["training=True"], ""),
+        "grids": ("items=1 heads=2 width=8 side=4", ["training=True"], ""),
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
         "first": ("length=32", ["first=relskew --help", "first=None"], ""),
         "options": ("length=96", [], ""),

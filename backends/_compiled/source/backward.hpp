@@ -44,6 +44,7 @@ struct Backward {
     KeySide key_side;
     Sight sight;
     const Places &places;
+    Grid grid;
     ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
     Rows keys, rel_k, key_table;
     JoinedRows key_pairs, table_pairs;
@@ -52,7 +53,7 @@ struct Backward {
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
     bool lost[ROWS];  // queries that are not finite
-    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask;
+    Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask, d_axis_tables;
     Real *own_q = nullptr, *own_met = nullptr;  // of these, where those of a block begin
     Packed packed;
     Seen task_queries{0, 0};
@@ -75,7 +76,8 @@ struct Backward {
           key_side(x),
           sight(x),
           places(sight.places),
-          changed_by_row(x, places),
+          grid(x),
+          changed_by_row(x, places, !x.rel_k),
           mixed_by_row(x, places) {
         relative.in_pairs = queries.in_pairs, relative.of_bias = 1 / queries.rest;
     }
@@ -91,8 +93,8 @@ struct Backward {
         const Index columns = std::max(logits_row, columns_anywhere(x));
         return key_panels && value_panels && d_outs && weights && d_logits && slopes && d_added &&
                queries.make(height) && relative.make(height, columns) && relative_values.make(height, columns) &&
-               key_side.make(true) && sight.make() && (!relative || changed_by_row.make(height)) &&
-               (!x.rel_v || mixed_by_row.make(height)) &&
+               key_side.make(true) && sight.make() && grid.make(height, logits_row, true) &&
+               (!relative || changed_by_row.make(height)) && (!x.rel_v || mixed_by_row.make(height)) &&
                (queries.in_pairs || keys.make(room, x.width, static_cast<bool>(sight))) &&
                d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
                d_v.make(room, x.value_width) && make_tables();
@@ -113,6 +115,7 @@ struct Backward {
                (!x.key_table ||
                 (key_table.make(x.rows, x.width, static_cast<bool>(places)) && d_key_table.make(x.rows, x.width))) &&
                (!x.rel_v || d_rel_v.make(x.rows, x.value_width)) &&
+               (!grid || d_axis_tables.make(x.axis_rows(), x.width)) &&
                (!x.d_added || has_own_mask() ||
                 d_mask.make(x.added.sizes[2] == 1 ? 1 : tasks.most_queries(), x.added.sizes[3] == 1 ? 1 : room));
     }
@@ -134,7 +137,7 @@ struct Backward {
     void take_head(const Task &task) {
         const Index item = task.item, head = task.head, own = head / x.group(), entry = x.entry(item);
         relative.take(entry, head), relative_values.take(entry, head), key_side.take(entry, head);
-        sight.take_keys(item);
+        grid.take(entry, head), sight.take_keys(item);
         if (x.rel_k && rel_k.given != x.rel_k.of(entry, head))
             rel_k.take(x.rel_k.of(entry, head), x.rel_k.row, 0, 0, x.rows);
         if (x.rel_k && queries.in_pairs && table_pairs.given != x.rel_k.of(entry, head))
@@ -174,6 +177,8 @@ struct Backward {
         const auto [low, high] = rows_of(seen);
         if (x.rel_k) d_rel_k.hand_over(low, high, x.d_rel_k.of(entry, head, low), x.d_rel_k.row, x.rel_width);
         if (x.rel_v) d_rel_v.hand_over(low, high, x.d_rel_v.of(entry, head, low), x.d_rel_v.row, x.value_width);
+        if (grid)
+            d_axis_tables.hand_over(0, x.axis_rows(), x.d_axis_tables.of(entry, head), x.d_axis_tables.row, x.width);
         if (x.key_table)  // whose rows come in the opposite order
             d_key_table.hand_over(x.rows - high, x.rows - low, x.d_key_table.of(entry, head, high - 1),
                                   -x.d_key_table.row, x.width);
@@ -225,9 +230,12 @@ struct Backward {
             relative.take_edges(queries.met(), queries.met_row(), count);
             relative_values.take_edges(d_outs.get(), value_width, count);
             begin_anywhere(count);
+            grid.multiply(queries.met(), queries.met_row(), first, count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
                 meet(item, head, first, count, position, key, std::min(KEYS, seen.high - key));
             end_anywhere(count);
+            grid.pull_back(count, queries.met(), queries.met_row(), own_met, met_row(), d_axis_tables.at.get(),
+                           d_axis_tables.row);
         }
     }
 
@@ -393,6 +401,7 @@ struct Backward {
         if (row.low < row.high) {
             const Real log_sum = *x.given_lse.of(item, head, first + m), rest = queries.rest, part = 1 / x.kept;
             for (Index j = row.start(); rest != 1 && j < row.end(); j += LANES) store(s + j, load(s + j) * rest);
+            grid.add(m, row, start);
             if (x.softcap != 0) take_slopes(row);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
@@ -409,6 +418,7 @@ struct Backward {
                 store(d + j, change * rest);
             }
             if (uncapped.at) add_to_mask(item, head, first + m, uncapped, start);
+            grid.take_changes(m, changed, start);
         }
         if (lost[m]) row.put_around(0), changed.put_around(0);
         if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);

@@ -1,6 +1,7 @@
 // The forward pass: blocks of queries against blocks of keys, whose logits never leave the cache.
 #pragma once
 
+#include "grid.hpp"
 #include "key_side.hpp"
 #include "pairs.hpp"
 
@@ -19,8 +20,8 @@ struct Queries {
 
     explicit Queries(const Problem &x)
         : x(x),
-          apart(x.rel_k && (x.rel_q || x.rel_scale != x.scale)),
-          in_pairs(PAIRS && x.scale > 0 && !apart && !x.k_segments && !x.k_positions && !x.key_table),
+          apart((x.rel_k || x.axis_tables) && (x.rel_q || x.rel_scale != x.scale)),
+          in_pairs(PAIRS && x.scale > 0 && !apart && !x.k_segments && !x.k_positions && !x.key_table && !x.axis_tables),
           scale(in_pairs ? std::exp2(std::round(std::log2(x.scale))) : x.scale),
           rest(in_pairs ? x.scale / scale : 1),
           row(padded(x.width)),
@@ -104,6 +105,7 @@ struct Forward {
     KeySide key_side;
     Sight sight;
     const Places &places;
+    Grid grid;
     ByRow by_row;  // the weights that meet values' table
     Rows values, rel_v;
     Reals keys, logits, outs;
@@ -126,6 +128,7 @@ struct Forward {
           key_side(x),
           sight(x),
           places(sight.places),
+          grid(x),
           by_row(x, places) {
         relative.in_pairs = queries.in_pairs, relative.of_bias = 1 / queries.rest;
     }
@@ -138,7 +141,7 @@ struct Forward {
         outs = reals(height * value_row);
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
-               (!x.rel_v || by_row.make(height)) &&
+               grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
                (queries.in_pairs || values.make(room, x.value_width, static_cast<bool>(sight))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
@@ -154,7 +157,7 @@ struct Forward {
     void take_head(const Task &task) {
         const auto [number, item, head, from, to, begins] = task;
         const Index entry = x.entry(item), own = head / x.group();
-        relative.take(entry, head), key_side.take(entry, head), sight.take_keys(item);
+        relative.take(entry, head), key_side.take(entry, head), grid.take(entry, head), sight.take_keys(item);
         if (x.rel_v && rel_v.given != x.rel_v.of(entry, head))
             rel_v.take(x.rel_v.of(entry, head), x.rel_v.row, 0, 0, x.rows);
         const Seen seen = tasks.keys(task);
@@ -182,6 +185,7 @@ struct Forward {
             queries.take(item, head, first, count);
             relative.take_edges(queries.met(), queries.met_row(), count);
             places.multiply(relative, queries.met(), queries.met_row(), count);
+            grid.multiply(queries.met(), queries.met_row(), first, count);
             if (by_row) by_row.clear(count);
             for (Index key = floored(seen.low, PANEL); key < seen.high; key += KEYS)
                 meet(task, first, count, position, key, std::min(KEYS, seen.high - key));
@@ -237,6 +241,7 @@ struct Forward {
         if (row.low < row.high) {
             for (Index j = row.start(); queries.rest != 1 && j < row.end(); j += LANES)
                 store(s + j, load(s + j) * queries.rest);
+            grid.add(m, row, start);
             finish_logits(x, row, MaskRow::of(x, item, head, first + m), start);
             sight.hide(m, row, start);
             factor = softmax[m].take(row);

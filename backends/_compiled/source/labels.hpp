@@ -10,10 +10,13 @@ struct Bounds {
     static constexpr Index LEAST = std::numeric_limits<std::int32_t>::min(),
                            MOST = std::numeric_limits<std::int32_t>::max();
     std::int32_t low = MOST, high = LEAST;
+    bool rises = false;  // whether each is one more than the one before it
 
     static Bounds of(const std::int32_t *x, Index count) {
         Bounds found;
         for (Index i = 0; i < count; i++) found.take({x[i], x[i]});
+        found.rises = found.high - Index{found.low} == count - 1;
+        for (Index i = 0; i < count; i++) found.rises = found.rises && x[i] - Index{found.low} == i;
         return found;
     }
 

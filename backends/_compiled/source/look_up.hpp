@@ -38,6 +38,12 @@ struct Reach {
     // Whether they all count as the lowest, or the highest.
     bool all_low(std::int32_t query, Bounds keys) const { return Index{keys.high} - query <= low; }
     bool all_high(std::int32_t query, Bounds keys) const { return Index{keys.low} - query >= high; }
+
+    // Whether a whole vector of keys reads columns that are one after the other.
+    bool holds(std::int32_t query, Bounds keys) const {
+        const Index first = Index{keys.low} - query;
+        return keys.rises && keys.high - keys.low == LANES - 1 && low <= first && first + LANES - 1 <= high;
+    }
 };
 
 // Where the keys of an item stand, and the queries of a block, unless they stand one after the other.
@@ -54,6 +60,7 @@ struct Places : Labels {
     // Write the products of the block's queries with a table, from the lowest relative position to the highest.
     void multiply(Relative &relative, const Real *met, Index met_row, Index count) const {
         if (!*this || !relative) return;
+        if (!relative.table) count = 1;  // a bias is the same for all
         for (Index m = 0; m < count; m += HIGH)
             relative.multiply(met, met_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
                               relative.origin(reach.low));
@@ -61,9 +68,9 @@ struct Places : Labels {
 
     // Write them where the keys stand that meet these rows: PANEL of them, from `key` on; or add them to what is there.
     void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row, bool adds) const {
-        const Index origin = relative.origin(reach.low);
+        const Index origin = relative.origin(reach.low), step = relative.table ? relative.row : 0;
         for (Index i = m; i < m + rows; i++, to += to_row) {
-            const Real *from = relative.products.get() + (i * relative.row + reach.low - origin);
+            const Real *from = relative.products.get() + (i * step + reach.low - origin);
             for (Index j = 0; j < PANEL && key + j < x.keys; j += LANES) {
                 const Bounds there = vectors[(key + j) / LANES];
                 const Vec before = adds ? load(to + j) : Vec{};
@@ -71,6 +78,8 @@ struct Places : Labels {
                     store(to + j, splat(from[0]));
                 } else if (reach.all_high(queries[i], there)) {
                     store(to + j, splat(from[reach.high - reach.low]));
+                } else if (reach.holds(queries[i], there)) {
+                    store(to + j, load(from + (there.low - Index{queries[i]} - reach.low)));
                 } else {
                     const Ints c = reach.columns(queries[i], keys + key + j);
                     for (int lane = 0; lane < LANES; lane++) to[j + lane] = from[c[lane]];
@@ -136,22 +145,23 @@ struct Start {
 struct ByRow {
     const Problem &x;
     const Places &places;
+    const bool alike;  // whether it is enough to have them of all queries together
     Reals at;
     Index row = 0;
 
-    ByRow(const Problem &x, const Places &places) : x(x), places(places) {}
+    ByRow(const Problem &x, const Places &places, bool alike = false) : x(x), places(places), alike(alike) {}
 
     explicit operator bool() const { return static_cast<bool>(at); }
 
     bool make(Index height) {
         if (!places) return true;
         row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector is for what nobody wants
-        at = reals((height + HIGH) * row);
+        at = reals(((alike ? 0 : height) + HIGH) * row);
         return static_cast<bool>(at);
     }
 
     void clear(Index count) {
-        for (Index m = 0; m < count + HIGH; m++) std::fill_n(of(m), places.reach.count() + HIGH, 0);
+        for (Index m = 0; m < (alike ? 1 : count + HIGH); m++) std::fill_n(of(m), places.reach.count() + HIGH, 0);
     }
 
     void scale(Index m, Real factor) {
@@ -171,6 +181,9 @@ struct ByRow {
                 low += own;
             } else if (reach.all_high(p, there)) {
                 high += own;
+            } else if (reach.holds(p, there)) {
+                Real *first = to + (there.low - Index{p} - reach.low);
+                store(first, load(first) + own);
             } else {  // where many terms meet, at both ends, each would wait for the one before: these are added apart
                 const Ints c = reach.columns(p, places.keys + first + j);
                 const Ints lowest = c == 0, highest = (c == last) & ~lowest;
@@ -208,7 +221,7 @@ struct ByRow {
     }
 
     void add_to(Real *bias, Index count) const {
-        for (Index m = 0; m < count; m++) {
+        for (Index m = 0; m < (alike ? 1 : count); m++) {
             for (Index c = first_row(); c < end_row(); c++) bias[c] += column(c)[m * row];
             for (int side = 0; side < 2; side++)
                 if (is_beyond(side)) bias[edge(side)] += beyond(m, side);
@@ -216,7 +229,7 @@ struct ByRow {
     }
 
 private:
-    Real *of(Index m) const { return at.get() + m * row; }
+    Real *of(Index m) const { return at.get() + (alike ? 0 : m * row); }
     const Real *column(Index c) const { return at.get() + (c - x.left - places.reach.low); }
 
     // The rows of the table that are met, and what counts as its edges.

@@ -38,6 +38,14 @@ struct Axes {
 
 enum class Need { MUST, MAY, NOT };
 
+// One side of a grid of queries and of a grid of keys, and how far neighbours are apart, in rows of its table: row c is
+// for the relative position c less that of the first key and the last query.
+struct Side {
+    Index queries = 0, keys = 0, query_step = 0, key_step = 0;
+
+    Index rows() const { return keys ? (queries - 1) * query_step + (keys - 1) * key_step + 1 : 0; }
+};
+
 struct Sizes {
     Index items, heads, key_heads, queries, keys, width, rel_width, value_width;
     Index rows, left;     // of the tables: row c is for the relative position c - left
@@ -49,6 +57,20 @@ struct Sizes {
     Index threshold;      // dropout: what the hash of a weight has to reach
     Index entries = 1;    // of a mapped call: each has so many of the items, and tables of its own
 
+    static constexpr Index SIDES = 4;
+    Side sides[SIDES];  // of grids whose cells the last queries and keys are, row by row; sides before the first are 0
+
+    // How many cells there are of queries, or of keys.
+    Index cells(Index Side::*of) const {
+        Index count = 1;
+        for (const Side &side : sides) count *= std::max<Index>(1, side.*of);
+        return count;
+    }
+    Index axis_rows() const {
+        Index count = 0;
+        for (const Side &side : sides) count += side.rows();
+        return count;
+    }
     Index group() const { return heads / key_heads; }
     Index entry(Index item) const { return item / (items / entries); }
 };
@@ -60,7 +82,7 @@ struct ProblemOf : Sizes {
     Real kept;                       // of the weights, the share that dropout keeps
     Real scale, rel_scale, softcap;  // softcap 0: none
 
-    Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added;
+    Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added, axis_tables;
     Array<const unsigned char> seen;  // a boolean mask
 
     // What queries and keys belong to: a query sees the keys of its own segment. Where they stand, if not one after the
@@ -74,7 +96,7 @@ struct ProblemOf : Sizes {
     // What the backward pass is given, and gives.
     Array<const Stored> d_out, given_out;
     Array<const Real> given_lse, d_lse;
-    Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added;
+    Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added, d_axis_tables;
 
     // Visit the numbers: keys and offset first, which change from token to token.
     template <class Visit>
@@ -84,6 +106,16 @@ struct ProblemOf : Sizes {
         visit("value_width", value_width), visit("rows", rows), visit("left", left), visit("clip", clip);
         visit("before", before), visit("after", after), visit("block", block), visit("behind", behind);
         visit("mask_adds", mask_adds), visit("threshold", threshold);
+        constexpr const char *NAMES[SIDES][4] = {
+            {"queries_0", "keys_0", "query_step_0", "key_step_0"},
+            {"queries_1", "keys_1", "query_step_1", "key_step_1"},
+            {"queries_2", "keys_2", "query_step_2", "key_step_2"},
+            {"queries_3", "keys_3", "query_step_3", "key_step_3"},
+        };
+        for (Index side = 0; side < SIDES; side++) {
+            visit(NAMES[side][0], sides[side].queries), visit(NAMES[side][1], sides[side].keys);
+            visit(NAMES[side][2], sides[side].query_step), visit(NAMES[side][3], sides[side].key_step);
+        }
         visit("scale", scale), visit("rel_scale", rel_scale), visit("softcap", softcap), visit("kept", kept);
     }
 
@@ -98,7 +130,9 @@ struct ProblemOf : Sizes {
                visit("rel_bias", bias, may, Axes{of_entry(), any(heads), NONE, {rows}}) &&
                visit("rel_q", rel_q, may, Axes{{items}, {heads}, {queries}, {rel_width}}) &&
                (mask_adds ? visit("mask", added, may, mask()) : visit("mask", seen, may, mask())) &&
-               visit("key_table", key_table, may, table(width));
+               visit("key_table", key_table, may, table(width)) &&
+               visit("axis_tables", axis_tables, may,
+                     Axes{of_entry(), any(heads), {sides_fit() ? axis_rows() : -1}, {width}});
     }
 
     // Visit the integers of queries and keys.
@@ -138,7 +172,8 @@ struct ProblemOf : Sizes {
                visit("rel_bias", d_bias, as(bias), for_each_entry(bias, NONE)) &&
                visit("rel_q", d_rel_q, as(rel_q), rows_of(rel_width)) &&
                visit("key_table", d_key_table, as(key_table), for_each_entry(key_table, {rows})) &&
-               visit("mask", d_added, added ? Need::MAY : Need::NOT, like(added));
+               visit("mask", d_added, added ? Need::MAY : Need::NOT, like(added)) &&
+               visit("axis_tables", d_axis_tables, as(axis_tables), for_each_entry(axis_tables, {axis_rows()}));
     }
 
     // Say what is wrong with the numbers, if anything is: what is computed with them must not overflow.
@@ -153,6 +188,8 @@ struct ProblemOf : Sizes {
             return "a number is not one of a call";
         if (heads % key_heads || items % entries) return "sizes do not divide each other";
         if (rel_k && !rel_q && rel_width != width) return "queries are not as wide as the table that they meet";
+        if (axis_tables && rel_width != width) return "queries are not as wide as the tables that they meet";
+        if (axis_tables && !sides_fit()) return "the sides of grids are not those of a call";
         if (k_positions && rows > Index{1} << 30) return "positions meet no such table";
         return nullptr;
     }
@@ -177,6 +214,23 @@ struct ProblemOf : Sizes {
     }
 
 private:
+    // Whether the cells of the grids are queries and keys, and nothing that is computed of them overflows.
+    bool sides_fit() const {
+        Index of_queries = queries, of_keys = keys;
+        bool more = true;
+        for (Index side = SIDES - 1; side >= 0; side--) {
+            const auto [n, m, query_step, key_step] = sides[side];
+            if (!n && !m && side < SIDES - 1) {
+                more = false;
+                continue;
+            }
+            if (!more || n < 1 || m < 1 || query_step < 1 || key_step < 1) return false;
+            of_queries /= n, of_keys /= m;
+            if (!of_queries || !of_keys || query_step > FAR / n || key_step > FAR / m) return false;
+        }
+        return true;
+    }
+
     static constexpr Axis NONE{1, Axis::NONE};
 
     static Axis any(Index size) { return {size, Axis::ANY}; }

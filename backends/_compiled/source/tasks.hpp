@@ -173,7 +173,7 @@ using Kernel = bool (*)(const ProblemOf<Stored> &, Tasks &);
 // Where a pass is cut: few queries between blocks of keys, for all heads that use the same rows of a table.
 template <class Stored>
 bool is_few(const ProblemOf<Stored> &x) {
-    return x.queries <= FEW && !x.k_positions && !x.k_segments;
+    return x.queries <= FEW && !x.k_positions && !x.k_segments && !x.axis_tables;
 }
 
 template <class Stored>
@@ -191,7 +191,7 @@ Grain grain_of_attend(const ProblemOf<Stored> &x) {
 
 template <class Stored>
 Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
-    const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.d_added;
+    const bool sums = x.rel_k || x.rel_v || x.bias || x.key_table || x.axis_tables || x.d_added;
     return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 

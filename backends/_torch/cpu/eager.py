@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, GridOperands, Operands, Options, operands_of
 from relskew_core.backends._compiled import Call
-from relskew_core.backends._torch.cpu import compiled
+from relskew_core.backends._torch.cpu import compiled, grid
 from relskew_core.backends._torch.cpu.operator import OPERATOR
 from relskew_core.backends._torch.operator import flat
 from relskew_core.backends._torch.watched import are_mapped, asks_for_gradients, is_ordinary
@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Any:
         """Attend."""
-        out, lse = compiled.attention(Operands(*operands), call, return_lse=True)
+        out, lse = compiled.attention(operands_of(operands), call, return_lse=True)
         ctx.call = call
         ctx.save_for_backward(*operands, out, lse)
         return (out, lse) if call.options.return_lse else out
@@ -58,12 +58,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients; where these are to be differentiated again, or others take part, the operator's."""
         *operands, out, lse = ctx.saved_tensors  # which checkpoints allow only once
-        x, call = Operands(*operands), ctx.call
-        wanted = [name for name, needs in zip(Operands._fields, ctx.needs_input_grad[1:], strict=True) if needs]
+        x, call = operands_of(operands), ctx.call
+        wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[1:], strict=True) if needs]
         seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()
-        if seen or are_mapped((d_out, d_lse)):
+        if (seen or are_mapped((d_out, d_lse))) and isinstance(x, GridOperands):
+            gradients = grid.gradients(d_out, d_lse, x, call.own_options, wanted)
+        elif seen or are_mapped((d_out, d_lse)):
             found = OPERATOR.vjp(d_out, d_lse, out, lse, " ".join(wanted), *x, *flat(call.own_options))
             gradients = dict(zip(DIFFERENTIABLE, found, strict=True))
         else:
             gradients = compiled.pull_back(d_out, x, call, out, lse, d_lse, wanted)
-        return (None, *(gradients[name] if name in wanted else None for name in Operands._fields))
+        return (None, *(gradients[name] if name in wanted else None for name in x._fields))

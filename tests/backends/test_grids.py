@@ -1,0 +1,285 @@
+"""Calls over grids in the compiled kernels: that they serve them, and give what the portable code gives."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import oracles
+from libraries import NATIVE
+from relskew_core import Span, relative_attention_2d
+from relskew_core._functions import grid_kernels
+from relskew_core._functions.grid_kernels import GridPair
+from relskew_core._kernel.call import Side
+from relskew_core.backends import _compiled, set_numpy_threads
+
+pytestmark = pytest.mark.skipif(NATIVE != "native", reason="no kernels were compiled")
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
+GRIDS: dict[str, dict[str, Any]] = {
+    "square": {"q_grid": (4, 4), "k_grid": (4, 4)},
+    "wider than vectors": {"q_grid": (9, 34), "k_grid": (9, 34)},
+    "one row": {"q_grid": (1, 20), "k_grid": (1, 20)},
+    "one column": {"q_grid": (20, 1), "k_grid": (20, 1)},
+    "a class token": {"q_grid": (8, 8), "k_grid": (8, 8), "prefix": (1, 1)},
+    "more before the keys": {"q_grid": (5, 7), "k_grid": (5, 7), "prefix": (2, 37)},
+    "elsewhere": {"q_grid": (3, 17), "k_grid": (6, 16), "offset": (1, -2), "prefix": (0, 2)},
+    "pooled keys": {"q_grid": (8, 12), "k_grid": (4, 6), "offset": (0, 0), "k_step": (2, 2), "prefix": (1, 1)},
+    "pooled queries": {"q_grid": (3, 3), "k_grid": (9, 6), "offset": (0, 1), "q_step": (3, 2)},
+}
+KINDS = ("tables", "bias", "both")
+
+
+def arrays_of(kind: str, grid: dict[str, Any], dtype: str) -> dict[str, NDArray[Any]]:
+    """Draw the arrays of a call."""
+    rng = np.random.default_rng(sum(map(ord, kind)))
+    before = grid.get("prefix", (0, 0))
+    n, m = (count + np.prod(grid[name]) for count, name in zip(before, ("q_grid", "k_grid"), strict=True))
+    shapes = {"q": (2, 4, n, 8), "k": (2, 2, m, 8), "v": (2, 2, m, 5)}
+    if kind in ("tables", "both"):
+        shapes |= {"table_h": (21, 8), "table_w": (4, 25, 8)}
+    if kind in ("bias", "both"):
+        shapes |= {"rel_bias": (4, 21, 25)}
+    if any(before):
+        shapes |= {"prefix_bias": (4, 3)}
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+SPANS: dict[str, Any] = {"span_h": Span.clipped(10), "span_w": Span(12, 12, "zero"), "rel_scale": 0.6}
+
+
+def without(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what the portable code gives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_kernels, "attend", lambda *args, **options: None)
+        return call()
+
+
+def with_kernels(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what the kernels give, which have to serve."""
+    found, attend = [], grid_kernels.attend
+
+    def watched(*args: Any, **options: Any) -> Any:
+        found.append(attend(*args, **options))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_kernels, "SMALL", 0)
+        patch.setattr(grid_kernels, "attend", watched)
+        results = call()
+    assert found
+    assert None not in found
+    return results
+
+
+def cases() -> list[tuple[str, str]]:
+    steps = ("pooled keys", "pooled queries")  # which have no bias
+    return [(name, kind) for name in GRIDS for kind in KINDS if kind == "tables" or name not in steps]
+
+
+@pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "kind"), cases())
+def test_results_equal_those_of_the_portable_code(
+    name: str, kind: str, dtype: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = arrays_of(kind, GRIDS[name], dtype)
+    rng = np.random.default_rng(1)
+    shape = (arrays["q"].shape[-2], arrays["k"].shape[-2])
+    if mask != "none":
+        allowed = rng.random(shape) < 0.7
+        arrays["mask"] = allowed if mask == "boolean" else np.where(allowed, rng.standard_normal(shape), -np.inf)
+        arrays["mask"] = arrays["mask"] if mask == "boolean" else arrays["mask"].astype(dtype)
+
+    def call() -> Any:
+        return relative_attention_2d(**arrays, **GRIDS[name], **SPANS, return_lse=True)
+
+    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert oracles.relative_error(one, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "kind"), cases())
+def test_gradients_equal_those_of_the_portable_code(
+    name: str, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = arrays_of(kind, GRIDS[name], dtype)
+    d_out = torch.from_numpy(np.random.default_rng(2).standard_normal((*arrays["q"].shape[:-1], 5)).astype(dtype))
+
+    def call() -> Any:
+        given = {x: torch.from_numpy(array).requires_grad_() for x, array in arrays.items()}
+        out, lse = relative_attention_2d(**given, **GRIDS[name], **SPANS, return_lse=True)
+        return torch.autograd.grad([(out * d_out).sum() + (lse * lse).sum()], list(given.values()))
+
+    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
+    for one, other in zip(found, expected, strict=True):
+        assert oracles.relative_error(one, other) < 5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("prefix", [(0, 0), (1, 2)])
+@pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
+def test_gradients_have_gradients(prefix: tuple[int, int], mask: str) -> None:
+    rng = np.random.default_rng(3)
+    n, m = prefix[0] + 6, prefix[1] + 6
+    shapes = ((1, 2, n, 3), (1, 2, m, 3), (1, 2, m, 3), (3, 3), (2, 5, 3))
+    given = [torch.from_numpy(rng.standard_normal(shape)).requires_grad_() for shape in shapes]
+    masks = {"none": None, "boolean": torch.ones(n, m, dtype=torch.bool).tril(3), "additive": torch.ones(n, m).double()}
+
+    def call(*arrays: torch.Tensor) -> Any:
+        grid: dict[str, Any] = {"q_grid": (2, 3), "k_grid": (2, 3), "prefix": prefix}
+        return relative_attention_2d(*arrays, **grid, mask=masks[mask], rel_scale=1.0)
+
+    assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradgradcheck(call, given)
+
+
+@pytest.mark.parametrize("factors", ["scale", "rel_scale", "scale rel_scale"])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_factors_by_head(library: Any, factors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = arrays_of("both", GRIDS["a class token"], "float64")
+    arrays |= {name: np.linspace(0.3, 1.1, 4) for name in factors.split()}
+    given = {**SPANS, **{name: library(x) for name, x in arrays.items()}}
+
+    def call() -> Any:
+        return relative_attention_2d(**given, **GRIDS["a class token"])
+
+    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
+    assert oracles.relative_error(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jax_lends_its_arrays_and_traces_the_portable_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    arrays = {name: jax.numpy.asarray(x) for name, x in arrays_of(kind, GRIDS["a class token"], "float32").items()}
+
+    def call(arrays: Any = arrays) -> Any:
+        return relative_attention_2d(**arrays, **GRIDS["a class token"], **SPANS)
+
+    expected = without(call, monkeypatch)
+    assert oracles.relative_error(with_kernels(call, monkeypatch), expected) < 2e-5
+    assert oracles.relative_error(jax.jit(call)(arrays), expected) < 2e-5
+
+
+@pytest.mark.parametrize("sizes", [((5, 7), (3, 4), (2, 9)), ((2, 2), (2, 3), (3, 2), (2, 5)), ((40, 30),)])
+def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
+    """The formula, one axis after the other, beside two keys and one query before the grids."""
+    rng = np.random.default_rng(4)
+    sides = tuple(Side(*pair) for pair in sizes)
+    n, m = (int(np.prod([pair[which] for pair in sizes])) for which in (0, 1))
+    q, k, v = rng.standard_normal((3, n + 1, 6)), rng.standard_normal((3, m + 2, 6)), rng.standard_normal((3, m + 2, 6))
+    spans = [Span.full(max(pair)) for pair in sizes]
+    tables = [rng.standard_normal((span.rows, 6)) for span in spans]
+    bias, of_prefix = rng.standard_normal((3, *(span.rows for span in spans))), rng.standard_normal((3, 3))
+    logits = 0.5 * q @ np.swapaxes(k, -1, -2)
+    logits[:, 1:, :2] += of_prefix[:, 0, None, None]
+    logits[:, :1, 2:] += of_prefix[:, 1, None, None]
+    logits[:, :1, :2] += of_prefix[:, 2, None, None]
+    for (i, cell), (j, other) in itertools.product(*(
+        enumerate(itertools.product(*(range(pair[which]) for pair in sizes))) for which in (0, 1)
+    )):  # fmt: skip
+        rows = [b - a + span.left for a, b, span in zip(cell, other, spans, strict=True)]
+        products = sum(q[:, 1 + i] @ table[row] for table, row in zip(tables, rows, strict=True))
+        logits[:, 1 + i, 2 + j] += 0.25 * products + bias[(slice(None), *rows)]
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ v
+    from array_api_compat import numpy as xp
+
+    grids = GridPair(sides, (0,) * len(sides), (1, 2))
+    found = grid_kernels.attend(
+        q, k, v, grids, tables, spans, bias, spans, of_prefix, mask=None, scale=0.5, rel_scale=0.25, xp=xp
+    )
+    assert found is not None
+    assert oracles.relative_error(found[0], expected) < 1e-12
+
+
+def test_more_axes_than_the_kernels_know_are_for_others() -> None:
+    from array_api_compat import numpy as xp
+
+    x, table = np.ones((1, 32, 4)), np.ones((3, 4))
+    grids = GridPair((Side(2, 2),) * 5, (0,) * 5, (0, 0))
+    given = (grids, [table] * 5, [Span.full(2)] * 5, None, None, None)
+    assert grid_kernels.attend(x, x, x, *given, mask=None, scale=1.0, rel_scale=1.0, xp=xp) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_that_of_the_output(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((4, 2304, 8)).astype(np.float32)  # a matrix by query and key is 81 MiB
+    given: dict[str, Any] = {"q_grid": (48, 48), "k_grid": (48, 48)}
+    if kind != "bias":
+        given["table_h"], given["table_w"] = rng.standard_normal((2, 95, 8)).astype(np.float32)
+    if kind != "tables":
+        given["rel_bias"] = rng.standard_normal((4, 95, 95)).astype(np.float32)
+    relative_attention_2d(q, q, q, **given)
+    tracemalloc.start()
+    try:
+        relative_attention_2d(q, q, q, **given)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_results_are_the_same_on_any_number_of_threads() -> None:
+    rng = np.random.default_rng(6)
+    given = [torch.from_numpy(rng.standard_normal(shape)) for shape in ((1, 1600, 32),) * 3 + ((79, 32),) * 2]
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            arrays = [x.clone().requires_grad_() for x in given]
+            out = relative_attention_2d(*arrays, q_grid=(40, 40), k_grid=(40, 40))
+            found.append((out, *torch.autograd.grad(out.square().sum(), arrays)))
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"queries_3": 5}, "another size"),
+        ({"keys_2": 5}, "another size"),
+        ({"keys_2": 0}, "another size"),
+        ({"key_step_3": 0}, "another size"),
+        ({"query_step_2": 2**62}, "another size"),
+        ({"queries_2": -2}, "another size"),
+        ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "another size"),
+        ({"rel_width": 4}, "wide"),
+    ],
+)
+def test_sides_that_are_none_of_a_call_are_refused(
+    changes: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = _compiled.numbers
+    monkeypatch.setattr(_compiled, "numbers", lambda *args: numbers(*args) | changes)
+    x, table = np.ones((1, 4, 8)), np.ones((3, 8))
+    with pytest.raises(TypeError, match=why):
+        relative_attention_2d(x, x, x, table, table, q_grid=(2, 2), k_grid=(2, 2))
+
+
+def test_small_windows_take_the_bias_as_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_kernels, "problem", None)
+    x = np.ones((5, 2, 9, 4))
+    assert relative_attention_2d(x, x, x, rel_bias=np.ones((2, 5, 5)), q_grid=(3, 3), k_grid=(3, 3)).shape == x.shape
+
+
+def test_numpy_has_threads_too() -> None:
+    rng = np.random.default_rng(7)
+    x, tables = rng.standard_normal((2, 900, 16)), rng.standard_normal((2, 59, 16))
+    found = []
+    try:
+        for threads in (1, 3):
+            set_numpy_threads(threads)
+            found.append(relative_attention_2d(x, x, x, *tables, q_grid=(30, 30), k_grid=(30, 30)))
+    finally:
+        set_numpy_threads(None)
+    assert np.array_equal(*found)
