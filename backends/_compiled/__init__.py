@@ -83,14 +83,14 @@ them."""
 class Library(NamedTuple):
     """What differs from array library to array library.
 
-    An array is lent as an object with a buffer, or as a capsule of DLPack. Where a `BufferError` says so, it is not as
+    An array is passed as an object with a buffer, or as a DLPack capsule. Where a `BufferError` says so, it is not as
     the kernels need it: rows are not in one piece, or numbers not where a processor wants them.
     """
 
     xp: Namespace
     lent: Callable[[Sequence[Any]], Iterable[Any]]  # of arrays and None
     in_rows: Callable[[Any], Any]  # an array, or a copy of it as the kernels need it
-    empty: Callable[..., Any]  # of a shape, and a dtype by name
+    empty: Callable[..., Any]  # of a shape, and the name of a dtype
     zeros: Callable[..., Any]
     threads: Callable[[], int]
     team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
@@ -121,7 +121,7 @@ def serves(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool
 
 
 def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) -> bool:
-    """Whether a call is one for these kernels whatever its integers are: in 32 bits, and if tables reach them."""
+    """Whether the kernels take such a call if its integers fit 32 bits and tables reach them."""
     if (
         kernels is None
         or not str(x.q.dtype).endswith(DTYPES)
@@ -137,7 +137,7 @@ def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) ->
         return False
     if x.k_positions is None or not has_tables(x):
         return True
-    # A query meets many rows of a longer table in vain.
+    # A longer table would have many rows that a query multiplies in vain.
     return options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
 
 
@@ -156,7 +156,7 @@ def _near(*ends: int) -> bool:
 
 
 def _reached(x: Operands, options: Options) -> bool:
-    """Whether positions are near each other; and reached, where tables have to: if nobody knew them, nobody looked."""
+    """Whether positions are near each other, and reached where tables have to; traced ones were not checked before."""
     first_query, last_query, first_key, last_key = ends = _ends(x.q_positions, x.k_positions)
     if not _near(*ends) or options.span.beyond != "error" or not has_tables(x):
         return _near(*ends)
@@ -198,7 +198,7 @@ def _sides(options: Options) -> dict[str, int]:
 
 
 class Call(NamedTuple):
-    """What is to be known of a call of four axes each beside its arrays, the first three fields by the kernels."""
+    """The description of a call whose arrays have four axes; the first three fields are for the kernels."""
 
     keys: int
     offset: int
@@ -211,7 +211,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
-        """Return what there is to know."""
+        """Return the description."""
         found = numbers(x, options)
         keys, offset, before = found["keys"], found["offset"], found["before"]
         labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
@@ -233,7 +233,7 @@ class Call(NamedTuple):
 
     @property
     def own_options(self) -> Options:
-        """The options, of one query those where it stands."""
+        """The options; for a single query, those at its position."""
         pattern = self.options.visibility
         if pattern.n_queries > 1:
             return self.options
@@ -289,7 +289,7 @@ def pull_back(
     library: Library,
     wanted: Container[str] = GRADIENTS,
 ) -> dict[str, Any]:
-    """Return the gradients of a call's arrays by name; of those that are not ``wanted`` the mask's alone is left out.
+    """Return the gradients of a call's arrays; of those that are not ``wanted``, only the mask's is left out.
 
     They have the dtype of the accumulation, as they may have to be added up.
 
@@ -332,7 +332,7 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
 
 
 def _integers(x: Operands, options: Options, library: Library) -> tuple[Any, ...]:
-    """Lend the integers of queries and keys: where they stand, and what dropout goes by.
+    """Pass the integers of queries and keys: their labels, and the hashes for dropout.
 
     The keys have some to spare for whole vectors.
     """

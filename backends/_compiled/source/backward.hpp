@@ -37,7 +37,7 @@ struct Backward {
     Tasks &tasks;
     const Index room;                              // for keys
     const Index width, rel_width, value_width;     // of padded rows
-    const Index most, margin, logits_row, height;  // rows of a block, and zeros beside a row of weights
+    const Index most, margin, logits_row, height;  // rows of a block, and zeros around a row of weights
     Queries queries;
     const Span span;
     Relative relative, relative_values;
@@ -249,7 +249,7 @@ struct Backward {
     // The columns of a product with values, or pairs of them.
     Index depth() const { return queries.in_pairs ? (x.value_width + 1) / 2 : x.value_width; }
 
-    // Of queries and keys that stand anywhere: products with tables are taken once for a block, and so are those that
+    // For arbitrary positions: products with tables are taken once for a block, and so are those that
     // give the tables' gradients.
     void begin_anywhere(Index count) {
         if (!places) return;
@@ -297,7 +297,7 @@ struct Backward {
         }
     }
 
-    // A block of queries meets a block of keys, `start … start + n - 1`.
+    // Process a block of queries and a block of keys, `start … start + n - 1`.
     void meet(Index item, Index head, Index first, Index count, Index position, Index start, Index n) {
         const Seen seen = sight.of(0, count, position, start, start + n);
         const Index low = seen.low - start, high = seen.high - start;
@@ -355,7 +355,8 @@ struct Backward {
         changed.spread_beyond(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }
 
-    // Write products of queries with keys and with the table, and of the outputs' gradients with values and theirs.
+    // Write products of queries with keys and with the table, and of the outputs' gradients with values and their
+    // table.
     void multiply_block(Index m, Index rows, Index position, Index start, Index from, Index to) {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
         const Index origin = relative.origin(start - (position + height - 1));
@@ -427,7 +428,7 @@ struct Backward {
         changed.clear_around(d + (all.low - margin), d + (all.high + margin));
     }
 
-    // Add a row of the logits' gradients to the mask's; `first` is the key that column 0 stands for.
+    // Add a row of the logits' gradients to the mask's; `first` is the key of column 0.
     void add_to_mask(Index item, Index head, Index query, const Row &row, Index first) const {
         const bool is_own = has_own_mask();
         Real *to =

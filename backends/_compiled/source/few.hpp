@@ -1,4 +1,4 @@
-// Calls of few queries: each key and each row of a table is read once for each query, as it stands.
+// Calls of few queries: each key and each row of a table is read once for each query, in place.
 #pragma once
 
 #include <type_traits>
@@ -152,7 +152,7 @@ struct Few {
         if (x.rel_v) mix_table(s, head + n, r, count, out);
     }
 
-    // The columns of n keys from the relative position r on, of which `before` meet what stands before the table.
+    // The columns of n keys from the relative position r on, of which `before` are before the table.
     struct Reach {
         Index before, inside, row;
 

@@ -7,7 +7,7 @@
 
 namespace {
 
-// What both passes have of the queries of a block, scaled: those that meet the keys, and those that meet the table.
+// What both passes have of the queries of a block, scaled: those for the keys, and those for the table.
 // Pairs of bfloat16 are scaled by a power of two alone, and what they make of keys by the rest.
 struct Queries {
     const Problem &x;
@@ -55,7 +55,7 @@ struct Queries {
 struct Packed {
     Index item = -1, head = -1, first = 0, end = 0;
 
-    // Take other keys, where there is room for so many; return up to where they are packed already.
+    // Take other keys, if there is room for them; return up to where they are packed already.
     Index take(Index item, Index head, Seen wanted, Index room) {
         const Index low = floored(wanted.low, PANEL);  // whole panels, and whole vectors of labels
         const bool goes_on = item == this->item && head == this->head && first <= low && low <= end &&
@@ -67,7 +67,7 @@ struct Packed {
     }
 };
 
-// How many keys a task may have, and those beside them of whole panels.
+// How many keys a task may have, rounded up to whole panels.
 inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
 
 // Write what a query has found, or add it to what the tasks before have found of its other keys: by the log-sum-exp.
@@ -91,7 +91,7 @@ inline void write_result(const Problem &x, Index item, Index head, Index query, 
 // All that one thread has while it works.
 struct Forward {
     static constexpr Index KEYS = 512;                                             // of a block
-    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;  // zeros beside weights, and room
+    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;  // zeros around weights, and room
     static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read so many entries beside the weights");
 
     const Problem &x;
@@ -106,7 +106,7 @@ struct Forward {
     Sight sight;
     const Places &places;
     Grid grid;
-    ByRow by_row;  // the weights that meet values' table
+    ByRow by_row;  // the weights for the values' table
     Rows values, rel_v;
     Reals keys, logits, outs;
     JoinedRows value_pairs;
@@ -196,7 +196,7 @@ struct Forward {
             write_result(x, item, head, first + m, softmax[m], outs.get() + m * value_row, piece.goes_on);
     }
 
-    // A block of queries meets a block of keys, `start … start + n - 1`.
+    // Process a block of queries and a block of keys, `start … start + n - 1`.
     void meet(const Task &task, Index first, Index count, Index position, Index start, Index n) {
         const Index item = task.item, head = task.head;
         const Index origin = relative.origin(start - (position + height - 1));

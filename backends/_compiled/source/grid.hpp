@@ -31,7 +31,7 @@ struct Grid {
 
     explicit operator bool() const { return static_cast<bool>(x.axis_tables); }
 
-    // For blocks of so many queries and rows of so many keys.
+    // For blocks of queries and rows of keys of these sizes.
     bool make(Index height, Index keys, bool backward = false) {
         if (!*this) return true;
         panels = reals(row * x.width), products = reals((height + HIGH) * row);
@@ -70,7 +70,7 @@ struct Grid {
         if (changed) std::fill_n(changed.get(), (n + HIGH) * row, 0);
     }
 
-    // Add to a row of logits of query m what its keys get; `key` is what column 0 stands for.
+    // Add to a row of logits of query m what its keys get; `key` is the key of column 0.
     void add(Index m, const Row &logits, Index key) {
         if (!*this || first_row(INNER, m) < 0) return;
         for (Index side = 0; side < SIDES; side++) {

@@ -38,7 +38,7 @@ struct Float16 {
     Float16(float x) {
         const std::uint32_t own = bits_as<std::uint32_t>(x), size = own & 0x7FFFFFFF;
         const std::uint32_t normal = (size - EXPONENTS + 0xFFF + (size >> 13 & 1)) >> 13;
-        // What is added has LEAST as its last bit.
+        // The terms have LEAST as their last bit.
         const std::uint32_t small = bits_as<std::uint32_t>(bits_as<float>(size) + 0.5f) - bits_as<std::uint32_t>(0.5f);
         const std::uint32_t large = size > 0x7F800000 ? 0x7E00 : 0x7C00;
         const std::uint32_t found = size < EXPONENTS + (1u << 23) ? small : size < 0x477FF000 ? normal : large;

@@ -7,7 +7,7 @@
 #include "../include/relskew.h"
 #include "tasks.hpp"
 
-// What is wrong, for a person to read; the first thing counts.
+// The error message; the first one counts.
 class Text {
 public:
     Text(char *at, std::size_t length) : at_(at), length_(length) {
@@ -30,7 +30,7 @@ private:
     bool wrong_ = false;
 };
 
-// Threads that run a function so many times, or fewer times if they are fewer.
+// Threads that run a function a number of times, or fewer times if there are fewer.
 struct HostTeam {
     void (*run)(void *of, void (*work)(void *), void *with, Index count);
     void *of;

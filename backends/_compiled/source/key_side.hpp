@@ -1,11 +1,11 @@
-// Keys with a table of theirs: as queries with one, seen from the keys, whose products are turned around.
+// Keys times a table: the mirror image of queries times a table, with transposed products.
 #pragma once
 
 #include "look_up.hpp"
 
 namespace {
 
-// The table of the keys from its last row to its first: row by row what queries further and further on meet.
+// The table of the keys from its last row to its first: row by row for queries further and further ahead.
 inline Array<const Stored> turned(Array<const Stored> table, Index rows) {
     if (table) table.at += (rows - 1) * table.row, table.row = -table.row;
     return table;
@@ -56,7 +56,7 @@ struct KeySide {
         places.take(stands);
     }
 
-    // Write the products of the keys start … start + n - 1 with what queries from a position on meet of the table.
+    // Write the products of the keys start … start + n - 1 with the rows of the table for queries from a position on.
     void write(Index item, Index head, Index count, Index position, Index start, Index n, Real *to, Index to_row) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
@@ -76,7 +76,7 @@ struct KeySide {
         }
     }
 
-    // Write the products of some keys where the queries stand.
+    // Write the products of some keys at the positions of the queries.
     void look_up(Index item, Index key, Index rows, Index count) {
         places.take_queries(item, key, rows);
         places.multiply(relative, keys.get(), width, rows);
@@ -95,7 +95,7 @@ struct KeySide {
             for (Index j = 0; j < rows + HIGH; j += LANES)  // past them are zeros, which products may read
                 for (Index i = 0; i < padded(count); i += LANES)
                     turn(d_logits + i * row + first + j, row, of_key(j) + i, ROW, LANES, x.rel_scale);
-            for (Index j = 0; j < rows + HIGH; j++)  // no query stands there
+            for (Index j = 0; j < rows + HIGH; j++)  // there is no query
                 std::fill(of_key(j) + count, of_key(j) + ROWS, 0);
             const Real *own = keys.of(key);
             Real *d_own = d_keys + first * d_keys_row;

@@ -1,4 +1,4 @@
-// Integers of keys and of queries, by which queries see keys: where they stand, or what they belong to.
+// Integers of keys and of queries, by which queries see keys: positions or segments.
 #pragma once
 
 #include "relative.hpp"
@@ -115,7 +115,7 @@ struct Labels {
         while (!there.none() && none(there.high - 1)) there.high = floored(there.high - 1, LANES);
     }
 
-    // Hide the keys of a row that its query does not see; `first` is the key that column 0 stands for.
+    // Hide the keys of a row that its query does not see; `first` is the key of column 0.
     void hide(Index m, const Row &row, Index first) const {
         if (!*this) return;
         const Bounds seen = this->seen(m);

@@ -1,4 +1,4 @@
-// What was compiled, for each kind of processors and each dtype, and what of it this processor can do.
+// The compiled kernels of each kind of processor and each dtype, and which of them this processor supports.
 #pragma once
 
 #include <tuple>
@@ -36,7 +36,7 @@ struct Passes {
     Kernel<Stored> attend, pull_back;
 };
 
-// What was compiled, the least first, and whether this processor can do it.
+// The compiled levels, the lowest first, and whether this processor supports them.
 struct Level {
     const char *name;
     std::tuple<Passes<float>, Passes<double>, Passes<Float16>, Passes<BFloat16>> passes;

@@ -1,4 +1,4 @@
-// Queries and keys that stand anywhere: which column of a product with a table a pair reads is looked up.
+// Queries and keys at arbitrary positions: which column of a product with a table a pair reads is looked up.
 #pragma once
 
 #include "labels.hpp"
@@ -7,10 +7,10 @@ namespace {
 
 constexpr Index TABLE = Index{1} << 30;  // further than a table reaches that queries look up rows of
 
-// How many relative positions there may be beside those of a block of keys.
+// How many relative positions there may be in addition to those of a block of keys.
 inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
 
-// The relative positions that a block of queries may tell apart: what is lower or higher counts as these.
+// The relative positions that a block of queries distinguishes: lower or higher ones count as these.
 struct Reach {
     Index low = 0, high = 0;
 
@@ -46,7 +46,7 @@ struct Reach {
     }
 };
 
-// Where the keys of an item stand, and the queries of a block, unless they stand one after the other.
+// The positions of the keys of an item and of the queries of a block, unless they are consecutive.
 struct Places : Labels {
     Reach reach;
 
@@ -66,7 +66,7 @@ struct Places : Labels {
                               relative.origin(reach.low));
     }
 
-    // Write them where the keys stand that meet these rows: PANEL of them, from `key` on; or add them to what is there.
+    // Write them for the keys that use these rows: PANEL of them, from `key` on; or add them to what is there.
     void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row, bool adds) const {
         const Index origin = relative.origin(reach.low), step = relative.table ? relative.row : 0;
         for (Index i = m; i < m + rows; i++, to += to_row) {
@@ -90,7 +90,7 @@ struct Places : Labels {
     }
 };
 
-// By what queries see keys beside the pattern, or in its stead.
+// The labels that hide keys in addition to the pattern, or instead of it.
 struct Sight {
     const Problem &x;
     Labels segments;
@@ -125,7 +125,7 @@ struct Start {
     Index row;
 
     // Those of some queries, the first at position p, with PANEL keys from `key` on. Where they are looked up, or added
-    // to what is there already, they stand in `to`.
+    // to the numbers that are already in `to`.
     static Start of(const Relative &relative, const Places &places, Index m, Index rows, Index key, Index p,
                     Index origin, Real *to, Index to_row, bool adds = false) {
         if (places && relative) {
@@ -141,7 +141,7 @@ struct Start {
     }
 };
 
-// Of each query of a block, the weights of all keys that meet a row of a table.
+// For each query of a block, the summed weights of all keys that use a row of a table.
 struct ByRow {
     const Problem &x;
     const Places &places;
@@ -155,7 +155,7 @@ struct ByRow {
 
     bool make(Index height) {
         if (!places) return true;
-        row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector is for what nobody wants
+        row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector takes what is not needed
         at = reals(((alike ? 0 : height) + HIGH) * row);
         return static_cast<bool>(at);
     }
@@ -168,7 +168,7 @@ struct ByRow {
         for (Index c = 0; c < places.reach.count(); c += LANES) store(of(m) + c, load(of(m) + c) * factor);
     }
 
-    // Add the weights of a row to those of query m; `first` is the key that column 0 stands for.
+    // Add the weights of a row to those of query m; `first` is the key of column 0.
     void add(Index m, const Row &weights, Index first) {
         const Reach reach = places.reach;
         const std::int32_t p = places.queries[m], last = static_cast<std::int32_t>(reach.count() - 1);
@@ -184,7 +184,8 @@ struct ByRow {
             } else if (reach.holds(p, there)) {
                 Real *first = to + (there.low - Index{p} - reach.low);
                 store(first, load(first) + own);
-            } else {  // where many terms meet, at both ends, each would wait for the one before: these are added apart
+            } else {  // many terms add to both ends, where each would wait for the one before: these are added
+                      // separately
                 const Ints c = reach.columns(p, places.keys + first + j);
                 const Ints lowest = c == 0, highest = (c == last) & ~lowest;
                 low += lowest ? own : Vec{};
@@ -232,7 +233,7 @@ private:
     Real *of(Index m) const { return at.get() + (alike ? 0 : m * row); }
     const Real *column(Index c) const { return at.get() + (c - x.left - places.reach.low); }
 
-    // The rows of the table that are met, and what counts as its edges.
+    // The rows of the table that are used, and its effective edges.
     Index first_row() const { return std::max<Index>(0, places.reach.low + x.left); }
     Index end_row() const { return std::min(x.rows, places.reach.high + x.left + 1); }
     Index edge(int side) const { return side ? x.rows - 1 : 0; }

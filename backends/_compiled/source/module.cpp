@@ -42,7 +42,7 @@ constexpr Type TYPE = std::is_same_v<T, float>          ? Type{'f', 2, sizeof(T)
                       : std::is_same_v<T, std::int32_t> ? Type{'i', 0, sizeof(T)}
                                                         : Type{'?', 6, sizeof(T)};
 
-// What is read of the arrays that libraries exchange by DLPack, in capsules that keep them.
+// The part of DLPack's capsules that is read here.
 struct Exchanged {
     void *data;
     std::int32_t device, device_number, axes;
@@ -53,7 +53,7 @@ struct Exchanged {
 };
 constexpr std::int32_t CPU = 1;
 
-// Reads what a call is given, in the order in which it is declared, and holds the buffers that were lent.
+// Reads the arguments of a call in the order of their declaration, and holds their buffers.
 class Reader {
     static constexpr int MOST = 30;
     Py_buffer buffers_[MOST];
@@ -317,7 +317,7 @@ bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
     return done;
 }
 
-// Say what a call is made of, by name and in order: WHOLE and REAL numbers, of which keys and offset come first;
+// Declare the names of a call's arguments in their order: WHOLE and REAL numbers, of which keys and offset come first;
 // ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and how many keys INTEGERS have to spare.
 bool declare(PyObject *module) {
     ProblemOf<float> x{};

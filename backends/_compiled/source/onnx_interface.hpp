@@ -1,5 +1,5 @@
-// What is used of onnxruntime's C interface: the places of a table of functions that only grows, and the struct that
-// describes an operator, as it has been since version 17 of the interface (release 1.17).
+// The part of onnxruntime's C interface that is used: the places of a table of functions that only grows, and the
+// struct that describes an operator, as it has been since version 17 of the interface (release 1.17).
 #pragma once
 
 #include <cstddef>

@@ -92,8 +92,8 @@ struct JoinedRows {
         join_pairs(all + from * all_row, all_row, end - from, width, at.get() + (from - first) / 2 * row);
     }
 
-    // Add the product of some rows of weights with the rows low … high - 1, the weights of which stand in columns from
-    // `column` on. No others are looked at: what stands there may be no number, and 0 · NaN is not 0.
+    // Add the product of some rows of weights with the rows low … high - 1, the weights of which are in columns from
+    // `column` on. No others are read: they may be NaN, and 0 · NaN is not 0.
     void mix(Index count, const Real *weights, Index weights_row, Paired rounded, Index column, Index low, Index high,
              Real *out, Index out_row) const {
         const auto mix_one = [&](Index j, Index own) {

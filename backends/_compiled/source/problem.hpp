@@ -15,7 +15,7 @@ constexpr Index SPARE = 16;            // integers that keys have to spare, for 
 template <class T>
 struct Array {
     T *at = nullptr;
-    Index item = 0, head = 0, row = 0, column = 0;  // steps; 0 along an axis of one, which may stand for many
+    Index item = 0, head = 0, row = 0, column = 0;  // steps; 0 along an axis of one, which broadcasts
     Index sizes[4] = {1, 1, 1, 1};                  // of its axes, as it came
 
     explicit operator bool() const { return at != nullptr; }
@@ -51,11 +51,11 @@ struct Sizes {
     Index rows, left;     // of the tables: row c is for the relative position c - left
     Index clip;           // whether the edge rows go on, else nothing is beyond them
     Index before, after;  // a query sees the relative positions -before … after …
-    Index block, behind;  // … of its own block of so many positions, and of so many behind; block 0: none
+    Index block, behind;  // … of its block of this many positions, and of this many blocks behind; block 0: none
     Index offset;         // the position of query 0
     Index mask_adds;      // whether a mask is to be added
     Index threshold;      // dropout: what the hash of a weight has to reach
-    Index entries = 1;    // of a mapped call: each has so many of the items, and tables of its own
+    Index entries = 1;    // of a mapped call: each has an equal number of the items, and its tables
 
     static constexpr Index SIDES = 4;
     Side sides[SIDES];  // of grids whose cells the last queries and keys are, row by row; sides before the first are 0
@@ -85,7 +85,7 @@ struct ProblemOf : Sizes {
     Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added, axis_tables;
     Array<const unsigned char> seen;  // a boolean mask
 
-    // What queries and keys belong to: a query sees the keys of its own segment. Where they stand, if not one after the
+    // The segments of queries and keys: a query sees the keys of its segment. Their positions, if not one after the
     // other. Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the
     // threshold. Keys have some to spare.
     Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
@@ -153,7 +153,7 @@ struct ProblemOf : Sizes {
         return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows());
     }
 
-    // Visit what the backward pass is given beside.
+    // Visit the further arguments of the backward pass.
     template <class Visit>
     bool cotangents(Visit &&visit) {
         return visit("d_out", d_out, Need::MUST, rows_of(value_width)) &&
@@ -202,7 +202,7 @@ struct ProblemOf : Sizes {
                0x1p56;
     }
 
-    // Leave out the rows of tables that no query may meet: there may be very many, and the kernels pack all.
+    // Leave out the rows of tables that no query uses: there may be very many, and the kernels pack all.
     void narrow() {
         const Index lowest = k_positions ? -before : std::max(-before, 1 - offset - queries);
         const Index highest = k_positions ? after : std::min(after, keys - 1 - offset);
@@ -253,7 +253,7 @@ private:
     }
 };
 
-// An array as it comes, of so many axes, with steps in entries.
+// An array as it was passed, with steps in entries.
 struct View {
     void *at;
     int count;

@@ -88,7 +88,7 @@ struct Rows {
     }
 };
 
-// The rows of a table, and the relative positions that are met: row c is for c - left. Of blocks, if there are any,
+// The rows of a table, and the relative positions that occur: row c is for c - left. Of blocks, if there are any,
 // those that are seen from one.
 struct Span {
     Index rows, left, before, after;
@@ -119,7 +119,7 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // For blocks of so many rows and columns.
+    // For blocks of these numbers of rows and columns.
     bool make(Index height, Index columns) {
         if (!*this) return true;
         row = columns + ROWS + 4 * PANEL;
@@ -139,7 +139,7 @@ struct Relative {
         for (Index i = 0; scale != 1 && i < padded(span.rows, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
-    // Take what the queries of a block make of what stands beyond the table.
+    // Compute the products of the queries of a block with the positions beyond the table.
     void take_edges(const Real *met, Index met_row, Index count) {
         if (!*this || !span.clip) return;
         for (int side = 0; side < 2; side++) {
@@ -185,7 +185,7 @@ struct Relative {
         }
     }
 
-    // Where the product of query m, at position p, with a key stands: row by row a step less than `row` further.
+    // The place of the product of query m, at position p, with a key: row by row a step less than `row` further.
     const Real *at(Index m, Index key, Index p, Index origin) const {
         return *this ? products.get() + m * row + (key - p - origin) : nullptr;
     }
@@ -197,7 +197,7 @@ struct Weights {
     const Real *at;
     Index row, count, p, start, low, high;
 
-    // The rows of a table that they meet, and no others: what stands there may be no number, and 0 · NaN is not 0.
+    // The rows of a table that they use, and no others: those may be NaN, and 0 · NaN is not 0.
     Seen met(const Span &x) const {
         const Index first = start + low, end = start + high;
         Seen found{first - (p + count - 1), end - p};
@@ -214,7 +214,7 @@ struct Weights {
         return {std::max<Index>(0, low_row), std::min(x.rows, std::min(found.high, x.after + 1) + x.left)};
     }
 
-    // Of query i, the weight of all keys that meet what stands before the table, or after it.
+    // For query i, the summed weight of all keys before the table, or after it.
     Real beyond(const Span &x, Index i, int side) const {
         const Index left = p + i - x.left - start, right = left + x.rows;
         Index j = side ? std::max(low, right) : low;

@@ -1,11 +1,11 @@
-// What is done to a row of logits between the products: softcap, masks, the softmax.
+// The steps on a row of logits between the products: softcap, masks, the softmax.
 #pragma once
 
 #include "tile.hpp"
 
 namespace {
 
-// A row of logits, of which the keys low … high - 1 are seen; what stands around them is written over, LANES at most.
+// A row of logits, of which the keys low … high - 1 are seen; the numbers around them are overwritten, LANES at most.
 struct Row {
     Real *at;
     Index low, high;
@@ -64,7 +64,7 @@ private:
     }
 };
 
-// Turn products into logits; `first` is the key that column 0 stands for.
+// Turn products into logits; `first` is the key of column 0.
 inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask, Index first) {
     if (x.softcap != 0) {
         const Real cap = x.softcap, part = 1 / cap;

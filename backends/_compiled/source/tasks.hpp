@@ -100,7 +100,7 @@ struct Grain {
     bool square;    // whether a task costs by its keys, too, so that more queries are better where it is large
 };
 
-// Run a function on so many threads, this one among them. So does `GOMP_parallel`, which OpenMP's libraries have.
+// Run a function on a number of threads, this one among them. So does `GOMP_parallel`, which OpenMP's libraries have.
 using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
 
 // The same on new threads, which end with it.

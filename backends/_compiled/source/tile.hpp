@@ -129,7 +129,7 @@ inline void pack(const Stored *x, Index row, Index rows, Index width, Real *pane
         }
 }
 
-// Lay rows of bfloat16 out by panels as `pack` does, of pairs of columns; a last one alone has a zero beside it.
+// Lay rows of bfloat16 out by panels as `pack` does, of pairs of columns; an odd last one is paired with zero.
 template <class T>
 void pack_pairs(const T *x, Index row, Index rows, Index width, Real *panels) {
     const Index pairs = (width + 1) / 2, whole = width / (2 * LANES) * LANES;

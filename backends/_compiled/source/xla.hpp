@@ -17,10 +17,10 @@ inline Error *error(const Frame *frame, int code, const char *message) {
     return frame->offers->make_error(&args);
 }
 
-// Of the interface: the oldest that has all that is used here, and the latest that the oldest supported JAX knows.
+// Of the interface: the oldest that has all that is used here, and the latest that the oldest supported JAX has.
 constexpr int MAJOR_VERSION = 0, MINOR_VERSION = 1;
 
-// Say which version of the interface this is; false if nobody asks.
+// Report the version of the interface; false if it is not requested.
 inline bool tell_version(Frame *frame) {
     Extension *extension = frame->extensions;
     if (!extension || extension->type != MetadataWanted::TYPE) return false;
@@ -132,7 +132,7 @@ void clear_tables(ProblemOf<Stored> &x) {
     clear(x.d_rel_k), clear(x.d_rel_v), clear(x.d_bias), clear(x.d_key_table);
 }
 
-// Work on a call with the threads of XLA's pool, so many at most as it pays to wake.
+// Compute a call with the threads of XLA's pool, at most as many as it pays to wake.
 template <class Stored>
 Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Index threads) {
     x.narrow();

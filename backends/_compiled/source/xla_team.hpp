@@ -14,7 +14,7 @@
 
 namespace xla {
 
-// So many turns of one piece of work, which some threads take one after the other. The caller works too, and waits only
+// The turns of one piece of work, which some threads take one after the other. The caller works too, and waits only
 // for turns that another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep
 // nobody up.
 class Team {
