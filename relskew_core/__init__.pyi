@@ -1,7 +1,6 @@
 # Written by tests/support/stubs.py from the signatures that the functions have.
 
 from collections.abc import Mapping, Sequence
-from types import Ints, Spans
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 from relskew_core import backends as backends, conventions as conventions, distributed as distributed, draw as draw, export as export, huggingface as huggingface, layers as layers, papers as papers
 from relskew_core._array.typing import Array
@@ -110,8 +109,8 @@ def paged_attention(
     rel_k: Array | None = None,
     span: Span | None = None,
     *,
-    page_table: Ints,
-    lengths: Ints,
+    page_table: Array | Sequence[Any],
+    lengths: Array | Sequence[Any],
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     rel_v: Array | None = None,
@@ -134,8 +133,8 @@ def paged_attention(
     rel_k: Array | None = None,
     span: Span | None = None,
     *,
-    page_table: Ints,
-    lengths: Ints,
+    page_table: Array | Sequence[Any],
+    lengths: Array | Sequence[Any],
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     rel_v: Array | None = None,
@@ -158,8 +157,8 @@ def paged_attention(
     rel_k: Array | None = None,
     span: Span | None = None,
     *,
-    page_table: Ints,
-    lengths: Ints,
+    page_table: Array | Sequence[Any],
+    lengths: Array | Sequence[Any],
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     rel_v: Array | None = None,
@@ -478,7 +477,7 @@ def relative_logits_nd(
     *,
     q_grid: Sequence[int],
     k_grid: Sequence[int],
-    spans: Spans = None,
+    spans: Sequence[Span | None] | None = None,
     offset: Sequence[int] | None = None,
     q_step: Sequence[int] | None = None,
     k_step: Sequence[int] | None = None,
@@ -531,7 +530,7 @@ def toeplitz_2d(
 ) -> A | Any: ...
 def toeplitz_nd(
     bias: A,
-    spans: Spans = None,
+    spans: Sequence[Span | None] | None = None,
     *,
     q_grid: Sequence[int],
     k_grid: Sequence[int],

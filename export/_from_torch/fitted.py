@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class FittedWindow(TableWindow):
             return super()._bias()
         # No table makes logits, and yet the one of values may be too short.
         shape = (1, 1, self.symbol)
-        sizes = self._g.dims("window/no_bias_shape", 1, 1, self._g.length(self._r, 0, "window/columns"))
+        sizes = self._g.dims("window/no_bias_shape", 1, 1, self._g.length(cast("Value", self._r), 0, "window/columns"))
         nothing = self._g.compute("Expand", [self._g.constant(0.0, self._g.dtype), sizes], "window/no_bias", shape)
         return self._marked(nothing, 2, "no_bias")
 

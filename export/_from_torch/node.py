@@ -150,5 +150,5 @@ def _tensor(dtype: np.dtype[Any]) -> Any:
 def _attribute(name: str, value: Any) -> Any:
     import onnx_ir
 
-    makers = {int: onnx_ir.AttrInt64, float: onnx_ir.AttrFloat32, str: onnx_ir.AttrString}
+    makers: dict[type, Any] = {int: onnx_ir.AttrInt64, float: onnx_ir.AttrFloat32, str: onnx_ir.AttrString}
     return makers[type(value)](name, value)

@@ -13,8 +13,8 @@ from onnx import numpy_helper
 
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._graph.emitter import element_type
-from relskew_core.export._graph.functions import DOMAIN
 from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
+from relskew_core.export._graph.operator import DOMAIN
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import PROFILES, Profile
 from relskew_core.export._validate.metadata import Metadata, read_metadata

@@ -64,7 +64,7 @@ class Grids:
         tables, spans = (
             OF_TWO if axes == 2 else (tuple(f"{name}[{axis}]" for axis in range(count)) for name in ("tables", "spans"))
         )
-        found = cls(queries, keys, (0,) * count, *steps, tables, spans)
+        found = cls(queries, keys, (0,) * count, steps[0], steps[1], tables, spans)
         if offset is not None:
             return replace(found, offset=check_sides("offset", offset, count))
         sides = zip(queries, steps[0], keys, steps[1], strict=True)
@@ -141,7 +141,8 @@ class Surroundings:
     def reach(self, axis: int) -> tuple[int | None, int | None]:
         """Return how far a query sees back and ahead along an axis, at a border too."""
         if self.neighborhood is not None:
-            return (self.neighborhood[axis] - 1,) * 2
+            reach = self.neighborhood[axis] - 1
+            return reach, reach
         return (None, None) if self.window is None else self.window[axis]
 
     def rows(self, grids: Grids, top: int, bottom: int) -> tuple[int, int]:

@@ -20,9 +20,6 @@ from relskew_core._functions.axes import (
 )
 from relskew_core._positions.span import Span
 
-Spans = Sequence[Span | None] | None
-"""Which relative positions the rows of each axis stand for."""
-
 
 @explains
 def relative_logits_2d(
@@ -97,7 +94,7 @@ def relative_logits_nd(
     *,
     q_grid: Sequence[int],
     k_grid: Sequence[int],
-    spans: Spans = None,
+    spans: Sequence[Span | None] | None = None,
     offset: Sequence[int] | None = None,
     q_step: Sequence[int] | None = None,
     k_step: Sequence[int] | None = None,
@@ -195,7 +192,7 @@ def toeplitz_2d(
 @explains
 def toeplitz_nd(
     bias: Array,
-    spans: Spans = None,
+    spans: Sequence[Span | None] | None = None,
     *,
     q_grid: Sequence[int],
     k_grid: Sequence[int],
@@ -239,7 +236,7 @@ def toeplitz_nd(
     return _matrix(bias, spans, Grids.of(q_grid, k_grid, offset))
 
 
-def _logits(q: Array, tables: Sequence[Array | None], spans: Spans, grids: Grids) -> Array:
+def _logits(q: Array, tables: Sequence[Array | None], spans: Sequence[Span | None] | None, grids: Grids) -> Array:
     check_axes("tables", tables, grids)
     check_axes("spans", spans, grids)
     named = dict(zip(grids.tables, tables, strict=True))
@@ -255,7 +252,7 @@ def _logits(q: Array, tables: Sequence[Array | None], spans: Spans, grids: Grids
     return cast(axis_logits(q, tables, found, grids, xp=xp), dtype, xp=xp)
 
 
-def _matrix(bias: Array, spans: Spans, grids: Grids) -> Array:
+def _matrix(bias: Array, spans: Sequence[Span | None] | None, grids: Grids) -> Array:
     xp = namespace_of_arrays({"bias": bias}, floating=False)
     check_axes("spans", spans, grids)
     count = len(grids.queries)

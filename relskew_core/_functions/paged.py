@@ -16,8 +16,6 @@ from relskew_core._array.typing import Array, Impl, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._positions.span import Span
 
-Ints = Array | Sequence[Any]
-
 
 @explains
 def paged_attention(
@@ -27,8 +25,8 @@ def paged_attention(
     rel_k: Array | None = None,
     span: Span | None = None,
     *,
-    page_table: Ints,
-    lengths: Ints,
+    page_table: Array | Sequence[Any],
+    lengths: Array | Sequence[Any],
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     rel_v: Array | None = None,

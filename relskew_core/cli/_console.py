@@ -65,7 +65,7 @@ def show_table(
 
     Where it is too wide, it loses its lines, then the columns ``spare``, one after the other, which are named below it.
     """
-    dropped: list[str] = []
+    table, dropped = Table(), list[str]()
     for style, count_dropped in ((box.HEAVY_HEAD, 0), *((box.SIMPLE_HEAD, n) for n in range(len(spare) + 1))):
         dropped = list(spare[:count_dropped])
         table = Table(title=title, title_justify="left", box=style, pad_edge=style is box.HEAVY_HEAD)

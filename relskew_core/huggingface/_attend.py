@@ -37,7 +37,7 @@ class DropIn(nn.Module):
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
         if self.window is not None:  # in another process, transformers has to be given the masks again
             register_masks()
 

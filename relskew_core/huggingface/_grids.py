@@ -19,7 +19,7 @@ HELD = 2**24
 class SamRelativeAttention(DropIn):
     """The attention of SAM's image encoder, and of the models that have taken it over."""
 
-    replaces = (
+    replaces: ClassVar[tuple[str, ...]] = (
         "SamVisionAttention", "SamVisionSdpaAttention", "SamHQVisionAttention", "SamHQVisionSdpaAttention",
         "GotOcr2VisionAttention", "DeepseekOcr2SamVisionAttention", "DeepseekOcr2SamVisionSdpaAttention",
         "SLANeXtVisionAttention", "PPFormulaNetVisionAttention", "UnlimitedOcrSamVisionAttention",

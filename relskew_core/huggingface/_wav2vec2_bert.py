@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
     replaces = ("Wav2Vec2BertSelfAttention",)
     projections = ("linear_q", "linear_k", "linear_v", "linear_out")
     local = True
-    masks = ("Wav2Vec2BertEncoder",)
+    masks: ClassVar[tuple[str, ...]] = ("Wav2Vec2BertEncoder",)
 
     distance_embedding: nn.Embedding
 

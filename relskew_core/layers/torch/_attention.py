@@ -34,7 +34,9 @@ class TableAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.dropout, self.impl, self.chunk_size = Settings.of(spec, dropout, impl, chunk_size)
+        settings = Settings.of(spec, dropout, impl, chunk_size)
+        self.dropout, self.chunk_size = settings.dropout, settings.chunk_size
+        self.impl: Impl = settings.impl
         shapes = spec.weight_shapes(projections=False)
         for name in ATTENDED:
             empty = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None

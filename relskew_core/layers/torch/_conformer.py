@@ -123,14 +123,14 @@ class ConformerAttention(RelativeMultiheadAttention):
         """Return ``u`` and ``w``: there is no table."""
         return [self.u, self.w]
 
-    def empty_cache(
+    def empty_cache(  # type: ignore[override]  # one signature where the module has three
         self,
         batch: int | tuple[int, ...],
         *,
         length: int | None = None,
         keep: int | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Growing | FixedCache | SlidingCache | ChunkCache:  # type: ignore[override]
+    ) -> Growing | FixedCache | SlidingCache | ChunkCache:
         """Return the ``past`` of a first call: with ``blocks_before``, a :class:`ChunkCache` for whole chunks.
 
         Parameters
@@ -148,7 +148,8 @@ class ConformerAttention(RelativeMultiheadAttention):
         """
         spec = self.spec
         if spec.block_size is None or spec.blocks_before is None:
-            return super().empty_cache(batch, length=length, keep=keep, dtype=dtype)
+            sizes: Any = {"length": length, "keep": keep}
+            return super().empty_cache(batch, **sizes, dtype=dtype)
         for name, value in (("length", length), ("keep", keep)):
             if value is not None:
                 raise ValueError(f"`{name}` must be None with `spec.blocks_before`, got {describe(value)}")
@@ -158,7 +159,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         keys, values = (like.new_zeros((*lead, spec.num_heads, kept, spec.head_dim)) for _ in "kv")
         return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:  # type: ignore[override]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attend with both biases, to sinusoids as far as they are needed, projected."""
         size, span = self.spec.block_size, self.spec.span
         if size is not None and "unfilled" in options and q.shape[-2] % size:
