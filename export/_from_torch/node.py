@@ -21,7 +21,7 @@ TYPES = ("float16", "float32", "float64", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An operand as the function has it: its name there, and what the call knows of it."""
+    """An operand as the function has it: its name there, and its facts from the call."""
 
     name: str
     given: Any
@@ -54,7 +54,7 @@ class BodyEmitter(TracedEmitter):
         return Value(tensor.name, shape, dtype or self.dtype)
 
     def tensor(self, value: Value) -> Any:
-        """Return a value, which stands for itself."""
+        """Return a value, which needs no conversion."""
         return value
 
     def note(self, value: Value, key: str, text: str) -> None:
@@ -96,7 +96,7 @@ def add_functions(model: onnx.ModelProto, functions: Functions) -> None:
 
 
 def is_served(operands: Operands, options: Options) -> bool:
-    """Whether the operator has all of a call, numbers of it that only the graph knows included."""
+    """Whether the operator has all of a call, including numbers that exist only in the graph."""
     span = options.span
     known = isinstance(span.left, int) and isinstance(span.right, int)
     return known and len(operands.q.shape) == 4 and str(operands.q.dtype.numpy()) in TYPES

@@ -58,7 +58,7 @@ def encoder_decoder_to_onnx(
     opset : int, default 23
         Version of the standard operators, 18 … 24.
     chunk_size : int or None, default 128
-        The encoder attends in a ``Loop`` over so many positions at a time where there are more of them: its memory
+        The encoder attends in a ``Loop`` over this many positions at a time where there are more of them: its memory
         grows with the length then, and not with its square. None: no control flow.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.

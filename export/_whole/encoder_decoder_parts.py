@@ -119,7 +119,7 @@ def _encoder(model: Any, source: Tensor, mask: Tensor) -> Encoder:
     plain, wide = (Encoder(model, embedded=takes_sounds(model), broadcasts=which) for which in (False, True))
     try:
         same = torch.allclose(wide(source, padded), plain(source, padded), rtol=1e-4, atol=1e-5)
-    except Exception:  # a model refuses in whatever way it likes
+    except Exception:  # a model may refuse in any way
         same = False
     return wide if same else plain
 

@@ -62,8 +62,8 @@ def torch_to_onnx(
         batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
         warning, with the line that fixed it, if torch reports it.
     chunk_size : int, optional
-        Attend in a ``Loop`` over so many queries at a time where there are more of them, such as 128: memory grows with
-        the length then, and not with its square. As of :func:`torch_translation_table`.
+        Attend in a ``Loop`` over this many queries at a time where there are more of them, such as 128: memory grows
+        with the length then, and not with its square. As of :func:`torch_translation_table`.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     operator : bool, default False

@@ -49,7 +49,7 @@ class Grids:
     ) -> Grids:  # fmt: skip
         """Return the grids of a call, each number checked; ``axes``: how many there have to be, if that is known.
 
-        ``matters``: the call depends on where they lie. ``biased``: it has a bias, which knows no steps.
+        ``matters``: the call depends on where they lie. ``biased``: it has a bias, which supports no steps.
         """
         queries = check_sides("q_grid", q_grid, axes, minimum=1)
         keys = check_sides("k_grid", k_grid, len(queries), minimum=1)
@@ -89,7 +89,7 @@ class Grids:
 
     @property
     def n_keys(self) -> int:
-        """How many keys are on theirs."""
+        """The number of keys on their grid."""
         return math.prod(self.keys)
 
     def cut(self, top: int, bottom: int, first: int, last: int) -> Grids:
@@ -280,7 +280,7 @@ def _hidden_beyond(span: Span, seen: Surroundings) -> Span:
 def _along(x: Array, table: Array, span: Span, grids: Grids, axis: int, *, xp: Namespace) -> Array:
     """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` are the others."""
     n, m, q_step, k_step = grids.queries[axis], grids.keys[axis], grids.q_step[axis], grids.k_step[axis]
-    if table.ndim == 3:  # by head: the heads stand before the other axes, which share them
+    if table.ndim == 3:  # by head: the heads come before the other axes, which share them
         table = table[(slice(None), *(None,) * (len(grids.queries) - 1), ...)]
     first, places = n * q_step, extent(m, k_step)
     low = -(first + grids.offset[axis])

@@ -49,18 +49,18 @@ def relative_logits_2d(
     q_grid, k_grid : (int, int)
         Height and width of the queries' and of the keys' grid; they may differ.
     span_h, span_w : Span, optional
-        Which relative positions the rows stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+        The relative positions of the rows; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : (int, int), optional
         Height and width of query 0 where key 0 is at (0, 0): a block of queries at ``(b, c)`` inside the keys' grid has
         ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``. (0, 0) by default
         where both grids are of one size, steps counted, and needed where they are not.
     q_step, k_step : (int, int), default (1, 1)
-        How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
+        The distance of neighbours, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
 
     Returns
     -------
     array, shape (..., H, qh · qw, kh · kw) or (qh · qw, kh · kw)
-        Unscaled. Beside it only ``qh · qw · (qh + kh + qw + kw)`` products are held; no table is gathered.
+        Unscaled. Apart from it, only ``qh · qw · (qh + kh + qw + kw)`` products are held; no table is gathered.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def relative_logits_2d(
     Notes
     -----
     Bello et al. 2019, "Attention Augmented Convolutional Networks", section 3.2; Srinivas et al. 2021, "Bottleneck
-    Transformers"; Li et al. 2022, "MViTv2", equation 3. Class tokens stand outside the grid: see
+    Transformers"; Li et al. 2022, "MViTv2", equation 3. Class tokens are outside the grid: see
     :func:`relative_attention_2d`.
 
     Examples
@@ -112,7 +112,7 @@ def relative_logits_nd(
     q_grid, k_grid : sequence of int
         Sides of the queries' and of the keys' grid; they may differ.
     spans : sequence of Span or None, optional
-        Which relative positions the rows stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+        The relative positions of the rows; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : sequence of int, optional
         Where query 0 is where key 0 is at (0, 0, …), as in :func:`relative_logits_2d`.
     q_step, k_step : sequence of int, optional
@@ -156,7 +156,7 @@ def toeplitz_2d(
     bias : array, shape (..., H, Rh, Rw) or (Rh, Rw)
         Numbers of ascending relative heights and widths, of any dtype.
     span_h, span_w : Span, optional
-        Which relative positions they stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+        Their relative positions; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     q_grid, k_grid : (int, int)
         Height and width of the queries' and of the keys' grid.
     offset : (int, int), optional
@@ -207,7 +207,7 @@ def toeplitz_nd(
     bias : array, shape (..., H, R_0, R_1, …) or (R_0, R_1, …)
         Numbers of ascending relative positions, of any dtype: as many axes as the grids have, behind those that lead.
     spans : sequence of Span or None, optional
-        Which relative positions they stand for; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
+        Their relative positions; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     q_grid, k_grid : sequence of int
         Sides of the queries' and of the keys' grid.
     offset : sequence of int, optional

@@ -57,19 +57,19 @@ def relative_attention_2d(
     q_grid, k_grid : (int, int)
         Height and width of both grids.
     span_h, span_w : Span, optional
-        Which relative positions the rows of the tables and of ``rel_bias`` stand for; by default
+        The relative positions of the rows of the tables and of ``rel_bias``; by default
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     rel_bias : array, shape (H, Rh, Rw) or (Rh, Rw), optional
         One number for each relative height and width together (Swin, BEiT).
     prefix : (int, int), default (0, 0)
-        How many queries and keys stand before the grid, outside it: no table reaches them.
+        How many queries and keys precede the grid, outside it: no table reaches them.
     prefix_bias : array, shape (H, 3) or (3,), optional
         Bias of a query of the grid at a key outside, of a query outside at a key of the grid, of both outside (BEiT).
     offset : (int, int), optional
         Height and width of the grid's query 0 where its key 0 is at (0, 0): (0, 0) by default where both grids are of
         one size, steps counted, or where nothing depends on it; needed everywhere else.
     q_step, k_step : (int, int), default (1, 1)
-        How far neighbours stand apart, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
+        The distance of neighbours, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
         Without ``rel_bias``.
     window : ((up, down), (left, right)), optional
         A query sees the keys at ``-up <= r_h <= down`` and ``-left <= r_w <= right`` only; ``None`` is unbounded. Keys
@@ -161,7 +161,7 @@ def relative_attention_nd(
     q_grid, k_grid : sequence of int
         Sides of both grids.
     spans : sequence of Span or None, optional
-        Which relative positions the rows of the tables and of ``rel_bias`` stand for.
+        The relative positions of the rows of the tables and of ``rel_bias``.
     rel_bias : array, shape (H, R_0, R_1, …) or (R_0, R_1, …), optional
         One number for the relative positions along all axes together (video Swin, SwinUNETR).
     window : sequence of (int or None, int or None), optional

@@ -147,7 +147,7 @@ def attend(
         operands = GridOperands(*operands, axis_tables=grids.axis_tables(tables, spans, xp=xp))
         own: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
         own["rel_scale"] = rel_scale
-        if factors:  # which the queries that meet the keys may have taken in
+        if factors:  # which may be part of the queries for the keys already
             operands = operands._replace(rel_q=call.operand(q * by_head(rel_scale, q), half=kernels.HALF))
             own["rel_scale"] = 1.0
         options = GridOptions(**own, sides=grids.sides)

@@ -59,7 +59,7 @@ def paged_attention(
     rel_k, span, rel_v, rel_bias, rel_q, key_table, sinks : optional
         Tables and biases, the same for all items, as in :func:`relative_attention`; ``rel_q`` as ``q``.
     page_table : array of integers, shape (B, n), or sequence of sequences of int
-        Which pages have the keys of each item, in order. What is behind an item's last page is not looked at.
+        Which pages have the keys of each item, in order. Entries after an item's last page are ignored.
     lengths : array of integers, shape (B,), or sequence of int
         How many keys each item has, those of its queries included. An item of length 0 gets zeros.
     causal : bool, default True

@@ -96,7 +96,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     window : tuple of int, optional
         Local attention: a query sees keys at ``-left ≤ r ≤ right`` alone, given as ``(left, right)``, and memory and
         time grow with the length and no longer with its square. For encoders of sequences with T5's bias or a
-        Conformer's positions (``docs/speech.md``); a decoder beside them, and its cross-attention, see all that they
+        Conformer's positions (``docs/speech.md``); a decoder next to them, and its cross-attention, see all that they
         saw. Given again, the new one counts.
 
     Returns
@@ -108,7 +108,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     ------
     ValueError
         If there is nothing to replace; the message says what the model has, and what is known. If ``window`` is given
-        for attention that cannot have one, by name. Later, in the model's ``forward``: if attention weights are asked
+        for attention that cannot have one. Later, in the model's ``forward``: if attention weights are asked
         for, which are never held.
     TypeError
         If ``window`` is not a pair of ints.
@@ -136,7 +136,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     if sides is not None:
         check_local(present)
     for parent in (*parts, *made.values()):
-        for name, child in parent._modules.items():  # a module may stand in several places
+        for name, child in parent._modules.items():  # a module may be in several places
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
     if sides is not None:
