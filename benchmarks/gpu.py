@@ -91,7 +91,7 @@ class GPU(Benchmark):
         return {"time", "memory"} if case["device"] == "cuda" else {"time"}
 
     def memory(self, name: str, case: Case, contender: str) -> Case:  # pragma: gpu only
-        call = self.prepare(case, contender).alone()
+        call: Call = self.prepare(case, contender).alone()
         call()  # what is compiled first needs memory of its own
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -101,17 +101,17 @@ class GPU(Benchmark):
         del result
         return {"bytes": torch.cuda.max_memory_allocated() - before}
 
-    def time(self, calls: Mapping[Key, Call], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
+    def time(self, calls: Mapping[Key, Any], seconds: float, first: Callable[[Key], Key]) -> Mapping[Key, Case]:
         if not torch.cuda.is_available():
             return super().time({key: call.alone() for key, call in calls.items()}, seconds, first)
         from triton.testing import do_bench  # pragma: gpu only
 
-        def median(call: Call) -> float:  # pragma: gpu only
+        def median(call: Any) -> float:  # pragma: gpu only
             times = {"warmup": int(250 * seconds), "rep": int(1000 * seconds), "return_mode": "median"}
             return float(do_bench(call.alone(), **times)) / 1000
 
         found = {key: median(call) for key, call in calls.items()}  # pragma: gpu only
-        base = {key: found.get(first(key)) for key in found}  # pragma: gpu only
+        base: dict[Key, Any] = {key: found.get(first(key)) for key in found}  # pragma: gpu only
         return {key: {"median": x, "ratio": x / base[key] if base[key] else None} for key, x in found.items()}
 
     def cells(self, record: Record) -> Iterator[tuple[str, str, str]]:

@@ -45,6 +45,7 @@ class OverGrids(Benchmark):
         torch.manual_seed(0)
         items, heads, width, side, tokens = (case[x] for x in ("items", "heads", "width", "side", "tokens"))
         rows, lead = 2 * side - 1, (items, heads, tokens + side * side, width)
+        attend: Any  # two functions of the tables
         if case["model"].startswith("SAM"):
             tables, attend = [torch.randn(rows, width) for _ in range(2)], (_by_products, _by_tables)
         else:

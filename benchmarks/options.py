@@ -44,7 +44,9 @@ class OptionInputs(NamedTuple):
 
         content = (1, HEADS, length, DIM)
         return cls(
-            *(floats(*content) for _ in range(3)),
+            floats(*content),
+            floats(*content),
+            floats(*content),
             floats(2 * REACH + 1, DIM),
             floats(HEADS),
             floats(HEADS),

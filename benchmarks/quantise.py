@@ -82,7 +82,7 @@ def block(width: int, rows: int, large: bool) -> tuple[BlockSpec, dict[str, np.n
 
 
 def _file(
-    spec: BlockSpec, weights: dict[str, np.ndarray], profile: str, kind: str, inputs: list[Any], path: Path
+    spec: BlockSpec, weights: dict[str, np.ndarray], profile: Any, kind: Any, inputs: list[Any], path: Path
 ) -> Path:
     if kind.startswith("float"):
         return save(to_onnx(spec, weights, profile=profile, dtype=kind), path, overwrite=True)

@@ -139,6 +139,8 @@ class Short(Benchmark):
         arrays = draw(*(case[name] for name in ("batch", "heads", "queries", "length", "dim")))
         if case["library"] == "numpy":
             return partial(function, *arrays[:4])
+        given: list[Any]
+        d_out: Any
         if case["library"] == "jax":
             import jax
 

@@ -41,7 +41,7 @@ def arrays_of(kind: str, grid: dict[str, Any], dtype: str) -> dict[str, NDArray[
     rng = np.random.default_rng(sum(map(ord, kind)))
     before = grid.get("prefix", (0, 0))
     n, m = (count + np.prod(grid[name]) for count, name in zip(before, ("q_grid", "k_grid"), strict=True))
-    shapes = {"q": (2, 4, n, 8), "k": (2, 2, m, 8), "v": (2, 2, m, 5)}
+    shapes: dict[str, tuple[int, ...]] = {"q": (2, 4, n, 8), "k": (2, 2, m, 8), "v": (2, 2, m, 5)}
     if kind in ("tables", "both"):
         shapes |= {"table_h": (21, 8), "table_w": (4, 25, 8)}
     if kind in ("bias", "both"):
@@ -98,7 +98,8 @@ def test_results_equal_those_of_the_portable_code(
         arrays["mask"] = arrays["mask"] if mask == "boolean" else arrays["mask"].astype(dtype)
 
     def call() -> Any:
-        return relative_attention_2d(**arrays, **GRIDS[name], **SPANS, return_lse=True)
+        options: dict[str, Any] = {**arrays, **GRIDS[name], **SPANS}
+        return relative_attention_2d(**options, return_lse=True)
 
     found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
     for one, other in zip(found, expected, strict=True):
@@ -116,7 +117,8 @@ def test_gradients_equal_those_of_the_portable_code(
 
     def call() -> Any:
         given = {x: torch.from_numpy(array).requires_grad_() for x, array in arrays.items()}
-        out, lse = relative_attention_2d(**given, **GRIDS[name], **SPANS, return_lse=True)
+        options: dict[str, Any] = {**given, **GRIDS[name], **SPANS}
+        out, lse = relative_attention_2d(**options, return_lse=True)
         return torch.autograd.grad([(out * d_out).sum() + (lse * lse).sum()], list(given.values()))
 
     found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
@@ -187,7 +189,8 @@ def test_any_number_of_axes(sizes: tuple[tuple[int, int], ...]) -> None:
     )):  # fmt: skip
         rows = [b - a + span.left for a, b, span in zip(cell, other, spans, strict=True)]
         products = sum(q[:, 1 + i] @ table[row] for table, row in zip(tables, rows, strict=True))
-        logits[:, 1 + i, 2 + j] += 0.25 * products + bias[(slice(None), *rows)]
+        place: tuple[Any, ...] = (slice(None), *rows)
+        logits[:, 1 + i, 2 + j] += 0.25 * products + bias[place]
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ v
     from array_api_compat import numpy as xp
@@ -282,4 +285,5 @@ def test_numpy_has_threads_too() -> None:
             found.append(relative_attention_2d(x, x, x, *tables, q_grid=(30, 30), k_grid=(30, 30)))
     finally:
         set_numpy_threads(None)
-    assert np.array_equal(*found)
+    one, three = found
+    assert np.array_equal(one, three)

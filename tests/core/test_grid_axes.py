@@ -91,7 +91,8 @@ def test_attention_is_the_formula(library: Library, name: str) -> None:
     case = CASES[name]
     q, k, v, tables, bias = made(case)
     given = [None if table is None else torch.from_numpy(table) for table in tables]
-    want = formula(case, *map(torch.from_numpy, (q, k, v)), given, torch.from_numpy(bias), 0).numpy()
+    own_q, own_k, own_v = map(torch.from_numpy, (q, k, v))
+    want = formula(case, own_q, own_k, own_v, given, torch.from_numpy(bias), 0).numpy()
     for dtype in library.dtypes:
         arrays = {"q": q, "k": k, "v": v, "rel_bias": bias}
         own = {key: library.asarray(x, dtype) for key, x in arrays.items()}
@@ -105,8 +106,9 @@ def test_attention_is_the_formula(library: Library, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_prefixes_masks_and_chunks(name: str, chunk_size: int | None) -> None:
     case, before = CASES[name], 2
-    q, k, v, tables, bias = (x if isinstance(x, list) else torch.from_numpy(x) for x in made(case, before))
-    tables = [None if table is None else torch.from_numpy(table) for table in tables]
+    *arrays, drawn, numbers = made(case, before)
+    q, k, v, bias = (torch.from_numpy(x) for x in (*arrays, numbers))
+    tables = [None if table is None else torch.from_numpy(table) for table in drawn]
     hidden = torch.zeros(q.shape[-2], dtype=torch.bool)
     hidden[before + 1] = True
     added = torch.where(hidden, -math.inf, torch.linspace(-1, 1, len(hidden), dtype=torch.float64))
@@ -114,7 +116,7 @@ def test_prefixes_masks_and_chunks(name: str, chunk_size: int | None) -> None:
     want = formula(case, torch.cat([q, torch.ones_like(q[..., :1])], -1), with_mask, v, [
         None if table is None else torch.nn.functional.pad(table, (0, 1)) for table in tables
     ], bias, before)  # fmt: skip
-    more = {"prefix": (before, before), "mask": added, "chunk_size": chunk_size, "scale": 0.5}
+    more: dict[str, Any] = {"prefix": (before, before), "mask": added, "chunk_size": chunk_size, "scale": 0.5}
     got, lse = relative_attention_nd(q, k, v, tables, rel_bias=bias, **options(case), **more, return_lse=True)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert lse.shape == q.shape[:-1]
@@ -127,24 +129,27 @@ def test_gradients_are_those_of_the_formula(name: str) -> None:
     case = CASES[name]
     q, k, v, tables, bias = made(case)
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, bias, *(x for x in tables if x is not None))]
+    q, k, v, bias = leaves[:4]
     found = []
     for function in (relative_attention_nd, formula):
         own = iter(leaves[4:])
         given = [None if table is None else next(own) for table in tables]
         if function is formula:
-            y = formula(case, *leaves[:3], given, leaves[3], 0)
+            y = formula(case, q, k, v, given, bias, 0)
         else:
-            y = relative_attention_nd(*leaves[:3], given, rel_bias=leaves[3], **options(case), chunk_size=6)
+            y = relative_attention_nd(q, k, v, given, rel_bias=bias, **options(case), chunk_size=6)
         found.append(torch.autograd.grad(y.sin().sum(), leaves))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_two_axes_are_the_functions_of_grids_and_one_axis_those_of_sequences() -> None:
     q, k, v, tables, bias = made(CASES["a picture"])
+    table_h, table_w = tables
     grids: dict[str, Any] = {"q_grid": (5, 6), "k_grid": (5, 6)}
-    for more in ({}, {"neighborhood": (3, 5)}, {"window": ((1, 1), (2, 0))}):
+    choices: list[dict[str, Any]] = [{}, {"neighborhood": (3, 5)}, {"window": ((1, 1), (2, 0))}]
+    for more in choices:
         np.testing.assert_array_equal(
-            relative_attention_2d(q, k, v, *tables, rel_bias=bias, **grids, **more),
+            relative_attention_2d(q, k, v, table_h, table_w, rel_bias=bias, **grids, **more),
             relative_attention_nd(q, k, v, tables, rel_bias=bias, **grids, **more),
         )
     np.testing.assert_array_equal(relative_logits_2d(q, *tables, **grids), relative_logits_nd(q, tables, **grids))
@@ -172,12 +177,14 @@ def test_tables_need_no_more_than_what_is_seen() -> None:
 
 def test_keys_of_other_grids() -> None:
     """A block of queries inside the keys' grid sees what it sees as a part of the whole."""
-    q, k, v, tables, bias = made({"grid": (6, 5)})
-    whole = {"q_grid": (6, 5), "k_grid": (6, 5)}
+    q, k, v, (table_h, table_w), bias = made({"grid": (6, 5)})
+    whole: dict[str, Any] = {"q_grid": (6, 5), "k_grid": (6, 5)}
     part: dict[str, Any] = {"q_grid": (2, 5), "k_grid": (6, 5), "offset": (3, 0)}
-    for more in ({"neighborhood": (3, 5)}, {"window": ((2, 1), (1, None))}):
-        want = relative_attention_2d(q, k, v, *tables, rel_bias=bias, **whole, **more)[..., 15:25, :]
-        got = relative_attention_2d(q[..., 15:25, :], k, v, *tables, rel_bias=bias, **part, **more, chunk_size=5)
+    choices: list[dict[str, Any]] = [{"neighborhood": (3, 5)}, {"window": ((2, 1), (1, None))}]
+    for more in choices:
+        more |= {"table_h": table_h, "table_w": table_w, "rel_bias": bias}
+        want = relative_attention_2d(q, k, v, **whole, **more)[..., 15:25, :]
+        got = relative_attention_2d(q[..., 15:25, :], k, v, **part, **more, chunk_size=5)
         np.testing.assert_allclose(got, want, atol=1e-13)
     pooled: dict[str, Any] = {"q_grid": (6, 5), "k_grid": (3, 5), "k_step": (2, 1), "offset": (0, 0)}
     got = relative_attention_2d(q, k[..., :15, :], v[..., :15, :], **pooled, window=((1, 1), (0, 0)), chunk_size=5)
@@ -205,7 +212,11 @@ def test_refused() -> None:
         relative_attention_2d(q, q, q, **grids, neighborhood=(3, 3))
     with pytest.raises(ValueError, match=r"^`q_step` must be \(1, 1\) with `neighborhood`, got \(2, 1\)"):
         relative_attention_2d(q, q, q, **grids, neighborhood=(1, 1), q_step=(2, 1), offset=(0, 0))
-    for window, name in ((((-1, 0), None), r"window\[0\]\[0\]"), (((0, 1), (0, 0.5)), r"window\[1\]\[1\]")):
+    wrong: list[tuple[Any, str]] = [
+        (((-1, 0), None), r"window\[0\]\[0\]"),
+        (((0, 1), (0, 0.5)), r"window\[1\]\[1\]"),
+    ]
+    for window, name in wrong:
         with pytest.raises((ValueError, TypeError), match=f"^`{name}` must be an int"):
             relative_attention_2d(q, q, q, **grids, window=window)
     with pytest.raises(ValueError, match=r"^`tables` must have a table for one axis at least"):

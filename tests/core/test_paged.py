@@ -77,12 +77,14 @@ def test_attention_is_that_of_gathered_keys(library: Library, name: str, n: int)
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_compiler_traces_is_gathered_at_once(name: str) -> None:
-    options = {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in CASES[name].items()}
-    arrays = [torch.from_numpy(x) for x in (queries(2), *pages())]
-    ints = {"page_table": torch.tensor(TABLE, dtype=torch.int32), "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
+    options: dict[str, Any] = {
+        key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in CASES[name].items()
+    }
+    q, k, v = (torch.from_numpy(x) for x in (queries(2), *pages()))
+    options |= {key: torch.tensor(x, dtype=torch.int32) for key, x in (("page_table", TABLE), ("lengths", LENGTHS))}
     compiled = torch.compile(paged_attention, fullgraph=True, backend="eager")
-    want = paged_attention(*arrays, **ints, **options)
-    torch.testing.assert_close(compiled(*arrays, **ints, **options), want, rtol=0, atol=1e-13)
+    want = paged_attention(q, k, v, **options)
+    torch.testing.assert_close(compiled(q, k, v, **options), want, rtol=0, atol=1e-13)
 
 
 def test_lists_arrays_and_empty_items() -> None:

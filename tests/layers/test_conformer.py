@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from relskew_core import BlockSpec, Span, conventions, relative_attention, sinusoidal_table
 
-torch = pytest.importorskip("torch")
-from relskew_core.layers.torch import ChunkCache, ConformerAttention  # noqa: E402
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+from relskew_core.layers.torch import ChunkCache, ConformerAttention
 
 E, H, SIZE, BEFORE = 8, 2, 4, 2
 STREAM = BlockSpec(E, H, Span.full(SIZE * (BEFORE + 1)), block_size=SIZE, blocks_before=BEFORE)
@@ -63,7 +66,8 @@ def test_the_formula(length: int) -> None:
 def test_chunk_by_chunk(together: int) -> None:
     """One chunk at a time or several, the stream is the whole; the cache keeps its size."""
     module, given = drawn(STREAM), x(24)
-    past, chunks = module.empty_cache(2), []
+    past: Any = module.empty_cache(2)
+    chunks: list[torch.Tensor] = []
     for chunk in given.split(SIZE * together, dim=1):
         y, past = module(chunk, past=past)
         assert isinstance(past, ChunkCache)
@@ -78,7 +82,8 @@ def test_chunk_by_chunk(together: int) -> None:
 def test_the_last_chunk_may_be_padded() -> None:
     module, given = drawn(STREAM), x(10)
     padded = torch.cat([given, torch.ones(2, 2, E, dtype=torch.float64)], 1)
-    past, chunks = module.empty_cache(2), []
+    past: Any = module.empty_cache(2)
+    chunks: list[torch.Tensor] = []
     for chunk in padded.split(SIZE, dim=1):
         there = torch.zeros(2, SIZE * BEFORE + SIZE, dtype=torch.bool)
         there[:, -2:] = len(chunks) == 2
@@ -137,8 +142,9 @@ def test_weights(names: str) -> None:
 
 @pytest.mark.parametrize("unlike", ["rel_values", "rel_bias", "sinks", "cross"])
 def test_refusals(unlike: str) -> None:
+    options: dict[str, Any] = {unlike: True}
     with pytest.raises(ValueError, match="`spec` must have `rel_keys` alone"):
-        ConformerAttention(BlockSpec(E, H, Span.full(4), **{unlike: True}))
+        ConformerAttention(BlockSpec(E, H, Span.full(4), **options))
     with pytest.raises(ValueError, match=r"`keep` must be None with `spec\.blocks_before`"):
         drawn(STREAM).empty_cache(1, keep=3)
     with pytest.raises(ValueError, match="a cache needs"):

@@ -64,7 +64,8 @@ def test_weights_see_masks_and_caches() -> None:
     padding = torch.arange(9) >= torch.tensor([[9], [6]])
     whole = module.attention_weights(x, key_padding_mask=padding)
     assert not whole[1, :, :, 6:].any()
-    for room in ({}, {"length": 9}):
+    rooms: list[dict[str, Any]] = [{}, {"length": 9}]
+    for room in rooms:
         _, past = module(x[:, :5], past=module.empty_cache(2, **room))
         rest = module.attention_weights(x[:, 5:], past=past, key_padding_mask=padding)
         torch.testing.assert_close(rest, whole[:, :, 5:], rtol=0, atol=1e-13)
@@ -74,7 +75,7 @@ def test_weights_see_masks_and_caches() -> None:
 
 def test_alibi_reaches_as_far_as_a_call_looks() -> None:
     """Offsets and positions of every kind: the numbers are those of the distance, whatever it is."""
-    module = made(BlockSpec.alibi(8, 2, cross=True))
+    module: Any = made(BlockSpec.alibi(8, 2, cross=True))
     x, memory = inputs(module.spec)
     for offset in (0, 3, -2, torch.tensor(5), torch.tensor([4, 700])):
         positions = (torch.arange(9) + torch.as_tensor(offset)[..., None], torch.arange(7))

@@ -76,7 +76,7 @@ def test_a_wide_window_is_the_original(name: str) -> None:
 def test_a_narrow_window(name: str, request: pytest.FixtureRequest) -> None:
     """Outputs, and the gradients of all parameters, in training."""
     family = FAMILIES[name]
-    found = []
+    found: list[tuple[Any, dict[str, Any]]] = []
     for model in (local(family), replace_attention(family.make())):
         if found:
             request.getfixturevalue("banded")
@@ -142,7 +142,7 @@ def test_memory_is_linear(name: str) -> None:
         inputs = given(family, length, model := local(family))
         if "decoder_input_ids" in inputs:
             model, inputs = model.encoder, {key: inputs[key] for key in ("input_ids", "attention_mask")}
-        with Largest() as seen:
+        with Largest() as seen:  # type: ignore[no-untyped-call]  # torch leaves its constructor untyped
             model(**inputs)
         largest.append(seen.numbers)
     assert largest[1] < 2.5 * largest[0]
