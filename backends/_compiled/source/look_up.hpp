@@ -182,10 +182,9 @@ struct ByRow {
             } else if (reach.all_high(p, there)) {
                 high += own;
             } else if (reach.holds(p, there)) {
-                Real *first = to + (there.low - Index{p} - reach.low);
-                store(first, load(first) + own);
-            } else {  // many terms add to both ends, where each would wait for the one before: these are added
-                      // separately
+                Real *sums = to + (there.low - Index{p} - reach.low);
+                store(sums, load(sums) + own);
+            } else {  // many terms add to both ends, where each would wait for the one before: not these
                 const Ints c = reach.columns(p, places.keys + first + j);
                 const Ints lowest = c == 0, highest = (c == last) & ~lowest;
                 low += lowest ? own : Vec{};
