@@ -69,7 +69,7 @@ def test_weights_see_masks_and_caches() -> None:
         _, past = module(x[:, :5], past=module.empty_cache(2, **room))
         rest = module.attention_weights(x[:, 5:], past=past, key_padding_mask=padding)
         torch.testing.assert_close(rest, whole[:, :, 5:], rtol=0, atol=1e-13)
-    with pytest.raises(ValueError, match=r"^`offset` must be None with `past`, which knows"):
+    with pytest.raises(ValueError, match=r"^`offset` must be None with `past`, which sets it"):
         module.attention_weights(x[:, :1], past=past, offset=3)
 
 
