@@ -11,13 +11,15 @@ import pytest
 from onnx import helper
 
 from export_forms import FORMS, made
-from operator_runs import session_options
+from operator_runs import needs_library, session_options
 from relskew_core import BlockSpec, Span, init_weights
 from relskew_core.export import custom_ops_library, save, to_onnx, validate, without_operator
 from relskew_core.export._graph.operator import DOMAIN, NAME
 from relskew_core.export._plan import make_plan
 from relskew_core.export._validate import runtimes
 from relskew_core.export._validate.trials import make_inputs, make_trials
+
+pytestmark = needs_library
 
 MIXED = ("cross, clip, short", "cross, zero, short")
 """Forms that cut a table at one end, and let it go on at the other."""

@@ -18,12 +18,14 @@ import dense
 import oracles
 from compiled_cases import close, narrow
 from libraries import GATES
-from operator_runs import run, session_of, side_by_side
+from operator_runs import needs_library, run, session_of, side_by_side
 from relskew_core import Span, relative_attention
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.export import custom_ops_library
 from relskew_core.export._graph.operator import INPUTS, attributes_of
+
+pytestmark = needs_library
 
 ROOT = Path(__file__).parents[2]
 CASES = [case for case in compiled_cases.CASES if not case.call().get("dropout")]

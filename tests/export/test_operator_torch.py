@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from operator_runs import session_options
+from operator_runs import needs_library, session_options
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table, translations
 from relskew_core.export._graph.operator import NAME
 from relskew_core.export._whole import generate as generating
 from relskew_core.layers.torch import RelativeMultiheadAttention
+
+pytestmark = needs_library
 
 CPU = ["CPUExecutionProvider"]
 

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper
 
 from relskew_core.export import custom_ops_library
 from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
+from relskew_core.export._library import found_library
+
+needs_library = pytest.mark.skipif(found_library() is None, reason="no operator library was compiled at installation")
 
 
 def session_options(threads: int = 1) -> onnxruntime.SessionOptions:

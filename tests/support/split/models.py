@@ -47,11 +47,17 @@ class Model(nn.Module):
 def modules_agree(p: int) -> None:
     """The same output with the same dropout, and gradients that add up; sharded and checkpointed as well."""
     mesh = init_device_mesh("cpu", (p,))
-    spec = BlockSpec(12, 6, Span.clipped(5), causal=True, rel_values=True)
+    table = BlockSpec(12, 6, Span.clipped(5), causal=True, rel_values=True)
+    alibi = BlockSpec.alibi(12, 6, causal=True)
     padding = torch.zeros(2, 4 * p, dtype=torch.bool)
     padding[1, -3:] = True
     segments = torch.arange(4 * p) // 5
-    for method, sharded, checkpointed in (("ring", False, True), ("ring", True, False), ("heads", True, False)):
+    for spec, method, sharded, checkpointed in (
+        (table, "ring", False, True),
+        (table, "ring", True, False),
+        (table, "heads", True, False),
+        (alibi, "ring", False, False),
+    ):
         torch.manual_seed(0)
         model = Model(spec, checkpointed=checkpointed).double()
         x, part = torch.randn(2, 4 * p, 12).double(), copy.deepcopy(model)
