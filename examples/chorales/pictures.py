@@ -12,9 +12,7 @@ from matplotlib.figure import Figure
 
 from examples.chorales.model import Decoder
 from examples.chorales.tokens import HELD, LOWEST
-from relskew_core import attention_weights
 from relskew_core._files import whole
-from relskew_core.layers.torch import RelativeMultiheadAttention
 
 INK, FAINT = "#222233", "#8a8a99"
 COLOURS = {
@@ -76,21 +74,18 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def attention(model: Decoder, tokens: Sequence[int]) -> list[Array]:
-    """Return every layer's weights, ``(heads, queries, keys)``, worked out beside the layer's own attention."""
+    """Return every layer's weights, ``(heads, queries, keys)``."""
     seen: list[Array] = []
-    for block in model.attentions:
 
-        def attend(q: Any, k: Any, v: Any, *, block: RelativeMultiheadAttention = block, **options: Any) -> Any:
-            given = {"rel_k": block.tables_of(q)["rel_k"], **{name: x for name, x in options.items() if x is not None}}
-            seen.append(attention_weights(q, k, **given)[0].numpy())
-            return type(block).attend(block, q, k, v, **options)
+    def look(block: Any, args: Any, options: Any) -> None:
+        seen.append(block.attention_weights(*args, **options)[0].numpy())
 
-        block.attend = attend  # type: ignore[method-assign]  # of this one module
+    hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in model.attentions]
     try:
         model(torch.tensor([list(tokens)], dtype=torch.int64, device="cpu"))
     finally:
-        for block in model.attentions:
-            del block.attend
+        for hook in hooks:
+            hook.remove()
     return seen
 
 

@@ -75,6 +75,8 @@ class GridCall:
         if self.rel_bias is not None:
             bias_spans = check_bias("rel_bias", self.rel_bias, self.spans, grids, seen)
         check_bool("return_lse", return_lse)
+        if chunk_size is not None:
+            check_int("chunk_size", chunk_size, minimum=1)
         factor = q.shape[-1] ** -0.5 if scale is None else _check_factor("scale", scale, q, xp=xp)
         related = factor if rel_scale is None else _check_factor("rel_scale", rel_scale, q, xp=xp)
         rel_bias, prefix_bias = self._without_heads(q.ndim == 2)
@@ -236,11 +238,10 @@ def _chunks(
 ) -> Iterable[tuple[int, int]]:
     """Return which rows of the first axis are worked on together, as ranges."""
     height, inner = grids.queries[0], math.prod(grids.queries[1:])
-    size = None if chunk_size is None else check_int("chunk_size", chunk_size, minimum=1)
     if exported(*grids.queries, *grids.keys, *q.shape):  # a program has as many chunks for any size
         return [(0, height)]
-    if size is not None:
-        step = max(1, size // inner)
+    if chunk_size is not None:
+        step = max(1, chunk_size // inner)
     else:
         left, right = seen.reach(0)
         reach = grids.keys[0] if left is None or right is None else min(grids.keys[0], left + right + 1)

@@ -119,7 +119,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     >>> replace_attention(nn.Linear(2, 2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention
+    ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention...
     """
     sides = checked_window(window)
     root: Any = nn.ModuleDict({"model": model})

@@ -351,7 +351,7 @@ def test_genai_is_told_where_a_text_ends(given: Any, tmp_path: Path) -> None:
 
 def test_files_that_are_there_stay(tmp_path: Path) -> None:
     (tmp_path / "genai_config.json").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"`path` has a genai_config\.json beside it"):
+    with pytest.raises(FileExistsError, match=r"`path` has a genai_config\.json next to it"):
         decoder_to_onnx(Bare(), tmp_path / "decoder.onnx", genai={"eos_token_id": 29})
     (tmp_path / "decoder.onnx").write_text("mine")
     with pytest.raises(FileExistsError, match="`path` exists"):

@@ -45,6 +45,8 @@ SHOWN = {"text", "toml", "json", "bibtex", "{toctree}", "{include} README.md"}
 """Languages of blocks that are read and not run; what the site's generator does, tests/project/test_site.py builds."""
 
 NOT_RUN = {
+    "apt-get install --no-install-recommends debootstrap debian-archive-keyring qemu-user-static "
+    "g++-aarch64-linux-gnu": "changes the system, and takes minutes",
     "python -m benchmarks": "takes minutes; tests/project/test_benchmarks.py runs it small",
 }
 """Commands that are shown and not run, with the reason."""

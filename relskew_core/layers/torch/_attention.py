@@ -92,7 +92,7 @@ class TableAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        function: Callable[..., Any] = relative_attention,
+        function: Callable[..., Any] | None = None,
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         unfilled: Tensor | None = None,
@@ -105,10 +105,12 @@ class TableAttention(nn.Module):
         """
         padding = None if key_padding_mask is None else check_padding(key_padding_mask, k, xp=xp)
         mask = without_keys(unfilled, without_keys(padding, mask, q, k, xp=xp), q, k, xp=xp)
-        if self.training and self.dropout and function is relative_attention:
+        if self.training and self.dropout and function is None:
             options.update(dropout=self.dropout, seed=torch.randint(2**31, (), dtype=torch.int64, device=q.device))
         tables = self.with_bias(q, k, options) | (computed or {})
-        return function(q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options)
+        return (function or relative_attention)(
+            q, k, v, mask=mask, impl=self.impl, chunk_size=self.chunk_size, **tables, **options
+        )
 
     def with_bias(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tables of a call, the numbers of its bias, and their span."""
