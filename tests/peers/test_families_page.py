@@ -29,15 +29,17 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = []
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for block in blocks:
+        if "replace_rotary" in block:
+            names["model"](torch.arange(6)[None]).logits.sum().backward()
         exec(block, names)
         kinds.append(
             {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
         )
-    assert len(kinds) == 3
+    assert len(kinds) == 4
     assert "T5RelativeAttention" in kinds[0]
     assert "alibi" in kinds[1]
     assert "learned" in kinds[2]
-    names["model"](torch.arange(6)[None]).logits.sum().backward()
+    assert "relskew" in kinds[3]
     assert all(bias.grad is not None for bias in names["biases"])
 
 
