@@ -8,7 +8,7 @@ loops over queries and keys. A span is anything with ``left``, ``right`` and ``b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -100,6 +100,14 @@ def is_kept(seed: int, place: int, position: int, key: int, dropout: float) -> b
     return (drawn + 2**31) % 2**32 >= round(dropout * 2**32)
 
 
+def span_of(tables: Iterable[tuple[Tensor | None, int]], span: SpanLike | None, *, causal: bool) -> SpanLike:
+    """Span of tables with the axes of their rows; without any, one that is too short for nothing."""
+    known = [x.shape[axis] for x, axis in tables if x is not None]
+    if not known:
+        return Reach(0, 0, "zero")
+    return default_span(known[0], causal=causal) if span is None else span
+
+
 class Attention(NamedTuple):
     """The output and the log-sum-exp, of torch or of NumPy."""
 
@@ -146,14 +154,13 @@ def attention(
     rel_scale = scale if rel_scale is None else rel_scale
     by_head = (slice(None), None, None) if q.ndim > 2 else (slice(None), None)
     scale, rel_scale = (x[by_head] if isinstance(x, Tensor) else x for x in (scale, rel_scale))
-    if span is None:
-        rows_of = ((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2))
-        known = [x.shape[axis] for x, axis in rows_of if x is not None]
-        span = default_span(known[0], causal=causal) if known else Reach(0, 0, "zero")
+    span = span_of(((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2)), span, causal=causal)
     pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
     pattern["blocks_before"] = blocks_before
-    stands = (torch.arange(n) + offset, torch.arange(m)) if positions is None else positions
-    visible, rows = pairs(*stands, span, heads=q.ndim > 2, **pattern)
+    # Of Python's integers, which hold every offset.
+    places = (np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)) if positions is None else positions
+    of_queries_at, of_keys_at = (np.asarray(each) for each in places)
+    visible, rows = pairs(of_queries_at, of_keys_at, span, heads=q.ndim > 2, **pattern)
     if segments is not None:
         of_queries, of_keys = segments if isinstance(segments, (tuple, list)) else (segments, segments)
         same = of_queries[..., :, None] == of_keys[..., None, :]
@@ -199,9 +206,11 @@ def attention(
     return Attention(out, lse)
 
 
-def pairs(stands: Tensor, key_stands: Tensor, span: SpanLike, *, heads: bool, **pattern: Any) -> tuple[Tensor, Tensor]:
+def pairs(
+    stands: NDArray[Any], key_stands: NDArray[Any], span: SpanLike, *, heads: bool, **pattern: Any
+) -> tuple[Tensor, Tensor]:
     """Which keys every query may see and which row of a table serves them, -1 for none, (..., 1 if heads, n, m)."""
-    lead = torch.broadcast_shapes(stands.shape[:-1], key_stands.shape[:-1])
+    lead = np.broadcast_shapes(stands.shape[:-1], key_stands.shape[:-1])
     visible = torch.zeros((*lead, stands.shape[-1], key_stands.shape[-1]), dtype=torch.bool)
     rows = torch.full(visible.shape, -1)
     for item in np.ndindex(*lead):
