@@ -157,10 +157,11 @@ def attention(
     span = span_of(((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2)), span, causal=causal)
     pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
     pattern["blocks_before"] = blocks_before
-    # Of Python's integers, which hold every offset.
-    places = (np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)) if positions is None else positions
-    of_queries_at, of_keys_at = (np.asarray(each) for each in places)
-    visible, rows = pairs(of_queries_at, of_keys_at, span, heads=q.ndim > 2, **pattern)
+    # Python's integers hold every offset.
+    places: list[NDArray[Any]] = [np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)]
+    if positions is not None:
+        places = [np.asarray(x.tolist(), object).reshape(tuple(x.shape)) for x in positions]
+    visible, rows = pairs(places[0], places[1], span, heads=q.ndim > 2, **pattern)
     if segments is not None:
         of_queries, of_keys = segments if isinstance(segments, (tuple, list)) else (segments, segments)
         same = of_queries[..., :, None] == of_keys[..., None, :]
