@@ -324,6 +324,25 @@ def test_arrays_may_lie_in_memory_in_any_way(dtype: str) -> None:
     close(found.numpy(), expected)
 
 
+@dtypes
+def test_heads_that_lie_side_by_side_give_the_same_numbers(dtype: str) -> None:
+    """Rows that lie apart are copied where enough queries read them; each result has the same bits."""
+    rng = np.random.default_rng(0)
+    apart = [rng.standard_normal((2, 130, 3, 16)).astype(dtype).swapaxes(1, 2) for _ in range(4)]
+    together = [np.ascontiguousarray(x) for x in apart]
+    table = rng.standard_normal((21, 16)).astype(dtype)
+    for options in ({"window": (9, 5)}, {"segments": np.arange(130) // 40}):
+        found, expected = (
+            relative_attention_vjp(x[3], *x[:3], table, span=Span(10, 10, "clip"), impl="native", **options)
+            for x in (apart, together)
+        )
+        for name in ("q", "k", "v", "rel_k"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+        outs = [relative_attention(*x[:3], table, Span(10, 10, "clip"), impl="native", **options)
+                for x in (apart, together)]  # fmt: skip
+        np.testing.assert_array_equal(*outs)
+
+
 @pytest.mark.parametrize("n", [2, 30], ids=["few", "many"])
 @dtypes
 def test_keys_that_a_mask_hides_may_be_anything(n: int, dtype: str) -> None:

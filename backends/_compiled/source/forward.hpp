@@ -67,6 +67,11 @@ struct Packed {
     }
 };
 
+// Whether rows of keys or values lie apart, and enough queries read them for a copy that has them together.
+inline bool lie_apart(const Problem &x, const Array<const Stored> &rows, Index width) {
+    return rows.row != width && x.queries >= 2 * BLOCK;
+}
+
 // How many keys a task may have, rounded up to whole panels.
 inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
 
@@ -142,7 +147,8 @@ struct Forward {
         return keys && logits && outs && queries.make(height) &&
                relative.make(height, std::max(logits_row, columns_anywhere(x))) && key_side.make() && sight.make() &&
                grid.make(height, logits_row) && (!x.rel_v || by_row.make(height)) &&
-               (queries.in_pairs || values.make(room, x.value_width, static_cast<bool>(sight))) &&
+               (queries.in_pairs ||
+                values.make(room, x.value_width, static_cast<bool>(sight), lie_apart(x, x.v, x.value_width))) &&
                (!x.rel_v || rel_v.make(x.rows, x.value_width, static_cast<bool>(places)));
     }
 

@@ -42,7 +42,8 @@ inline bool finite(const T *x, Index width) {
 
 // Rows of an array, padded to whole vectors. Where labels hide some in the midst of others, those that are not finite
 // are zeros here, and are added only to what queries make of them that see them: 0 · NaN is not 0. A copy only where
-// there are such rows, or no whole vectors.
+// there are such rows, or no whole vectors, or where rows that are read again and again lie apart, as projections leave
+// those of a head: at steps of 2 KiB few of them fit into a cache.
 struct Rows {
     static const Real *as_it_is(const Real *x) { return x; }
     static const Real *as_it_is(const void *) { return nullptr; }  // numbers that are converted
@@ -51,11 +52,11 @@ struct Rows {
     Memory<Index> lost;
     const Stored *given = nullptr;
     Index row = 0, given_row = 0, width = 0, first = 0, copied = 0, lost_count = 0;
-    bool is_copy = false;
+    bool is_copied = false, is_copy = false;
 
-    bool make(Index rows, Index entries, bool labelled = false) {
-        width = entries;
-        const bool copied = CONVERTED || labelled || padded(width) != width;
+    bool make(Index rows, Index entries, bool labelled = false, bool apart = false) {
+        width = entries, is_copied = CONVERTED || apart || padded(width) != width;
+        const bool copied = labelled || is_copied;
         if (copied) copy = zeros(rows * padded(width));
         if (labelled) lost = memory<Index>(rows);
         return (copy || !copied) && (lost || !labelled);
@@ -67,7 +68,7 @@ struct Rows {
         given = all, given_row = all_row, this->first = first;
         for (Index j = from; lost && j < end; j++)
             if (!finite(all + j * all_row, width)) lost[lost_count++] = j;
-        is_copy = CONVERTED || padded(width) != width || lost_count;
+        is_copy = is_copied || lost_count;
         row = is_copy ? padded(width) : given_row;
         for (; is_copy && copied < end; copied++)
             std::copy_n(all + copied * all_row, width, copy.get() + (copied - first) * row);
