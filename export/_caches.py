@@ -61,8 +61,13 @@ def caches_in_place(
     >>> def tensor(name, *shape):
     ...     return helper.make_tensor_value_info(name, 1, shape)
     >>> nodes = [helper.make_node("Concat", ["past.k", "new"], ["present.k"], axis=2)]
-    >>> inputs = [tensor("new", "batch", 2, "length", 8), tensor("past.k", "batch", 2, "past_length", 8)]
-    >>> graph = helper.make_graph(nodes, "g", inputs, [tensor("present.k", "batch", 2, "total_length", 8)])
+    >>> inputs = [
+    ...     tensor("new", "batch", 2, "length", 8),
+    ...     tensor("past.k", "batch", 2, "past_length", 8),
+    ... ]
+    >>> graph = helper.make_graph(
+    ...     nodes, "g", inputs, [tensor("present.k", "batch", 2, "total_length", 8)]
+    ... )
     >>> growing = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
     >>> model = caches_in_place(growing, past="past.")
     >>> [node.op_type for node in model.graph.node if node.output[0] == "present.k"]

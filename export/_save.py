@@ -70,7 +70,8 @@ def save(
     >>> from relskew_core.export import save, to_onnx
     >>> spec = BlockSpec(4, 2, Span.causal(8), causal=True)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(to_onnx(spec, init_weights(spec, seed=0)), Path(folder) / "block.onnx").name
+    ...     model = to_onnx(spec, init_weights(spec, seed=0))
+    ...     save(model, Path(folder) / "block.onnx").name
     'block.onnx'
     """
     if not isinstance(model, onnx.ModelProto):

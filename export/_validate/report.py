@@ -52,7 +52,9 @@ class Report:
 
     Examples
     --------
-    >>> report = Report((Check("y", "onnxruntime 1.31.1", "CPU", "batch 1", True, 1e-7, 2e-6),))
+    >>> report = Report(
+    ...     (Check("y", "onnxruntime 1.31.1", "CPU", "batch 1", True, 1e-7, 2e-6),)
+    ... )
     >>> report.ok, len(report.failures)
     (True, 0)
     >>> print(report.table())

@@ -122,7 +122,9 @@ def decoder_to_onnx(
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.embedding = torch.nn.Embedding(10, 8)
-    ...         self.attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
+    ...         self.attention = RelativeMultiheadAttention(
+    ...             BlockSpec(8, 2, Span.causal(16), causal=True)
+    ...         )
     ...
     ...     def forward(self, tokens, past):
     ...         y, cache = self.attention(self.embedding(tokens), past=past[0])
@@ -130,7 +132,9 @@ def decoder_to_onnx(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = decoder_to_onnx(Decoder(), Path(folder) / "decoder.onnx")
     ...     tokens = generate(path, [1, 2, 3], 5)
-    ...     fixed = decoder_to_onnx(Decoder(), Path(folder) / "fixed.onnx", in_place=True, length=12)
+    ...     fixed = decoder_to_onnx(
+    ...         Decoder(), Path(folder) / "fixed.onnx", in_place=True, length=12
+    ...     )
     ...     len(tokens), len(generate(fixed, [1, 2, 3], 5))
     (5, 5)
     """

@@ -92,7 +92,9 @@ def encoder_decoder_to_onnx(
 
         model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-small")
         folder = encoder_decoder_to_onnx(replace_attention(model), "flan-t5-small")
-        tokens = generate(folder, tokenizer("translate English to German: a house").input_ids, 40, stop=1)
+        tokens = generate(
+            folder, tokenizer("translate English to German: a house").input_ids, 40, stop=1
+        )
     """
     import torch
 

@@ -99,7 +99,10 @@ def torch_to_onnx(
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
     >>> encoder = RelativeMultiheadAttention(BlockSpec(8, 2, Span.clipped(4)))
     >>> graph = torch_to_onnx(encoder, torch.randn(2, 5, 8), output_names=["y"]).graph
-    >>> [[size.dim_param or size.dim_value for size in x.type.tensor_type.shape.dim] for x in graph.input]
+    >>> [
+    ...     [size.dim_param or size.dim_value for size in x.type.tensor_type.shape.dim]
+    ...     for x in graph.input
+    ... ]
     [['batch', 'x_length', 8]]
     """
     import torch

@@ -166,7 +166,9 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     >>> from relskew_core import Span, alibi_bias
     >>> span = Span.causal(3)
     >>> heads = [np.stack([x, x]) for x in (q, k, v)]
-    >>> out = relative_attention(*heads, None, span, rel_bias=alibi_bias(2, span, xp=np), window=(1, 0))
+    >>> out = relative_attention(
+    ...     *heads, None, span, rel_bias=alibi_bias(2, span, xp=np), window=(1, 0)
+    ... )
     >>> out[0].round(3).tolist()
     [[1.0], [1.516], [3.031]]
     """

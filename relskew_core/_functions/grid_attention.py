@@ -194,7 +194,8 @@ def relative_attention_nd(
     >>> q = np.zeros((8, 1))
     >>> v = np.arange(8.0)[:, None]
     >>> grids = {"q_grid": (2, 2, 2), "k_grid": (2, 2, 2)}
-    >>> relative_attention_nd(q, q, v, **grids, window=[(0, 0), (0, 0), (None, None)])[:, 0]  # along the last axis
+    >>> row = [(0, 0), (0, 0), (None, None)]  # along the last axis alone
+    >>> relative_attention_nd(q, q, v, **grids, window=row)[:, 0]
     array([0.5, 0.5, 2.5, 2.5, 4.5, 4.5, 6.5, 6.5])
     """
     given = () if tables is None else tables

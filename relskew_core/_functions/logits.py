@@ -95,7 +95,9 @@ def relative_logits(
            [-2., -1.,  0.]])
     >>> relative_logits(q[:1], table, n_keys=3, offset=2)
     array([[-2., -1.,  0.]])
-    >>> relative_logits(np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, offset=0, side="key")
+    >>> relative_logits(
+    ...     np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, offset=0, side="key"
+    ... )
     array([[  0.,  10., 200.],
            [ -1.,   0., 100.]])
     >>> pitches = np.asarray([60, 62, 60])

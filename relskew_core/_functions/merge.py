@@ -37,7 +37,8 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     Examples
     --------
     >>> import numpy as np
-    >>> outs, lses = [np.asarray([[1.0]]), np.asarray([[4.0]])], [np.log([1.0]), np.log([2.0])]
+    >>> outs = [np.asarray([[1.0]]), np.asarray([[4.0]])]
+    >>> lses = [np.log([1.0]), np.log([2.0])]
     >>> merge_attention(outs, lses)
     (array([[3.]]), array([1.09861229]))
     """

@@ -94,7 +94,8 @@ def paged_attention(
     >>> import numpy as np
     >>> k_pages = v_pages = np.arange(8.0).reshape(4, 2, 1, 1)  # four pages of two keys
     >>> q = np.zeros((2, 1, 1, 1))
-    >>> paged_attention(q, k_pages, v_pages, page_table=[[1, 0], [3, -1]], lengths=[3, 1]).ravel()
+    >>> pages = {"page_table": [[1, 0], [3, -1]], "lengths": [3, 1]}
+    >>> paged_attention(q, k_pages, v_pages, **pages).ravel()
     array([1.66666667, 6.        ])
     """
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages}

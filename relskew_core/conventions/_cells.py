@@ -112,7 +112,8 @@ class BEiT:
     Examples
     --------
     >>> import numpy as np
-    >>> rel_bias, prefix_bias, *_ = BEiT(window=(1, 1)).load(np.asarray([[5.0], [1.0], [2.0], [3.0]]))
+    >>> table = np.asarray([[5.0], [1.0], [2.0], [3.0]])
+    >>> rel_bias, prefix_bias, *_ = BEiT(window=(1, 1)).load(table)
     >>> rel_bias, prefix_bias
     (array([[[5.]]]), array([[2., 1., 3.]]))
     """

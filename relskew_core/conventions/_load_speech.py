@@ -112,8 +112,12 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import ConformerAttention
     >>> names = ["linear_q", "linear_k", "linear_v", "linear_out", "linear_pos"]
-    >>> theirs = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8, bias=name != "linear_pos") for name in names})
-    >>> theirs.pos_bias_u, theirs.pos_bias_v = (torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2))
+    >>> theirs = torch.nn.ModuleDict(
+    ...     {name: torch.nn.Linear(8, 8, bias=name != "linear_pos") for name in names}
+    ... )
+    >>> theirs.pos_bias_u, theirs.pos_bias_v = (
+    ...     torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2)
+    ... )
     >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(500)))
     >>> attention.load_state_dict(load_conformer(theirs.state_dict(), num_heads=2))
     <All keys matched successfully>

@@ -142,7 +142,9 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
     Examples
     --------
     >>> import numpy as np
-    >>> huang_logits(np.ones((5, 1)), np.asarray([[-4.0], [-3.0], [-2.0], [-1.0], [0.0]])).astype(int)
+    >>> huang_logits(
+    ...     np.ones((5, 1)), np.asarray([[-4.0], [-3.0], [-2.0], [-1.0], [0.0]])
+    ... ).astype(int)
     array([[ 0,  0,  0,  0,  0],
            [-1,  0,  0,  0,  0],
            [-2, -1,  0,  0,  0],

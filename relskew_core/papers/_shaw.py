@@ -171,7 +171,9 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | 
     >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
     >>> shaw_gather_values(np.eye(3), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
     array([10., 20., 30.])
-    >>> shaw_gather_values(np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    >>> shaw_gather_values(
+    ...     np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v
+    ... )[:, 0]
     array([31., 20.,  9.])
     """
     xp = _check_values(weights, v, rel_v)
@@ -192,7 +194,9 @@ def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int | N
     --------
     >>> import numpy as np
     >>> rel_v = np.asarray([[-1.0], [0.0], [1.0]])
-    >>> shaw_split_values(np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v)[:, 0]
+    >>> shaw_split_values(
+    ...     np.fliplr(np.eye(3)), np.asarray([[10.0], [20.0], [30.0]]), rel_v
+    ... )[:, 0]
     array([31., 20.,  9.])
     """
     xp = _check_values(weights, v, rel_v)

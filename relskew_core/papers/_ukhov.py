@@ -104,7 +104,9 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     --------
     >>> import numpy as np
     >>> far_future = np.asarray([[100.0], [0.0], [0.0], [0.0], [0.0]])
-    >>> diagonal_attention(np.ones((3, 1)), np.zeros((3, 1)), np.asarray([[1.0], [2.0], [3.0]]), far_future)[:, 0]
+    >>> diagonal_attention(
+    ...     np.ones((3, 1)), np.zeros((3, 1)), np.asarray([[1.0], [2.0], [3.0]]), far_future
+    ... )[:, 0]
     array([3., 2., 2.])
     """
     xp = namespace_of_arrays({"q": q, "k": k, "v": v, "rel_k": rel_k})

@@ -131,7 +131,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         elif block.language == "c":
             run_c(block, tmp_path)
         elif block.language == "console":
-            commands = re.findall(r"^\$ (.*)$", block.code, re.MULTILINE)
+            commands = re.findall(r"^\$ (.*)$", re.sub(r"\\\n\s+", "", block.code), re.MULTILINE)
             assert commands, f"{page.name}:{block.line}: a console block shows commands after `$ `"
             for command in commands:
                 run_command(command, tmp_path)
@@ -147,6 +147,16 @@ def test_fences_are_closed_and_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+COLUMNS = 88
+"""Of code on a page of the site; `pyproject.toml` has the same for docstrings, and `docs/tutorials/` for notebooks."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_the_page(page: Path) -> None:
+    wide = [line for block in blocks_of(page) for line in block.code.splitlines() if len(line) > COLUMNS]
+    assert not wide, f"{page.name} has code of more than {COLUMNS} columns: {wide}"
 
 
 def docs(name: str) -> str:

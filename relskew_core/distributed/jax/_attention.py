@@ -87,8 +87,13 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     >>> split, whole = PartitionSpec(None, "ring"), PartitionSpec()
     >>> specs = split, split, split, whole
     >>> ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=split))
-    >>> given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k, v, table), specs)]
-    >>> bool(abs(ring(*given) - relative_attention(q, k, v, table, causal=True)).max() < 1e-5)
+    >>> given = [
+    ...     jax.device_put(x, NamedSharding(mesh, spec))
+    ...     for x, spec in zip((q, k, v, table), specs)
+    ... ]
+    >>> bool(
+    ...     abs(ring(*given) - relative_attention(q, k, v, table, causal=True)).max() < 1e-5
+    ... )
     True
     """
     check_choice("layout", given.layout, LAYOUTS)

@@ -107,9 +107,13 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
 
     >>> import torch
     >>> from relskew_core import Span, relative_attention
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> q, k, v, table = torch.randn(3, 2, 8, 4), torch.randn(3, 2, 8, 4), torch.randn(3, 2, 8, 4), torch.randn(8, 4)
-    >>> out = context_parallel_attention(q, k, v, table, causal=True, group=torch.distributed.group.WORLD)
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
+    >>> q, k, v, table = *torch.randn(3, 3, 2, 8, 4), torch.randn(8, 4)
+    >>> out = context_parallel_attention(
+    ...     q, k, v, table, causal=True, group=torch.distributed.group.WORLD
+    ... )
     >>> torch.allclose(out, relative_attention(q, k, v, table, causal=True), atol=1e-5)
     True
     >>> torch.distributed.destroy_process_group()

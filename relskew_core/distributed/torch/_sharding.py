@@ -42,7 +42,9 @@ def register_sharding() -> None:
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> from relskew_core import relative_attention
     >>> register_sharding()
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
     >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
     >>> q = distribute_tensor(torch.randn(2, 4, 8, 16), mesh, [Shard(1)])
     >>> relative_attention(q, q, q, causal=True).placements

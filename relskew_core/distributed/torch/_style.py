@@ -49,10 +49,16 @@ class ContextParallel(ParallelStyle):
     >>> from torch.distributed.tensor.parallel import parallelize_module
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> model = torch.nn.Sequential(RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True)))
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Sequential(
+    ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True))
+    ... )
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
     >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    >>> parallelize_module(model, mesh, {"0": ContextParallel(layout="zigzag")})(torch.randn(2, 8, 16)).shape
+    >>> parallelize_module(model, mesh, {"0": ContextParallel(layout="zigzag")})(
+    ...     torch.randn(2, 8, 16)
+    ... ).shape
     torch.Size([2, 8, 16])
     >>> torch.distributed.destroy_process_group()
     """

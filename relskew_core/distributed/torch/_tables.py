@@ -47,7 +47,9 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     Examples
     --------
     >>> import torch
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
     >>> shard_table(torch.ones(5, 2), torch.distributed.group.WORLD, Span.full(3)).shape
     torch.Size([5, 2])
     >>> torch.distributed.destroy_process_group()

@@ -128,7 +128,9 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         --------
         >>> from relskew_core import BlockSpec, Span, init_weights
         >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention = RelativeMultiheadAttention.from_weights(
+        ...     init_weights(spec, seed=0), spec
+        ... )
         >>> attention.rel_k.shape
         (4, 32, 4)
         """

@@ -62,7 +62,9 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     >>> from flax import nnx
     >>> from relskew_core import BlockSpec, Span
     >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-    >>> attention = RelativeMultiheadAttention(spec, dropout=0.1, deterministic=False, rngs=nnx.Rngs(0))
+    >>> attention = RelativeMultiheadAttention(
+    ...     spec, dropout=0.1, deterministic=False, rngs=nnx.Rngs(0)
+    ... )
     >>> x = jax.random.normal(jax.random.key(1), (2, 7, 16))
     >>> attention(x).shape
     (2, 7, 16)
@@ -141,7 +143,9 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         --------
         >>> from relskew_core import BlockSpec, Span, init_weights
         >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention = RelativeMultiheadAttention.from_weights(
+        ...     init_weights(spec, seed=0), spec
+        ... )
         >>> attention.q_proj.kernel.shape, attention.rel_k.shape
         ((16, 16), (4, 32, 4))
         """

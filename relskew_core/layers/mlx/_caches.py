@@ -33,7 +33,9 @@ class FixedCache(NamedTuple):
     >>> import mlx.core as mx
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(8, 2, Span.causal(16), causal=True)
+    ... )
     >>> x = mx.random.normal((2, 6, 8))
     >>> _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))
     >>> cache = cache._replace(length=mx.array([4, 3]))  # the second prompt is shorter
@@ -80,7 +82,9 @@ class SlidingCache(NamedTuple):
     >>> import mlx.core as mx
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.mlx import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0)))
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
+    ... )
     >>> x, steps, cache = mx.random.normal((2, 20, 8)), [], attention.empty_cache(2, keep=3)
     >>> for token in mx.split(x, 20, axis=1):
     ...     y, cache = attention(token, past=cache)

@@ -50,7 +50,9 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
     --------
     >>> import mlx.core as mx
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1)
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1
+    ... )
     >>> attention(mx.random.normal((2, 7, 16))).shape
     (2, 7, 16)
     """
@@ -107,7 +109,9 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         --------
         >>> from relskew_core import BlockSpec, Span, init_weights
         >>> spec = BlockSpec(16, 4, Span.causal(32), causal=True)
-        >>> attention = RelativeMultiheadAttention.from_weights(init_weights(spec, seed=0), spec)
+        >>> attention = RelativeMultiheadAttention.from_weights(
+        ...     init_weights(spec, seed=0), spec
+        ... )
         >>> attention.q_proj.weight.shape, attention.rel_k.shape
         ((16, 16), (4, 32, 4))
         """

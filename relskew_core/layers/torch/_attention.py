@@ -76,10 +76,16 @@ class TableAttention(nn.Module):
         ...     torch.nn.Linear(3, 16),
         ...     RelativeMultiheadAttention(BlockSpec(16, 4, Span.clipped(8))),
         ... )
-        >>> tables = [x for part in model.modules() if hasattr(part, "table_parameters")
-        ...           for x in part.table_parameters()]
+        >>> tables = [
+        ...     x
+        ...     for part in model.modules()
+        ...     if hasattr(part, "table_parameters")
+        ...     for x in part.table_parameters()
+        ... ]
         >>> others = [x for x in model.parameters() if all(x is not table for table in tables)]
-        >>> optimizer = torch.optim.AdamW([{"params": others}, {"params": tables, "lr": 1e-2}], lr=1e-3)
+        >>> optimizer = torch.optim.AdamW(
+        ...     [{"params": others}, {"params": tables, "lr": 1e-2}], lr=1e-3
+        ... )
         >>> [len(group["params"]) for group in optimizer.param_groups]
         [10, 1]
         """

@@ -82,7 +82,9 @@ class CachedAttention(TableAttention):
         >>> import torch
         >>> from relskew_core import BlockSpec, Span
         >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
+        >>> attention = RelativeMultiheadAttention(
+        ...     BlockSpec(8, 2, Span.causal(16), causal=True)
+        ... ).eval()
         >>> x = torch.randn(1, 16, 8)
         >>> with torch.no_grad():
         ...     y, past = attention(x[:, :10], past=attention.empty_cache(1, length=16))

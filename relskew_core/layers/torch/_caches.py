@@ -28,11 +28,14 @@ class FixedCache(NamedTuple):
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True)).eval()
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(8, 2, Span.causal(16), causal=True)
+    ... ).eval()
     >>> x = torch.randn(2, 6, 8)
     >>> with torch.no_grad():
     ...     _, cache = attention(x[:, :4], past=attention.empty_cache(2, length=16))
-    ...     cache = cache._replace(length=torch.tensor([4, 3]))  # the second prompt is shorter
+    ...     # the second prompt is shorter
+    ...     cache = cache._replace(length=torch.tensor([4, 3]))
     ...     y, cache = attention(x[:, 4:5], past=cache)
     >>> cache.length
     tensor([5, 4])
@@ -81,7 +84,9 @@ class SlidingCache(NamedTuple):
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import RelativeMultiheadAttention
-    >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))).eval()
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(8, 2, Span.causal(4), causal=True, window=(3, 0))
+    ... ).eval()
     >>> x, steps = torch.randn(2, 100, 8), []
     >>> with torch.no_grad():
     ...     cache = attention.empty_cache(2, keep=3)

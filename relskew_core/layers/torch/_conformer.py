@@ -36,7 +36,9 @@ class ChunkCache(NamedTuple):
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
     >>> from relskew_core.layers.torch import ConformerAttention
-    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2))
+    >>> attention = ConformerAttention(
+    ...     BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
+    ... )
     >>> attention.empty_cache(1).keys.shape
     torch.Size([1, 2, 8, 4])
     """
@@ -86,7 +88,9 @@ class ConformerAttention(RelativeMultiheadAttention):
     --------
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = ConformerAttention(BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)).eval()
+    >>> attention = ConformerAttention(
+    ...     BlockSpec(8, 2, Span.full(12), block_size=4, blocks_before=2)
+    ... ).eval()
     >>> x, past, chunks = torch.randn(1, 20, 8), attention.empty_cache(1), []
     >>> with torch.no_grad():
     ...     for chunk in x.split(4, dim=1):

@@ -52,7 +52,9 @@ class MultiheadAttention(TableAttention):
     >>> import torch
     >>> from relskew_core import Span
     >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
-    >>> layer.self_attn = MultiheadAttention(16, 4, Span.clipped(8), dropout=0.1, batch_first=True)
+    >>> layer.self_attn = MultiheadAttention(
+    ...     16, 4, Span.clipped(8), dropout=0.1, batch_first=True
+    ... )
     >>> layer(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     """
@@ -156,11 +158,15 @@ class MultiheadAttention(TableAttention):
         --------
         >>> import torch
         >>> from relskew_core import Span
-        >>> encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, batch_first=True), 2).eval()
+        >>> encoder = torch.nn.TransformerEncoder(
+        ...     torch.nn.TransformerEncoderLayer(16, 4, batch_first=True), 2
+        ... ).eval()
         >>> x = torch.randn(2, 7, 16)
         >>> before = encoder(x)
         >>> for layer in encoder.layers:
-        ...     layer.self_attn = MultiheadAttention.from_multihead(layer.self_attn, Span.clipped(8))
+        ...     layer.self_attn = MultiheadAttention.from_multihead(
+        ...         layer.self_attn, Span.clipped(8)
+        ...     )
         >>> torch.allclose(encoder(x), before, atol=1e-5)
         True
         """

@@ -62,7 +62,9 @@ class RelativeMultiheadAttention(CachedAttention):
     --------
     >>> import torch
     >>> from relskew_core import BlockSpec, Span
-    >>> attention = RelativeMultiheadAttention(BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1)
+    >>> attention = RelativeMultiheadAttention(
+    ...     BlockSpec(16, 4, Span.causal(32), causal=True), dropout=0.1
+    ... )
     >>> attention(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     >>> attention
@@ -190,7 +192,9 @@ class RelativeMultiheadAttention(CachedAttention):
         --------
         >>> import torch
         >>> from relskew_core import BlockSpec, Span
-        >>> attention = RelativeMultiheadAttention(BlockSpec(8, 2, Span.causal(16), causal=True))
+        >>> attention = RelativeMultiheadAttention(
+        ...     BlockSpec(8, 2, Span.causal(16), causal=True)
+        ... )
         >>> x = torch.randn(1, 3, 8)
         >>> past, steps = attention.empty_cache(1), []
         >>> for position in range(3):  # one token at a time
