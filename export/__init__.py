@@ -10,7 +10,7 @@ from relskew_core._array.extras import needs_extra as _needs_extra
 
 try:
     from relskew_core.export._caches import caches_in_place
-    from relskew_core.export._from_torch.translation import torch_translation_table
+    from relskew_core.export._from_torch.translation import TranslationTable, torch_translation_table
     from relskew_core.export._library import custom_ops_library, without_operator
     from relskew_core.export._model import to_onnx
     from relskew_core.export._quantise import quantize
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Check",
     "Report",
+    "TranslationTable",
     "caches_in_place",
     "custom_ops_library",
     "decoder_to_onnx",

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._graph.grouped import DOMAIN
-from relskew_core.export._graph.in_place_node import attending, drop_unused, with_caches
+from relskew_core.export._graph.in_place_node import attending, with_caches
+from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._profiles import IN_PLACE_OPSET
 
 PAST_LENGTH = "past_length"
@@ -86,7 +87,7 @@ def caches_in_place(
     del changed.graph.node[:]
     changed.graph.node.extend(nodes)
     _declare(changed, caches)
-    drop_unused(changed)
+    read_side_by_side(changed)
     if contrib:
         changed.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return changed

@@ -8,8 +8,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import onnx
 
-from relskew_core._array.checks import check_int
+from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core._block.spec import CallSpec
 from relskew_core._kernel.call import TABLES, Operands, Options, unknown
 from relskew_core._positions.span import Span
@@ -18,7 +19,7 @@ from relskew_core.export._from_torch.call import TracedCall
 from relskew_core.export._from_torch.chunked import attend_by_length, goes_in_chunks
 from relskew_core.export._from_torch.emitter import TracedEmitter
 from relskew_core.export._from_torch.fitted import Reach, ends_of
-from relskew_core.export._from_torch.node import Functions, is_served, write_node
+from relskew_core.export._from_torch.node import Functions, add_functions, is_served, write_node
 from relskew_core.export._from_torch.related import LookedUp, Skewed, attend_in_blocks, scaled
 from relskew_core.export._graph.emitter import Dim, Value
 from relskew_core.export._graph.fused import fused_attributes, without_dead_rows
@@ -28,6 +29,7 @@ from relskew_core.export._graph.parts import (
     hide,
     softmax_weights,
 )
+from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import NEWEST_OPSET, PROFILES
@@ -41,9 +43,46 @@ REACH = "relskew.reach"
 """What nodes of causal attention note: how many positions, the past included, their tables reach."""
 
 
+class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
+    """Translations by operator of torch, as :func:`torch_translation_table` returns them."""
+
+    _functions: Functions | None = None
+
+    def model(self, program: Any) -> onnx.ModelProto:
+        """Return the graph of an export that these translations were given to.
+
+        Parameters
+        ----------
+        program : torch.onnx.ONNXProgram
+            What ``torch.onnx.export`` returned.
+
+        Returns
+        -------
+        onnx.ModelProto
+            The graph. With ``operator=True`` its nodes ``relskew::RelativeAttention`` are functions of the model, too,
+            so that it runs without the operator library, and read projections as they come.
+
+        Raises
+        ------
+        TypeError
+            If ``program`` is no program.
+        """
+        import torch
+
+        if not isinstance(program, torch.onnx.ONNXProgram):
+            raise TypeError(f"`program` must be what torch.onnx.export returned, got {describe(program)}")
+        made = program.model_proto
+        if self._functions is not None:
+            add_functions(made, self._functions)
+            read_side_by_side(made)
+        if made.functions:
+            made.ir_version = max(made.ir_version, 10)  # since which functions of one name have overloads
+        return made
+
+
 def torch_translation_table(
-    opset: int = 23, *, chunk_size: int | None = None
-) -> dict[Callable[..., Any], Callable[..., Any]]:
+    opset: int = 23, *, chunk_size: int | None = None, operator: bool = False
+) -> TranslationTable:
     """Return the translations that ``torch.onnx.export`` needs for models with relative attention.
 
     ``torch.onnx.export(model, args, dynamo=True, opset_version=opset, custom_translation_table=...)`` then writes
@@ -58,37 +97,34 @@ def torch_translation_table(
         Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
         ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. No
         control flow by default; calls with blocks, a ``key_table`` or ``return_lse`` have none.
+    operator : bool, default False
+        Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Take the graph from
+        ``table.model(program)`` then, which gives the nodes the functions that run where the library is missing.
 
     Returns
     -------
-    dict
-        Translations by operator of torch.
+    TranslationTable
+        A dict of translations by operator of torch. Use one table for one export.
 
     Raises
     ------
     ValueError, TypeError
-        If ``opset`` or ``chunk_size`` does not fit. A call that cannot be translated fails the export with a
-        ``ValueError`` that names the argument: ``dropout``, a ``mask`` by head with more than one axis before the
-        heads.
+        If an argument does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
+        the argument: ``dropout``, a ``mask`` by head with more than one axis before the heads.
 
     Examples
     --------
     >>> sorted(str(operator) for operator in torch_translation_table(23))
     ['relskew.attention.default', 'relskew.recomputed_attention.default']
     """
-    return translations(opset, chunk_size=chunk_size)
-
-
-def translations(
-    opset: int, functions: Functions | None = None, chunk_size: int | None = None
-) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the same; with ``functions``, to which theirs are added, calls become nodes of the operator."""
     opset = check_int("opset", opset)
     oldest = PROFILES["portable"].opset
     if not oldest <= opset <= NEWEST_OPSET:
         raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {opset}")
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, minimum=1)
+    table = TranslationTable()
+    functions = table._functions = Functions() if check_bool("operator", operator) else None
     import onnxscript
 
     from relskew_core.backends._torch.cpu.operator import OPERATOR
@@ -119,7 +155,8 @@ def translations(
             return out, g.tensor(g.constant(np.zeros(0, dtype=np.float64), g.dtype))
         return translate(g, operands, options)
 
-    return {operator.op._opoverload: attention for operator in (OPERATOR, RECOMPUTED)}
+    table.update({each.op._opoverload: attention for each in (OPERATOR, RECOMPUTED)})
+    return table
 
 
 def _attention(

@@ -47,7 +47,7 @@ def _add(
 ) -> None:
     """Give a model functions, which keep the constants that nothing else needs."""
     graph = model.graph
-    used = set(_used(graph.node))
+    used = set(names_read(graph.node))
     for index in reversed(range(len(graph.initializer))):
         if graph.initializer[index].name in constants and graph.initializer[index].name not in used:
             del graph.initializer[index]
@@ -72,9 +72,9 @@ def _fold(
     kept_names = {node.name for node in graph.node} - {node.name for node in nodes}
     kept = [node for node in graph.node if node.name in kept_names]
     made = {output for node in nodes for output in node.output}
-    asked = dict.fromkeys(one for one in _used(nodes) if one not in made)
+    asked = dict.fromkeys(one for one in names_read(nodes) if one not in made)
     inputs = [one for one in asked if one not in constants]
-    wanted = {*_used(kept), *(value.name for value in graph.output)}
+    wanted = {*names_read(kept), *(value.name for value in graph.output)}
     outputs = [output for node in nodes for output in node.output if output in wanted]
     if places is not None:
         assert set(inputs) <= set(places[0])
@@ -99,7 +99,7 @@ def _fold(
     before = [node for node in graph.node[: last + 1] if node.name in kept_names]
     after = list(graph.node[last + 1 :])
     late = {*outputs}
-    moved = [node for node in before if late & set(_used([node]))]
+    moved = [node for node in before if late & set(names_read([node]))]
     del graph.node[:]
     graph.node.extend([*(node for node in before if node not in moved), call, *moved, *after])
     for index in reversed(range(len(graph.value_info))):
@@ -117,7 +117,7 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from all_graphs(attribute.g)
 
 
-def _used(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
     """Names that nodes read, those that their loops read from outside included."""
     for node in nodes:
         yield from filter(None, node.input)
@@ -125,5 +125,5 @@ def _used(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
             if attribute.HasField("g"):
                 body = attribute.g
                 own = {value.name for value in body.input} | {name for inner in body.node for name in inner.output}
-                outer = [*_used(body.node), *(value.name for value in body.output)]
+                outer = [*names_read(body.node), *(value.name for value in body.output)]
                 yield from (name for name in outer if name not in own)

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 from relskew_core import __version__
 from relskew_core._array.checks import describe
 from relskew_core.backends._torch.untranslated import operators_kept
-from relskew_core.export._from_torch.node import Functions, add_functions
-from relskew_core.export._from_torch.translation import REACH, torch_translation_table, translations
+from relskew_core.export._from_torch.translation import REACH, torch_translation_table
 from relskew_core.export._whole.names import name_lengths, name_nodes
 
 _PREFIX = "model."
@@ -87,7 +86,7 @@ def convert(
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
-    functions = Functions() if operator else None
+    table = torch_translation_table(opset, chunk_size=chunk_size, operator=operator)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(
             flat,
@@ -95,7 +94,7 @@ def convert(
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=(tuple(axes),),
-            custom_translation_table=translations(opset, functions, chunk_size),
+            custom_translation_table=table,
             input_names=list(input_names),
             output_names=list(output_names),
             verbose=False,
@@ -111,11 +110,9 @@ def convert(
     name_lengths(model, {**names, **(sums or {})})
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
-    made = program.model_proto
-    if functions is not None:
-        add_functions(made, functions)
+    made = table.model(program)
     oldest: int = onnx.helper.find_min_ir_version_for(made.opset_import, ignore_unknown=True)
-    # Older runtimes refuse newer ones unread; functions of one name have overloads since version 10.
+    # Older runtimes refuse newer ones unread; functions need version 10.
     made.ir_version = max(min(made.ir_version, oldest), 10 if made.functions else 0)
     return Conversion(made, shapes, reach)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from operator_runs import needs_library, session_options
 from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx, without_operator
-from relskew_core.export._from_torch.translation import torch_translation_table, translations
+from relskew_core.export._from_torch.translation import torch_translation_table
 from relskew_core.export._graph.operator import NAME
 from relskew_core.export._whole import generate as generating
 from relskew_core.layers.torch import RelativeMultiheadAttention
@@ -97,6 +97,7 @@ def test_calls_of_one_kind_share_a_function() -> None:
     model = nn.Sequential(*(RelativeMultiheadAttention(spec) for _ in range(3)))
     made = torch_to_onnx(model, torch.randn(2, 6, 16), operator=True)
     assert (len(nodes(made)), len(made.functions)) == (3, 1)
+    assert {node.op_type for node in made.graph.node} == {NAME, "MatMul", "Add"}
     plain = without_operator(made)
     x = np.random.default_rng(0).standard_normal((3, 9, 16)).astype(np.float32)
     found = [
@@ -105,6 +106,24 @@ def test_calls_of_one_kind_share_a_function() -> None:
     ]
     for one in found[1:]:
         np.testing.assert_allclose(one, found[0], rtol=0, atol=1e-5)
+
+
+def test_torchs_own_exporter_writes_nodes() -> None:
+    spec = BlockSpec(16, 4, Span.causal(40), causal=True, num_kv_heads=2)
+    model, x = RelativeMultiheadAttention(spec).eval(), torch.randn(2, 6, 16)
+    table = torch_translation_table(operator=True)
+    program = torch.onnx.export(model, (x,), dynamo=True, opset_version=23, custom_translation_table=table,
+                                dynamic_shapes=({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},),
+                                verbose=False)  # fmt: skip
+    made = table.model(program)
+    onnx.checker.check_model(made, full_check=True)
+    (node,) = nodes(made)
+    assert node.overload == "call_1_q4x4_k2x4_v2x4_out4"
+    for given in (x, torch.randn(1, 1, 16)):
+        for options in (session_options(), None):
+            session = onnxruntime.InferenceSession(made.SerializeToString(), options, providers=CPU)
+            found = session.run(None, {session.get_inputs()[0].name: given.numpy()})[0]
+            np.testing.assert_allclose(found, model(given).detach().numpy(), rtol=0, atol=1e-5)
 
 
 class Fitted(nn.Module):
@@ -148,6 +167,8 @@ def test_decoders_give_the_same_tokens(
     graph = onnx.load(made)
     assert len(nodes(graph)) == 2
     assert not nodes(graph, "TensorScatter")  # the node writes its caches
+    grows = not options  # and attention reads the present, of heads
+    assert len(nodes(graph, "Reshape")) == len(nodes(graph, "Transpose")) == 4 * grows
     wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
     monkeypatch.setattr(generating, "found_library", lambda: None)
@@ -175,4 +196,5 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         decoder_to_onnx(Decoder(), tmp_path / "m.onnx", operator=True, in_place=True, contrib=True)
     with pytest.raises(TypeError, match="`operator` must be"):
         torch_to_onnx(Fitted(), torch.randn(1, 4, 6, 8), operator=1)  # type: ignore[arg-type]
-    assert translations(23).keys() == torch_translation_table(23).keys()
+    with pytest.raises(TypeError, match="`program` must be what torch"):
+        torch_translation_table().model(onnx.ModelProto())
