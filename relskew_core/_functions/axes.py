@@ -98,10 +98,14 @@ class Grids:
         queries, keys = (bottom - top, *self.queries[1:]), (last - first, *self.keys[1:])
         return replace(self, queries=queries, keys=keys, offset=(offset, *self.offset[1:]))
 
-    def check_reach(self, name: str, axis: int, span: Span, sees: tuple[int | None, int | None]) -> None:
+    def check_reach(self, name: str, axis: int, span: Span, seen: Surroundings) -> None:
         """Refuse a table of an axis that is too short for what some query sees."""
         n, m = extent(self.queries[axis], self.q_step[axis]), extent(self.keys[axis], self.k_step[axis])
-        Visibility(n, m, self.offset[axis], *sees).check_reach(name, span, span_name=self.spans[axis])
+        along = Visibility(n, m, self.offset[axis], *seen.reach(axis))
+        if seen.neighborhood is None:
+            along.check_reach(name, span, span_name=self.spans[axis])
+        elif span.beyond == "error":
+            along.refuse_unreached(name, span, *seen.positions(self, axis), span_name=self.spans[axis])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +143,31 @@ class Surroundings:
         return self.window is None and self.neighborhood is None
 
     def reach(self, axis: int) -> tuple[int | None, int | None]:
-        """Return how far a query sees back and ahead along an axis, at a border too."""
-        if self.neighborhood is not None:
-            reach = self.neighborhood[axis] - 1
-            return reach, reach
+        """Return how far a window reaches back and ahead along an axis."""
         return (None, None) if self.window is None else self.window[axis]
+
+    def positions(self, grids: Grids, axis: int) -> tuple[int, int]:
+        """Return the least and the greatest relative position along an axis in a neighborhood, at a border too."""
+        assert self.neighborhood is not None
+        size, low = self.neighborhood[axis], grids.offset[axis]
+        if exported(*grids.queries, *grids.keys):
+            return 1 - size, size - 1
+        high = low + grids.queries[axis] - 1
+        first, last = (self._first(axis, place, grids.keys[axis]) for place in (low, high))
+        return last - high, first + size - 1 - low
+
+    def _first(self, axis: int, query: int, m: int) -> int:
+        """Return the first key along an axis in the neighborhood of a query."""
+        assert self.neighborhood is not None
+        size = self.neighborhood[axis]
+        return min(max(query - size // 2, 0), m - size)
 
     def rows(self, grids: Grids, top: int, bottom: int) -> tuple[int, int]:
         """Return which key rows of the first axis the query rows ``top … bottom - 1`` see, as a range; one at least."""
         m, step = grids.keys[0], grids.k_step[0]
         low, high = (grids.offset[0] + row * grids.q_step[0] for row in (top, bottom - 1))
         if self.neighborhood is not None:
-            size = self.neighborhood[0]
-            first, last = (min(max(p - size // 2, 0), m - size) for p in (low, high))
-            return first, last + size
+            return self._first(0, low, m), self._first(0, high, m) + self.neighborhood[0]
         left, right = self.reach(0)
         first = 0 if left is None else min(max(-(-(low - left) // step), 0), m - 1)
         last = m if right is None else min(max((high + right) // step + 1, 0), m)
@@ -242,7 +257,7 @@ def check_tables(
         if table.ndim == 3 and table.shape[0] != n_heads:
             raise ValueError(f"`{name}` must have H = {n_heads} heads on its first axis, got {describe(table)}")
         span = check_span(name, table.shape[-2], given, span_name=grids.spans[axis])
-        grids.check_reach(name, axis, span, seen.reach(axis))
+        grids.check_reach(name, axis, span, seen)
         found.append(_hidden_beyond(span, seen))
     return tuple(found)
 
@@ -255,7 +270,7 @@ def check_bias(name: str, bias: Array, spans: Any, grids: Grids, seen: Surroundi
         given = None if spans is None else spans[axis]
         found.append(check_span(name, bias.shape[axis - count], given, span_name=grids.spans[axis]))
     for axis, span in enumerate(found):
-        grids.check_reach(name, axis, span, seen.reach(axis))
+        grids.check_reach(name, axis, span, seen)
     return tuple(_hidden_beyond(span, seen) for span in found)
 
 

@@ -245,8 +245,7 @@ def _chunks(
     else:
         left, right = seen.reach(0)
         reach = grids.keys[0] if left is None or right is None else min(grids.keys[0], left + right + 1)
-        if seen.neighborhood is not None:
-            reach = seen.neighborhood[0]
+        reach = reach if seen.neighborhood is None else seen.neighborhood[0]
         row: int = math.prod(q.shape[:-2]) * inner * (before + reach * math.prod(grids.keys[1:]))
         step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
         if reach < grids.keys[0]:

@@ -14,6 +14,7 @@ import torch
 import oracles
 from libraries import GATES, Library
 from relskew_core import (
+    Span,
     relative_attention,
     relative_attention_2d,
     relative_attention_nd,
@@ -173,6 +174,16 @@ def test_tables_need_no_more_than_what_is_seen() -> None:
             relative_attention_2d(q, k, v, rel_bias=short, neighborhood=(3, 2), **grids)
     window = relative_attention_2d(q, k, v, rel_bias=bias[:, 1:-1], window=((1, 1), (1, 1)), **grids)
     assert np.isfinite(window).all()
+
+
+@pytest.mark.parametrize(("offset", "seen"), [(-5, "5 … 6"), (9, "-5 … -4")])
+def test_queries_outside_the_keys_grid_need_tables_that_reach_their_neighborhood(offset: int, seen: str) -> None:
+    q, k, table = np.ones((1, 4)), np.ones((6, 4)), np.ones((3, 4))
+    grids: dict[str, Any] = {"q_grid": (1,), "k_grid": (6,), "offset": (offset,), "neighborhood": (2,)}
+    with pytest.raises(ValueError, match=rf"^`tables\[0\]` reaches .* queries see {seen}:"):
+        relative_attention_nd(q, k, k, [table], **grids)
+    got = relative_attention_nd(q, k, k, [table], spans=[Span(1, 1, "clip")], **grids, return_lse=True)[1]
+    np.testing.assert_allclose(got, [4 + math.log(2)])
 
 
 def test_keys_of_other_grids() -> None:

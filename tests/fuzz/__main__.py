@@ -62,9 +62,12 @@ def load_targets() -> list[Target]:
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    from fuzz import arguments, calls, exports, files, forms, gradients, options, threads, transforms
+    from fuzz import arguments, calls, exports, files, forms, gradients, grids, options, threads, transforms
 
-    return [part.TARGET for part in (calls, gradients, exports, files, arguments, options, forms, transforms, threads)]
+    return [
+        part.TARGET
+        for part in (calls, gradients, exports, files, arguments, options, grids, forms, transforms, threads)
+    ]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import relskew_core
+from relskew_core._functions import grid_kernels
 from relskew_core.export import to_onnx
 
 HEALTH = list(HealthCheck)
@@ -57,6 +58,16 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = turn(TARGETS["gradients"], 1).failure
     assert failure is not None
     assert "the gradient of rel_v[" in failure
+
+
+def test_a_wrong_kernel_of_grids_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shift(found: Any) -> Any:
+        return None if found is None else (found[0], found[1] + 1e-3)
+
+    monkeypatch.setattr(grid_kernels, "attend", changed(grid_kernels.attend, shift))
+    failure = turn(TARGETS["grids"], 1).failure
+    assert failure is not None
+    assert "relative_attention_nd(" in failure
 
 
 def test_a_wrong_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
