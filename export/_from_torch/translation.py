@@ -46,7 +46,9 @@ REACH = "relskew.reach"
 class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
     """Translations by operator of torch, as :func:`torch_translation_table` returns them."""
 
-    _functions: Functions | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._functions: Functions | None = None
 
     def model(self, program: Any) -> onnx.ModelProto:
         """Return the graph of an export that these translations were given to.
