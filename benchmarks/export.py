@@ -17,6 +17,7 @@ from benchmarks.page import as_time, markdown, pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, Row, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
+from relskew_core.export import custom_ops_library
 from relskew_core.export._graph.functions import all_graphs
 
 DECODING = "decoding"
@@ -143,9 +144,11 @@ def step(session: onnxruntime.InferenceSession, x: Any, caches: Sequence[Any], p
     return call
 
 
-def open_session(content: bytes) -> onnxruntime.InferenceSession:
-    """Load a graph for one thread."""
+def open_session(content: bytes, operator: bool = False) -> onnxruntime.InferenceSession:
+    """Load a graph for one thread, with the operator library if asked."""
     settings = onnxruntime.SessionOptions()
+    if operator:
+        settings.register_custom_ops_library(str(custom_ops_library()))
     settings.intra_op_num_threads = 1
     settings.log_severity_level = 4
     return onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])

@@ -156,6 +156,7 @@ def tiny(name: str) -> list[str]:
         "models": ("size=6", [f"task={each}" for each in models.TASKS], ""),
         "families": ("", [], ""),
         "export": ("width=16 reach=16 length=7", [f"form={each}" for each in ("causal", "blocks", "decoding")], ""),
+        "operator": ("width=8 length=16 reach=17", [], ""),
         "quantise": ("width=64 rows=64", [], ""),
         "runtimes": ("", [], ""),
         "devices": ("", [], ""),

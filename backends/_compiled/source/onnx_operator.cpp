@@ -8,13 +8,15 @@
 
 namespace {
 
-Index processors() {
+Index count_processors() {
 #if defined(_WIN32)
     return pthread_num_processors_np();
 #else
     return sysconf(_SC_NPROCESSORS_ONLN);
 #endif
 }
+
+const Index processors = count_processors();  // once: the C library reads a file for it, which takes as long as a token
 
 // One run of a node.
 class Run {
@@ -207,7 +209,7 @@ private:
         char why[240] = "relskew: ";
         const std::size_t start = std::strlen(why);
         Text text(why + start, sizeof why - start);
-        return attend_for_host(some, {on_threads, this, processors()}, text) || calls.refuse(why);
+        return attend_for_host(some, {on_threads, this, processors}, text) || calls.refuse(why);
     }
 
     using Memory = std::unique_ptr<void, Free>;

@@ -1,0 +1,214 @@
+"""The operator in onnxruntime, beside the same kernel called from NumPy, bare attention and plain graphs."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from onnx import helper
+from torch import Tensor, nn
+
+from benchmarks.export import open_session
+from benchmarks.page import as_time, markdown, pivot
+from benchmarks.record import Record
+from benchmarks.runner import Benchmark, Call, Case, distance
+from relskew_core import BlockSpec, Span, backends, relative_attention
+from relskew_core.export import decoder_to_onnx
+from relskew_core.export._graph.operator import DOMAIN, INPUTS, NAME, OUTPUTS
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+HEADS, LAYERS, VOCABULARY = 8, 4, 256
+TOKEN, DECODER = "one token", "a decoder's token"
+NUMPY, OPERATOR = "the kernel, from NumPy", "the operator"
+BARE = "`Attention` without positions"
+GRAPHS: Mapping[str, dict[str, Any]] = {
+    "a growing cache": {},
+    "in place": {"in_place": True},
+    "in place, `GroupQueryAttention`": {"in_place": True, "contrib": True},
+    OPERATOR: {"in_place": True, "operator": True},
+}
+"""Decoders, those without the operator first."""
+TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
+
+
+class Operator(Benchmark):
+    """Whole calls, one token behind a past, and a token of a whole decoder; heads come as projections leave them."""
+
+    page = "deploying.md"
+    tolerance = 1e-4
+    seconds = 3.0
+
+    def begin(self) -> None:
+        """Let the kernels have one thread, too."""
+        super().begin()
+        backends.set_numpy_threads(1)
+
+    def cases(self) -> Iterator[Case]:
+        for form, lengths in (("causal", (512, 1024, 2048)), ("full", (512, 1024, 2048))):
+            yield from ({"form": form, "length": n, "width": 64, "reach": n} for n in lengths)
+        for form in (TOKEN, DECODER):
+            yield from ({"form": form, "length": past, "width": 64, "reach": 4096} for past in (128, 1024, 4000))
+
+    def contenders(self, case: Case) -> Iterable[str]:
+        return {DECODER: tuple(GRAPHS), TOKEN: (BARE, NUMPY, OPERATOR)}.get(case["form"], (NUMPY, BARE, OPERATOR))
+
+    def prepare(self, case: Case, contender: str) -> Call:
+        form, length, width, reach = case.values()
+        if form == DECODER:
+            return decoding(contender, length, width, reach)
+        q, k, v, table = drawn(form, length, width, reach)
+        span = Span.full(reach) if form == "full" else Span.causal(reach)
+        if contender == NUMPY:
+            return lambda: relative_attention(
+                q, k, v, table, span, causal=form != "full", offset=k.shape[2] - q.shape[2]
+            )
+        new = {"q": rows(q), "k": rows(k[:, :, -q.shape[2] :]), "v": rows(v[:, :, -q.shape[2] :])}
+        past = (
+            {f"past_{name}": x[:, :, : -q.shape[2]] for name, x in (("key", k), ("value", v))} if form == TOKEN else {}
+        )
+        if contender == BARE:
+            inputs = ("q", "k", "v", "", "past_key", "past_value")
+            attributes = {"q_num_heads": HEADS, "kv_num_heads": HEADS, "is_causal": int(form == "causal")}
+            return node("Attention", "", inputs, OUTPUTS[: 1 + len(past)], new | past, attributes)
+        room = {name: np.concatenate([x, np.zeros_like(x[:, :, :1])], 2) for name, x in past.items()}
+        given = new | {"rel_k": table} | room | ({"offset": np.array([length])} if past else {})
+        attributes = {"num_heads": HEADS, "kv_num_heads": HEADS, "left": span.left, "right": span.right}
+        attributes |= {"causal": int(form != "full")}
+        return node(NAME, DOMAIN, INPUTS, OUTPUTS[: 1 + len(past)], given, attributes)
+
+    def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
+        if contender == BARE:
+            return None
+        if case["form"] == DECODER:
+            return None if first is None else distance(result, first)
+        expected = self.prepare(case, NUMPY)()
+        return distance(result, expected if contender == NUMPY else rows(expected))
+
+    def texts(self, record: Record) -> dict[str, str]:
+        lines, tables = [], {}
+        for form, most in TARGETS.items():
+            found, cells = [], []
+            for case, rows in record.by_case():
+                if case["form"] != form:
+                    continue
+                base = min((rows[name] for name in baselines(form) if name in rows), key=lambda row: row.cpu or 0.0)
+                cells += [(name, f"{case['length']}", as_time(row.cpu or 0.0)) for name, row in rows.items()]
+                ratio = (rows[OPERATOR].ratio or 0.0) / (base.ratio or 1.0)
+                found.append(ratio)
+                cells.append(("**operator**, multiple", f"{case['length']}", f"**{ratio:.2f}**"))
+            if cells:
+                verdict = "reached" if max(found) <= most else "**missed**"
+                beside = " or ".join(baselines(form)) if form != DECODER else "the best graph without it"
+                lines.append((form, f"≤ {most} × {beside}", ", ".join(f"{x:.2f}" for x in found), verdict))
+                axis = "past" if form in (TOKEN, DECODER) else "length"
+                tables[form] = f"{form[0].upper()}{form[1:]}, by {axis}:\n\n{pivot(cells)}"
+        return {"": "\n\n".join([record.where, markdown(("", "target", "measured", ""), lines), *tables.values()])}
+
+
+def baselines(form: str) -> tuple[str, ...]:
+    """Name those whose fastest is what the operator is held to."""
+    return {TOKEN: (BARE,), DECODER: tuple(name for name in GRAPHS if name != OPERATOR)}.get(form, (NUMPY,))
+
+
+def rows(x: Any) -> Any:
+    """Return heads ``(1, heads, length, width)`` side by side, as projections give them."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(1, x.shape[2], -1)
+
+
+@functools.lru_cache(maxsize=1)
+def drawn(form: str, length: int, width: int, reach: int) -> list[Any]:
+    """Draw queries, keys, values and a table: of one token, the past and it."""
+    draw = np.random.default_rng(length)
+    n, m = (1, length + 1) if form == TOKEN else (length, length)
+    table = 2 * reach - 1 if form == "full" else reach
+    sizes = ((1, HEADS, n, width), (1, HEADS, m, width), (1, HEADS, m, width), (HEADS, table, width))
+    return [draw.standard_normal(size).astype(np.float32) for size in sizes]
+
+
+def node(kind: str, domain: str, inputs: Any, outputs: Any, given: dict[str, Any], attributes: dict[str, Any]) -> Call:
+    """Return what runs one node; a present that has the size of its past is written in place."""
+    types = {name: helper.np_dtype_to_tensor_dtype(x.dtype) for name, x in given.items()}
+    made = helper.make_node(
+        kind, [name if name in given else "" for name in inputs], outputs, domain=domain, **attributes
+    )
+    graph = helper.make_graph(
+        [made], "node", [helper.make_tensor_value_info(name, types[name], x.shape) for name, x in given.items()],
+        [helper.make_tensor_value_info(name, types["q"], None) for name in outputs],
+    )  # fmt: skip
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    session = open_session(
+        helper.make_model(graph, opset_imports=imports, ir_version=10).SerializeToString(), domain == DOMAIN
+    )
+    shared = {f"present_{name}": f"past_{name}" for name in ("key", "value")} if domain else {}
+    return bound(session, given, shared, outputs[0])
+
+
+def bound(
+    session: onnxruntime.InferenceSession, given: Mapping[str, Any], shared: Mapping[str, str], wanted: str
+) -> Call:
+    """Return a call with all inputs bound; outputs that share the buffer of an input are written there."""
+    binding = session.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in given.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for output in session.get_outputs():
+        if output.name in shared:
+            binding.bind_ortvalue_output(output.name, values[shared[output.name]])
+        else:
+            binding.bind_output(output.name)
+    place = [output.name for output in session.get_outputs()].index(wanted)
+
+    def call() -> Any:
+        session.run_with_iobinding(binding)
+        return binding.get_outputs()[place].numpy()
+
+    return call
+
+
+class Decoder(nn.Module):
+    """Layers of attention, and nothing between them that would hide their time."""
+
+    def __init__(self, width: int, reach: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        spec = BlockSpec(HEADS * width, HEADS, Span.causal(reach), causal=True)
+        self.embed = nn.Embedding(VOCABULARY, spec.embed_dim)
+        self.layers = nn.ModuleList(RelativeMultiheadAttention(spec) for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor, past: list[Any]) -> Any:
+        """Return logits and the caches."""
+        x, present = self.embed(tokens), []
+        for layer, cache in zip(self.layers, past, strict=True):
+            y, grown = layer(x, past=cache)
+            x = x + y
+            present.append(grown)
+        return x @ self.embed.weight.T, present
+
+
+@functools.lru_cache(maxsize=len(GRAPHS))
+def exported(name: str, width: int, reach: int) -> bytes:
+    """Return the graph of the decoder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "decoder.onnx")
+        return decoder_to_onnx(Decoder(width, reach).eval(), path, check=False, **GRAPHS[name]).read_bytes()
+
+
+def decoding(name: str, past: int, width: int, reach: int) -> Call:
+    """Return what runs one token of a decoder behind a past."""
+    in_place, draw = "in_place" in GRAPHS[name], np.random.default_rng(past)
+    session = open_session(exported(name, width, reach), name == OPERATOR)
+    given: dict[str, Any] = {"input_ids": np.zeros((1, 1), np.int64)}
+    if in_place:
+        given["past_length"] = np.array([past])
+    for cache in (value.name for value in session.get_inputs() if value.name.startswith("past_key_values")):
+        filled = draw.standard_normal((1, HEADS, past, width)).astype(np.float32)
+        given[cache] = np.zeros((1, HEADS, reach, width), np.float32) if in_place else filled
+        given[cache][:, :, :past] = filled
+    shared = {cache.replace("past_key_values", "present"): cache for cache in given if "." in cache} if in_place else {}
+    return bound(session, given, shared, "logits")
