@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ import pytest
 
 from benchmarks import runner
 from libraries import LIBRARIES, Library
+
+# What runs once, on a few numbers, is compiled in a third of the time, here and in the processes that tests start.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 if importlib.util.find_spec("jax") is not None:
     import jax

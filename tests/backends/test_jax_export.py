@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax import export
 
-from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import Span, relative_attention
 
 TABLE = {"rel_k": (2, 9, 4), "rel_v": (9, 4), "rel_bias": (2, 9), "key_table": (2, 9, 4)}

@@ -12,7 +12,6 @@ import pytest
 
 import dense
 import oracles
-from compiling import quickly as _quickly  # noqa: F401
 from libraries import GATES
 from relskew_core import (
     BlockSpec,

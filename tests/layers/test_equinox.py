@@ -12,7 +12,6 @@ import pytest
 from layers.jax_frameworks import close, inputs
 from layers.modules import SPECS
 
-from compiling import quickly as _quickly  # noqa: F401
 from relskew_core.layers.equinox import RelativeMultiheadAttention
 
 CAUSAL = SPECS["causal"]

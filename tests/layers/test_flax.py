@@ -12,7 +12,6 @@ from flax import nnx
 from layers.jax_frameworks import close, inputs, mapping
 from layers.modules import SPECS
 
-from compiling import quickly as _quickly  # noqa: F401
 from relskew_core.layers.flax import RelativeMultiheadAttention
 
 CAUSAL = SPECS["causal"]

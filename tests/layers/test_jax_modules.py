@@ -15,7 +15,6 @@ import torch
 from layers.jax_frameworks import EQUINOX, FLAX, FRAMEWORKS, Framework, close, inputs, mapping
 from layers.modules import DRAWN, SPECS, check_drawn
 
-from compiling import quickly as _quickly  # noqa: F401
 from relskew_core import BlockSpec, Span, attention_block, relative_attention
 from relskew_core.layers._jax.caches import FixedCache, SlidingCache
 from relskew_core.layers.torch import RelativeMultiheadAttention as TorchAttention
