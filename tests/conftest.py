@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,25 @@ if importlib.util.find_spec("jax") is not None:
     import jax
 
     jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless asked before its first array
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Compile every third case of a test alone: each takes a second, other libraries have all, and so has the matrix.
+
+    The matrix, ``tests/core/test_matrix.py``, chooses cases and dtypes itself.
+    """
+    tried, chosen, others = Counter[tuple[str, str]](), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        given: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+        library = given.get("library")
+        if isinstance(library, Library) and library.compiled and "dtype" not in given:
+            of_test = item.nodeid.partition("[")[0], library.name
+            tried[of_test] += 1
+            (chosen if tried[of_test] % 3 == 1 else others).append(item)
+        else:
+            chosen.append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)

@@ -126,8 +126,7 @@ def test_gradients_equal_those_of_the_portable_code(
         assert oracles.relative_error(one, other) < 5 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("prefix", [(0, 0), (1, 2)])
-@pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
+@pytest.mark.parametrize(("mask", "prefix"), [("none", (0, 0)), ("boolean", (1, 2)), ("additive", (1, 2))])
 def test_gradients_have_gradients(prefix: tuple[int, int], mask: str) -> None:
     rng = np.random.default_rng(3)
     n, m = prefix[0] + 6, prefix[1] + 6
@@ -140,7 +139,7 @@ def test_gradients_have_gradients(prefix: tuple[int, int], mask: str) -> None:
         return relative_attention_2d(*arrays, **grid, mask=masks[mask], rel_scale=1.0)
 
     assert torch.autograd.gradcheck(call, given)
-    assert torch.autograd.gradgradcheck(call, given)
+    assert torch.autograd.gradgradcheck(call, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("factors", ["scale", "rel_scale", "scale rel_scale"])
@@ -262,8 +261,8 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
 def test_sides_that_are_none_of_a_call_are_refused(
     changes: dict[str, int], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = _compiled.numbers
-    monkeypatch.setattr(_compiled, "numbers", lambda *args: numbers(*args) | changes)
+    numbers = _compiled.call.numbers
+    monkeypatch.setattr(_compiled.call, "numbers", lambda *args: numbers(*args) | changes)
     x, table = np.ones((1, 4, 8)), np.ones((3, 8))
     with pytest.raises(TypeError, match=why):
         relative_attention_2d(x, x, x, table, table, q_grid=(2, 2), k_grid=(2, 2))

@@ -56,15 +56,14 @@ def by_hand(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return [np.stack(parts) for parts in zip(*outs, strict=True)]
 
 
-@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_gathered_keys(library: Library, name: str, n: int) -> None:
-    options = CASES[name]
+def test_attention_is_that_of_gathered_keys(library: Library, name: str) -> None:
+    options, n = CASES[name], (1, 3)[[*CASES].index(name) % 2]
     q, (k, v) = queries(n), pages()
     want, want_lse = by_hand(q, k, v, **options)
     tables = {key: x for key, x in options.items() if isinstance(x, np.ndarray)}
     others = {key: x for key, x in options.items() if key not in tables}
-    for dtype in library.dtypes:
+    for dtype in library.dtypes[:1] if library.compiled else library.dtypes:
         floats = {"q": q, "k_pages": k, "v_pages": v, **tables}
         given = {key: library.asarray(x, dtype) for key, x in floats.items()}
         ints = {"page_table": np.asarray(TABLE), "lengths": np.asarray(LENGTHS)}
@@ -75,7 +74,7 @@ def test_attention_is_that_of_gathered_keys(library: Library, name: str, n: int)
         assert oracles.relative_error(library.to_numpy(lse), want_lse) < GATES[dtype]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["a table", "values", "sinks", "a window, both sides"])
 def test_what_a_compiler_traces_is_gathered_at_once(name: str) -> None:
     options: dict[str, Any] = {
         key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in CASES[name].items()

@@ -20,6 +20,7 @@ import pytest
 
 import relskew_core
 from kernels_built import LEVELS, linked_names
+from once import of_run, once
 from relskew_core._array.extras import install_line
 from tracked import IN_GIT, PACKED, ROOT, tracked
 
@@ -98,9 +99,15 @@ def build(source: Path, dist: Path, *kinds: str, env: Mapping[str, str] | None =
 
 
 @pytest.fixture(scope="module")
-def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build a wheel and an sdist."""
-    return build(source, tmp_path_factory.mktemp("dist"), "--sdist", "--wheel")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build a wheel and an sdist, once for all workers."""
+
+    def make(folder: Path) -> None:
+        copy_to(folder / "source", Path.symlink_to)
+        build(folder / "source", folder / "dist", "--sdist", "--wheel")
+
+    folder = once(of_run(tmp_path_factory, "packages"), make)
+    return {"source": folder / "source", **{path.suffix: path for path in (folder / "dist").iterdir()}}
 
 
 def package_sources() -> set[str]:
@@ -160,10 +167,9 @@ def test_the_compiler_warns_of_nothing(built: dict[str, Path]) -> None:
 
 
 @needs_compiler
-def test_no_older_processor_can_be_given_the_code_of_a_newer_one(source: Path, built: dict[str, Path]) -> None:
+def test_no_older_processor_can_be_given_the_code_of_a_newer_one(built: dict[str, Path]) -> None:
     """Linkers take one of all functions with the same name: so what is compiled for a level has names of its own."""
-    assert built
-    objects = [path for path in source.glob("build/temp*/**/level.o") if "base" not in path.parts]
+    objects = [path for path in built["source"].glob("build/temp*/**/level.o") if "base" not in path.parts]
     assert objects or not sysconfig.get_platform().endswith("x86_64")
     for path in objects:
         own = [f"_ZN{len(part)}{part}" for part in path.parts if part in LEVELS]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from once import once
 from relskew_core.backends import _compiled
 
 ROOT = Path(__file__).parents[2]
@@ -88,24 +89,32 @@ ARM = ("-DHIGH_ROWS=12", "-DPOISON", *os.environ.get("KERNELS_FLAGS", "").split(
 """Vectors as short and products as high as on ARM; fresh memory is full of NaN. `make sanitize` asks for more."""
 
 
+WARNED_OF = [unit for place, unit in enumerate(UNITS) if unit.level not in ("v3", "v4") or place % 3 == 0]
+"""Every source, its levels for every dtype at the least one and in turn at the others: the text is the same."""
+
+
 @functools.cache
 def built(*flags: str) -> ModuleType:
-    """Compile the kernels for the least of this kind of processors, quickly."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "_kernels.so")
-        objects: list[str] = []
-        for unit in UNITS:
-            if unit.level in (None, "base") and unit.source.name not in OF_LIBRARY:
-                objects.append(str(Path(folder, f"{len(objects)}.o")))
-                given = [*unit.flags, "-O1", "-fPIC", *flags, "-c", str(unit.source), "-o", objects[-1]]
-                subprocess.run([str(COMPILER), *given], check=True)
+    """Compile the kernels for the least of this kind of processors, quickly, and once until a source changes."""
+    units = [unit for unit in UNITS if unit.level in (None, "base") and unit.source.name not in OF_LIBRARY]
+
+    def make(folder: Path) -> None:
+        objects = [str(folder / f"{place}.o") for place in range(len(units))]
+        for unit, target in zip(units, objects, strict=True):
+            given = [*unit.flags, "-O1", "-fPIC", *flags, "-c", str(unit.source), "-o", target]
+            subprocess.run([str(COMPILER), *given], check=True)
         linked = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
-        subprocess.run([str(COMPILER), "-shared", *flags, *linked, *objects, "-o", str(path)], check=True)
-        found = importlib.util.spec_from_file_location("_kernels", path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
+        target = str(folder / "_kernels.so")
+        subprocess.run([str(COMPILER), "-shared", *flags, *linked, *objects, "-o", target], check=True)
+
+    texts = [path.read_bytes() for path in sorted(SOURCE.iterdir())]
+    of_all = repr((COMPILER, flags, [unit.flags for unit in units], texts))
+    folder = once(ROOT / "build" / "kernels" / hashlib.sha256(of_all.encode()).hexdigest()[:16], make)
+    found = importlib.util.spec_from_file_location("_kernels", folder / "_kernels.so")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
     return module
 
 
