@@ -12,7 +12,7 @@ from typing import Any
 
 from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, TABLES, Gradients, Operands, Options, shape_of_out, shape_of_rows
 from relskew_core._positions.ragged import RaggedVisibility
 from relskew_core._positions.visibility import Visibility
 from relskew_core.backends import _compiled
@@ -40,9 +40,8 @@ def attention(
     """Return the output and, if asked for, the log-sum-exp."""
     found = [attend(*run) for run in runs(operands, options, xp=xp, split=split)]
     outs, sums = zip(*found, strict=True)
-    rows = operands.q.shape[:-1]
-    out = xp.reshape(xp.concat(outs), (*rows, operands.v.shape[-1]))
-    return out, xp.reshape(xp.concat(sums), rows) if options.return_lse else None
+    out = xp.reshape(xp.concat(outs), shape_of_out(operands))
+    return out, xp.reshape(xp.concat(sums), shape_of_rows(operands)) if options.return_lse else None
 
 
 def attention_vjp(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, shape_of_out, shape_of_rows
 from relskew_core._kernel.chunk import Chunk, chunks, visible_columns
 from relskew_core._kernel.forward import Tables
 from relskew_core._positions.table import Extension, Table
@@ -78,7 +78,7 @@ def attention(operands: Operands, options: Options, *, device: Device) -> tuple[
     for chunk in laid:
         if chunk.first < chunk.end and call.q.shape[0]:
             _attend(call, chunk, out, lse)
-    return xp.reshape(out, (*q.shape[:-1], out.shape[-1])), xp.reshape(lse, q.shape[:-1])
+    return xp.reshape(out, shape_of_out(operands)), xp.reshape(lse, shape_of_rows(operands))
 
 
 def _by_head(x: Array, *, xp: Namespace) -> Array:

@@ -113,9 +113,10 @@ def _types(*arrays: Any, names: tuple[str, ...], options: Options, maps: int) ->
     q, lead = there["q"], there["q"].shape[:maps]
     if "d_out" in there:  # mapped gradients of tables are each item's own
         return [x.update(shape=(*lead, *x.shape[maps:])) for x in map(there.get, pulled(there)) if x is not None]
-    out, rows = q.update(shape=(*q.shape[:-1], there["v"].shape[-1])), q.sharding
-    split = NamedSharding(rows.mesh, PartitionSpec(*rows.spec[:-1]))
-    return [out, q.update(shape=q.shape[:-1], sharding=split)] if options.return_lse else [out]
+    rows, spread = q.shape[:-1], q.sharding
+    out = q.update(shape=(*rows, there["v"].shape[-1]))
+    split = NamedSharding(spread.mesh, PartitionSpec(*spread.spec[:-1]))
+    return [out, q.update(shape=rows, sharding=split)] if options.return_lse else [out]
 
 
 def _run(primitive: Primitive, *arrays: Array, names: tuple[str, ...], options: Options, maps: int) -> list[Array]:

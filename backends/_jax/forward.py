@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from relskew_core._array.typing import Array
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, shape_of_out, shape_of_rows
 from relskew_core._kernel.forward import grouped_matmul
 from relskew_core.backends._jax.chunk import ScannedCall, TracedChunk
 from relskew_core.backends._jax.explicit import split_by_compiler
@@ -28,10 +28,10 @@ def attention(operands: Operands, options: Options, ranges: Ranges | None) -> tu
 
 def _attention(options: Options, operands: Operands, ranges: Ranges | None) -> tuple[Array, Array | None]:
     call = ScannedCall.of(operands, options, ranges)
-    shape, dtype = operands.q.shape[:-1], operands.q.dtype
+    dtype = operands.q.dtype
     results = (
-        jnp.zeros((*shape, operands.v.shape[-1]), dtype=dtype),
-        jnp.full((*shape, 1), -math.inf, dtype=dtype) if options.return_lse else None,
+        jnp.zeros(shape_of_out(operands), dtype=dtype),
+        jnp.full((*shape_of_rows(operands), 1), -math.inf, dtype=dtype) if options.return_lse else None,
     )
     results = varying(results, axes_of(operands))
     with jax.named_scope("relative_attention"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from relskew_core._array.namespace import namespace_of
 from relskew_core._array.precision import wide
-from relskew_core._kernel.call import Gradients, Operands, Options
+from relskew_core._kernel.call import Gradients, Operands, Options, shape_of_out, shape_of_rows
 from relskew_core.backends import _compiled, _threads
 from relskew_core.backends._batch import by_batch, flattened
 from relskew_core.backends._compiled import Call, Library
@@ -33,12 +33,12 @@ def attention(
 def attend(operands: Operands, call: Call, library: Library | None = None) -> tuple[Array, Array | None]:
     """Return the same for a call of which all is known."""
     x, library = flattened(operands, xp=xp), NUMPY if library is None else library
-    out = library.empty((*x.q.shape[:-1], x.v.shape[-1]), dtype=x.q.dtype)
-    lse = library.empty(out.shape[:-1], dtype=wide(x.q.dtype, xp=xp)) if call.options.return_lse else None
+    out = library.empty(shape_of_out(x), dtype=x.q.dtype)
+    lse = library.empty(shape_of_rows(x), dtype=wide(x.q.dtype, xp=xp)) if call.options.return_lse else None
     _compiled.attend(x, call, out, lse, library=library)
     if operands.q.ndim == 4:
         return out, lse
-    rows = operands.q.shape[:-1]
+    rows = shape_of_rows(operands)
     return out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
 
 
@@ -55,7 +55,7 @@ def attention_vjp(
 ) -> Gradients:
     """Return the gradients of every operand."""
     x, wanted = flattened(operands, xp=xp), replace(options, return_lse=True)
-    rows = x.q.shape[:-1]
+    rows = shape_of_rows(x)
     out, lse = _compiled.results(out, lse, partial(attention, operands, wanted), xp=xp)
     d_out, out = (by_batch(each, xp=xp) for each in (d_out, out))
     d_lse = None if d_lse is None else d_lse.reshape(rows)

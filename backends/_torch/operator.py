@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
-from relskew_core._kernel.call import DIFFERENTIABLE, Gradients, Kind, Operands, Options, names_of
+from relskew_core._kernel.call import (
+    DIFFERENTIABLE,
+    Gradients,
+    Kind,
+    Operands,
+    Options,
+    names_of,
+    shape_of_out,
+    shape_of_rows,
+)
 from relskew_core.backends._torch.untranslated import explain
 
 TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}
@@ -175,10 +184,10 @@ class Operator:
 
     def _fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         operands, options = self.parts(args)
-        q, v = operands.q, operands.v
+        q, rows = operands.q, shape_of_rows(operands)
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
-        lse = q.new_empty(q.shape[:-1] if self._keeps or options.return_lse else (0,), dtype=wide)
-        return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide if options.part.of_more else q.dtype), lse
+        lse = q.new_empty(rows if self._keeps or options.return_lse else (0,), dtype=wide)
+        return q.new_empty(shape_of_out(operands), dtype=wide if options.part.of_more else q.dtype), lse
 
     def _vjp(
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, wanted: str, *args: Any

@@ -80,12 +80,11 @@ class Titles(SphinxTransform):
 
 def in_groups(app: Sphinx, domain: str, kind: str, content: Any) -> None:
     """Put a line with the name of its group above the first argument of each, where all of a call's are listed."""
-    homes = {names[0]: group for group, names in GROUPS.items()}
     for row in content.findall(nodes.definition_list_item):
         name = row.children[0].astext().partition(":")[0].partition(",")[0].strip()
         listed = [item.children[0].astext().partition(":")[0].strip() for item in row.parent.children]
-        if name in homes and "rel_k" in listed and "block_size" in listed:
-            term = nodes.emphasis("", f"{homes[name].capitalize()}: ", classes=["group"])
+        if name in GROUPS and "rel_k" in listed and "block_size" in listed:
+            term = nodes.emphasis("", f"{GROUPS[name].capitalize()}: ", classes=["group"])
             row.children[0].insert(0, term)
 
 

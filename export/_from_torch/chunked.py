@@ -29,7 +29,8 @@ def attend_by_length(g: TracedEmitter, operands: Operands, options: Options, siz
         g.adopt(operands.q, "all_queries", shape_of(operands.q, "all_queries")), len(operands.q.shape) - 2, "n"
     )
     few = g.index("LessOrEqual", [g.dim(n), g.constant([size])], "chunks/one_is_enough", (1,), BOOL)
-    out = Value("", (*shape_of(operands.q, "q")[:-1], shape_of(operands.v, "v")[-1]), g.dtype)
+    *rows, _ = shape_of(operands.q, "q")
+    out = Value("", (*rows, shape_of(operands.v, "v")[-1]), g.dtype)
     return g.either(
         few, "attention_by_length", out,
         short=lambda body: translate(body, operands, options)[0],

@@ -14,7 +14,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.attention import relative_attention
 from relskew_core._kernel.by_head import with_sinks
 from relskew_core._kernel.by_value import placed
-from relskew_core._kernel.call import Arguments, takes
+from relskew_core._kernel.call import Arguments, shape_of_rows, takes
 from relskew_core._kernel.chunk import Chunk, chunks
 from relskew_core._kernel.forward import Tables, chunk_logits, chunk_visible, chunk_weights, seen_of
 from relskew_core._kernel.problem import Problem, problem
@@ -72,7 +72,7 @@ def attention_weights(given: Any) -> Array:
     tables = Tables.of(operands, options, laid, xp=xp)
     rows = [_rows(call, operands, tables, chunk) for chunk in laid]
     if not rows:
-        shape = (*operands.q.shape[:-1], operands.k.shape[-2])
+        shape = (*shape_of_rows(operands), operands.k.shape[-2])
         rows = [nothing(shape, operands, xp=xp)]
     return call.result(joined(rows, axis=-2, xp=xp))
 

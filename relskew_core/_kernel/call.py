@@ -71,14 +71,11 @@ class Arguments:
         return self if same else replace(self, **cast)
 
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "arrays": ("q", "k", "v", "rel_k", "span", "rel_v", "rel_bias", "rel_q", "key_table"),
-    "positions": ("offset", "positions"),
-    "which keys a query sees": ("causal", "window", "block_size", "blocks_before", "mask", "segments"),
-    "scores": ("scale", "rel_scale", "softcap", "sinks", "dropout", "seed"),
-    "execution": ("chunk_size", "impl"),
-}
-"""The arguments in groups, in their order, for the reference."""
+GROUPS = {
+    "q": "arrays", "offset": "positions", "causal": "which keys a query sees", "scale": "scores",
+    "chunk_size": "execution",
+}  # fmt: skip
+"""The groups of the arguments for the reference, by the first of each."""
 
 
 class Kind(Enum):
@@ -220,6 +217,16 @@ class GridOptions(Options):
     """The options of a call with :class:`GridOperands`: of the last queries and keys, row by row, the sides."""
 
     sides: tuple[Side, ...] = ()
+
+
+def shape_of_rows(x: Operands) -> tuple[int, ...]:
+    """Return the shape of what has a number for each query, such as the log-sum-exp: (..., H, Lq)."""
+    return tuple(x.q.shape)[:-1]
+
+
+def shape_of_out(x: Operands) -> tuple[int, ...]:
+    """Return the shape of the output, (..., H, Lq, Dv)."""
+    return (*x.q.shape[:-1], x.v.shape[-1])
 
 
 def operands_of(arrays: Sequence[Array | None]) -> Operands:

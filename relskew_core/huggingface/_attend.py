@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._functions.attention import relative_attention
+from relskew_core._kernel.call import Operands
 from relskew_core.backends._torch.untranslated import must_decompose
 from relskew_core.huggingface._banded import banded
 from relskew_core.huggingface._exported import exported
@@ -93,7 +94,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
     # With a translation the operator is kept, except where it would loop over a batch that varies, or hold all pairs.
     plain = must_decompose() or (torch.compiler.is_exporting() and (by_item or in_bands))
     if plain and not dropout and "softcap" not in options:
-        return (banded if in_bands else exported)(q, k, v, **options)
+        arrays = {name: options.pop(name) for name in Operands._fields if name in options}
+        return (banded if in_bands else exported)(Operands(q, k, v, **arrays), **options)
     if by_item:
         return _by_item(q, k, v, dropout=dropout, **options)
     if dropout:

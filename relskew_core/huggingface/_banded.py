@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 
 
 def banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Operands,
     *,
     window: tuple[int, int],
-    mask: Tensor | None = None,
-    rel_k: Tensor | None = None,
-    rel_q: Tensor | None = None,
-    rel_bias: Tensor | None = None,
     span: Span | None = None,
     scale: float | None = None,
     rel_scale: float | None = None,
 ) -> Tensor:
-    """Attend from every position to those around it; ``mask`` is one of keys alone, ``(batch, 1, 1, length)``.
+    """Attend from every position to those around it; the mask is one of keys alone, ``(batch, 1, 1, length)``.
 
     A block of queries sees its own keys and those of the blocks around it. Only the number of blocks is a symbol.
     """
+    if operands.rel_v is not None or operands.key_table is not None:
+        raise NotImplementedError("local attention with `rel_v` or `key_table` does not export with symbolic lengths")
+    x: Any = operands
+    q, k, v, mask = x.q, x.k, x.v, x.mask
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     fold = _Fold(q.shape[-2], *window)
     if q.shape[-3] != k.shape[-3]:
@@ -34,12 +35,12 @@ def banded(
     k, v = fold.keys(k), fold.keys(v)
     logits = fold.queries(q * factor) @ k.mT
     where = Span(0, 0, "zero") if span is None else span
-    if rel_k is not None:
-        rows = fold.rows(rel_k.mT, where).unsqueeze(-3)
-        rel_q = (q if rel_q is None else rel_q) * (factor if rel_scale is None else rel_scale)
+    if x.rel_k is not None:
+        rows = fold.rows(x.rel_k.mT, where).unsqueeze(-3)
+        rel_q = (q if x.rel_q is None else x.rel_q) * (factor if rel_scale is None else rel_scale)
         logits = logits + fold.skewed(fold.queries(rel_q) @ rows)
-    if rel_bias is not None:
-        row = fold.rows(rel_bias, where)[..., None, None, :]
+    if x.rel_bias is not None:
+        row = fold.rows(x.rel_bias, where)[..., None, None, :]
         logits = logits + fold.skewed(row.expand(*row.shape[:-2], fold.side, -1))
     present = q.new_ones(1, 1, q.shape[-2], 1)
     if mask is not None and mask.dtype == torch.bool:

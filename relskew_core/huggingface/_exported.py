@@ -5,25 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from relskew_core._kernel.call import Operands
 from relskew_core._positions.span import Span
 
 
 def exported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Operands,
     *,
-    mask: Tensor | None = None,
-    rel_k: Tensor | None = None,
-    rel_v: Tensor | None = None,
-    rel_bias: Tensor | None = None,
-    rel_q: Tensor | None = None,
-    key_table: Tensor | None = None,
     span: Span | None = None,
     scale: float | None = None,
     rel_scale: float | None = None,
@@ -32,28 +26,30 @@ def exported(
     offset: int = 0,
 ) -> Tensor:
     """Attend as ``relative_attention``; nothing is asked about lengths."""
+    x: Any = operands
+    q, k, v = x.q, x.k, x.v
     factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
     rel_factor = factor if rel_scale is None else rel_scale
     n, m = q.shape[-2], k.shape[-2]
     places = _Columns(Span(0, 0, "zero") if span is None else span, n, m, offset)
     terms = []
-    if rel_k is not None:
-        terms.append(places.logits((q if rel_q is None else rel_q) * rel_factor, rel_k))
-    if key_table is not None:
-        terms.append(places.from_keys().logits(k * rel_factor, key_table.flip(-2)).mT)
-    if rel_bias is not None:
-        terms.append(places.bias(rel_bias))
+    if x.rel_k is not None:
+        terms.append(places.logits((q if x.rel_q is None else x.rel_q) * rel_factor, x.rel_k))
+    if x.key_table is not None:
+        terms.append(places.from_keys().logits(k * rel_factor, x.key_table.flip(-2)).mT)
+    if x.rel_bias is not None:
+        terms.append(places.bias(x.rel_bias))
     left, right = (None, None) if window is None else window
     right = 0 if causal else right
     if left is not None or right is not None:
         terms.append(_seen(n, m, offset, left, right, q.device))
-    if mask is not None:
-        terms.append(mask)
+    if x.mask is not None:
+        terms.append(x.mask)
     if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
     weights = torch.softmax(functools.reduce(_plus, [q @ k.mT * factor, *terms]), -1)
-    out = weights @ v
-    return out if rel_v is None else out + places.values(weights, rel_v)
+    out: Tensor = weights @ v
+    return out if x.rel_v is None else out + places.values(weights, x.rel_v)
 
 
 def _plus(x: Tensor, y: Tensor) -> Tensor:

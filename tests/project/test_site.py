@@ -15,10 +15,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from filelock import FileLock
 from project.test_public_names import PUBLIC
 
 import chromium
+from once import of_run, once
 from relskew_core._kernel.call import GROUPS
 from tracked import ROOT
 
@@ -66,16 +66,14 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site as ``make docs`` does, once for all workers; notebooks run while it is built."""
-    here = tmp_path_factory.getbasetemp()
-    folder = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "site"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "built").exists():
-            command = [sys.executable, "-m", "docs.site", str(folder)]
-            untraced = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-            run = subprocess.run(command, cwd=ROOT, env=untraced, capture_output=True, text=True, timeout=900)
-            assert run.returncode == 0, run.stdout + run.stderr
-            (folder / "built").touch()
-    return folder / "html"
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "docs.site", str(folder)]
+        untraced = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+        run = subprocess.run(command, cwd=ROOT, env=untraced, capture_output=True, text=True, timeout=900)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    return once(of_run(tmp_path_factory, "site"), build) / "html"
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +161,7 @@ def test_pages_of_modules_have_what_users_call(site: Path, pages: dict[Path, Pag
 def test_the_reference_groups_arguments_and_leads_to_the_code(site: Path, pages: dict[Path, Page]) -> None:
     page = pages[site / "reference" / "relskew_core.relative_attention.html"]
     text = page.texts["article"]
-    places = [text.index(f"{group.capitalize()}: ") for group in GROUPS]
+    places = [text.index(f"{group.capitalize()}: ") for group in GROUPS.values()]
     assert places == sorted(places)
     assert "See also" in text.replace("See Also", "See also")
     assert any(link.startswith("../_modules/relskew_core/") for link in page.links)

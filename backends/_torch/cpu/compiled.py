@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, and not among what is exported
 
 from relskew_core._array.precision import wide
-from relskew_core._kernel.call import DIFFERENTIABLE, Operands, Options
+from relskew_core._kernel.call import DIFFERENTIABLE, Operands, Options, shape_of_rows
 from relskew_core.backends import _batch, _compiled
 from relskew_core.backends._compiled import Call
 from relskew_core.backends._torch.cpu import threads
@@ -32,7 +32,7 @@ def call_of(operands: Operands, options: Options) -> Call:
 
 def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq) of a call that is known."""
-    shape, x = operands.q.shape[:-1], flattened(operands)
+    shape, x = shape_of_rows(operands), flattened(operands)
     out = operands.q.new_empty((*shape, operands.v.shape[-1]))
     lse = (
         operands.q.new_empty(shape, dtype=wide(operands.q.dtype, xp=xp))
@@ -42,7 +42,7 @@ def attention(operands: Operands, call: Call, *, return_lse: bool = False) -> tu
     if x is operands:
         _compiled.attend(x, call, out, lse, library=TORCH)
     else:
-        rows = x.q.shape[:-1]
+        rows = shape_of_rows(x)
         _compiled.attend(x, call, out.view(*rows, -1), None if lse is None else lse.view(rows), library=TORCH)
     return out, lse
 
@@ -74,7 +74,7 @@ def attention_vjp(
 ) -> dict[str, Tensor]:
     """Return the gradients; of those that are not wanted, only the mask's is left out."""
     whole = flattened(operands)
-    rows = whole.q.shape[:-1]
+    rows = shape_of_rows(whole)
     out, lse = None if out is None else out.reshape(*rows, -1), None if lse is None else lse.reshape(rows)
     call = Call.of(whole, options)
     out, lse = _compiled.results(out, lse, partial(attention, whole, call, return_lse=True), xp=xp)

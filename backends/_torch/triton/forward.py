@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from relskew_core._kernel.call import Operands, Options
+from relskew_core._kernel.call import Operands, Options, shape_of_out, shape_of_rows
 from relskew_core.backends._torch.triton.call import TiledCall, on_device_of
 from relskew_core.backends._torch.triton.kernels.forward import forward_kernel
 
@@ -22,8 +22,8 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """
     call = TiledCall.of(operands, options)
     q = operands.q
-    shape = q.shape[:-1]
-    out = q.new_empty((*shape, operands.v.shape[-1]), dtype=torch.float32 if options.part.of_more else q.dtype)
+    shape = shape_of_rows(operands)
+    out = q.new_empty(shape_of_out(operands), dtype=torch.float32 if options.part.of_more else q.dtype)
     lse = q.new_empty(shape, dtype=torch.float32)
     if math.prod(shape) == 0 or options.visibility.positions() is None:
         return out.zero_(), lse.fill_(-math.inf)
