@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody calls it
@@ -35,7 +35,7 @@ class OverGrids(Benchmark):
     measures = frozenset({"time", "memory"})
     tolerance = 1e-4
     legend = "Time and how many times that of the first column, and the memory of a call with its results.\n\n"
-    small = {"items": 1, "heads": 1, "side": 4}  # noqa: RUF012
+    small: ClassVar[Case] = {"items": 1, "heads": 1, "side": 4}
 
     def cases(self) -> Iterator[Case]:
         for (model, sizes), training in itertools.product(MODELS.items(), (False, True)):

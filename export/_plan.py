@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from relskew_core._array.checks import check_bool, check_choice, check_int
-from relskew_core._block.spec import ENDLESS, BlockSpec, check_spec
+from relskew_core._block.checks import ENDLESS
+from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile

@@ -17,11 +17,12 @@ import numpy as np
 
 from relskew_core._array.typing import Array
 from relskew_core._kernel.backward import Cotangents
-from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options
+from relskew_core._kernel.call import KINDS, TABLES, Kind, Operands, Options, shape_of_out, shape_of_rows
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core.backends import _compiled
 from relskew_core.backends._batch import mask_by_batch
+from relskew_core.backends._compiled.call import REAL, WHOLE, Call, numbers
 
 SHARED = (*TABLES, "seed")
 """What all items of a call have in common; each of a mapped call may have its own."""
@@ -56,21 +57,20 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
     of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
     operands = [of_kernels.get(name) for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
-    numbers, rows = _compiled.numbers(x, options), x.q.shape[:-1]
-    threads = max(1, _compiled.Call.of(x, options).work // SHARE)
-    whole = [*(numbers[name] for name in _compiled.WHOLE), entries, threads]
-    real = np.asarray([numbers[name] for name in _compiled.REAL], np.float64)
+    found, rows = numbers(x, options), shape_of_rows(x)
+    threads = max(1, Call.of(x, options).work // SHARE)
+    whole = [*(found[name] for name in WHOLE), entries, threads]
+    real = np.asarray([found[name] for name in REAL], np.float64)
     if cotangents is None:
-        width = x.v.shape[-1]
-        wanted = [(*rows, width), (*rows, 1) if options.return_lse else None]
-        found = _call("relskew_attend", whole, real, operands, wanted)
-        shapes = [(*given.q.shape[:-1], width), given.q.shape[:-1]]
+        wanted = [shape_of_out(x), (*rows, 1) if options.return_lse else None]
+        results = _call("relskew_attend", whole, real, operands, wanted)
+        shapes = [shape_of_out(given), shape_of_rows(given)]
     else:
         operands += [None if each is None else jnp.reshape(each, (*rows, -1)) for each in cotangents]
         wanted = [_of_gradient(name, x, entries) for name in _compiled.GRADIENTS]
-        found = _call("relskew_pull_back", whole, real, operands, wanted)
+        results = _call("relskew_pull_back", whole, real, operands, wanted)
         shapes = [(*lead, *getattr(given, name).shape[maps:]) for name in pulled(given._asdict())]
-    return [jnp.reshape(each, shape) for each, shape in zip(found, shapes, strict=False)]
+    return [jnp.reshape(each, shape) for each, shape in zip(results, shapes, strict=False)]
 
 
 def _call(name: str, numbers: list[int], real: Any, operands: list[Any], wanted: list[Any]) -> list[Array]:

@@ -11,7 +11,8 @@ from relskew_core._array.known import known_values
 from relskew_core._array.namespace import device
 from relskew_core._array.precision import cast
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._block.spec import ENDLESS, BlockSpec
+from relskew_core._block.checks import ENDLESS
+from relskew_core._block.spec import BlockSpec
 from relskew_core._functions.distance import alibi_between, alibi_slopes
 from relskew_core._positions.span import Span
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from relskew_core._array.checks import check_bool, check_int, check_window, describe
 from relskew_core._array.keywords import explains
+from relskew_core._block.checks import BUCKETS, ENDLESS, check_bias, check_blocks, check_future
 from relskew_core._functions.buckets import t5_buckets
-from relskew_core._functions.distance import check_endless
 from relskew_core._positions.span import Span, check_span_given
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 TABLES = ("rel_k", "rel_v", "rel_bias")
 ATTENDED = (*TABLES, "sinks")
 """The weights that attention itself meets, under the names of its arguments."""
-
-BUCKETS = ("num_buckets", "max_distance")
-
-ENDLESS = 2**31
-"""Positions of a span that has no end: more than any input has."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -107,6 +102,7 @@ class BlockSpec:
     max_distance: int | None = None
     sinks: bool = False
     bias: bool = True
+    _says_what_is_seen: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -133,9 +129,10 @@ class BlockSpec:
                 )
             put("head_dim", self.embed_dim // self.num_heads)
         put("head_dim", check_int("head_dim", self.head_dim, minimum=1))
-        self._check_blocks(put)
-        self._check_future()
-        self._check_bias(put)
+        check_blocks(self, put)
+        if self._says_what_is_seen:
+            check_future(self)
+        check_bias(self, put)
 
     @classmethod
     def alibi(cls, embed_dim: int, num_heads: int, **options: Any) -> BlockSpec:
@@ -204,23 +201,6 @@ class BlockSpec:
         """Return the bucket of each relative position of the span, with ``rel_bias="t5"``."""
         return _buckets(self.span, not self.causal, **{name: getattr(self, name) for name in BUCKETS})
 
-    def _check_bias(self, put: Callable[[str, Any], None]) -> None:
-        kind = self.rel_bias
-        if not (isinstance(kind, bool) or kind in ("alibi", "t5")):
-            raise ValueError(f"`rel_bias` must be True, False, 'alibi' or 't5', got {describe(kind)}")
-        for name in BUCKETS:
-            size = getattr(self, name)
-            if (size is None) == (kind == "t5"):
-                wanted = "be given" if kind == "t5" else "be None"
-                raise ValueError(f"`{name}` must {wanted} because `rel_bias` is {kind!r}, got {describe(size)}")
-            put(name, None if size is None else check_int(name, size))
-        if kind == "t5":
-            self.buckets()
-        elif kind == "alibi":
-            check_endless(self.span)
-            if self.has_tables and self.span.rows > ENDLESS:
-                raise ValueError(f"`span` must be that of the tables, a row for each position, got {self.span}")
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.chosen())})"
 
@@ -232,33 +212,6 @@ class BlockSpec:
             usual["head_dim"] = self.head_dim
         values = {name: getattr(self, name) for name in usual}
         return [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
-
-    def _check_blocks(self, put: Callable[[str, Any], None]) -> None:
-        size, before = self.block_size, self.blocks_before
-        if before is not None:
-            put("blocks_before", check_int("blocks_before", before, minimum=0))
-            if size is None:
-                raise ValueError(f"`blocks_before` needs `block_size`, got blocks_before={before} and block_size=None")
-        if size is None:
-            return
-        put("block_size", check_int("block_size", size, minimum=1))
-        if not self.causal and before is None:
-            raise ValueError(
-                "`block_size` requires `causal=True` unless `blocks_before` is given, "
-                f"got block_size={size}, causal=False"
-            )
-        if self.cross:
-            raise ValueError(f"`block_size` excludes `cross`, got block_size={size}, cross=True")
-
-    def _check_future(self) -> None:
-        """Refuse tables that end at the query itself where it sees its future too, which nothing is said of."""
-        span, window = self.span, self.window
-        if span.left > span.right == 0 and not (self.causal or self.cross) and (window is None or window[1] is None):
-            raise ValueError(
-                f"`span` ends at the query itself, but queries see their future, got {span} and causal=False: say "
-                f"causal=True, or give a span that reaches the future, such as Span({span.left}, {span.left}, "
-                f"{span.beyond!r})"
-            )
 
     @property
     def table_shape(self) -> tuple[int, ...]:
@@ -338,9 +291,7 @@ class CallSpec(BlockSpec):
     """A block each call of which says what its queries see: the future may be hidden there."""
 
     __slots__ = ()
-
-    def _check_future(self) -> None:
-        pass
+    _says_what_is_seen = False
 
 
 def check_spec(spec: Any) -> None:

@@ -594,7 +594,7 @@ every_array = pytest.mark.parametrize(
 def test_a_call_is_handed_over_by_the_names_that_the_kernels_say() -> None:
     q = np.zeros((1, 1, 4, 8), np.float32)
     given = problem(Arguments(q, q, q))
-    assert _compiled.numbers(given.operands(), given.options).keys() == {*kernels.WHOLE, *kernels.REAL}
+    assert _compiled.call.numbers(given.operands(), given.options).keys() == {*kernels.WHOLE, *kernels.REAL}
     assert kernels.WHOLE[:2] == ("keys", "offset")
     assert {*kernels.ARRAYS, *kernels.INTEGERS} - {*GridOperands._fields} == {"query_hashes", "key_hashes"}
     assert kernels.RESULTS == ("out", "lse")

@@ -429,11 +429,11 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     attention(x, x, x)  # from now on XLA knows them
     given = problem(Arguments(x, x, x))
-    numbers = _compiled.numbers(given.operands(), given.options)
+    numbers = _compiled.call.numbers(given.operands(), given.options)
     there = [name in ("q", "k", "v") for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
-    whole = np.asarray([*(numbers[name] for name in _compiled.WHOLE), 1, 1, *there, 1, 0], np.int64)
+    whole = np.asarray([*(numbers[name] for name in _compiled.call.WHOLE), 1, 1, *there, 1, 0], np.int64)
     smaller = whole.copy()
-    smaller[_compiled.WHOLE.index("queries")] = 3
+    smaller[_compiled.call.WHOLE.index("queries")] = 3
 
     def call(*given: Any, **numbers: Any) -> Any:
         return jax.block_until_ready(jax.jit(lambda: jax.ffi.ffi_call("relskew_attend", [like])(*given, **numbers))())

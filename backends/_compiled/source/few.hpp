@@ -153,10 +153,10 @@ struct Few {
     }
 
     // The columns of n keys from the relative position r on, of which `before` are before the table.
-    struct Reach {
+    struct Overlap {
         Index before, inside, row;
 
-        static Reach of(const Problem &x, Index r, Index n) {
+        static Overlap of(const Problem &x, Index r, Index n) {
             const Index c = r + x.left, before = std::clamp<Index>(-c, 0, n);
             return {before, std::clamp<Index>(x.rows - (c + before), 0, n - before), c + before};
         }
@@ -164,7 +164,7 @@ struct Few {
 
     // Write what some heads add to the logits of n keys from the relative position r on.
     void write_relative(Index head, Index count, Index r, Index n) const {
-        const Reach at = Reach::of(x, r, n);
+        const Overlap at = Overlap::of(x, r, n);
         const Index rows = x.rel_k && x.rel_k.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
         for (Index h = 0; !x.rel_k && h < count; h++) std::fill(of_table(h), of_table(h) + n, 0);
         for (Index j = 0; x.rel_k && j < at.inside; j += rows)
@@ -199,7 +199,7 @@ struct Few {
     }
 
     void mix_table(const Real *weights, Index head, Index r, Index n, Real *out) const {
-        const Reach at = Reach::of(x, r, n);
+        const Overlap at = Overlap::of(x, r, n);
         if (at.inside)
             mix_rows(weights + at.before, x.rel_v.of(entry, head, at.row), x.rel_v.row, at.inside, x.value_width, out);
         if (!x.clip) return;

@@ -1,0 +1,120 @@
+"""A call as the compiled kernels get it: numbers, by the names that the kernels declare."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from relskew_core._kernel.call import GridOptions, Operands, Options, Side
+from relskew_core._kernel.dropout import threshold
+
+try:
+    kernels: Any = importlib.import_module("relskew_core.backends._compiled._kernels")
+except ImportError:
+    kernels = None
+
+_declared: list[tuple[str, ...]] = [
+    getattr(kernels, names, ()) for names in ("WHOLE", "REAL", "ARRAYS", "INTEGERS", "GRADIENTS")
+]
+WHOLE, REAL, ARRAYS, INTEGERS, GRADIENTS = _declared
+"""What the kernels are given and give, by names that they say themselves, in their order: numbers, of which keys and
+offset come first, arrays, integers of queries and keys, gradients."""
+
+FAR = 2**40
+"""Further than anything is that is seen …"""
+
+OFFSETS = FAR // 2
+"""… as long as no offset is this large: such calls are for others."""
+
+ALONE_WORTH = 2
+"""Queries whose products take as long as one's, which waits for its keys."""
+
+SIDES = 4
+"""Axes of a grid at most."""
+
+
+def has_additive_mask(x: Operands) -> bool:
+    """Whether a call has a mask that is added, which has a gradient."""
+    return x.mask is not None and bool(x.mask.dtype == x.q.dtype)
+
+
+def numbers(x: Operands, options: Options) -> dict[str, Any]:
+    """Return the numbers of a call of four axes each, by the names that the kernels have for them."""
+    pattern, span = options.visibility, options.span
+    before = FAR if pattern.left is None else min(pattern.left, FAR)
+    after = FAR if pattern.right is None else min(pattern.right, FAR)
+    block, behind = min(pattern.block_size or 0, FAR), 0
+    if block:
+        behind = min(pattern.whole_blocks_before, FAR // block)
+        before, after = min(before, (behind + 1) * block - 1), min(after, block - 1)
+    items, heads, queries, width = x.q.shape
+    met = x.rel_k if x.axis_tables is None else x.q
+    _, key_heads, keys, value_width = x.v.shape
+    return {
+        "keys": keys, "offset": pattern.offset,
+        "items": items, "heads": heads, "key_heads": key_heads, "queries": queries,
+        "width": width, "rel_width": 0 if met is None else met.shape[-1], "value_width": value_width,
+        "rows": span.left + span.right + 1, "left": span.left, "clip": span.beyond == "clip",
+        "before": before, "after": after, "block": block, "behind": behind,
+        "mask_adds": has_additive_mask(x), "threshold": threshold(options.dropout),
+        "scale": options.scale, "rel_scale": options.rel_scale,
+        "softcap": options.softcap or 0.0, "kept": 1 - options.dropout, **_sides(options),
+    }  # fmt: skip
+
+
+def _sides(options: Options) -> dict[str, int]:
+    """Return the numbers of the sides of a call's grids; those before the first are 0."""
+    given = options.sides if isinstance(options, GridOptions) else ()
+    sides = [*[(0, 0, 0, 0)] * (SIDES - len(given)), *given]
+    return {f"{name}_{place}": number for place, side in enumerate(sides)
+            for name, number in zip(Side._fields, side, strict=True)}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """The description of a call whose arrays have four axes; the first three fields are for the kernels."""
+
+    keys: int
+    offset: int
+    numbers: tuple[Any, ...]  # all others of `WHOLE` and `REAL`
+    options: Options
+    work_per_key: int
+    before: int  # how far back a query sees
+    keys_seen: int  # at most, by one query
+    labelled: bool  # whether queries and keys have integers: places, documents, or what dropout goes by
+
+    @classmethod
+    def of(cls, x: Operands, options: Options) -> Call:
+        """Return the description."""
+        found = numbers(x, options)
+        keys, offset, before = found["keys"], found["offset"], found["before"]
+        labelled = x.k_segments is not None or x.k_positions is not None or options.dropout > 0
+        per_key = 3 * found["width"] * found["items"] * found["heads"] * max(found["queries"], ALONE_WORTH)
+        others = tuple(found[name] for name in (*WHOLE, *REAL) if name not in ("keys", "offset"))
+        return cls(keys, offset, others, options, per_key, before, before + found["after"] + 1, labelled)
+
+    def at(self, keys: int, offset: int) -> Call | None:
+        """Return a call like this one of one query elsewhere, ``None`` if a table may not reach what it sees."""
+        _, _, numbers, options, work_per_key, before, keys_seen, labelled = self
+        if not keys or not -OFFSETS < offset < OFFSETS:
+            return None
+        span = options.span
+        if span.beyond == "error" and (
+            min(offset, before) > span.left or min(keys - offset, keys_seen - before) > span.right + 1
+        ):
+            return None
+        return Call(keys, offset, numbers, options, work_per_key, before, keys_seen, labelled)
+
+    @property
+    def own_options(self) -> Options:
+        """The options; for a single query, those at its position."""
+        pattern = self.options.visibility
+        if pattern.n_queries > 1:
+            return self.options
+        return replace(self.options, visibility=replace(pattern, n_keys=self.keys, offset=self.offset))
+
+    @property
+    def work(self) -> int:
+        """About how many multiplications it is."""
+        keys, seen = self.keys, self.keys_seen
+        return self.work_per_key * (keys if keys < seen else seen)  # quicker than `min`
