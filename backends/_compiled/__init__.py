@@ -27,16 +27,12 @@ from relskew_core._kernel.call import (
 from relskew_core._kernel.chunk import Chunk
 from relskew_core._kernel.dropout import hashes
 from relskew_core._kernel.sums import sum_to
-from relskew_core.backends._compiled.call import (
-    ARRAYS,
-    GRADIENTS,
-    INTEGERS,
-    OFFSETS,
-    SIDES,
-    Call,
-    has_additive_mask,
-    kernels,
-)
+from relskew_core.backends._compiled.call import ARRAYS as ARRAYS
+from relskew_core.backends._compiled.call import GRADIENTS as GRADIENTS
+from relskew_core.backends._compiled.call import INTEGERS as INTEGERS
+from relskew_core.backends._compiled.call import OFFSETS, SIDES, has_additive_mask
+from relskew_core.backends._compiled.call import Call as Call
+from relskew_core.backends._compiled.call import kernels as kernels
 from relskew_core.backends._path import OPTIONS
 
 _arrays = attrgetter(*(ARRAYS or Operands._fields))

@@ -130,7 +130,9 @@ def test_torch_trains_with_them(n: int, mask: str, dtype: str) -> None:
         close(x, y)
 
 
-BROADCAST = [shape for shape in product((2, 1), (4, 1), (100, 1), (270, 1)) if shape != (1, 1, 1, 1)]
+BROADCAST: list[tuple[int, ...]] = [
+    shape for shape in product((2, 1), (4, 1), (100, 1), (270, 1)) if shape != (1, 1, 1, 1)
+]
 """Masks of every shape that broadcasts."""
 
 LEARNED = [
