@@ -59,7 +59,7 @@ def to_onnx(
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
         ``"ort-contrib"``: onnxruntime's own ``GroupQueryAttention``, for causal self-attention, the fastest there.
     opset : int, optional
-        Version of the standard operators, the profile's own or newer; 23, 18, 23 and 21 by default.
+        Version of the standard operators, the profile's own … 28; 23, 18, 23 and 21 by default.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``, as a string or as a NumPy, torch or JAX dtype; the
         weights' own by default.

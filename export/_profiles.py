@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from relskew_core._array.checks import check_int
+
 ProfileName = Literal["ort", "ort-contrib", "portable", "trt"]
 
 
@@ -50,6 +52,15 @@ PROFILES = {
     "trt": Profile("trt", 23, fused=True),
 }
 
-NEWEST_OPSET = 24
+NEWEST_OPSET = 28
+EXPORTER_OPSET = 24  # the newest that torch's exporter writes; what it writes is the same up to NEWEST_OPSET
 IN_PLACE_OPSET = 24  # of TensorScatter
 IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that brought these opsets; later ones need no more than 10
+
+
+def checked_opset(opset: object) -> int:
+    """Return the version of the standard operators, if graphs of torch may have it."""
+    oldest, chosen = PROFILES["portable"].opset, check_int("opset", opset)
+    if not oldest <= chosen <= NEWEST_OPSET:
+        raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {chosen}")
+    return chosen

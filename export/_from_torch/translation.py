@@ -32,7 +32,7 @@ from relskew_core.export._graph.parts import (
 from relskew_core.export._graph.side_by_side import read_side_by_side
 from relskew_core.export._graph.visible import broadcast
 from relskew_core.export._plan import GraphPlan, make_plan
-from relskew_core.export._profiles import NEWEST_OPSET, PROFILES
+from relskew_core.export._profiles import EXPORTER_OPSET, PROFILES
 
 KNOWS = (COMMON - {"part"}) | {
     "key_table", "q_segments", "k_segments", "q_positions", "k_positions", "by_value", "blocks_before", "softcap"
@@ -121,8 +121,8 @@ def torch_translation_table(
     """
     opset = check_int("opset", opset)
     oldest = PROFILES["portable"].opset
-    if not oldest <= opset <= NEWEST_OPSET:
-        raise ValueError(f"`opset` must be {oldest} … {NEWEST_OPSET}, got {opset}")
+    if not oldest <= opset <= EXPORTER_OPSET:
+        raise ValueError(f"`opset` must be {oldest} … {EXPORTER_OPSET}, got {opset}")
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, minimum=1)
     table = TranslationTable()

@@ -20,6 +20,7 @@ from relskew_core import __version__
 from relskew_core._array.checks import describe
 from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table
+from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
 from relskew_core.export._whole.names import name_lengths, name_nodes
 
 _PREFIX = "model."
@@ -86,13 +87,14 @@ def convert(
 
     ``sums`` has names for sums of those names, in alphabetical order. ``prefix`` is left out of modules' names.
     """
-    table = torch_translation_table(opset, chunk_size=chunk_size, operator=operator)
+    exported = min(checked_opset(opset), EXPORTER_OPSET)
+    table = torch_translation_table(exported, chunk_size=chunk_size, operator=operator)
     with evaluating(flat), _quiet(), torch.no_grad(), operators_kept():
         program = torch.onnx.export(
             flat,
             flat.inputs(),
             dynamo=True,
-            opset_version=opset,
+            opset_version=exported,
             dynamic_shapes=(tuple(axes),),
             custom_translation_table=table,
             input_names=list(input_names),
@@ -111,6 +113,9 @@ def convert(
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
     made = table.model(program)
+    for entry in (*made.opset_import, *(one for function in made.functions for one in function.opset_import)):
+        if entry.domain == "":
+            entry.version = max(entry.version, opset)  # no operator in the graph differs between them
     oldest: int = onnx.helper.find_min_ir_version_for(made.opset_import, ignore_unknown=True)
     # Older runtimes refuse newer ones unread; functions need version 10.
     made.ir_version = max(min(made.ir_version, oldest), 10 if made.functions else 0)

@@ -11,7 +11,7 @@ import onnx
 
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._caches import CACHE_LENGTH, caches_in_place
-from relskew_core.export._profiles import IN_PLACE_OPSET
+from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target
 from relskew_core.export._save import write
 from relskew_core.export._whole.genai import check_config, config_text, write_config
@@ -58,7 +58,7 @@ def decoder_to_onnx(
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
     opset : int, optional
-        Version of the standard operators, 18 … 24; by default 23, and 24, the only one, with ``in_place``.
+        Version of the standard operators, 18 … 28; by default 23, and 24, the least, with ``in_place``.
     past : callable, optional
         ``past(batch)`` returns the caches of a first call: pairs of tensors ``(batch, heads, 0, D)``. By default
         that is ``model.empty_cache(batch)`` if the model has it, else a list of ``empty_cache(batch)`` of every
@@ -220,11 +220,11 @@ def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool,
             "`in_place=True` excludes `genai`: onnxruntime-genai gives no `past_length` to a graph, got genai="
             f"{describe(genai)}"
         )
-    if opset not in (None, IN_PLACE_OPSET):
-        raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}`, of TensorScatter, got opset={opset!r}")
+    if opset is not None and checked_opset(opset) < IN_PLACE_OPSET:
+        raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}`, of TensorScatter, or newer, got {opset}")
     if length is not None:
         check_int("length", length, minimum=1)
-    return IN_PLACE_OPSET
+    return IN_PLACE_OPSET if opset is None else opset
 
 
 def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, contrib: bool) -> onnx.ModelProto:

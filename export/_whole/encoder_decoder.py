@@ -56,7 +56,7 @@ def encoder_decoder_to_onnx(
         A directory, made if there is none. Other files in it stay: ``model.config.save_pretrained(folder)`` adds what
         optimum needs.
     opset : int, default 23
-        Version of the standard operators, 18 … 24.
+        Version of the standard operators, 18 … 28.
     chunk_size : int or None, default 128
         The encoder attends in a ``Loop`` over this many positions at a time where there are more of them: its memory
         grows with the length then, and not with its square. None: no control flow.

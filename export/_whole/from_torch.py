@@ -52,7 +52,7 @@ def torch_to_onnx(
     path : str or path-like, optional
         Where to save the graph too, all or nothing, as :func:`save` does.
     opset : int, default 23
-        Version of the standard operators, 18 … 24.
+        Version of the standard operators, 18 … 28.
     input_names, output_names : sequence of str, optional
         Names for the tensors of the arguments and the results; by default those that the model has for them. A result
         named as an argument, such as a mask that is returned, is ``output_mask`` then.

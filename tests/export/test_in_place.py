@@ -120,7 +120,7 @@ def test_refused() -> None:
         ({}, "`in_place=True` requires `past=True`"),
         ({"past": True, "profile": "portable"}, "`in_place=True` requires `profile='ort'`"),
         ({"past": True, "chunk_size": 4}, "`in_place=True` excludes `chunk_size`"),
-        ({"past": True, "opset": 23}, "`opset` must be 24 … 24 for profile='ort', in_place=True, got 23"),
+        ({"past": True, "opset": 23}, "`opset` must be 24 … 28 for profile='ort', in_place=True, got 23"),
     ]
     for options, message in refusals:
         with pytest.raises(ValueError, match=message.replace("(", r"\(")):

@@ -126,6 +126,15 @@ def test_torchs_own_exporter_writes_nodes() -> None:
             np.testing.assert_allclose(found, model(given).detach().numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("operator", [False, True], ids=["plain", "operator"])
+def test_opsets_that_torchs_exporter_does_not_write(operator: bool) -> None:
+    """The check runs them in onnxruntime, which guarantees no more than 26."""
+    made = torch_to_onnx(Calls(17, span=SPAN), torch.randn(2, 4, 6, 8), opset=26, operator=operator)
+    versions = [entry.version for part in (made, *made.functions) for entry in part.opset_import if not entry.domain]
+    assert versions == [26] * (1 + operator)
+    onnx.checker.check_model(made, full_check=True)
+
+
 class Fitted(nn.Module):
     def forward(self, x: Tensor) -> Any:
         n = x.shape[-2]
@@ -157,7 +166,7 @@ class Decoder(nn.Module):
         return x @ self.embedding.weight.T, caches
 
 
-@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"in_place": True, "length": 20}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"in_place": True, "opset": 25}, {"in_place": True, "length": 20}], ids=str)
 def test_decoders_give_the_same_tokens(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
