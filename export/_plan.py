@@ -12,6 +12,7 @@ from relskew_core._block.checks import ENDLESS
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core._positions.span import Span
 from relskew_core._positions.visibility import FURTHEST
+from relskew_core.export._plan_checks import check_contrib, check_in_place, check_past
 from relskew_core.export._profiles import IN_PLACE_OPSET, IR_VERSIONS, NEWEST_OPSET, PROFILES, Profile
 
 LONGEST = 2**31
@@ -181,7 +182,7 @@ def make_plan(
     form = PROFILES[profile]
     oldest = form.opset
     if check_bool("in_place", in_place):
-        _check_in_place(spec, profile, past, chunk_size)
+        check_in_place(spec, profile, past, chunk_size)
         oldest = IN_PLACE_OPSET
     chosen = oldest if opset is None else check_int("opset", opset)
     if not oldest <= chosen <= NEWEST_OPSET:
@@ -194,9 +195,9 @@ def make_plan(
     if check_bool("segments", segments) and spec.cross:
         raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are no one sequence, got cross=True")
     if check_bool("past", past):
-        _check_past(spec)
+        check_past(spec)
     if form.contrib:
-        _check_contrib(spec, dtype, mask, chunk_size)
+        check_contrib(spec, dtype, mask, chunk_size)
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, minimum=1)
         if spec.block_size is not None:
@@ -248,49 +249,6 @@ def _with_window_of_lengths(spec: BlockSpec) -> BlockSpec:
         return spec
     left, right = (None if side is None or side >= LONGEST else side for side in spec.window)
     return spec if (left, right) == spec.window else replace(spec, window=(left, right))
-
-
-def _check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) -> None:
-    if not spec.causal:
-        raise ValueError("`in_place=True` requires `spec.causal`, got causal=False")
-    if past is not True:
-        raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
-    if profile not in ("ort", "ort-contrib"):
-        raise ValueError(
-            f"`in_place=True` requires `profile='ort'` or 'ort-contrib': it is made of TensorScatter, got {profile!r}"
-        )
-    if chunk_size is not None:
-        raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
-
-
-def _check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size: Any) -> None:
-    """Refuse what GroupQueryAttention cannot do."""
-    wanted = "`profile='ort-contrib'`, which is made of GroupQueryAttention,"
-    if not spec.causal or spec.cross:
-        raise ValueError(
-            f"{wanted} requires causal self-attention, got causal={spec.causal} and cross={spec.cross} in `spec`"
-        )
-    refused = {
-        "spec.rel_values": spec.rel_values,
-        "spec.sinks": spec.sinks,
-        "spec.block_size": spec.block_size,
-        "mask": mask,
-        "chunk_size": chunk_size,
-    }
-    for name, given in refused.items():
-        if given is not None and given is not False:
-            raise ValueError(f"{wanted} excludes `{name}`, got {given!r}")
-    if dtype == np.float64:
-        raise ValueError(f"{wanted} excludes `dtype` float64")
-    if spec.head_dim % 8:
-        raise ValueError(f"{wanted} requires a `spec.head_dim` that 8 divides, got {spec.head_dim}")
-
-
-def _check_past(spec: BlockSpec) -> None:
-    if spec.cross:
-        raise ValueError("`past=True` excludes `spec.cross`: a memory's keys are not appended to, got cross=True")
-    if not spec.causal and spec.block_size is None:
-        raise ValueError("`past=True` requires `spec.causal` or `spec.blocks_before`, got causal=False")
 
 
 def _reach_of_blocks(spec: BlockSpec) -> tuple[int | None, int | None]:
