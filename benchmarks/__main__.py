@@ -30,7 +30,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
     "families": ("families.Families", "models of transformers beside themselves replaced; needs transformers"),
     "export": ("export.Export", "graphs beside what torch's exporter makes of textbook code; needs onnxruntime"),
-    "operator": ("operator.Operator", "the operator library beside the kernel from NumPy and plain graphs"),
+    "operator": ("operator.OperatorNodes", "the operator library beside the kernel from NumPy and plain graphs"),
     "quantise": ("quantise.Quantise", "what quantisation costs in accuracy and saves in size"),
     "runtimes": ("runtimes.Runtimes", "graphs in old and other runtimes, which it installs"),
     "devices": ("devices.Devices", "what splitting a sequence over GPUs costs, by arithmetic"),

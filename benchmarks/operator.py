@@ -37,7 +37,7 @@ GRAPHS: Mapping[str, dict[str, Any]] = {
 TARGETS = {"causal": 1.1, "full": 1.1, TOKEN: 0.8, DECODER: 0.8}
 
 
-class Operator(Benchmark):
+class OperatorNodes(Benchmark):
     """Whole calls, one token behind a past, and a token of a whole decoder; heads come as projections leave them."""
 
     page = "deploying.md"

@@ -109,7 +109,7 @@ def with_gradient(call: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
     return out, pull(jnp.ones_like(out))[0]
 
 
-VALUES = ("loops", "positions", "a block")
+VALUES = ("loops", "positions")
 """Calls of which the numbers are looked at: of all others, the types."""
 
 

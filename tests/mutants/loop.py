@@ -40,7 +40,7 @@ MEMORY = 8 << 30  # and have so much
 # Tests of other array libraries, whose code is the same but for how they start; of other runtimes, which take the same
 # graphs; those that compile, and those that measure; and one that starts Python anew, which does not find mutmut there.
 OTHERS = (
-    "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "portable_runtimes", "ndonnx",
+    "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "ndonnx",
     "[arm", "[x86-64", "new_array", "compilers_warn", "forked", "first_long", "own_threads",
     "limits_of_time", "test_chunks.py::test_memory", "same_bytes", "the_compiler", "compiled_training",
 )  # fmt: skip
