@@ -344,15 +344,18 @@ def test_heads_that_lie_side_by_side_give_the_same_numbers(dtype: str) -> None:
     apart = [rng.standard_normal((2, 130, 3, 16)).astype(dtype).swapaxes(1, 2) for _ in range(4)]
     together = [np.ascontiguousarray(x) for x in apart]
     table = rng.standard_normal((21, 16)).astype(dtype)
-    for options in ({"window": (9, 5)}, {"segments": np.arange(130) // 40}):
+    ways: tuple[dict[str, Any], ...] = ({"window": (9, 5)}, {"segments": np.arange(130) // 40})
+    for options in ways:
         found, expected = (
-            relative_attention_vjp(x[3], *x[:3], table, span=Span(10, 10, "clip"), impl="native", **options)
-            for x in (apart, together)
+            relative_attention_vjp(d_out, q, k, v, table, Span(10, 10, "clip"), impl="native", **options)
+            for q, k, v, d_out in (apart, together)
         )
         for name in ("q", "k", "v", "rel_k"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
-        outs = [relative_attention(*x[:3], table, Span(10, 10, "clip"), impl="native", **options)
-                for x in (apart, together)]  # fmt: skip
+        outs = [
+            relative_attention(q, k, v, table, Span(10, 10, "clip"), impl="native", **options)
+            for q, k, v, _ in (apart, together)
+        ]
         np.testing.assert_array_equal(*outs)
 
 
