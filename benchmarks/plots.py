@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.contenders import CONTENDERS
@@ -11,7 +12,7 @@ from relskew_core.draw._lines import Chart, Line, save_lines
 
 COLOURS = {
     "torch": "#d1495b", "torch-portable": "#e8a0a9", "numpy": "#2a6f97", "numpy-portable": "#93bcd6",
-    "plain": "#1f2933", "products": "#7a9e3f", "dense-products": "#b5c99a", "huang": "#8d6a9f",
+    "plain": "#7b8794", "products": "#7a9e3f", "dense-products": "#b5c99a", "huang": "#8d6a9f",
     "huang-local": "#8d6a9f", "sdpa-bias": "#c79a3a", "sdpa-local": "#c79a3a", "shaw": "#6b7a8f", "flex": "#3d9a8b",
 }  # fmt: skip
 THICK = ("torch", "numpy", "plain")
@@ -19,25 +20,40 @@ THICK = ("torch", "numpy", "plain")
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
-    """Write a PNG for every question that the record answers."""
+    """Write two pictures for every question that the record answers, for light and for dark pages."""
     ratios, memory, seconds = (
         (1, 1.5, 2, 3, 5, 10, 20, 30, 50), [4.0**n for n in range(-2, 8)], [10.0**n for n in range(-4, 2)]
     )  # fmt: skip
+
+    def panels(sections: Sequence[str], ticks: Sequence[float], text: Callable[[float], str]) -> list[Chart]:
+        return [Chart(_title(record, each), _lines(record, each), ticks, text) for each in sections]
+
     of_plain = "time, in units of plain attention"
     pictures = {
-        "forward": (f"Forward, causal: {of_plain}", ["forward"], ratios, "{:g}×".format),
-        "training": (f"Forward and backward, causal: {of_plain}", ["training"], ratios, "{:g}×".format),
-        "memory": ("Forward, causal: peak memory beyond the inputs", ["memory"], memory, _mib),
-        "local": ("Local attention, causal: time", ["blocks", "window"], seconds, _seconds),
+        "overview": ("A causal call: time, and peak memory beyond the inputs", [
+            Chart("time", _few(_lines(record, "forward", ratio=False)), seconds, _seconds),
+            Chart("memory", _few(_lines(record, "memory")), memory, _mib),
+        ]),
+        "forward": (f"Forward, causal: {of_plain}", panels(["forward"], ratios, "{:g}×".format)),
+        "training": (f"Forward and backward, causal: {of_plain}", panels(["training"], ratios, "{:g}×".format)),
+        "memory": ("Forward, causal: peak memory beyond the inputs", panels(["memory"], memory, _mib)),
+        "local": ("Local attention, causal: time", panels(["blocks", "window"], seconds, _seconds)),
     }  # fmt: skip
     where = f"{record.machine['cpu']}, {record.machine['cores']} cores"
     note = f"sequence length L      (batch 1, 8 heads of 64, float32; {where})"
     paths = []
-    for name, (title, sections, ticks, text) in pictures.items():
-        panels = [Chart(_title(record, each), _lines(record, each), ticks, text) for each in sections]
-        if any(panel.lines for panel in panels):
-            paths.append(save_lines(folder / f"{name}.png", title, [panels], note=note))
+    for name, (title, row) in pictures.items():
+        if any(panel.lines for panel in row):
+            for ending, dark in (("", False), ("-dark", True)):
+                paths.append(save_lines(folder / f"{name}{ending}.svg", title, [row], note=note, dark=dark))
     return paths
+
+
+def _few(lines: list[Line]) -> list[Line]:
+    """Keep what the first page compares, with ours above the others."""
+    wanted = [CONTENDERS[name].label for name in ("torch", "plain", "sdpa-bias", "huang")]
+    kept = sorted((line for line in lines if line.name in wanted), key=lambda line: wanted.index(line.name))
+    return [line._replace(thick=line.name == wanted[0]) for line in kept]
 
 
 def _title(record: Record, section: str) -> str:
@@ -45,7 +61,7 @@ def _title(record: Record, section: str) -> str:
     return words.get(section, "").format(**next(record.measured(section=section)).case)
 
 
-def _lines(record: Record, section: str) -> list[Line]:
+def _lines(record: Record, section: str, *, ratio: bool = True) -> list[Line]:
     rows = [row for row in record.measured(section=section) if row.contender != "dense-products"]
     rows = [row for row in rows if section != "memory" or not row.case["backward"]]
     plain = {row.case["length"]: row.fastest for row in rows if row.contender == "plain"}
@@ -53,7 +69,7 @@ def _lines(record: Record, section: str) -> list[Line]:
     def value(row: Row) -> float:
         if section == "memory":
             return (row.bytes or 0) / 2**20
-        return (row.fastest or 0) / (plain.get(row.case["length"]) or 1)
+        return (row.fastest or 0) / (plain.get(row.case["length"]) or 1 if ratio else 1)
 
     def points(name: str) -> list[tuple[float, float]]:
         return [(float(row.case["length"]), value(row)) for row in rows if row.contender == name]

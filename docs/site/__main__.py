@@ -6,7 +6,6 @@ together in ``FOLDER/source``, whose root is ``docs/``: links that led from one 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from sphinx.cmd.build import main as sphinx
 
 import relskew_core
 from docs.site import reference
+from docs.site.furniture import NOT_FOUND
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent
@@ -44,7 +44,7 @@ def contents_below(page: Path) -> str:
 
 def files() -> dict[Path, bytes]:
     """Return every file of the source by its place."""
-    found = {Path(name): text.encode() for name, text in reference.pages().items()}
+    found = {Path(name): text.encode() for name, text in ({"404.md": NOT_FOUND} | reference.pages()).items()}
     pages = [path for path in DOCS.rglob("*") if path.is_file() and HERE not in path.parents]
 
     for path in (*pages, *(ROOT / name for name in AT_THE_ROOT)):
@@ -74,19 +74,9 @@ def bring_together(source: Path) -> None:
             path.write_bytes(content)
 
 
-def prepare_kernels(settings: Path) -> None:
-    """Have the notebooks' processes import what stands here, know no settings of the person, and tell errors alone."""
-    os.environ |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(settings)}
-    profile = settings / "profile_default"
-    profile.mkdir(parents=True, exist_ok=True)
-    (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
-    logging.getLogger("traitlets").setLevel(logging.WARNING)
-
-
 def build(folder: Path) -> int:
     """Return Sphinx's exit status; every warning is an error, and so is a name that is referred to and not there."""
     bring_together(folder / "source")
-    prepare_kernels(folder.resolve() / "ipython")
     options = ["--nitpicky", "--fail-on-warning", "--quiet", "--conf-dir", str(HERE)]
     return sphinx([*options, "-d", str(folder / "doctrees"), str(folder / "source"), str(folder / "html")])
 

@@ -9,6 +9,7 @@ import relskew_core
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from docs.site.furniture import URLS
 from docs.site.reference import modules
 
 project = "relskew"
@@ -22,15 +23,22 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
     "numpydoc",
+    "sphinx_copybutton",
+    "docs.site.furniture",
     "docs.site.marks",
 ]
 exclude_patterns = ["README.md"]
+templates_path = ["templates"]
+
+# What is copied is what is typed: prompts and results are left out.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"
+copybutton_selector = '[class*="highlight-"]:not([class*="columns-"], .cell_output *) > .highlight > pre'
 
 # Pages
 myst_heading_anchors = 3
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_mode = "off"  # notebooks are stored with their outputs
 
 # Reference: signatures stay short, the types stand in the docstrings; names of ours in them are links.
 add_module_names = False
@@ -44,14 +52,23 @@ numpydoc_xref_aliases = {name: f"{module.__name__}.{name}" for module in modules
 
 # What it looks like. There are no fonts and no scripts from elsewhere.
 html_theme = "furo"
-html_title = "relskew"
+html_title = f"relskew {version}"
+html_baseurl = URLS.get("Documentation", "")
+html_favicon = "static/favicon.svg"
 html_static_path = ["static"]
 html_css_files = ["relskew.css"]
 html_domain_indices = False
-html_copy_source = False
-html_show_sourcelink = False
+html_copy_source = True
+html_show_sourcelink = True
+html_sourcelink_suffix = ""
 html_show_sphinx = False
 html_theme_options = {
+    "source_repository": URLS.get("Repository", ""),
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "top_of_page_buttons": ["view"],
+    "light_logo": "favicon.svg",
+    "dark_logo": "favicon.svg",
     "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7cb7f2", "color-brand-content": "#7cb7f2"},
 }

@@ -52,17 +52,77 @@ class Names(SphinxTransform):
 
 
 class Shapes(SphinxTransform):
-    """Name what the style sheet treats apart: tables of words, which a phone shows row by row, and lists of cards."""
+    """Name what the style sheet treats apart: tables of words and of numbers, lists of cards, and drawings in text."""
 
     default_priority = 400
 
     def apply(self, **_: Any) -> None:
         for table in self.document.findall(nodes.table):
-            if not any("text-right" in entry["classes"] for entry in table.findall(nodes.entry)):
-                table["classes"].append("words")
+            numbers = any("text-right" in entry["classes"] for entry in table.findall(nodes.entry))
+            table["classes"].append("numbers" if numbers else "words")
+            if numbers:
+                label_cells(table)
+            if len(list(table.findall(nodes.colspec))) > MANY:
+                table["classes"].append("many")
         if self.env.docname in ("index", "tutorials"):
             for cards in self.document.findall(nodes.bullet_list):
                 cards["classes"].append("cards")
+                for text in cards.findall(nodes.Text):
+                    if text.startswith(": "):  # what follows a title on a line of a list
+                        text.parent.replace(text, nodes.Text(text[2:3].upper() + text[3:]))
+        if self.env.docname == "index" and (start := self.document.next_node(is_start)):
+            start["classes"].append("start")
+        for block in self.document.findall(nodes.literal_block):
+            columns = max(map(len, block.astext().splitlines()), default=0)
+            if block.get("language", "default") in ("text", "default", "none") and columns <= WIDEST_DRAWING:
+                block["classes"].append(f"columns-{-(-max(columns, 40) // 10) * 10}")
+
+
+WIDEST_DRAWING = 80
+"""Columns that a phone can show when it makes them smaller; longer lines are wrapped."""
+
+
+MANY = 6
+"""Columns, above which a table is written smaller."""
+
+
+def is_start(node: nodes.Node) -> bool:
+    """Say whether a paragraph is links alone, as the home page has them for where to begin."""
+    links = isinstance(node, nodes.paragraph) and [part for part in node.children if part.astext().strip()]
+    return bool(links) and all(next(iter(part.findall(is_link)), None) for part in links)
+
+
+def is_link(node: nodes.Node) -> bool:
+    """Say whether a node is a link, resolved or not."""
+    return isinstance(node, nodes.reference | addnodes.pending_xref)
+
+
+def label_cells(table: nodes.table) -> None:
+    """Say in each cell which column it is of, which phones show; keep numbers and units on one line."""
+    heads = [[entry.astext() for entry in row.findall(nodes.entry)] for row in next(iter(table.findall(nodes.thead)))]
+    for row in next(iter(table.findall(nodes.tbody))).children:
+        for head, entry in list(zip(heads[-1], row.findall(nodes.entry), strict=False))[1:]:
+            for text in list(entry.findall(nodes.Text)):
+                together = re.sub(r"(?<=\d) (?=[µm]?s\b|[KMG]iB\b)", "\N{NO-BREAK SPACE}", text)
+                text.parent.replace(text, nodes.Text(together))
+            if entry.children and head.strip():
+                entry.children[0].insert(0, nodes.inline("", head, classes=["label"]))
+
+
+class Themes(SphinxTransform):
+    """Show the picture that is drawn for dark pages, where there is one, on these."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            name, dot, ending = image["uri"].rpartition(".")
+            if Path(self.env.relfn2path(f"{name}-dark{dot}{ending}", self.env.docname)[1]).exists():
+                dark = image.deepcopy()
+                dark["uri"] = f"{name}-dark{dot}{ending}"
+                image["classes"].append("only-light")
+                dark["classes"].append("only-dark")
+                image.parent.insert(image.parent.index(image) + 1, dark)
 
 
 class Titles(SphinxTransform):
@@ -111,6 +171,7 @@ def by_its_last_part(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_transform(Names)
     app.add_transform(Shapes)
+    app.add_transform(Themes)
     app.add_transform(Titles)
     app.connect("object-description-transform", in_groups)
     app.connect("viewcode-follow-imported", code_of)

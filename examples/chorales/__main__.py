@@ -72,7 +72,7 @@ def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
     sound.save_wav(out / "tune.wav", [voice])
     shown = [*prompt, *new][: CROP + 1]
     look = pictures.furthest_look(pictures.attention(model, shown), shown, first=len(prompt), near=2 * tune.bar)
-    title = f"{TUNE}: given, and made from the line on. What one head of layer {look.layer + 1} looks at"
+    title = f"{TUNE}, continued from the dashed line on. Arcs: what one head of layer {look.layer + 1} attends to"
     pictures.plot_roll(out / "roll.png", shown, prompt=len(prompt), look=look, title=title)
 
     path = decoder_to_onnx(model, out / "decoder.onnx", overwrite=True)

@@ -14,7 +14,8 @@ from examples.chorales.model import Decoder
 from examples.chorales.tokens import HELD, LOWEST
 from relskew_core._files import whole
 
-INK, FAINT = "#222233", "#8a8a99"
+INK = FAINT = "#747d88"
+"""Grey that can be read on white and on black: the pictures have no paper, and show the page's."""
 COLOURS = {
     "relative": "#0072b2",
     "sinusoids": "#d55e00",
@@ -32,7 +33,7 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
     """Draw the negative log-likelihood by position, with the trained range shaded."""
     figure = Figure(figsize=(7.2, 3.6), dpi=100)
     axis = figure.add_axes((0.09, 0.16, 0.74, 0.72))
-    axis.axvspan(0, trained, color="#e8eef4", lw=0)
+    axis.axvspan(0, trained, color=FAINT, alpha=0.15, lw=0)
     top = max(curve.max() for curve in curves.values())
     length = max(len(curve) for curve in curves.values())
     axis.text(trained / 2, 1.01, "trained", color=FAINT, ha="center", va="bottom", transform=axis.get_xaxis_transform())
@@ -48,7 +49,7 @@ def plot_likelihood(path: Path, curves: Mapping[str, Array], trained: int) -> No
     axis.set_xticks(range(0, length + 1, trained))
     plain(axis)
     with whole(path) as part:
-        figure.savefig(part)
+        figure.savefig(part, transparent=True)
 
 
 Array = np.ndarray[Any, Any]
@@ -130,7 +131,7 @@ def plot_roll(path: Path, tokens: Sequence[int], *, prompt: int, look: Look, tit
     figure.text(0.05, 0.93, title, color=INK, va="center")
     plain(axis)
     with whole(path) as part:
-        figure.savefig(part)
+        figure.savefig(part, transparent=True)
 
 
 def shade(start: int, prompt: int) -> str:
@@ -143,3 +144,6 @@ def plain(axis: Any) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.tick_params(colors=INK, length=3)
+    axis.spines[["left", "bottom"]].set_color(FAINT)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_color(INK)

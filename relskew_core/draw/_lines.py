@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relskew_core._files import whole
-from relskew_core.draw._colours import LIGHT
+from relskew_core.draw._colours import DARK, LIGHT
 
-GRID = "#e4e7eb"
+GRID = {"light": "#e4e7eb", "dark": "#2d333b"}
 
 
 class Line(NamedTuple):
@@ -33,33 +33,44 @@ class Chart(NamedTuple):
     room: float = 1.0  # from the lowest number to the highest, at least
 
 
-def save_lines(path: Path, title: str, rows: Sequence[Sequence[Chart]], *, note: str = "length") -> Path:
+def save_lines(
+    path: Path, title: str, rows: Sequence[Sequence[Chart]], *, note: str = "length", dark: bool = False
+) -> Path:
     """Draw rows of panels with one legend into a file, whole or not at all."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "relskew"}):  # text as text, and the same file each time
+        return _save(path, title, rows, note, DARK if dark else LIGHT, GRID["dark" if dark else "light"])
+
+
+def _save(
+    path: Path, title: str, rows: Sequence[Sequence[Chart]], note: str, colours: dict[str, str], lattice: str
+) -> Path:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 2 + 3.4 * len(rows)), dpi=150, layout="constrained", facecolor=LIGHT["paper"])
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=LIGHT["ink"])
+    figure = Figure(figsize=(8, 2 + 3.4 * len(rows)), dpi=150, layout="constrained", facecolor=colours["paper"])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=colours["ink"])
     grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     named: dict[str, Any] = {}
     for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
-        _draw(axes, panel)
+        _draw(axes, panel, colours, lattice)
         lines, names = axes.get_legend_handles_labels()
         named |= dict(zip(names, lines, strict=True))
-    grid[-1, 0].set_xlabel(note, loc="left", fontsize=9, color=LIGHT["faint"])
-    legend = {"fontsize": 9, "frameon": False, "labelcolor": LIGHT["ink"], "ncols": 2}
+    grid[-1, 0].set_xlabel(note, loc="left", fontsize=9, color=colours["faint"])
+    legend = {"fontsize": 9, "frameon": False, "labelcolor": colours["ink"], "ncols": 2}
     figure.legend(named.values(), named.keys(), loc="outside lower left", **legend)
     with whole(path) as unfinished:
         figure.savefig(unfinished, metadata={"Date": None} if path.suffix.lower() == ".svg" else {"Software": None})
     return path
 
 
-def _draw(axes: Any, panel: Chart) -> None:
-    axes.set(xscale="log", yscale="log")
-    axes.set_title(panel.title, loc="left", fontsize=10, color=LIGHT["ink"])
+def _draw(axes: Any, panel: Chart, colours: dict[str, str], lattice: str) -> None:
+    axes.set(xscale="log", yscale="log", facecolor=colours["paper"])
+    axes.set_title(panel.title, loc="left", fontsize=10, color=colours["ink"])
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(LIGHT["faint"])
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.tick_params(colors=LIGHT["faint"], labelsize=9)
+    axes.spines[["left", "bottom"]].set_color(colours["faint"])
+    axes.grid(axis="y", color=lattice, linewidth=0.8)
+    axes.tick_params(colors=colours["faint"], labelsize=9)
     for name, points, colour, thick, style, marker in panel.lines:
         axes.plot(
             *zip(*sorted(points), strict=True), label=name, color=colour, linestyle=style, marker=marker,

@@ -11,7 +11,8 @@ import torch
 from peers.common import peer
 from peers.families import FAMILIES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 50}
 
 
@@ -35,6 +36,7 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds.append(
             {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
         )
+    assert blocks[0] in (ROOT / "README.md").read_text()  # which has no other program that needs transformers
     assert len(kinds) == 4
     assert "T5RelativeAttention" in kinds[0]
     assert "alibi" in kinds[1]

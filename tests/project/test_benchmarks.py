@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -420,10 +421,13 @@ def test_the_pictures_of_the_page(tmp_path: Path) -> None:
 
     paths = draw(Record.newest("calls"), tmp_path)
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert len(paths) == 4
+    page += (ROOT / "README.md").read_text()
+    assert len(paths) == 10
     for path in paths:
-        assert f"benchmarks/{path.name}" in page
-        assert path.read_bytes().startswith(b"\x89PNG")
+        shown = ROOT / "docs" / "benchmarks" / path.name
+        assert f"benchmarks/{path.name.replace('-dark', '')}" in page
+        words = [re.findall(r"<text[^>]*>(.*?)</text>", drawn.read_text()) for drawn in (path, shown)]
+        assert words[0] == words[1], f"{shown.name} is not of the newest record"
     assert "matplotlib.pyplot" not in sys.modules or "agg" in sys.modules["matplotlib"].get_backend().lower()
 
 

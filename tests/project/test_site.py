@@ -18,11 +18,12 @@ import pytest
 from project.test_public_names import PUBLIC
 
 import chromium
+import relskew_core
 from once import of_run, once
 from relskew_core._kernel.call import GROUPS
 from tracked import ROOT
 
-WIDTHS = {"desk": (1280, 900), "phone": (390, 844)}
+WIDTHS = {"desk": (1440, 900), "phone": (390, 844)}
 CALL = "reference/relskew_core.relative_attention"
 SEEN = ("index", "chooser", "benchmarks", "variants", "tutorials", "reference", CALL)
 """Pages that are looked at in light and dark; all are held to the width of a phone."""
@@ -37,6 +38,7 @@ class Page(HTMLParser):
         self.images: list[dict[str, str | None]] = []
         self.anchors: set[str] = set()
         self.texts: dict[str, str] = {}
+        self.said: dict[str, str] = {}
         self._inside: list[str] = []
         self.feed(path.read_text())
 
@@ -48,6 +50,10 @@ class Page(HTMLParser):
             self.links.append(str(given["href"]))
         if tag in ("script", "img", "source") and given.get("src") is not None:
             self.links.append(str(given["src"]))
+        if tag == "meta":
+            self.said[str(given.get("name") or given.get("property"))] = str(given.get("content"))
+        if tag == "link" and "icon" in str(given.get("rel")).split():
+            self.said["icon"] = str(given["href"])
         if tag == "img":
             self.images.append(given)
         if tag in ("title", "h1", "article", "script", "style"):
@@ -92,7 +98,8 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
                 assert parts.scheme in ("https", "mailto", "data"), f"{path.name}: {link}"
                 assert parts.scheme != "https" or "." in parts.netloc, f"{path.name}: {link}"
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            home = site if parts.path.startswith("/") else path.parent
+            target = (home / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
             anchor = unquote(parts.fragment)
             if not target.exists() or (target in pages and anchor and anchor not in pages[target].anchors):
@@ -115,12 +122,48 @@ def test_every_page_has_a_title_and_text_without_scripts(site: Path, pages: dict
             assert len(page.texts["article"].split()) > 5, f"{path.relative_to(site)} says nothing without scripts"
 
 
-def test_every_picture_is_there_and_told(pages: dict[Path, Page]) -> None:
+def test_every_page_says_what_it_is_where_links_to_it_are_shown(site: Path, pages: dict[Path, Page]) -> None:
+    """A title with the version, a description, an icon, and a card with a picture."""
+    descriptions = set()
+    for path, page in pages.items():
+        assert f"relskew {relskew_core.__version__}" in page.texts["title"], path.name
+        assert (path.parent / page.said["icon"]).exists() or path.stem == "404"
+        assert page.said["og:description"] == page.said["description"] != ""
+        assert len(page.said["description"]) <= 160
+        assert page.said["og:title"]
+        if "_modules" not in path.parts:
+            descriptions.add(page.said["description"])
+        if path.stem != "404":
+            assert (path.parent / page.said["og:image"]).read_bytes().startswith(b"\x89PNG")
+    assert len(descriptions) > 150
+
+
+def test_pages_lead_to_their_source_and_missing_ones_home(site: Path, pages: dict[Path, Page]) -> None:
+    assert any(link.startswith("_sources/torch.md") for link in pages[site / "torch.html"].links)
+    missing = pages[site / "404.html"]  # which is shown at any address, so links begin at the root
+    assert {"/index.html", "/chooser.html", "/reference.html"} <= {urlsplit(link).path for link in missing.links}
+    assert all(link.startswith(("/", "#", "https:")) for link in missing.links)
+
+
+def test_the_home_page_begins_with_where_to_start_and_lists_pages_by_what_is_on_them(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    article = home.partition("<article")[2]
+    assert article.index(">Get started<") < article.index("<pre>") < article.index("<img")
+    for name in (
+        "Hugging Face Transformers", "Masks, windows, packing, dropout", "Distributed", "Music Transformer example",
+        "GPU support", "API reference",
+    ):  # fmt: skip
+        assert f">{name}</a>" in home.partition("<article")[0], name
+
+
+def test_every_picture_is_there_and_told(site: Path, pages: dict[Path, Page]) -> None:
     assert sum(len(page.images) for page in pages.values()) > 8
     for path, page in pages.items():
         for image in page.images:
             source = str(image["src"])
-            assert source.startswith("data:") or (path.parent / unquote(source)).exists(), f"{path.name}: {source}"
+            home = site if source.startswith("/") else path.parent
+            there = (home / unquote(source).lstrip("/")).exists()
+            assert source.startswith("data:") or there, f"{path.name}: {source}"
             assert len((image.get("alt") or "").split()) > 1, (
                 f"{path.name}: {source[:80]} has no words for who cannot see it"
             )
@@ -243,16 +286,53 @@ def test_a_page_can_be_read(name: str, scheme: str, site: Path, browser: chromiu
     assert not browser.errors
 
 
+CUT = """(() => {
+    const wide = [...document.querySelectorAll("html, .content")].filter((e) => e.scrollWidth > innerWidth);
+    const parts = [...document.querySelectorAll("article pre, article table, article .table-wrapper")];
+    const cut = parts.filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1);
+    return [...wide, ...cut].map((e) => `${e.tagName} ${e.className}: ${e.innerText.slice(0, 60)}`);
+})()"""
+"""What is wider than the window, or code and tables of which a part is hidden."""
+
+
 @needs_chromium
-def test_no_page_is_wider_than_a_phone(pages: dict[Path, Page], browser: chromium.Chromium) -> None:
-    width, height = WIDTHS["phone"]
-    size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
-    browser.ask("Emulation.setDeviceMetricsOverride", **size)
-    for path in pages:
+def test_nothing_is_cut_on_a_desk_or_on_a_phone(pages: dict[Path, Page], browser: chromium.Chromium) -> None:
+    code = [path for path in pages if "_modules" in path.parts]  # all alike
+    for path in [path for path in pages if path not in code] + code[-1:]:
         loaded(browser, path)
-        # The theme lets its column of text scroll by itself.
-        wide = browser.run("Math.max(...[...document.querySelectorAll('html, .content')].map((e) => e.scrollWidth))")
-        assert wide <= width, f"{path.name} is {wide} pixels wide"
+        for width, height in WIDTHS.values():
+            size: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.ask("Emulation.setDeviceMetricsOverride", **size)
+            assert browser.run(CUT) == [], f"{path.name} at {width} pixels"
+
+
+COPIED = """(() => {
+    let copied = "";
+    document.execCommand = () => { copied = document.querySelector("body > textarea").value; return true; };
+    document.querySelector("article pre ~ .copybtn").click();
+    return copied;
+})()"""
+"""What the first button of a page copies."""
+
+
+@needs_chromium
+def test_code_is_copied_without_prompts(site: Path, browser: chromium.Chromium) -> None:
+    loaded(browser, site / "index.html")
+    assert browser.run(COPIED) == 'pip install ".[numpy]"\nmake demo\nmake test'
+    loaded(browser, site / "reference" / "relskew_core.skew.html")
+    assert browser.run(COPIED).startswith("import numpy as np\n")
+    assert ">>>" not in browser.run(COPIED)
+
+
+@needs_chromium
+def test_figures_follow_the_theme(site: Path, browser: chromium.Chromium) -> None:
+    visible = "[...document.querySelectorAll('article img')].filter((e) => e.checkVisibility()).map((e) => e.src)"
+    for scheme in ("light", "dark"):
+        browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        loaded(browser, site / "benchmarks.html")
+        shown = browser.run(visible)
+        assert len(shown) == 4
+        assert all(source.endswith("-dark.svg") == (scheme == "dark") for source in shown)
 
 
 @needs_chromium

@@ -1,14 +1,17 @@
 """Notebooks without Jupyter: their cells, and running them one after the other as a notebook does.
 
 ``python tests/support/notebooks.py PATH …`` runs some, says how long each took, and writes what their cells show into
-the folder that ``--show`` names.
+the folder that ``--show`` names. With ``--store`` Jupyter runs them, and they keep what their cells show; do that after
+each change of a cell.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,6 +30,28 @@ class Cell(NamedTuple):
 
 def cells_of(path: Path) -> list[Cell]:
     return [Cell(raw["cell_type"], "".join(raw["source"]), raw) for raw in json.loads(path.read_text())["cells"]]
+
+
+def fingerprint(cells: list[Cell]) -> str:
+    """Return a digest of the code of a notebook: outputs are of it, or old."""
+    return hashlib.sha256("\0".join(cell.source for cell in cells if cell.kind == "code").encode()).hexdigest()
+
+
+def store(path: Path) -> None:
+    """Run a notebook as Jupyter does and write it with its outputs."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    os.environ["PYTHONPATH"] = str(TUTORIALS.parents[1])
+    notebook = nbformat.read(path, 4)
+    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":  # warnings of libraries are of one machine
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    notebook.metadata["code"] = fingerprint(cells_of(path))
+    notebook.metadata.pop("language_info", None)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
 def run(path: Path) -> list[Any]:
@@ -55,12 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, default=sorted(TUTORIALS.glob("*.ipynb")))
     parser.add_argument("--show", type=Path, help="a folder for what the cells show")
+    parser.add_argument("--store", action="store_true", help="keep what the cells show in the notebooks")
     given = parser.parse_args()
     for path in given.paths:
         start = time.perf_counter()
-        shown = run(path.resolve())
+        shown = store(path.resolve()) if given.store else run(path.resolve())
         print(f"{path.name}: {time.perf_counter() - start:.1f} s")
-        if given.show is not None:
+        if given.show is not None and shown is not None:
             show(shown, given.show, path.stem)
 
 
