@@ -71,7 +71,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as ``make docs`` does, once for all workers; notebooks run while it is built."""
+    """Build the site as ``make docs`` does, once for all workers."""
 
     def build(folder: Path) -> None:
         command = [sys.executable, "-m", "docs.site", str(folder)]
