@@ -36,9 +36,10 @@ def complaints(source: str, current: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_nothing_outlives_its_deprecation(name: str) -> None:
-    assert complaints((ROOT / name).read_text(), relskew_core.__version__) == []
+def test_nothing_outlives_its_deprecation() -> None:
+    assert SOURCES
+    for name in SOURCES:
+        assert complaints((ROOT / name).read_text(), relskew_core.__version__) == [], name
 
 
 @pytest.mark.parametrize(
