@@ -1,9 +1,8 @@
-"""What quantisation costs in accuracy and saves in size."""
+"""What quantisation costs in accuracy, and saves in size and time."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.export import open_session
-from benchmarks.page import pivot
+from benchmarks.page import as_time, pivot
 from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case, distance
 from relskew_core import BlockSpec, Span, attention_block, init_weights
@@ -22,76 +21,101 @@ LARGE = 6.0
 """What inputs are multiplied by for logits in the tens."""
 PROFILES = ("ort", "portable")
 KINDS = ("float32", "float16", "weights-8", "weights-4", "dynamic", "static")
+CALL, LOGITS, TOKEN = "a call", "large logits", "one token"
 
 
 class Quantise(Benchmark):
-    """A causal block in every kind, beside float64, with inputs as they come and large ones."""
+    """A causal block in every kind: two sequences of 256, the same with large logits, and a token after 1000 others."""
 
     page = "quantisation.md"
-    names = PROFILES
-    measures = frozenset[str]()
+    names = KINDS
+    seconds = 2.0
 
     def cases(self) -> Iterator[Case]:
-        for kind, large in itertools.product(KINDS, (False, True)):
-            yield {"kind": kind, "large": large, "width": 512, "rows": 2048}
+        for profile in PROFILES:
+            yield from (
+                {"profile": profile, "form": form, "width": 512, "rows": 2048} for form in (CALL, LOGITS, TOKEN)
+            )
+
+    def asks(self, case: Case) -> set[str]:
+        """Logits change no time."""
+        return set() if case["form"] == LOGITS else {"time"}
 
     def prepare(self, case: Case, contender: str) -> Call:
-        kind, width, rows = case["kind"], case["width"], case["rows"]
-        spec, weights, x, _ = block(width, rows, case["large"])
+        content, feeds = made(*case.values(), contender), block(*list(case.values())[1:])[2]
+        session = open_session(content)
+        half = session.get_inputs()[0].type == "tensor(float16)"
 
-        def call() -> tuple[int, np.ndarray]:
-            with TemporaryDirectory() as folder:
-                path = _file(spec, weights, contender, kind, [{"x": x}], Path(folder) / "block.onnx")
-                y, half, changed = _run(path, x), x.shape[1] // 2, x.copy()
-                changed[:, half:] = changed[:, half:][:, ::-1]
-                leak = float(np.max(np.abs(y - _run(path, changed))[:, :half]))
-                if leak > 0 and kind != "dynamic":  # whose scale follows from all of an input
-                    raise ValueError(f"{kind} in {contender}: keys that are hidden change the output by {leak:.1e}")
-                return path.stat().st_size, y
+        def run(given: dict[str, np.ndarray]) -> np.ndarray:
+            result: np.ndarray = session.run(["y"], given)[0]
+            return result
 
-        return call
+        given = {name: x.astype(np.float16) if half else x for name, x in feeds.items()}
+        if case["form"] != TOKEN and contender != "dynamic":  # whose scale follows from all of an input
+            y, middle, changed = run(given), given["x"].shape[1] // 2, given["x"].copy()
+            changed[:, middle:] = changed[:, middle:][:, ::-1]
+            leak = float(np.max(np.abs(y - run({"x": changed}))[:, :middle]))
+            if leak > 0:
+                raise ValueError(f"{contender}, {case}: keys that are hidden change the output by {leak:.1e}")
+        return lambda: run(given)
 
     def check(self, case: Case, contender: str, result: Any, first: Any) -> float | None:
-        return distance(result[1], block(case["width"], case["rows"], case["large"])[3])
+        return distance(result, block(*list(case.values())[1:])[3])
 
     def facts(self, case: Case, contender: str, result: Any) -> Case:
-        return {"file_bytes": result[0]}
+        return {"file_bytes": len(made(*case.values(), contender))}
 
     def texts(self, record: Record) -> dict[str, str]:
-
         def cells() -> Iterator[tuple[str, str, str]]:
-            rows = sorted(record.measured(), key=lambda row: PROFILES.index(row.contender))
-            for row in rows:
-                line, large = f"`{row.case['kind']}`", ", large logits" if row.case["large"] else ""
-                if (row.contender, large) == (PROFILES[0], ""):
+            for row in record.measured():
+                line, profile, form = f"`{row.contender}`", row.case["profile"], row.case["form"]
+                if (profile, form) == (PROFILES[0], CALL):
                     yield line, "size", f"{row.facts['file_bytes'] / 2**20:.2f} MiB"
-                yield line, f"`{row.contender}`{large}", f"{row.error:.0e}"
+                yield line, f"`{profile}`, error: {form}", f"{row.error:.0e}"
+                if row.cpu is not None:
+                    yield line, f"`{profile}`, time: {form}", f"{as_time(row.cpu)} ({row.ratio:.2f}×)"
 
-        return {"": pivot(cells())}
+        def order(cell: tuple[str, str, str]) -> tuple[bool, bool]:
+            return "time" in cell[1], "portable" in cell[1]
+
+        return {"": f"{record.where}\n\n{pivot(sorted(cells(), key=order))}"}
 
 
 @functools.lru_cache(maxsize=2)
-def block(width: int, rows: int, large: bool) -> tuple[BlockSpec, dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Return a block, its weights, an input, and what comes out in float64."""
+def block(
+    form: str, width: int, rows: int
+) -> tuple[BlockSpec, dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+    """Return a block, its weights, inputs, and what comes out in float64."""
     spec = BlockSpec(width, width // 64, Span.causal(rows), causal=True)
     weights = {key: np.asarray(x) for key, x in init_weights(spec, seed=0).items()}
-    x = np.random.default_rng(0).standard_normal((2, min(rows, 256), width)).astype(np.float32)
-    x = np.float32(LARGE) * x if large else x
-    right: Any = attention_block(x.astype(np.float64), {key: w.astype(np.float64) for key, w in weights.items()}, spec)
-    return spec, weights, x, right
+    draw = np.random.default_rng(0)
+    wide = {key: w.astype(np.float64) for key, w in weights.items()}
+    right: Any
+    if form == TOKEN:
+        past = [draw.standard_normal((1, spec.num_kv_heads, min(rows - 1, 1000), 64)).astype(np.float32) for _ in "kv"]
+        feeds = {
+            "x": draw.standard_normal((1, 1, width)).astype(np.float32),
+            "past_key": past[0],
+            "past_value": past[1],
+        }
+        right, _ = attention_block(
+            feeds["x"].astype(np.float64), wide, spec, past=(past[0].astype(np.float64), past[1].astype(np.float64))
+        )
+        return spec, weights, feeds, right
+    x = draw.standard_normal((2, min(rows, 256), width)).astype(np.float32)
+    feeds = {"x": np.float32(LARGE) * x if form == LOGITS else x}
+    right = attention_block(feeds["x"].astype(np.float64), wide, spec)
+    return spec, weights, feeds, right
 
 
-def _file(
-    spec: BlockSpec, weights: dict[str, np.ndarray], profile: Any, kind: Any, inputs: list[Any], path: Path
-) -> Path:
-    if kind.startswith("float"):
-        return save(to_onnx(spec, weights, profile=profile, dtype=kind), path, overwrite=True)
-    given = inputs if kind == "static" else None
-    return quantize(to_onnx(spec, weights, profile=profile), path, kind, inputs=given, overwrite=True)
-
-
-def _run(path: Path, x: np.ndarray) -> np.ndarray:
-    session = open_session(path.read_bytes())
-    half = session.get_inputs()[0].type == "tensor(float16)"
-    result: np.ndarray = session.run(None, {"x": x.astype(np.float16) if half else x})[0]
-    return result.astype(np.float64)
+@functools.lru_cache(maxsize=len(KINDS))
+def made(profile: Any, form: str, width: int, rows: int, kind: Any) -> bytes:
+    """Return the file of a kind."""
+    spec, weights, feeds, _ = block(form, width, rows)
+    options: dict[str, Any] = {"profile": profile, "past": form == TOKEN}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "block.onnx"
+        if kind.startswith("float"):
+            return save(to_onnx(spec, weights, dtype=kind, **options), path).read_bytes()
+        inputs = [feeds] if kind == "static" else None
+        return quantize(to_onnx(spec, weights, **options), path, kind, inputs=inputs).read_bytes()

@@ -30,6 +30,8 @@ LEAST = 1024
 """Numbers from which a table is worth its scales."""
 BLOCK = 32
 """Rows of a weight that share a scale, where activations stay as they are."""
+INT8_PRODUCTS = 4
+"""``accuracy_level`` of ``MatMulNBits``: without it onnxruntime unpacks all weights of 8 bits for every call."""
 
 
 def quantize(
@@ -54,10 +56,10 @@ def quantize(
     path : str or path-like
         Where to write, as :func:`save` does.
     kind : {"dynamic", "static", "weights-8", "weights-4"}, default "weights-8"
-        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, onnxruntime's ``MatMulNBits``;
-        activations stay float32. ``"dynamic"``: uint8 weights and activations whose scale each call finds.
-        ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as accelerators want it;
-        weights in 7 bits of an int8.
+        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, onnxruntime's ``MatMulNBits``,
+        which rounds activations to int8 within its products. ``"dynamic"``: uint8 weights and activations whose scale
+        each call finds. ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as
+        accelerators want it; weights in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
         For ``"static"``, and for it alone: representative inputs, by their names.
     overwrite : bool, default False
@@ -150,7 +152,7 @@ def _quietly() -> Iterator[None]:
 def _weights(model: onnx.ModelProto, bits: int) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True)
+    tool = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS)
     tool.process()
     made: onnx.ModelProto = tool.model.model
     return made
