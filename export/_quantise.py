@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from relskew_core._array.checks import check_choice, describe
+from relskew_core.export import _table_products as table_products
 from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._save import save
 
@@ -105,6 +106,8 @@ def quantize(
     _move(given)
     with _quietly():
         made = _weights(given, int(kind[-1])) if kind.startswith("weights") else _activations(given, inputs)
+    if kind != "static" and opset >= table_products.OLDEST:
+        table_products.multiply_in_bits(made, LEAST)
     _tables(made)
     return save(made, path, overwrite=overwrite)
 

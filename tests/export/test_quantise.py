@@ -65,6 +65,19 @@ def test_tables_of_branches_and_loops(profile: Any, tmp_path: Path) -> None:
     assert validate(made, SPEC, WEIGHTS, lengths=[7, 40], batches=(2,), tolerance=0.03).ok
 
 
+def test_a_query_is_rounded_by_itself(tmp_path: Path) -> None:
+    """What is large elsewhere takes no bit from the others, and a query of zeros is no division by 0."""
+    path = quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "rounded.onnx", "weights-8")
+    (x,) = inputs()[0].values()
+    x[:, 3] = 0
+    other = x.copy()
+    other[:, -1] *= 1e4
+    first, second = run(path, x), run(path, other)
+    assert [node.op_type for node in onnx.load(path).graph.node].count("MatMulInteger") == 1
+    assert np.isfinite(first).all()
+    np.testing.assert_array_equal(first[:, :-1], second[:, :-1])
+
+
 @pytest.mark.parametrize("window", [None, (9, None)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("profile", "opset"), [("ort", 23), ("trt", 23), ("portable", 21)])

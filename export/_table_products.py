@@ -1,0 +1,149 @@
+"""Products of queries with tables in 8 bits, which are read as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from relskew_core.export._graph.functions import all_graphs
+
+OLDEST = 18
+"""Version of the operators that takes the axes of a maximum as an input, as the nodes here have them."""
+ROWS, COLUMNS = 1, 2
+MIDDLE = 128
+"""What stands for 0: products of uint8 by uint8 overflow on no processor."""
+PREFIX = "relskew/in_bits"
+
+
+class _Chain(NamedTuple):
+    """A node that cuts rows of a table, one that makes columns of them, and those that multiply queries by these."""
+
+    cut: onnx.NodeProto
+    turn: onnx.NodeProto
+    products: list[onnx.NodeProto]
+
+
+def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
+    """Store tables of at least so many numbers in 8 bits, columns first, where queries alone are multiplied by them.
+
+    Each query is rounded with a scale of its own, so that no query changes what another one gets.
+    """
+    graph = model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if len(tensor.dims) == 1}
+    find = _Finder(graph, constants)
+    found = {}
+    for tensor in list(graph.initializer):
+        if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 3 or np.prod(tensor.dims) < least:
+            continue
+        chains = [find(node, tensor.name) for node in find.readers.get(tensor.name, ())]
+        whole = [chain for chain in chains if chain is not None]
+        if whole and len(whole) == len(chains):
+            found[tensor.name] = whole
+            _store(graph, tensor)
+    if not found:
+        return
+    for name, value in _CONSTANTS.items():
+        graph.initializer.append(numpy_helper.from_array(value, f"{PREFIX}/{name}"))
+    for part in all_graphs(graph):
+        _rewrite(part, found)
+
+
+class _Finder:
+    """Finds what is done with a table."""
+
+    def __init__(self, graph: onnx.GraphProto, constants: Mapping[str, np.ndarray]) -> None:
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        self._constants = constants
+        self._results = {value.name for part in all_graphs(graph) for value in part.output}
+        for part in all_graphs(graph):
+            for node in part.node:
+                for name in node.input:
+                    self.readers.setdefault(name, []).append(node)
+
+    def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
+        """Return a node that reads a table with those behind it, if they do nothing else than multiply."""
+        turn = self._behind(cut) if cut.input[0] == table and self._cuts_rows(cut) else []
+        if len(turn) != 1 or turn[0].op_type != "Transpose" or list(turn[0].attribute[0].ints) != [0, 2, 1]:
+            return None
+        columns, products = turn[0].output[0], self._behind(turn[0])
+        if not products or any(node.op_type != "MatMul" or node.input[0] == columns for node in products):
+            return None
+        return _Chain(cut, turn[0], products)
+
+    def _behind(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        name = node.output[0]
+        return [] if name in self._results else self.readers.get(name, [])
+
+    def _cuts_rows(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is a slice of rows, which takes as long along columns; looking columns up takes far longer."""
+        axes = self._constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) == 4 else None
+        return axes is not None and axes.tolist() == [ROWS]
+
+
+_CONSTANTS = {
+    "columns": np.array([COLUMNS]),
+    "last": np.array([-1]),
+    "part": np.array(1 / 127, np.float32),
+    "least": np.array(1e-30, np.float32),
+    "middle": np.array(MIDDLE, np.float32),
+    "zero": np.array(MIDDLE, np.uint8),
+}
+
+
+def _store(graph: onnx.GraphProto, tensor: onnx.TensorProto) -> None:
+    """Replace a table ``(heads, rows, D)`` by its columns, and a scale for each head."""
+    table = numpy_helper.to_array(tensor)
+    scale = np.maximum(np.max(np.abs(table), axis=(1, 2), keepdims=True) / 127, np.float32(1e-30)).astype(np.float32)
+    columns = np.ascontiguousarray((np.rint(table / scale) + MIDDLE).astype(np.uint8).swapaxes(1, 2))
+    graph.initializer.remove(tensor)
+    graph.initializer.append(numpy_helper.from_array(columns, f"{tensor.name}_uint8"))
+    graph.initializer.append(numpy_helper.from_array(scale, f"{tensor.name}_scale"))
+
+
+def _rewrite(graph: onnx.GraphProto, found: Mapping[str, list[_Chain]]) -> None:
+    """Let nodes cut columns, and multiply them as they are."""
+    cuts = {chain.cut.output[0]: name for name, chains in found.items() for chain in chains}
+    turns = {chain.turn.output[0]: chain.cut.output[0] for chains in found.values() for chain in chains}
+    nodes = []
+    for node in graph.node:
+        if node.output and node.output[0] in cuts:
+            node.input[0] = f"{cuts[node.output[0]]}_uint8"
+            node.input[3] = f"{PREFIX}/columns"
+            nodes.append(node)
+        elif node.op_type == "MatMul" and node.input[1] in turns:
+            columns = turns[node.input[1]]
+            nodes.extend(_product(node, columns, f"{cuts[columns]}_scale"))
+        elif not node.output or node.output[0] not in turns:
+            nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    for index in reversed(range(len(graph.value_info))):
+        if graph.value_info[index].name in {*cuts, *turns}:
+            del graph.value_info[index]
+
+
+def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[onnx.NodeProto]:
+    """Yield what multiplies queries by columns in 8 bits."""
+    queries, result = node.input[0], node.output[0]
+
+    def step(kind: str, inputs: list[str], name: str, **attributes: int) -> onnx.NodeProto:
+        given = [f"{PREFIX}/{each[1:]}" if each.startswith(":") else each for each in inputs]
+        output = f"{result}/{name}" if name else result
+        return helper.make_node(kind, given, [output], f"{node.name}/{name}" if name else node.name, **attributes)
+
+    yield step("Abs", [queries], "sizes")
+    yield step("ReduceMax", [f"{result}/sizes", ":last"], "largest", keepdims=1)
+    yield step("Mul", [f"{result}/largest", ":part"], "step")
+    yield step("Max", [f"{result}/step", ":least"], "scale")
+    yield step("Div", [queries, f"{result}/scale"], "steps")
+    yield step("Round", [f"{result}/steps"], "rounded")
+    yield step("Add", [f"{result}/rounded", ":middle"], "moved")
+    yield step("Cast", [f"{result}/moved"], "in_bits", to=TensorProto.UINT8)
+    yield step("MatMulInteger", [f"{result}/in_bits", columns, ":zero", ":zero"], "sums")
+    yield step("Cast", [f"{result}/sums"], "numbers", to=TensorProto.FLOAT)
+    yield step("Mul", [f"{result}/scale", table_scale], "scales")
+    yield step("Mul", [f"{result}/numbers", f"{result}/scales"], "")
