@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -47,8 +48,20 @@ class Model:
     lengths: tuple[int, ...] = TOKENS
 
 
+def let_torchvision_in() -> None:
+    """Let transformers import torchvision, whose wheel for CUDA asks a torch for CPUs for operators of its own."""
+    if not find_spec("torchvision"):
+        return
+    try:
+        import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 def find(path: str) -> Any:
     """Return a class of transformers."""
+    let_torchvision_in()
     module, _, name = f"transformers.{path}".rpartition(".")
     return getattr(import_module(module), name)
 

@@ -1,4 +1,4 @@
-"""The drop-ins for MPT and Bloom: ALiBi, with a cache.
+"""The drop-ins for MPT, Bloom and Falcon: ALiBi, with a cache.
 
 Their bias is a number for each key, which differs from one by distance by a number for each query: softmax is the same.
 Only the masks determine which keys a query sees: they may be bidirectional, or anything that a caller passes.
@@ -82,3 +82,43 @@ class BloomRelativeAttention(_AlibiAttention):
         bias = alibi.unflatten(0, (-1, self.num_heads))
         out = self._attend(q, k, v, bias, attention_mask, self.inv_norm_factor)
         return dropout(out, self.hidden_dropout, self.training) + residual, None
+
+
+class FalconRelativeAttention(DropIn):
+    """``FalconAttention`` with ALiBi instead of rotary positions.
+
+    The model has its bias in a mask of all heads and pairs. Where the mask is one of keys alone, the bias is too.
+    """
+
+    replaces = ("FalconAttention",)
+    projections = ("", "", "", "dense")
+    drops = "attention_dropout"
+    key_masks = ("FalconModel",)
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.config.alibi)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself and to the cache."""
+        refuse_weights(output_attentions)
+        q, k, v = (x.transpose(1, 2) for x in self.kind._split_heads(self, self.query_key_value(hidden_states)))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        if attention_mask is not None and attention_mask.ndim == 4:  # a caller's: the model has added the bias
+            return self.finish(self.attend(q, k, v, mask=attention_mask)), None
+        bias = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
+        if attention_mask is not None:
+            bias = bias.masked_fill(~attention_mask[:, None, None, :], torch.finfo(bias.dtype).min)
+        out = self.attend(q, k, v, mask=bias, causal=True, offset=k.shape[-2] - q.shape[-2])
+        return self.finish(out), None

@@ -29,6 +29,7 @@ class DropIn(nn.Module):
     drops: ClassVar[str] = "dropout"
     local: ClassVar[bool] = False  # whether `replace_attention` takes a window for it
     masks: ClassVar[tuple[str, ...]] = ()  # the parts of models that make a mask of all pairs for it
+    key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that give it a mask of keys alone
 
     window: tuple[int, int] | None = None
 
@@ -36,10 +37,13 @@ class DropIn(nn.Module):
         super().__init__()
         for name, value in vars(theirs).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
+        self.kind = type(theirs)  # whose other methods it may call
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if self.window is not None:  # in another process, transformers has to be given the masks again
+        if (
+            self.window is not None or self.key_masks
+        ):  # in another process, transformers has to be given the masks again
             register_masks()
 
     if TYPE_CHECKING:  # what is the original's own
@@ -67,14 +71,18 @@ class DropIn(nn.Module):
         y: Tensor = getattr(self, self.projections[3])(join(out))
         return y
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend with the dropout of the module, in training."""
+    def share_dropped(self) -> float:
+        """Return how much of the weights the module drops in training."""
         share: Any = getattr(self, self.drops)
         if isinstance(share, nn.Module):  # torch's own, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
+        return float(share)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend with the dropout of the module, in training."""
         if self.window is not None:
             options["window"] = self.window
-        return attend(q, k, v, dropout=share if self.training else 0.0, **options)
+        return attend(q, k, v, dropout=self.share_dropped() if self.training else 0.0, **options)
 
     def keep_rows(self, name: str, rows: tuple[int, ...]) -> None:
         """Keep which row of a table serves each position, where the module's weights are.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from relskew_core._functions.grid_attention import relative_attention_2d
-from relskew_core.huggingface._attend import DropIn, refuse_weights
+from relskew_core.huggingface._attend import DropIn, join, refuse_weights
 from relskew_core.huggingface._windows import by_cell
 
 HELD = 2**24
@@ -75,9 +75,11 @@ class BeitRelativeAttention(DropIn):
     ) -> tuple[Tensor, None]:
         """Attend from ``(batch, length, width)`` to itself, as the module that it replaces."""
         refuse_weights(kwargs.get("output_attentions"))
+        return self.finish(self._with_bias(hidden_states, attention_mask)), None
+
+    def _with_bias(self, hidden_states: Tensor, bias: GridBias | Tensor | None) -> Tensor:
         q, k, v = self.project(hidden_states)
-        bias = attention_mask
-        held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.attention_dropout > 0)
+        held = q.shape[1] * q.shape[2] ** 2 <= HELD or (self.training and self.share_dropped() > 0)
         if isinstance(bias, GridBias) and not held:
             mask = None if bias.mask is None else bias.mask.to(q.dtype)
             out: Any = relative_attention_2d(
@@ -86,4 +88,38 @@ class BeitRelativeAttention(DropIn):
             )  # fmt: skip
         else:
             out = self.attend(q, k, v, mask=bias.matrix if isinstance(bias, GridBias) else bias)
-        return self.finish(out), None
+        y: Tensor = out
+        return y
+
+
+class Data2VecVisionRelativeBias(BeitRelativeBias):
+    """``Data2VecVisionRelativePositionBias``."""
+
+    replaces = ("Data2VecVisionRelativePositionBias",)
+    needs = "Data2VecVisionSelfOutput"
+
+
+class Data2VecVisionRelativeAttention(BeitRelativeAttention):
+    """``Data2VecVisionSelfAttention``, which has its bias itself; the last projection is another's."""
+
+    replaces = ("Data2VecVisionSelfAttention", "Data2VecVisionSdpaSelfAttention")
+    needs = "Data2VecVisionRelativePositionBias"
+    projections = ("query", "key", "value", "")
+    drops = "dropout"
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        output_attentions: bool = False,
+        relative_position_bias: GridBias | None = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor]:
+        """Attend from ``(batch, length, width)`` to itself; ``resolution`` is that of the image."""
+        refuse_weights(output_attentions)
+        bias = relative_position_bias
+        if self.has_relative_position_bias:
+            h, w = (size // self.config.patch_size for size in resolution)
+            own: GridBias = self.relative_position_bias((h, w))
+            bias = own if bias is None else own + bias
+        return (join(self._with_bias(hidden_states, bias)),)

@@ -19,11 +19,15 @@ class _ConformerAttention(DropIn):
     biases: ClassVar[tuple[str, str]] = ("pos_bias_u", "pos_bias_v")
     local = True
 
-    def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, hidden_states: Tensor, rows: Tensor, mask: Tensor | None, past: Any = None) -> Tensor:
         if rows.shape[0] > 1 and rows.stride(0) == 0:  # the same for all items
             rows = rows[:1]
         q, k, v = self.project(hidden_states)
-        span = Span(q.shape[-2] - 1, q.shape[-2] - 1)
+        options: dict[str, Any] = {}
+        if past is not None:
+            k, v = past.update(k, v, self.layer_idx)
+            options["offset"] = k.shape[-2] - q.shape[-2]
+        span = Span(k.shape[-2] - 1, k.shape[-2] - 1)
         if self.window is not None:  # rows that no query sees are not projected
             span = Span(*self.window)
             wanted = torch.arange(-span.left, span.right + 1, dtype=torch.int64, device=rows.device) + q.shape[-2] - 1
@@ -31,7 +35,7 @@ class _ConformerAttention(DropIn):
         rel_k = split(getattr(self, self.positions)(rows), q.shape[-3])
         u, w = (getattr(self, name)[:, None, :] for name in self.biases)
         out = self.attend(
-            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w, span=span, mask=mask
+            q + u, k, v, rel_k=rel_k[0] if rel_k.shape[0] == 1 else rel_k, rel_q=q + w, span=span, mask=mask, **options
         )
         return self.finish(out)
 
@@ -113,3 +117,26 @@ class ParakeetRelativeAttention(_ConformerAttention):
             position_embeddings = position_embeddings[:1]
         mask = attention_mask if self.window else additive(attention_mask, hidden_states.dtype)
         return self._attend(hidden_states, position_embeddings, mask), None
+
+
+class NemotronRelativeAttention(ParakeetRelativeAttention):
+    """``NemotronAsrStreamingEncoderAttention``: Parakeet's with a cache, in chunks that the model's mask makes."""
+
+    replaces = ("NemotronAsrStreamingEncoderAttention",)
+    local = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself and to the cache; rows are those of all keys."""
+        refuse_weights(kwargs.get("output_attentions"))
+        if position_embeddings is None:
+            raise ValueError("`position_embeddings` must be given for relative positions, got None")
+        if not self.training:
+            position_embeddings = position_embeddings[:1]
+        return self._attend(hidden_states, position_embeddings, attention_mask, past_key_values), None

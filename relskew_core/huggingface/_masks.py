@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-MASK_NAME = "relskew_keys"
-"""The name under which transformers makes masks of keys alone."""
+MASK_NAME, CAUSAL_NAME = "relskew_keys", "relskew_keys_of_a_decoder"
+"""The names under which transformers makes masks of keys alone."""
 
 
-def mask_keys_alone(part: Any) -> None:
+def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
     """Let a part of a model that makes masks make those of keys alone."""
     if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder writes its own
         part._get_output_attention_mask = functools.partial(_keys_of, part)
         return
     register_masks()
     part.config = copy.copy(part.config)
-    part.config._attn_implementation = MASK_NAME
+    part.config._attn_implementation = name
 
 
 def register_masks() -> None:
@@ -39,7 +39,14 @@ def register_masks() -> None:
             return mask
         return None if attention_mask is None else attention_mask[:, None, None, :]
 
+    def keys_of_a_decoder(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+        if mask_function is masking.causal_mask_function:
+            return attention_mask  # (batch, keys): two axes, to which no model adds what is by head and pair
+        mask: Tensor | None = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
+        return mask
+
     masking.AttentionMaskInterface.register(MASK_NAME, keys)
+    masking.AttentionMaskInterface.register(CAUSAL_NAME, keys_of_a_decoder)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ class MPNetRelativeEncoder(DropIn):
 
     def __init__(self, theirs: Any) -> None:
         super().__init__(theirs)
-        self.kind = type(theirs)
         self.keep_rows("buckets", BUCKETS)
 
     def attends_to_itself(self) -> bool:

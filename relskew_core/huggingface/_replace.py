@@ -6,11 +6,24 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from relskew_core.huggingface._alibi import BloomRelativeAttention, MptRelativeAttention
+from relskew_core.huggingface._alibi import BloomRelativeAttention, FalconRelativeAttention, MptRelativeAttention
 from relskew_core.huggingface._attend import DropIn
-from relskew_core.huggingface._beit import BeitRelativeAttention, BeitRelativeBias
+from relskew_core.huggingface._audio import Gemma3nRelativeAttention, Phi4RelativeAttention, Phi4RelativeBias
+from relskew_core.huggingface._beit import (
+    BeitRelativeAttention,
+    BeitRelativeBias,
+    Data2VecVisionRelativeAttention,
+    Data2VecVisionRelativeBias,
+)
+from relskew_core.huggingface._boxes import (
+    LayoutLMv3RelativeAttention,
+    LayoutLMv3RelativeEncoder,
+    UdopRelativeAttention,
+    UdopRelativeBias,
+)
 from relskew_core.huggingface._conformer import (
     FastSpeech2ConformerRelativeAttention,
+    NemotronRelativeAttention,
     ParakeetRelativeAttention,
     Wav2Vec2RelativeAttention,
 )
@@ -18,7 +31,9 @@ from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV
 from relskew_core.huggingface._grids import SamRelativeAttention, VitDetRelativeAttention
 from relskew_core.huggingface._inkling import InklingRelativeAttention
 from relskew_core.huggingface._local import check_local, checked_window, make_local
+from relskew_core.huggingface._masks import CAUSAL_NAME, mask_keys_alone
 from relskew_core.huggingface._mpnet import MPNetRelativeAttention, MPNetRelativeEncoder
+from relskew_core.huggingface._prophetnet import ProphetNetRelativeAttention
 from relskew_core.huggingface._shaw import (
     GraniteSpeechRelativeAttention,
     SpeechT5RelativeAttention,
@@ -32,9 +47,11 @@ from relskew_core.huggingface._wav2vec2_bert import (
 )
 from relskew_core.huggingface._wavlm import WavLMRelativeAttention
 from relskew_core.huggingface._windows import (
+    ShiftedWindowRelativeAttention,
     SwinRelativeAttention,
     SwinSelfRelativeAttention,
     Swinv2RelativeAttention,
+    WindowRelativeAttention,
 )
 from relskew_core.huggingface._xlnet import XLNetRelativeSkew
 
@@ -68,16 +85,27 @@ DROP_INS: tuple[type[DropIn], ...] = (
     InklingRelativeAttention,
     BeitRelativeBias,
     BeitRelativeAttention,
+    Data2VecVisionRelativeBias,
+    Data2VecVisionRelativeAttention,
+    WindowRelativeAttention,
+    ShiftedWindowRelativeAttention,
+    LayoutLMv3RelativeEncoder,
+    LayoutLMv3RelativeAttention,
+    UdopRelativeBias,
+    UdopRelativeAttention,
+    ProphetNetRelativeAttention,
+    FalconRelativeAttention,
+    NemotronRelativeAttention,
+    Gemma3nRelativeAttention,
+    Phi4RelativeBias,
+    Phi4RelativeAttention,
 )
 
 
 NEAREST = {
-    ("LayoutLM", "Udop", "ProphetNet"): "`conventions.T5` has these buckets",
-    ("Data2VecVision",): "`conventions.BEiT` reads the table",
+    ("LayoutLM",): "`conventions.T5` has these buckets",
     ("WindowAttention",): "`conventions.Swin` reads the table",
-    ("Funnel", "Gemma3n", "NemotronAsr"): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
-    ("Falcon",): "`alibi_bias` has the numbers",
-    ("Phi4Multimodal",): "a learned `rel_bias`",
+    ("Funnel", "Gemma4Audio"): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
 }
 """What is nearest to models that are refused, by their parts."""
 
@@ -139,6 +167,10 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
         for name, child in parent._modules.items():  # a module may be in several places
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
+    deciding = {name for ours in made.values() for name in ours.key_masks}
+    for part in root.modules():
+        if type(part).__name__ in deciding:
+            mask_keys_alone(part, CAUSAL_NAME)
     if sides is not None:
         make_local(root, sides)
     result: Model = root["model"]

@@ -65,8 +65,12 @@ class T5RelativeAttention(DropIn):
         if self.is_decoder or past_key_values is not None:
             options |= {"causal": causal, "offset": offset}
         if position_bias is not None:
-            options |= {"rel_bias": position_bias, "span": self.span}
+            options |= self.added(position_bias)
         return self.finish(self.attend(q, k, v, scale=1.0, **options)), position_bias, None
+
+    def added(self, position_bias: Tensor) -> dict[str, Any]:
+        """Return the options of a bias."""
+        return {"rel_bias": position_bias, "span": self.span}
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
         """Project, or take from the cache what a first step projected, and append to the cache of the past."""

@@ -1,15 +1,18 @@
-"""The drop-ins for Swin's attention: a bias by relative cell, inside windows that are short sequences each."""
+"""The drop-ins for Swin's attention: a bias by relative cell, inside windows that are short sequences each.
+
+Transformers', timm's, torchvision's and the authors' own.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import dropout, normalize, pad
 
-from relskew_core.huggingface._attend import DropIn, join, refuse_weights
+from relskew_core.huggingface._attend import DropIn, join, refuse_weights, split
 
 
 class SwinRelativeAttention(DropIn):
@@ -60,15 +63,82 @@ class Swinv2RelativeAttention(DropIn):
     ) -> tuple[Tensor]:
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
         refuse_weights(output_attentions)
-        q, k, v = self.project(hidden_states)
-        cells = self.continuous_position_bias_mlp(self.relative_coords_table).flatten(0, 2)
-        bias = by_cell(16 * torch.sigmoid(cells), self.window_size)
         if attention_mask is not None:
             attention_mask = 2 * attention_mask  # as the model does, which adds it twice
+        bias = _by_network(self.continuous_position_bias_mlp, self)
         mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
-        q = normalize(q, dim=-1) * self.logit_scale.clamp(max=math.log(100)).exp()
-        out = self.attend(q, normalize(k, dim=-1), v, mask=mask, scale=1.0)
-        return (join(out),)
+        return (join(self.attend(*_cosines(*self.project(hidden_states), self), mask=mask, scale=1.0)),)
+
+
+class WindowRelativeAttention(DropIn):
+    """``WindowAttention`` of timm and of Swin's authors, versions 1 and 2: queries, keys and values of one layer."""
+
+    replaces: ClassVar[tuple[str, ...]] = ("WindowAttention",)
+    projections = ("", "", "", "proj")
+    drops = "attn_drop"
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        biased = hasattr(theirs, "relative_position_bias_table") or hasattr(theirs, "cpb_mlp")
+        return biased and len(theirs.window_size) == 2  # MONAI's and Video Swin's may have three axes
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
+        y: Tensor = self.proj_drop(self.inside(x, mask))
+        return y
+
+    def set_window_size(self, window_size: Any) -> None:
+        """Let timm change the windows."""
+        self.kind.set_window_size(self, window_size)
+
+    def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend, and project."""
+        q, k, v = (split(y, self.num_heads) for y in self.fused(x).chunk(3, dim=-1))
+        if hasattr(self, "cpb_mlp"):
+            both = _of_windows(_by_network(self.cpb_mlp, self), mask, x.shape[0])
+            return self.finish(self.attend(*_cosines(q, k, v, self), mask=both, scale=1.0))
+        bias = by_cell(self.relative_position_bias_table, self.window_size)
+        mask = _of_windows(bias, mask, x.shape[0])
+        return self.finish(self.attend(q, k, v, mask=mask, scale=getattr(self, "scale", None)))
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values next to each other. The layer of version 2 has no bias for keys."""
+        y: Tensor = self.qkv(x)
+        if getattr(self, "q_bias", None) is None:
+            return y
+        return y + torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
+
+
+class ShiftedWindowRelativeAttention(WindowRelativeAttention):
+    """``ShiftedWindowAttention`` of torchvision, versions 1 and 2, which makes its windows itself."""
+
+    replaces = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2")
+    drops = "attention_dropout"
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Attend inside windows of images, ``(batch, height, width, channels)``."""
+        size, windows = x.shape[1:3], self.window_size
+        x = pad(x, (0, 0, 0, -size[1] % windows[1], 0, -size[0] % windows[0]))
+        padded, mask = x.shape[1:3], None
+        shift = [s if side < whole else 0 for s, side, whole in zip(self.shift_size, windows, padded, strict=True)]
+        if any(shift):
+            x = x.roll((-shift[0], -shift[1]), (1, 2))
+            rows, columns = (_regions(*axis, x.device) for axis in zip(padded, windows, shift, strict=True))
+            regions = _cut((3 * rows[:, None] + columns)[None, ..., None], windows)[..., 0]
+            mask = torch.where(regions[:, :, None] == regions[:, None], 0.0, -100.0).to(x.dtype)
+        out = dropout(self.inside(_cut(x, windows), mask), self.dropout, self.training)
+        counts = [whole // side for whole, side in zip(padded, windows, strict=True)]
+        out = out.unflatten(1, tuple(windows)).unflatten(0, (-1, *counts)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return out.roll((shift[0], shift[1]), (1, 2))[:, : size[0], : size[1]].contiguous()
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values next to each other, keys without the bias that the layer has for them."""
+        y: Tensor = self.qkv(x)
+        if not hasattr(self, "cpb_mlp"):
+            return y
+        bias = self.qkv(x.new_zeros(x.shape[-1]))  # whatever has taken the layer's place
+        keys = torch.arange(3, dtype=torch.int64, device=x.device).repeat_interleave(bias.shape[0] // 3) == 1
+        return y - bias * keys
 
 
 def by_cell(table: Tensor, window: tuple[int, int]) -> Tensor:
@@ -77,6 +147,30 @@ def by_cell(table: Tensor, window: tuple[int, int]) -> Tensor:
     grid = table.mT.unflatten(-1, (2 * h - 1, 2 * w - 1))
     pairs = grid.unfold(1, h, 1).unfold(2, w, 1).flip(3, 4)  # (heads, height and width of queries, of keys)
     return pairs.reshape(-1, h * w, h * w)
+
+
+def _by_network(network: Any, attention: Any) -> Tensor:
+    """Return the bias of every pair of cells of version 2, which a small network makes of their distances."""
+    cells = network(attention.relative_coords_table).flatten(0, -2)
+    return by_cell(16 * torch.sigmoid(cells), attention.window_size)
+
+
+def _cosines(q: Tensor, k: Tensor, v: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys of one length, times the scale of their head."""
+    scale = attention.logit_scale.clamp(max=math.log(100)).exp()
+    return normalize(q, dim=-1) * scale, normalize(k, dim=-1), v
+
+
+def _cut(x: Tensor, sides: Any) -> Tensor:
+    """``(batch, height, width, channels)`` to ``(batch · windows, cells, channels)``."""
+    cells = x.unflatten(1, (-1, sides[0])).unflatten(3, (-1, sides[1])).transpose(2, 3)
+    return cells.flatten(3, 4).flatten(0, 2)
+
+
+def _regions(size: int, side: int, shift: int, device: torch.device) -> Tensor:
+    """Return which rows of a shifted image are next to each other in the image: 0, 1 or 2 for each."""
+    rows = torch.arange(size, dtype=torch.int64, device=device)
+    return (rows >= size - side).long() + (rows >= size - shift) if shift else torch.zeros_like(rows)
 
 
 def _of_windows(bias: Tensor, mask: Tensor | None, count: int) -> Tensor:

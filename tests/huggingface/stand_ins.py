@@ -162,6 +162,36 @@ def swin_itself() -> Any:
     )  # fmt: skip
 
 
+def windows(kind: str, **bias: Any) -> Any:
+    return module(
+        kind, "proj", qkv=nn.Linear(E, 3 * E), num_heads=HEADS, window_size=[3, 3], shift_size=[1, 0], dropout=0.0,
+        attn_drop=nn.Dropout(0.25), proj_drop=nn.Dropout(0.0), attention_dropout=0.25, **bias,
+    )  # fmt: skip
+
+
+def cosines() -> dict[str, Any]:
+    coordinates = torch.randn(1, 5, 5, 2, dtype=torch.float64)
+    return {"cpb_mlp": nn.Linear(2, HEADS), "logit_scale": numbers(HEADS, 1, 1), "relative_coords_table": coordinates}
+
+
+def gemma() -> Any:
+    positions = module("Positions", "pos_proj")
+    positions._get_timing_signal_1d_pos = lambda rows, dtype: rows.to(dtype)[..., None] * torch.ones(E, dtype=dtype)
+    return module(
+        "Gemma3nAudioAttention", "q_proj", "k_proj", "v_proj", num_heads=HEADS, max_past_horizon=3,
+        max_future_horizon=1, per_dim_scale=numbers(D), q_scale=0.5, attention_logits_soft_cap=5.0,
+        relative_position_embedding=positions,
+    )  # fmt: skip
+
+
+def prophet() -> Any:
+    return module(
+        "ProphetNetNgramSelfAttention", "query_proj", "key_proj", "value_proj", "out_proj", num_attn_heads=HEADS,
+        attention_dropout=0.25, dropout=0.0, ngram=2, num_buckets=8, relative_max_distance=5,
+        relative_pos_embeddings=nn.Linear(E, 8 * HEADS),
+    )  # fmt: skip
+
+
 def speecht5() -> Any:
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     attention = module("SpeechT5Attention", *names, num_heads=HEADS, dropout=0.25, is_decoder=False)
@@ -244,6 +274,15 @@ STAND_INS: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
         lambda ours: ours(x(), additive(), x(1, 2 * LENGTH - 1, E))[0],
     ),
     "a table of its own": (swin_itself, lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH))[0]),
+    "windows": (
+        lambda: windows("WindowAttention", relative_position_bias_table=numbers(25, HEADS)),
+        lambda ours: ours(x(4, LENGTH, E), x(2, LENGTH, LENGTH)),
+    ),
+    "shifted windows": (
+        lambda: windows("ShiftedWindowAttentionV2", **cosines()), lambda ours: ours(x(2, 5, 7, E))
+    ),
+    "gemma": (gemma, lambda ours: ours(x(), ~boolean()[:, 0, 0]).flatten(-2)),
+    "prophet": (prophet, lambda ours: ours(x(2, 3 * LENGTH, E))[0]),
     "speecht5": (speecht5, lambda ours: ours.attention(x(), additive(), ours.positions(x()))[0]),
     "granite": (granite, lambda ours: ours(x(), None)),
 }  # fmt: skip

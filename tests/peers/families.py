@@ -30,6 +30,9 @@ class Family:
     gate: float = 1e-9
     generates: bool = False
     pads: bool = True  # whether outputs at padding, which nobody reads, are the same too
+    takes_out: bool = (
+        False  # whether the original takes weights out of linear layers, which may be wrapped or in 8 bits
+    )
 
 
 def tokens(length: int, vocabulary: int = 50) -> Given:
@@ -223,6 +226,51 @@ def speecht5() -> Any:
     return randomised(peer("transformers.models.speecht5.modeling_speecht5.SpeechT5Encoder")(config))
 
 
+def boxes(length: int) -> Tensor:
+    corners = torch.randint(0, 50, (2, length, 2), generator=torch.Generator().manual_seed(3))
+    return torch.cat([corners, corners + 7], -1)
+
+
+def documents(length: int) -> Given:
+    return {**tokens(length), "bbox": boxes(length), "pixel_values": randn(2, 3, 32, 32)}
+
+
+def boxed_pairs(length: int) -> Given:
+    return {**pairs(length), "bbox": boxes(length) / 64}
+
+
+def mels(length: int) -> Given:
+    mask = tokens(4 * length)["attention_mask"].bool()
+    return {"audio_mel": randn(2, 4 * length, 16), "audio_mel_mask": ~mask}
+
+
+def masked_features(length: int) -> Given:
+    return {"hidden_states": randn(2, 4 * length, 16), "mask": padding([4 * length, 2 * length], 4 * length)[:, 0, 0]}
+
+
+def as_argument(length: int) -> Given:
+    return {"x": randn(2, 3, 8 * length, 8 * length)}
+
+
+def whole_as_argument(length: int) -> Given:
+    return as_argument(4)
+
+
+def timm_swin(module: str, name: str) -> Callable[[], Any]:
+    return lambda: randomised(peer(f"timm.models.{module}.{name}")(
+        img_size=32, patch_size=2, embed_dim=12, depths=(2, 1), num_heads=(3, 3), window_size=4, num_classes=5,
+        drop_path_rate=0.0,
+    ))  # fmt: skip
+
+
+def torchvision_swin(block: str, merging: str) -> Callable[[], Any]:
+    module = "torchvision.models.swin_transformer"
+    return lambda: randomised(peer(f"{module}.SwinTransformer")(
+        patch_size=[2, 2], embed_dim=12, depths=[2, 1], num_heads=[3, 3], window_size=[4, 4], num_classes=5,
+        stochastic_depth_prob=0.0, block=peer(f"{module}.{block}"), downsample_layer=peer(f"{module}.{merging}"),
+    ))  # fmt: skip
+
+
 FAMILIES: dict[str, Family] = {
     "T5": text_to_text("T5", "eager"),
     "T5 sdpa": text_to_text("T5"),
@@ -244,7 +292,7 @@ FAMILIES: dict[str, Family] = {
             "models.wavlm.modeling_wavlm.WavLMEncoder", "WavLMConfig", num_buckets=16, max_bucket_distance=20,
             **POSITIONAL, **SIZES, **STILL,
         ),
-        sounds,
+        sounds, takes_out=True
     ),
     "DeBERTa-v2": deberta("DebertaV2", pos_att_type=["c2p", "p2c"], position_buckets=6, max_relative_positions=16),
     "DeBERTa-v2 c2p": deberta("DebertaV2", pos_att_type=["c2p"], position_buckets=-1, max_relative_positions=16),
@@ -335,6 +383,78 @@ FAMILIES: dict[str, Family] = {
         ),
         lambda length: {"hidden_states": randn(2, length, 24)},
     ),
+    "LayoutLMv3": Family(
+        built(
+            "LayoutLMv3Model", "LayoutLMv3Config", vocab_size=50, coordinate_size=4, shape_size=4, input_size=32,
+            patch_size=8, max_2d_position_embeddings=100, rel_pos_bins=8, max_rel_pos=12, rel_2d_pos_bins=8,
+            max_rel_2d_pos=40, hidden_dropout_prob=0.0, **WEIGHTS, **SIZES,
+        ),
+        documents, 3, takes_out=True),
+    "UDOP": Family(
+        built(
+            "UdopForConditionalGeneration", "UdopConfig", "sdpa", d_model=24, d_kv=8, num_heads=3, num_layers=2,
+            num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
+            max_2d_position_embeddings=100,
+        ),
+        boxed_pairs, 8, lengths=(2, 7, 30), generates=True,
+    ),
+    "ProphetNet": Family(
+        in_float32(built(
+            "ProphetNetForConditionalGeneration", "ProphetNetConfig", hidden_size=24, num_encoder_layers=2,
+            num_decoder_layers=2, num_encoder_attention_heads=3, num_decoder_attention_heads=3, encoder_ffn_dim=16,
+            decoder_ffn_dim=16, vocab_size=50, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+            num_buckets=8, relative_max_distance=12, max_position_embeddings=64,
+        )),
+        pairs, lengths=(1, 7, 30), generates=True, gate=1e-4,
+    ),
+    "Falcon": Family(
+        in_float32(built(
+            "FalconForCausalLM", "FalconConfig", "sdpa", alibi=True, vocab_size=50, hidden_size=24,
+            num_hidden_layers=2, num_attention_heads=3, multi_query=False, hidden_dropout=0.0, attention_dropout=0.0,
+        )),
+        padded_on_the_left, generates=True, gate=1e-5, pads=False,
+    ),
+    "Nemotron": Family(
+        built(
+            "models.nemotron_asr_streaming.modeling_nemotron_asr_streaming.NemotronAsrStreamingEncoder",
+            "NemotronAsrStreamingEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2, conv_kernel_size=3,
+            subsampling_conv_channels=4, dropout=0.0, dropout_positions=0.0, sliding_window=9,
+            default_num_lookahead_tokens=3, **SIZES, **STILL,
+        ),
+        features,
+    ),
+    "Gemma 3n": Family(
+        built(
+            "models.gemma3n.modeling_gemma3n.Gemma3nAudioEncoder", "Gemma3nAudioConfig", hidden_size=24,
+            input_feat_size=16, conf_num_attention_heads=3, conf_num_hidden_layers=2, conf_attention_chunk_size=4,
+            conf_attention_context_left=5, conf_attention_context_right=0, conf_reduction_factor=1,
+            conf_conv_kernel_size=3, sscp_conv_channel_size=[4, 4],
+        ),
+        mels, gate=1e-5,
+    ),
+    "Phi-4": Family(
+        built(
+            "models.phi4_multimodal.modeling_phi4_multimodal.Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig",
+            "sdpa", hidden_size=24, intermediate_size=16, num_blocks=2, num_attention_heads=3, input_size=16,
+            chunk_size=50, left_chunk=1, ext_pw_out_channel=24, depthwise_separable_out_channel=24,
+            nemo_conv_channels=24, time_reduction=4, bias_max_distance=6, dropout_rate=0.0,
+        ),
+        masked_features, 3,
+    ),
+    "Data2VecVision": Family(
+        built(
+            "Data2VecVisionModel", "Data2VecVisionConfig", "sdpa", use_relative_position_bias=True, **WEIGHTS, **BEIT
+        ),
+        pictures, 4, (4, 6),
+    ),
+    "timm's Swin": Family(timm_swin("swin_transformer", "SwinTransformer"), whole_as_argument, 3, (4, 4)),
+    "timm's Swin, version 2": Family(
+        timm_swin("swin_transformer_v2", "SwinTransformerV2"), whole_as_argument, 3, (4, 4), gate=1e-6, takes_out=True),
+    "torchvision's Swin": Family(
+        torchvision_swin("SwinTransformerBlock", "PatchMerging"), as_argument, 3, (4, 7), takes_out=True
+    ),
+    "torchvision's Swin, version 2": Family(
+        torchvision_swin("SwinTransformerBlockV2", "PatchMergingV2"), as_argument, 3, (4, 7), takes_out=True),
     "Parakeet": Family(
         built(
             "ParakeetEncoder", "ParakeetEncoderConfig", "sdpa", num_mel_bins=16, subsampling_factor=2,

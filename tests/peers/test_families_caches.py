@@ -20,10 +20,10 @@ GENERATING = {name: family for name, family in FAMILIES.items() if family.genera
 @torch.no_grad()
 def test_generation(family: Family, options: dict[str, Any]) -> None:
     theirs = family.make()
-    if options.get("cache_implementation") and "Inkling" in type(theirs).__name__:
+    if options.get("cache_implementation") and type(theirs).__name__.startswith(("Inkling", "Falcon", "ProphetNet")):
         pytest.skip("its own bias does not fit its cache of a fixed size")
     ours = replace_attention(copy.deepcopy(theirs))
-    given = {name: x for name, x in family.given(10).items() if name in ("input_ids", "attention_mask")}
+    given = {name: x for name, x in family.given(10).items() if name != "decoder_input_ids"}
     options = {**options, "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     options |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True}
     want, got = (model.generate(**given, **options) for model in (theirs, ours))
@@ -36,16 +36,19 @@ def test_generation(family: Family, options: dict[str, Any]) -> None:
 def test_a_cache_filled_in_pieces(family: Family) -> None:
     """Several tokens at once after a past, which generation does not do."""
     theirs = family.make()
+    if type(theirs).__name__.startswith("ProphetNet"):
+        pytest.skip("it takes one token after a past")
     ours = replace_attention(copy.deepcopy(theirs))
-    want, got = (_in_pieces(model, tokens(20)["input_ids"]) for model in (theirs, ours))
+    boxes = {name: x for name, x in family.given(5).items() if name == "bbox"}
+    want, got = (_in_pieces(model, tokens(20)["input_ids"], boxes) for model in (theirs, ours))
     check(got, want, 10 * family.gate)
 
 
-def _in_pieces(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def _in_pieces(model: Any, ids: torch.Tensor, boxes: dict[str, Any]) -> torch.Tensor:
     name = "input_ids"
     given: dict[str, Any] = {"use_cache": True}
     if model.config.is_encoder_decoder:
-        name, given = "decoder_input_ids", {"input_ids": ids[:, :5]}
+        name, given = "decoder_input_ids", {"input_ids": ids[:, :5], **boxes}
     past, pieces = None, []
     for start, stop in [(0, 9), (9, 10), (10, 20)]:
         out = model(**{name: ids[:, start:stop]}, **given, past_key_values=past)

@@ -80,15 +80,14 @@ def test_autocast(name: str) -> None:
 def test_quantised(family: Family) -> None:
     """Linear layers in 8 bits, whose weights are no parameters."""
     model = family.make().float()
-    # WavLM itself cannot: it takes its weights out of their layers.
-    theirs = quantised(replace_attention(copy.deepcopy(model)) if family is FAMILIES["WavLM"] else model)
+    theirs = quantised(replace_attention(copy.deepcopy(model)) if family.takes_out else model)
     ours = replace_attention(quantised(model))
     assert len(drop_ins(ours)) == family.count
     inputs = given(family, family.lengths[-1], ours)
     if not family.pads:  # what stands at padding counts for the steps of all
         del inputs["attention_mask"]
     want, got = (tensors(part(**copy.deepcopy(inputs)))[0] for part in (theirs, ours))
-    check(got, want, 5e-3)  # what lies between two steps of 8 bits may go to either
+    check(got, want, max(5e-3, 200 * family.gate))  # what lies between two steps of 8 bits may go to either
 
 
 def quantised(model: Any) -> Any:

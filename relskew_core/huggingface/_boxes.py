@@ -1,0 +1,117 @@
+"""The drop-ins for LayoutLMv3 and UDOP: biases by where the boxes of words are, made once and added once.
+
+They go by two or three coordinates at the same time, so the bias is a matrix. What the originals make of it in every
+layer is not held: sums, weights, and their shares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from relskew_core._functions.buckets import t5_buckets
+from relskew_core._positions.span import Span
+from relskew_core.huggingface._attend import DropIn, additive, join, refuse_weights
+from relskew_core.huggingface._t5 import T5RelativeAttention
+
+
+class LayoutLMv3RelativeEncoder(DropIn):
+    """``LayoutLMv3Encoder``, which adds the bias of all layers to the mask."""
+
+    replaces = ("LayoutLMv3Encoder",)
+    needs = "LayoutLMv3SelfAttention"
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.has_relative_attention_bias)
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(theirs)
+        self.far = {"rel_pos_bias": theirs.max_rel_pos}
+        if theirs.has_spatial_attention_bias:
+            self.far |= dict.fromkeys(("rel_pos_x_bias", "rel_pos_y_bias"), theirs.max_rel_2d_pos)
+        for name, far in self.far.items():
+            count = getattr(theirs, name).in_features
+            buckets = t5_buckets(Span.clipped(far), num_buckets=count, max_distance=far, bidirectional=True)
+            self.keep_rows(f"{name}_rows", buckets)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        bbox: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Do what the encoder does, with all biases in the mask."""
+        places = {"rel_pos_bias": position_ids}
+        if len(self.far) > 1:
+            places |= {"rel_pos_x_bias": bbox[..., 0], "rel_pos_y_bias": bbox[..., 3]}
+        with torch.no_grad():  # the model does not train them
+            bias = sum(self._by_pair(name, where) for name, where in places.items())
+        bias = bias / self.layer[0].attention.self.attention_head_size ** 0.5
+        if attention_mask is not None:
+            bias = bias + additive(attention_mask, bias.dtype)
+        return self.kind.forward(self, hidden_states, bbox, bias, position_ids, **options)
+
+    def _by_pair(self, name: str, places: Tensor) -> Tensor:
+        """Return the number of each pair of places, ``(batch, heads, length, length)``."""
+        far = self.far[name]
+        layer, rows = getattr(self, name), getattr(self, f"{name}_rows")
+        dtype = next(self.layer[0].parameters()).dtype
+        table = layer(one_hot(rows, layer.in_features).to(dtype)).mT
+        relative = places[..., None, :] - places[..., :, None]
+        return table[:, relative.clamp(-far, far) + far].transpose(0, 1)
+
+    def _cal_1d_pos_emb(self, position_ids: Any) -> None:
+        return None
+
+    def _cal_2d_pos_emb(self, bbox: Any) -> None:
+        return None
+
+
+class LayoutLMv3RelativeAttention(DropIn):
+    """``LayoutLMv3SelfAttention``."""
+
+    replaces = ("LayoutLMv3SelfAttention",)
+    needs = "LayoutLMv3Encoder"
+    projections = ("query", "key", "value", "")
+    heads = "num_attention_heads"
+
+    @classmethod
+    def serves(cls, theirs: Any) -> bool:
+        return bool(theirs.has_relative_attention_bias)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *biases: None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend from ``(batch, length, width)`` to itself; the mask has all biases."""
+        refuse_weights(kwargs.get("output_attentions"))
+        return join(self.attend(*self.project(hidden_states), mask=attention_mask)), None
+
+
+class UdopRelativeBias(DropIn):
+    """``RelativePositionBiasAggregated``, with what is padding hidden in it."""
+
+    replaces = ("RelativePositionBiasAggregated",)
+    needs = "UdopAttention"
+
+    def forward(self, attention_mask: Tensor, bbox: Tensor | None = None) -> Tensor:
+        """Return the sum of biases, ``(batch, heads, length, length)``."""
+        bias: Tensor = self.kind.forward(self, attention_mask, bbox)
+        return bias.masked_fill(attention_mask[:, None, None, :] == 0, torch.finfo(bias.dtype).min)
+
+
+class UdopRelativeAttention(T5RelativeAttention):
+    """``UdopAttention``: T5's in the decoder, and the bias by pairs of boxes in the encoder."""
+
+    replaces = ("UdopAttention",)
+    local = False
+    masks = ()
+
+    def added(self, position_bias: Tensor) -> dict[str, Any]:
+        """Return the options of a bias: what is padding is in that of pairs."""
+        return {"mask": position_bias} if position_bias.ndim == 4 else super().added(position_bias)

@@ -1,0 +1,58 @@
+"""Whole models of the families that came last, under ``torch.compile`` and as graphs of ONNX."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from peers.common import check
+from peers.families import FAMILIES
+from peers.test_families_numbers import given, tensors
+from peers.test_families_wrapped import WRAPPED
+
+from relskew_core.export import torch_to_onnx
+from relskew_core.huggingface import replace_attention
+
+
+def replaced(name: str) -> Any:
+    """Return a model with a single layer of each kind."""
+    model = FAMILIES[name].make().float()
+    for part in model.modules():
+        if isinstance(part, torch.nn.ModuleList) and len({type(x) for x in part}) == 1:
+            del part[1:]
+    return replace_attention(model)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@torch.no_grad()
+def test_compile(name: str) -> None:
+    """Traced, with the shapes of the operators' results: what the backends of torch start from."""
+    torch.compiler.reset()
+    model = replaced(name)
+    inputs = given(FAMILIES[name], FAMILIES[name].lengths[-1], model)
+    want, got = (tensors(call(**copy.deepcopy(inputs))) for call in (model, torch.compile(model, backend="aot_eager")))
+    for x, y in zip(got, want, strict=True):
+        check(x, y, 1e-5)
+
+
+# Falcon has its bias in bfloat16, which onnxruntime does not multiply on CPUs.
+@pytest.mark.parametrize("name", [name for name in WRAPPED if name != "Falcon"])
+@torch.no_grad()
+def test_onnx(name: str, tmp_path: Path) -> None:
+    """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
+    family, model = FAMILIES[name], replaced(name)
+    inputs = given(family, family.lengths[-1], model)
+    fixed = name == "Phi-4" or any(x.ndim == 4 for x in inputs.values())  # Phi-4 makes its masks with NumPy
+    vary = dict.fromkeys(inputs, (0,)) if fixed else None
+    torch_to_onnx(model, inputs, tmp_path / "model.onnx", vary=vary, tolerance=1e-3)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for length, batch in [(family.lengths[-1], 1), (family.lengths[-2], 2)]:
+        feed = {key: x[:batch] for key, x in given(family, length, model).items()}
+        if fixed and length != family.lengths[-1]:
+            continue
+        found = session.run(None, {key: x.numpy() for key, x in feed.items()})
+        check(torch.from_numpy(found[0]), tensors(model(**feed))[0], 1e-3)
