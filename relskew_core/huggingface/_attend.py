@@ -37,7 +37,7 @@ class DropIn(nn.Module):
         super().__init__()
         for name, value in vars(theirs).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
-        self.kind = type(theirs)  # whose other methods it may call
+        self.kind: Any = type(theirs)  # whose other methods it may call
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
@@ -64,7 +64,7 @@ class BeitRelativeBias(DropIn):
 class BeitRelativeAttention(DropIn):
     """``BeitAttention``, which takes a :class:`GridBias` for its mask too."""
 
-    replaces = ("BeitAttention",)
+    replaces: ClassVar[tuple[str, ...]] = ("BeitAttention",)
     needs = "BeitRelativePositionBias"
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     heads = "num_attention_heads"

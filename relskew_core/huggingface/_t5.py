@@ -20,7 +20,7 @@ class T5RelativeAttention(DropIn):
     projections = ("q", "k", "v", "o")
     heads = "n_heads"
     local = True
-    masks = ("T5Stack", "MT5Stack", "UMT5Stack", "Pop2PianoStack", "SwitchTransformersStack")
+    masks: ClassVar[tuple[str, ...]] = ("T5Stack", "MT5Stack", "UMT5Stack", "Pop2PianoStack", "SwitchTransformersStack")
 
     relative_attention_bias: nn.Embedding
     buckets: Tensor

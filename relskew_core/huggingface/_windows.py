@@ -136,7 +136,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
         y: Tensor = self.qkv(x)
         if not hasattr(self, "cpb_mlp"):
             return y
-        bias = self.qkv(x.new_zeros(x.shape[-1]))  # whatever has taken the layer's place
+        (bias,) = self.qkv(x.new_zeros(1, x.shape[-1]))  # of whatever has taken the layer's place
         keys = torch.arange(3, dtype=torch.int64, device=x.device).repeat_interleave(bias.shape[0] // 3) == 1
         return y - bias * keys
 

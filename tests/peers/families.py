@@ -353,7 +353,7 @@ FAMILIES: dict[str, Family] = {
         ),
         pictures, 2, (8, 11),
     ),
-    "SeamlessM4T": seamless("SeamlessM4T", position_embeddings_type="relative", max_source_positions=20),
+    "SeamlessM4T": seamless("SeamlessM4T", position_embeddings_type="relative", max_source_positions=200),
     "SeamlessM4T-v2": seamless(
         "SeamlessM4Tv2", position_embeddings_type="relative_key", left_max_position_embeddings=6,
         right_max_position_embeddings=2, speech_encoder_chunk_size=500,

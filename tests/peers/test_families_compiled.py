@@ -39,8 +39,8 @@ def test_compile(name: str) -> None:
         check(x, y, 1e-5)
 
 
-# Falcon has its bias in bfloat16, which onnxruntime does not multiply on CPUs.
-@pytest.mark.parametrize("name", [name for name in WRAPPED if name != "Falcon"])
+# Falcon has its bias in bfloat16, which onnxruntime does not multiply on CPUs, and torch does not export ProphetNet.
+@pytest.mark.parametrize("name", [name for name in WRAPPED if name not in ("Falcon", "ProphetNet")])
 @torch.no_grad()
 def test_onnx(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
