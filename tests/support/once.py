@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,8 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
     with FileLock(f"{folder}.lock"):
         made = folder / "made"
         if not made.exists():
-            folder.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            folder.mkdir()
             make(folder)
             made.touch()
     return folder
