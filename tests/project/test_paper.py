@@ -18,7 +18,7 @@ def test_every_citation_has_its_entry_and_every_entry_is_cited() -> None:
 
 
 def figures() -> list[str]:
-    section = PAPER.partition("# What was measured")[2].partition("\n# ")[0]
+    section = PAPER.partition("# Research impact statement")[2].partition("\n# ")[0]
     return re.findall(r"\b[\d.]+ (?:ms|MiB)", section)
 
 
@@ -29,5 +29,26 @@ def test_every_figure_was_measured(figure: str) -> None:
     assert any(number in (one, f"{float(one):.1f}") for one in shown), f"no page says {figure}"
 
 
+def test_every_ratio_was_measured() -> None:
+    ratios = re.findall(r"([\d.]+) times as long", " ".join(PAPER.split()))
+    assert ratios
+    assert all(f"({ratio}×)" in PAGES for ratio in ratios)
+
+
 def test_the_paper_has_figures() -> None:
     assert len(figures()) > 15
+
+
+def test_the_paper_has_the_sections_and_the_length_that_its_journal_asks_for() -> None:
+    body = PAPER.partition("\n---\n")[2]
+    assert re.findall(r"^# (.*)$", body, re.MULTILINE) == [
+        "Summary", "Statement of need", "State of the field", "Software design", "Research impact statement",
+        "AI usage disclosure", "Acknowledgements", "References",
+    ]  # fmt: skip
+    assert 750 <= len(re.findall(r"[^\s|]+", body)) <= 1750
+
+
+def test_the_paper_counts_families_as_the_page_does() -> None:
+    page = (ROOT / "docs" / "huggingface.md").read_text().partition("## Families")[2].partition("## What to know")[0]
+    assert "more than twenty families" in PAPER
+    assert len(re.findall(r"[\w-]+", "".join(re.findall(r"^\| ([^|]*)\|", page, re.MULTILINE)))) > 20
