@@ -245,8 +245,8 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     --------
     >>> import numpy as np
     >>> q = k = np.zeros((3, 1))
-    >>> v, table = np.asarray([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
-    >>> gradients = relative_attention_vjp(np.ones((3, 1)), q + 1, k, v, table, causal=True)
+    >>> v, rel_k = np.asarray([[1.0], [2.0], [4.0]]), np.zeros((3, 1))
+    >>> gradients = relative_attention_vjp(np.ones((3, 1)), q + 1, k, v, rel_k, causal=True)
     >>> gradients.v
     array([[1.83333333],
            [0.83333333],

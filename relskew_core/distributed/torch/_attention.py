@@ -110,11 +110,11 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     >>> torch.distributed.init_process_group(
     ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     ... )
-    >>> q, k, v, table = *torch.randn(3, 3, 2, 8, 4), torch.randn(8, 4)
+    >>> q, k, v, rel_k = *torch.randn(3, 3, 2, 8, 4), torch.randn(8, 4)
     >>> out = context_parallel_attention(
-    ...     q, k, v, table, causal=True, group=torch.distributed.group.WORLD
+    ...     q, k, v, rel_k, causal=True, group=torch.distributed.group.WORLD
     ... )
-    >>> torch.allclose(out, relative_attention(q, k, v, table, causal=True), atol=1e-5)
+    >>> torch.allclose(out, relative_attention(q, k, v, rel_k, causal=True), atol=1e-5)
     True
     >>> torch.distributed.destroy_process_group()
     """
