@@ -19,6 +19,7 @@ try:
     from relskew_core.export._validate.validate import validate
     from relskew_core.export._whole.decoder import decoder_to_onnx
     from relskew_core.export._whole.encoder_decoder import encoder_decoder_to_onnx
+    from relskew_core.export._whole.exported import ExportedGraph, ExportReport, GraphTensor
     from relskew_core.export._whole.from_torch import torch_to_onnx
     from relskew_core.export._whole.generate import generate
 except ModuleNotFoundError as error:
@@ -26,6 +27,9 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "Check",
+    "ExportReport",
+    "ExportedGraph",
+    "GraphTensor",
     "Report",
     "TranslationTable",
     "caches_in_place",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._graph.attend import attend
-from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
+from relskew_core.export._graph.emitter import CONSTANT, INT64, INT64_MAX, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions, fold_into_operator
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
@@ -24,7 +24,7 @@ from relskew_core.export._graph.visible import Segments
 from relskew_core.export._graph.window import Lengths, StoredTables
 from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._profiles import ProfileName
-from relskew_core.export._weights import graph_layout, read_weights, resolve_dtype, round_weights
+from relskew_core.export._weights import StoredWeight, graph_layout, read_weights, resolve_dtype, round_weight
 
 
 def to_onnx(
@@ -147,12 +147,14 @@ def to_onnx(
         in_place=in_place,
         segments=segments,
     )
-    layout = graph_layout(plan, round_weights(arrays, plan.dtype))
+    # One weight after the other: besides those that are given, the model alone holds them all.
+    layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in arrays.items()))
     g = Emitter(plan.dtype)
     places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
     # The types of a function's values can be written down since version 10.
     ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
-    model = g.model(name, plan.opset, ir_version, f"{_summary(plan)} Weights: SHA-256 {_digest(layout)}.")
+    model = g.model(name, plan.opset, ir_version, _summary(plan))
+    model.graph.doc_string += f" Weights: SHA-256 {_digest(model)}."
     model.producer_name = "relskew"
     model.producer_version = __version__
     described = {
@@ -178,7 +180,7 @@ def to_onnx(
     return model
 
 
-def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]], *, operator: bool) -> Places:
+def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
     """Emit projections, attention, output projection, in the order of a reader; return what goes into attention."""
     spec = plan.spec
     x = g.input("x", ("batch", "query_length", spec.embed_dim), "input of the queries")
@@ -186,7 +188,7 @@ def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, s
     if spec.cross:
         memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
     given = _optional_inputs(g, plan)
-    stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
+    stored = {weight.key: g.initializer(*weight) for weight in layout}
     source = x if memory is None else memory
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
@@ -198,7 +200,7 @@ def _block(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, s
     return places_of(projected, stored, given, heads, present)
 
 
-def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, str]], *, operator: bool) -> Places:
+def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operator: bool) -> Places:
     """Emit attention of heads that come as inputs; return what goes into it."""
     spec = plan.spec
     key_length = "key_length" if spec.cross else "query_length"
@@ -208,7 +210,7 @@ def _core(g: Emitter, plan: GraphPlan, layout: Mapping[str, tuple[np.ndarray, st
         for name, doc in (("k", "keys"), ("v", "values"))
     )
     given = _optional_inputs(g, plan)
-    stored = {key: g.initializer(key, array, doc) for key, (array, doc) in layout.items()}
+    stored = {weight.key: g.initializer(*weight) for weight in layout}
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
@@ -315,10 +317,12 @@ def _summary(plan: GraphPlan) -> str:
     )
 
 
-def _digest(layout: Mapping[str, tuple[np.ndarray, str]]) -> str:
+def _digest(model: onnx.ModelProto) -> str:
     """SHA-256 over the weights as stored, keys included."""
     digest = hashlib.sha256()
-    for key, (array, _) in layout.items():
-        digest.update(f"{key} {array.dtype.name} {array.shape}\n".encode())
-        digest.update(array.tobytes())
+    for tensor in model.graph.initializer:
+        if not tensor.name.startswith(CONSTANT):
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            digest.update(f"{tensor.name} {dtype.name} {tuple(tensor.dims)}\n".encode())
+            digest.update(tensor.raw_data)
     return digest.hexdigest()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import onnx
 
+from relskew_core._array.checks import describe
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -26,6 +28,22 @@ _SUFFIX = ".relskew-saving"
 _GRACE = 60.0
 # Where there are no locks: longer than any save.
 _DAY = 86400.0
+
+
+def target_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """Return a path at which files may be written; errors call it ``name``."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(f"`{name}` must be a str or a path-like object of one, got {describe(path)}")
+    if "://" in text:
+        raise ValueError(f"`{name}` must be a file, not an address: save to a file, then upload it, got {text!r}")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"`{name}` must be text that UTF-8 can encode, got {text!r}") from None
+    if b"\0" in encoded:
+        raise ValueError(f"`{name}` must not have a NUL character, got {text!r}")
+    return Path(text)
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -50,7 +68,10 @@ def check_target(target: Path, overwrite: bool) -> None:
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Make a folder next to the target for the time of a save; remove those that killed saves left."""
     _remove_stale(target.parent)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_SUFFIX, dir=target.parent))
+    except OSError as error:
+        raise OSError(error.errno, f"`path` cannot be written: {error.strerror}", os.fspath(target)) from error
     try:
         with _locked(folder):  # for as long as this process lives
             yield folder

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core.export._publish import check_target, publish, temporary_folder
+from relskew_core.export._publish import check_target, publish, target_path, temporary_folder
 
 # A protobuf holds less than 2 GiB; the nodes and names need some of it.
 _PROTOBUF_LIMIT = 2**31 - 2**24
@@ -89,7 +89,7 @@ def write(
 ) -> Path:
     """Save a model; nothing appears at ``path`` if ``check`` raises when it is given the finished file."""
     check_bool("overwrite", overwrite)
-    target = Path(path)
+    target = target_path(path)
     check_target(target, overwrite)
     with unpublished(model, target, external_threshold) as (new, data):
         if check is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
+SCALED = "(in, out), scaled by head_dim**-0.5"
+ROWS = 256
+
 # One protobuf message; a little is left for the tensor's name and shape.
 TENSOR_LIMIT = 2**31 - 2**16
 
@@ -33,10 +37,7 @@ def read_weights(spec: BlockSpec, weights: Any, *, projections: bool) -> dict[st
 def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any]:
     """Return the element type asked for, or the one that all weights share, float32 where there are none."""
     if dtype is not None:
-        name = dtype_name(dtype)
-        if name not in DTYPES:
-            raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, string or dtype, got {dtype!r}")
-        return DTYPES[name]
+        return DTYPES[check_dtype(dtype)]
     if not weights:
         return DTYPES["float32"]
     (first_key, first), *others = weights.items()
@@ -47,6 +48,14 @@ def resolve_dtype(dtype: Any, weights: Mapping[str, np.ndarray]) -> np.dtype[Any
                 f"unless `dtype` is given, got {array.dtype}"
             )
     return first.dtype
+
+
+def check_dtype(dtype: Any) -> str:
+    """Return the name of a dtype that graphs have, given as a string or as one of NumPy, torch or JAX."""
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(map(repr, DTYPES))}, string or dtype, got {dtype!r}")
+    return name
 
 
 def dtype_name(dtype: Any) -> str:
@@ -61,56 +70,73 @@ def dtype_name(dtype: Any) -> str:
         return str(dtype)
 
 
-def round_weights(weights: Mapping[str, np.ndarray], dtype: np.dtype[Any]) -> dict[str, np.ndarray]:
-    """Round finite weights to ``dtype``; NaN, inf and what overflows is refused by key."""
-    rounded = {}
-    for key, array in weights.items():
-        if not np.all(np.isfinite(array)):
-            raise ValueError(f"`weights[{key!r}]` must be finite, got NaN or inf in {array.dtype} of {array.shape}")
-        with np.errstate(over="ignore", under="ignore"):
-            rounded[key] = array.astype(dtype, copy=False)
-        if not np.all(np.isfinite(rounded[key])):
-            largest = float(np.max(np.abs(array.astype(np.float64))))
-            raise ValueError(f"`weights[{key!r}]` must fit into {dtype.name}, got a magnitude of {largest:.6g}")
+class StoredWeight(NamedTuple):
+    """A weight as the graph stores it, under its key, and a line that says how."""
+
+    key: str
+    array: np.ndarray
+    doc: str
+
+
+def round_weight(key: str, array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Round a finite weight to ``dtype``; NaN, inf and what overflows is refused by key."""
+    if not np.all(np.isfinite(array)):
+        raise ValueError(f"`weights[{key!r}]` must be finite, got NaN or inf in {array.dtype} of {array.shape}")
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = array.astype(dtype, copy=False)
+    if not np.all(np.isfinite(rounded)):
+        largest = float(np.max(np.abs(array.astype(np.float64))))
+        raise ValueError(f"`weights[{key!r}]` must fit into {dtype.name}, got a magnitude of {largest:.6g}")
     return rounded
 
 
-def graph_layout(plan: GraphPlan, weights: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, str]]:
-    """Return each weight as the graph stores it, and a line that says how."""
-    layout = {}
+def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
+    """Yield each weight as the graph stores it, one after the other: copies of all of them are never held at once."""
+    for weight in _laid_out(plan, weights):
+        if weight.array.nbytes > TENSOR_LIMIT:
+            raise ValueError(
+                f"`weights[{weight.key!r}]` must be at most 2 GiB as stored, what one ONNX tensor holds, "
+                f"got {weight.array.nbytes / 2**30:.2f} GiB of {weight.array.dtype.name}"
+            )
+        yield weight
+
+
+def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
     spec = plan.spec
     start, stop = plan.kept_rows
+    where = f"relative position 0 is at {plan.lead}"
     if spec.rel_bias == "alibi":
         slopes = np.asarray(alibi_slopes(spec.num_heads), np.float64)[:, None]
         if plan.endless:  # in float32 at least, as distances are: half precision does not have all of them
             dtype = np.dtype(np.float32) if plan.dtype.itemsize == 2 else plan.dtype
-            layout["rel_bias"] = (-slopes.astype(dtype), "(head, 1), minus the slope, which distances multiply")
+            yield StoredWeight(
+                "rel_bias", -slopes.astype(dtype), "(head, 1), minus the slope, which distances multiply"
+            )
         else:
             distances = np.abs(np.arange(start, stop, dtype=np.int64) - spec.span.left)
             rows = _with_ends(plan, (-slopes * distances).astype(plan.dtype)[..., None])[..., 0]
-            layout["rel_bias"] = (rows, f"(head, position); relative position 0 is at {plan.lead}")
-    for key, array in weights.items():
+            yield StoredWeight("rel_bias", rows, f"(head, position); {where}")
+    for key, array in weights:
         if key in ("rel_k", "rel_v"):
-            rows = _with_ends(plan, array[..., start:stop, :])
-            layout[key] = (rows, f"(position, head_dim); relative position 0 is at {plan.lead}")
+            yield StoredWeight(key, _with_ends(plan, array[..., start:stop, :]), f"(position, head_dim); {where}")
         elif key == "rel_bias":
             bias = array[list(spec.buckets())].T if spec.rel_bias == "t5" else np.atleast_2d(array)
             rows = _with_ends(plan, bias[:, start:stop, None])[..., 0]
-            layout[key] = (rows, f"(head, position); relative position 0 is at {plan.lead}")
+            yield StoredWeight(key, rows, f"(head, position); {where}")
         elif key == "sinks":
-            layout[key] = (array[:, None, None], "(head, 1, 1)")
+            yield StoredWeight(key, array[:, None, None], "(head, 1, 1)")
         elif key.startswith("q_proj"):
-            scaled = (array.astype(np.float64) * plan.spec.head_dim**-0.5).astype(plan.dtype)
-            layout[key] = (scaled.T, "(in, out), scaled by head_dim**-0.5")
+            yield StoredWeight(key, _scaled(array, spec.head_dim**-0.5, plan.dtype).T, SCALED)
         else:
-            layout[key] = (array.T, "(in, out)")
-    for key, (array, _) in layout.items():
-        if array.nbytes > TENSOR_LIMIT:
-            raise ValueError(
-                f"`weights[{key!r}]` must be at most 2 GiB as stored, what one ONNX tensor holds, "
-                f"got {array.nbytes / 2**30:.2f} GiB of {array.dtype.name}"
-            )
-    return {key: (np.ascontiguousarray(array), doc) for key, (array, doc) in layout.items()}
+            yield StoredWeight(key, array.T, "(in, out)")
+
+
+def _scaled(array: np.ndarray, factor: float, dtype: np.dtype[Any]) -> np.ndarray:
+    """Multiply in float64, some rows at a time."""
+    scaled = np.empty(array.shape, dtype)
+    for start in range(0, len(array), ROWS):
+        scaled[start : start + ROWS] = (array[start : start + ROWS].astype(np.float64) * factor).astype(dtype)
+    return scaled
 
 
 def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
@@ -120,9 +146,8 @@ def _with_ends(plan: GraphPlan, rows: np.ndarray) -> np.ndarray:
         np.repeat(end, count, axis=-2) * rows.dtype.type(edge)
         for end, count in zip((rows[..., :1, :], rows[..., -1:, :]), plan.added_rows, strict=True)
     ]
-    rows = np.concatenate([longer[0], rows, longer[1]], axis=-2)
     head, tail = (np.zeros_like(rows[..., :1, :]).repeat(count, axis=-2) for count in plan.spare_rows)
-    return np.concatenate([head, rows, tail], axis=-2)
+    return np.concatenate([head, longer[0], rows, longer[1], tail], axis=-2)
 
 
 def to_numpy(key: str, given: Any) -> np.ndarray:
@@ -139,7 +164,7 @@ def _host_copy(array: Any) -> Any:
         if hasattr(array, step):
             array = getattr(array, step)()
     if dtype_name(array.dtype) == "bfloat16" and hasattr(array, "float"):  # torch has no bfloat16 in NumPy
-        return array.float().numpy().astype(DTYPES["bfloat16"])
+        return array.view(sys.modules["torch"].int16).numpy().view(DTYPES["bfloat16"])
     if hasattr(array, "__cuda_array_interface__"):  # CuPy
         return array.get()
     try:

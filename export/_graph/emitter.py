@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 Shape: TypeAlias = tuple[int | str, ...]
 INT64_MAX = 2**63 - 1
+CONSTANT = "relskew/constant/"
+"""What the names of tensors begin with that are no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,10 @@ class Emitter:
 
     def initializer(self, name: str, array: np.ndarray, doc: str = "") -> Value:
         """Store an array under its name."""
-        self._model.graph.initializer.append(numpy_helper.from_array(array, self._claim(name)))
-        self._model.graph.initializer[-1].doc_string = doc
+        tensor = self._model.graph.initializer.add()
+        tensor.dims.extend(array.shape)
+        tensor.data_type, tensor.name, tensor.doc_string = element_type(array.dtype), self._claim(name), doc
+        tensor.raw_data = (array.byteswap() if sys.byteorder == "big" else array).tobytes()
         return Value(name, array.shape, array.dtype)
 
     def constant(self, values: Any, dtype: Any = INT64) -> Value:
@@ -88,7 +93,7 @@ class Emitter:
             else:
                 held = hashlib.sha256(key[2]).hexdigest()[:12]
             shape = "x".join(map(str, array.shape)) or "scalar"
-            self._constants[key] = self.initializer(f"relskew/constant/{array.dtype.name}/{shape}/{held}", array)
+            self._constants[key] = self.initializer(f"{CONSTANT}{array.dtype.name}/{shape}/{held}", array)
         return self._constants[key]
 
     def compute(

@@ -127,3 +127,16 @@ def names_read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
                 own = {value.name for value in body.input} | {name for inner in body.node for name in inner.output}
                 outer = [*names_read(body.node), *(value.name for value in body.output)]
                 yield from (name for name in outer if name not in own)
+
+
+def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    """Let nodes read and give values under other names, those of their loops and branches too."""
+    for node in nodes:
+        for field in (node.input, node.output):
+            if any(name in names for name in field):
+                field[:] = [names.get(name, name) for name in field]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                rename(attribute.g.node, names)
+                for value in attribute.g.output:
+                    value.name = names.get(value.name, value.name)

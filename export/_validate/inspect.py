@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from relskew_core._block.spec import BlockSpec, check_spec
 from relskew_core.export._graph.emitter import element_type
+from relskew_core.export._graph.functions import all_graphs
 from relskew_core.export._graph.grouped import DOMAIN as CONTRIB
 from relskew_core.export._graph.operator import DOMAIN
 from relskew_core.export._plan import GraphPlan, make_plan
@@ -20,7 +21,7 @@ from relskew_core.export._profiles import PROFILES, Profile
 from relskew_core.export._validate.metadata import Metadata, read_metadata
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
-from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weights
+from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weight
 
 # The checker takes what one protobuf holds.
 _CHECKED = 2**31 - 1
@@ -62,7 +63,9 @@ def inspect_model(
     plan = _plan_of(model, spec, metadata)
     if not answer("interface", _other_interface(model, plan)):
         return None
-    rounded = round_weights(read_weights(spec, weights, projections=plan.projections), plan.dtype)
+    given = read_weights(spec, weights, projections=plan.projections)
+    rounded = {key: round_weight(key, array, plan.dtype) for key, array in given.items()}
+    answer("unread", _unread(model))
     answer("weights", *_other_weights(model, plan, rounded, tolerance))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 
@@ -73,8 +76,22 @@ def _load(model_or_path: Any) -> Source:
             onnx.checker.check_model(model_or_path)
         return Source(model_or_path, None)
     path = os.fspath(model_or_path)
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        # onnx reads another file, up to there.
+        if any(entry.key == "location" and "\0" in entry.value for entry in tensor.external_data):
+            raise ValueError(f"the location of {tensor.name}'s data has a NUL character")
     onnx.checker.check_model(path)
     return Source(onnx.load(path), path)
+
+
+def _unread(model: onnx.ModelProto) -> str:
+    """Name the tensors that are stored and have no part in any result."""
+    stored = [tensor.name for tensor in model.graph.initializer]
+    stored += [tensor.values.name for tensor in model.graph.sparse_initializer]
+    read = {name for graph in all_graphs(model.graph) for node in graph.node for name in node.input}
+    read |= {value.name for graph in all_graphs(model.graph) for value in graph.output}
+    unread = [name for name in stored if name not in read]
+    return f"nothing reads {', '.join(unread)}" if unread else ""
 
 
 def _not_standard(model: onnx.ModelProto, profile: Profile) -> str:
@@ -161,11 +178,11 @@ def _other_weights(
 ) -> tuple[str, str]:
     """Compare the stored weights bit for bit by default: a changed bias of the keys would not show."""
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    expected = graph_layout(plan, rounded)
+    expected = {weight.key: weight.array for weight in graph_layout(plan, rounded.items())}
     present = [key for key in expected if key in stored]
     problems = []
     for key in present:
-        array, (wanted, _) = numpy_helper.to_array(stored[key]), expected[key]
+        array, wanted = numpy_helper.to_array(stored[key]), expected[key]
         if array.shape != wanted.shape or array.dtype != wanted.dtype:
             problems.append(f"{key} is {array.dtype} {array.shape}, expected {wanted.dtype} {wanted.shape}")
         elif array.tobytes() != wanted.tobytes():

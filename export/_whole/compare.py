@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from torch import Tensor, nn
 
 from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
 from relskew_core.export._library import custom_ops_library
+from relskew_core.export._validate.report import Check
 
 Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
 """Runs a graph on inputs; the text says for which case, in an error."""
+
+_UNSERVED = re.compile(r"Could not find an implementation for (\w+)")
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative L2 errors: of many layers, and far below what a wrong position costs."""
@@ -37,6 +42,18 @@ def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
     return run
 
 
+def after(memory: Path, run: Run, inputs: Sequence[str], *, operator: bool = False) -> Run:
+    """Return what runs the graph of a memory on the last inputs, which are called ``inputs``, and gives its results."""
+    first = runner(memory, inputs, operator=operator)
+
+    def both(given: Sequence[Tensor], case: str, **options: Any) -> Arrays:
+        start = len(given) - len(inputs)
+        made = first(given[start:], f"the memory of {case}")
+        return run([*given[:start], *map(torch.from_numpy, made)], case, **options)
+
+    return both
+
+
 def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, operator: bool = False) -> Run:
     """Return what runs a decoder whose caches have one length as if they grew, in one buffer for past and present."""
     import onnxruntime
@@ -45,7 +62,8 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
     outputs = [value.name for value in session.get_outputs()]
 
     def run(inputs: Sequence[Tensor], case: str, length: int | None = length) -> Arrays:
-        tokens, *pasts = (value.numpy() for value in inputs)
+        tokens, *others = (value.numpy() for value in inputs)
+        pasts, memory = others[: len(outputs) - 1], others[len(outputs) - 1 :]
         filled = pasts[0].shape[2]
         total = filled + tokens.shape[1]
         binding = session.io_binding()
@@ -53,7 +71,9 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
         binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
         binding.bind_output(outputs[0])
         buffers = []
-        for name, output, past in zip(names[1:], outputs[1:], pasts, strict=True):
+        for name, array in zip(names[len(outputs) :], memory, strict=True):
+            binding.bind_cpu_input(name, array)
+        for name, output, past in zip(names[1 : len(outputs)], outputs[1:], pasts, strict=True):
             batch, heads, _, width = past.shape
             # Zeros cost no memory until they are written to, however long a cache is.
             buffer = np.zeros((batch, heads, length or total + 5, width), past.dtype)
@@ -80,7 +100,21 @@ def opened(path: Path, *, operator: bool) -> Any:
     options.log_severity_level = 4  # some cases must fail
     if operator:
         options.register_custom_ops_library(str(custom_ops_library()))
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of the runtime's own kind
+        missing = _UNSERVED.search(str(error))
+        if missing is None or not _in_bfloat16(path):
+            raise
+        raise ValueError(
+            f"`model` computes in bfloat16, for which onnxruntime has no {missing[1]} on CPUs: give dtype='float16' or "
+            "'float32' to cast it on export, or check=False for a machine that has them"
+        ) from error
+
+
+def _in_bfloat16(path: Path) -> bool:
+    graph = onnx.load(path, load_external_data=False).graph
+    return any(tensor.data_type == onnx.TensorProto.BFLOAT16 for tensor in graph.initializer)
 
 
 @contextmanager
@@ -107,9 +141,17 @@ def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:
 
 
 def check_equal(
-    names: Sequence[str], given: Arrays, wanted: Sequence[Tensor], case: str, tolerance: float | None
+    names: Sequence[str],
+    given: Arrays,
+    wanted: Sequence[Tensor],
+    case: str,
+    tolerance: float | None,
+    checks: list[Check],
 ) -> None:
-    """Raise unless a runtime's results are torch's."""
+    """Raise unless a runtime's results are torch's; note in ``checks`` how near they are."""
+    import onnxruntime
+
+    told_by = f"onnxruntime {onnxruntime.__version__}", "CPUExecutionProvider", case
     for name, ours, theirs in zip(names, given, wanted, strict=True):
         right = theirs.numpy()
         told = f"the exported graph does not do what `model` does: output {name!r} for {case}"
@@ -118,11 +160,13 @@ def check_equal(
         if not theirs.is_floating_point():
             if not np.array_equal(ours, right):
                 raise RuntimeError(f"{told} differs in {np.mean(ours != right):.1%} of its numbers")
+            checks.append(Check(name, *told_by, ok=True, error=0.0, gate=0.0))
             continue
         limit = TOLERANCES[theirs.dtype] if tolerance is None else tolerance
         error = _relative_error(ours, right)
         if not error <= limit:
             raise RuntimeError(f"{told} differs by {error:.1e} relative to its norm, more than {limit:.0e}")
+        checks.append(Check(name, *told_by, ok=True, error=error, gate=limit))
 
 
 def _relative_error(given: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:

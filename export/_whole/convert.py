@@ -22,6 +22,7 @@ from relskew_core.backends._torch.untranslated import operators_kept
 from relskew_core.export._from_torch.translation import REACH, torch_translation_table
 from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
 from relskew_core.export._whole.names import name_lengths, name_nodes
+from relskew_core.export._whole.rotary import expand_rotary
 
 _PREFIX = "model."
 
@@ -108,6 +109,7 @@ def convert(
     reaches = [int(node.metadata_props[REACH]) for node in model.graph if REACH in node.metadata_props]
     reach = min(reaches, default=None)
     names = {str(shapes[index][axis]): name for (index, axis), name in reversed(list(lengths(shapes).items()))}
+    expand_rotary(model)
     name_nodes(model, prefix)
     name_lengths(model, {**names, **(sums or {})})
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
@@ -172,13 +174,15 @@ def _frames(program: torch.export.ExportedProgram) -> dict[Axis, Any]:
     return found
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is no module of torch on the CPU."""
+def checked_model(model: Any) -> nn.Module:
+    """Return a module of torch on the CPU, without what ``torch.compile`` has put around it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.device.type != "cpu":
             raise ValueError(f"`model` must be on the CPU: call `model.cpu()` first, got {name!r} on {value.device}")
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 @contextmanager

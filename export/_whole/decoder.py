@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
 from relskew_core._array.checks import check_bool, check_int, describe
-from relskew_core.export._caches import CACHE_LENGTH, caches_in_place
+from relskew_core.export._caches import CACHE_LENGTH, PAST_LENGTH, caches_in_place
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
-from relskew_core.export._publish import check_target
-from relskew_core.export._save import write
+from relskew_core.export._publish import check_target, target_path
+from relskew_core.export._validate.report import Check
+from relskew_core.export._whole.exported import ExportReport, described
 from relskew_core.export._whole.genai import check_config, config_text, write_config
+from relskew_core.export._whole.memory import memory_path, split_off
+from relskew_core.export._whole.together import write_together
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +35,8 @@ def decoder_to_onnx(
     path: str | os.PathLike[str],
     *,
     opset: int | None = None,
+    dtype: Any = None,
+    memory: Tensor | Sequence[Tensor] | None = None,
     past: Callable[[int], Any] | None = None,
     in_place: bool = False,
     length: int | None = None,
@@ -39,6 +45,7 @@ def decoder_to_onnx(
     tolerance: float | None = None,
     operator: bool = False,
     check: bool = True,
+    report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
     external_threshold: int = 2**30,
 ) -> Path:
@@ -54,15 +61,29 @@ def decoder_to_onnx(
     ----------
     model : torch.nn.Module
         Called as ``model(tokens, past)``; returns ``(logits, past)``, with a cache for every layer, each a pair of keys
-        and values, in a list or tuple. On the CPU; exported in evaluation, and left in the mode it was in.
+        and values, in a list or tuple. A decoder of transformers goes as it is, if it keeps its past in a
+        ``DynamicCache`` of keys and values: give ``replace_attention(model)``, or one with ``register_attention``. On
+        the CPU; exported in evaluation, and left in the mode it was in.
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
     opset : int, optional
         Version of the standard operators, 18 … 28; by default 23, and 24, the least, with ``in_place``.
+    dtype : str or dtype, optional
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
+        caches have it, such as a model that was trained in bfloat16 in float16. The check compares with that copy.
+    memory : Tensor or sequence of Tensor, optional
+        What the decoder attends to besides its text, such as the states of an encoder ``(batch, memory_length,
+        width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model is called as
+        ``model(tokens, past, memory)``, with one argument for each tensor; one of transformers takes
+        ``encoder_hidden_states`` and ``encoder_attention_mask``. What depends on the memory alone, such as its keys and
+        values, becomes a second graph next to the first: ``decoder_memory.onnx`` for ``decoder.onnx``, from inputs with
+        the names of the arguments to outputs ``memory.N``. The decoder takes those, the same ones at every step. Not
+        with ``genai``.
     past : callable, optional
         ``past(batch)`` returns the caches of a first call: pairs of tensors ``(batch, heads, 0, D)``. By default
-        that is ``model.empty_cache(batch)`` if the model has it, else a list of ``empty_cache(batch)`` of every
-        causal ``RelativeMultiheadAttention`` without ``cross``, in the order of ``model.modules()``.
+        that is ``model.empty_cache(batch)`` if the model has it, those that a model of transformers fills, else a list
+        of ``empty_cache(batch)`` of every causal ``RelativeMultiheadAttention`` without ``cross``, in the order of
+        ``model.modules()``.
     in_place : bool, default False
         Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input, ``past_length
         (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A runtime writes
@@ -89,6 +110,9 @@ def decoder_to_onnx(
     check : bool, default True
         Compare logits and caches with torch in onnxruntime: single tokens, whole prompts, prompts in pieces, other
         batches, long pasts; and see that it fails past the tables, and where a cache is full.
+    report : callable, optional
+        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
+        axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
         Replace files that are there.
     external_threshold : int, default 2**30
@@ -104,7 +128,8 @@ def decoder_to_onnx(
     RuntimeError
         If the graph's results are not torch's; nothing is written then.
     FileExistsError, ValueError, TypeError, OSError
-        If an argument, or what the model returns, does not fit; torch's own errors where it cannot export a model.
+        If an argument, or what the model returns, does not fit; if the model computes in bfloat16 where onnxruntime
+        cannot, and the check would run it; torch's own errors where it cannot export a model.
 
     Notes
     -----
@@ -140,70 +165,106 @@ def decoder_to_onnx(
     """
     import torch
 
-    from relskew_core.export._whole.compare import runner, runner_in_place
-    from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating
+    from relskew_core.export._whole.cast import in_dtype, torch_dtype
+    from relskew_core.export._whole.compare import after, runner, runner_in_place
+    from relskew_core.export._whole.convert import Flat, checked_model, convert, evaluating
+    from relskew_core.export._whole.decoder_calls import Causal, Memories, called_alike, empty_past, example, memory_of
     from relskew_core.export._whole.decoder_check import check_decoder, check_full
 
-    check_model(model)
+    model = checked_model(model)
     check_bool("check", check)
+    wanted = torch_dtype(dtype)
     if check_bool("operator", operator) and contrib:
         raise ValueError("`operator=True` excludes `contrib=True`: one of them attends")
+    if memory is not None and genai is not False:
+        raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
     opset = _opset(opset, in_place, length, contrib, genai)
-    target = Path(path)
-    check_target(target, check_bool("overwrite", overwrite))
+    target = target_path(path)
+    targets = [target] if memory is None else [target, memory_path(target)]
+    for one in targets:
+        check_target(one, check_bool("overwrite", overwrite))
     if genai is not False:
         check_config(target.parent, genai, overwrite)
-    empty = _empty_past(model, past)
-    with evaluating(model), torch.no_grad():
-        shown = _shown(model, empty)
-    flat = Flat(model, shown, {})
-    caches = flat.inputs()[1:]
-    layers = len(caches) // 2
-    kinds = [(layer, kind) for layer in range(layers) for kind in ("key", "value")]
-    input_names = ["input_ids", *(f"past_key_values.{layer}.{kind}" for layer, kind in kinds)]
+    decoder = in_dtype(called_alike(model, past), wanted)
+    empty, seen = empty_past(decoder, past), memory_of(memory, wanted)
+    with evaluating(decoder), torch.no_grad():
+        shown = example(decoder, empty, seen, wanted)
+    flat = Flat(decoder, shown, {})
+    count = len(flat.inputs()) - 1 - len(seen)
+    kinds = [(layer, kind) for layer in range(count // 2) for kind in ("key", "value")]
+    seen_names = flat.input_names[1 + count :]
+    input_names = ["input_ids", *(f"past_key_values.{layer}.{kind}" for layer, kind in kinds), *seen_names]
     output_names = ["logits", *(f"present.{layer}.{kind}" for layer, kind in kinds)]
-    vary, cached = torch.export.Dim.DYNAMIC, range(1, 1 + len(caches))
+    vary, may_vary = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
+    cached, added = range(1, 1 + count), range(1 + count, len(input_names))
+    called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
     converted = convert(
         flat,
-        [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in caches)],
+        [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *({0: vary, 1: may_vary} for _ in added)],
         opset=opset,
         input_names=input_names,
         output_names=output_names,
-        lengths=lambda _: {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}},
+        lengths=lambda _: {**called, **{(index, 1): "memory_length" for index in added}},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
         operator=operator,
+        prefix="model.model." if isinstance(decoder, Causal) else "model.",
     )
 
-    graph, reach = converted.model, converted.reach
+    graphs, reach = [converted.model], converted.reach
+    if seen:
+        graphs = list(reversed(split_off(converted.model, seen_names)))
     if in_place:
-        graph = _in_place(graph, reach, length, contrib)
+        graphs[0] = _in_place(graphs[0], reach, length, contrib)
+    graph = graphs[0]
+    read = [*input_names[: 1 + count], *(value.name for value in graphs[-1].graph.output if seen)]
+    lengths = [shape[1] if isinstance(shape[1], int) else None for shape in converted.shapes[1 + count :]]
 
-    def compare(file: Path) -> None:
+    checks: list[Check] = []
+
+    def compare(files: Sequence[Path]) -> None:
+        draw = Memories(seen, lengths)
         for library in (False, True)[: 1 + operator]:
             run = (
-                runner_in_place(file, input_names, length, operator=library)
+                runner_in_place(files[0], read, length, operator=library)
                 if in_place
-                else runner(file, input_names, operator=library)
+                else runner(files[0], read, operator=library)
             )
+            if seen:
+                run = after(files[1], run, seen_names, operator=library)
             with evaluating(flat):
-                check_decoder(flat, run, output_names, reach=length or reach, tolerance=tolerance, grouped=contrib)
+                check_decoder(
+                    flat, run, output_names, draw, reach=length or reach, tolerance=tolerance, grouped=contrib,
+                    checks=checks,
+                )  # fmt: skip
                 if in_place and length is None:  # else that was the end
-                    check_full(flat, run)
+                    check_full(flat, run, draw)
 
     config = None
     if genai is not False:
         config = config_text(target.name, graph, genai, reach)
-    saved = write(
-        graph,
-        target,
+    write_together(
+        graphs,
+        targets,
         overwrite=overwrite,
         external_threshold=external_threshold,
         check=compare if check else None,
     )
     if config is not None:
-        write_config(saved.parent, config)
-    return saved
+        write_config(target.parent, config)
+    if report is not None:
+        made = [described(one, file.name, partial(_why, length)) for one, file in zip(graphs, targets, strict=True)]
+        report(ExportReport(target, tuple(made), tuple(checks)))
+    return target
+
+
+def _why(length: int | None, name: str, axis: int) -> str:
+    """Return why an axis of a decoder's input is fixed."""
+    if name == PAST_LENGTH:
+        return "one number for all rows"
+    if not name.startswith("past_key_values."):
+        return "`model` takes no other length"
+    return {1: "the heads of the layer", 2: f"`length` is {length}", 3: "the width of a head"}[axis]
 
 
 def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool, genai: Any) -> int:
@@ -237,67 +298,3 @@ def _in_place(growing: onnx.ModelProto, reach: int | None, length: int | None, c
             if length is not None and size.dim_param == CACHE_LENGTH:
                 size.dim_value = length
     return fixed
-
-
-def _empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """Return what makes the caches of a first call."""
-    from relskew_core.layers.torch import RelativeMultiheadAttention
-
-    if past is not None:
-        if not callable(past):
-            raise TypeError(f"`past` must be a function that returns the caches of a batch, got {describe(past)}")
-        return past
-    own = getattr(model, "empty_cache", None)
-    if callable(own):
-        return own
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, RelativeMultiheadAttention) and module.spec.causal and not module.spec.cross
-    ]
-    if not layers:
-        raise ValueError(
-            "`past` must be given where the model has no `empty_cache` and no causal RelativeMultiheadAttention: a "
-            "function that returns for a batch one pair of keys and values (batch, heads, 0, D) a layer"
-        )
-    return lambda batch: [layer.empty_cache(batch) for layer in layers]
-
-
-def _shown(model: nn.Module, empty: Callable[[int], Any]) -> tuple[Tensor, Any]:
-    """Return the arguments of an example, whose lengths are neither 0 nor 1 and all differ from the batch."""
-    import torch
-
-    batch, length = 2, 3
-    past = empty(batch)
-    given = _check_caches("what `past(batch)` returns", past, batch, 0)
-    result = model(torch.zeros((batch, length), dtype=torch.int64, device="cpu"), past)
-    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
-        raise TypeError(f"`model` must return (logits, past), got {describe(result)}")
-    logits, present = result
-    if logits.ndim != 3 or logits.shape[:2] != (batch, length) or not logits.is_floating_point():
-        raise ValueError(
-            f"`model` must return logits (batch, length, vocabulary), got {describe(logits)} for tokens (2, 3)"
-        )
-    if _check_caches("the past that `model` returns", present, batch, length) != given:
-        raise ValueError("`model` must return as many caches as it is given, of the same heads and widths")
-    return torch.zeros((batch, 2), dtype=torch.int64, device="cpu"), present
-
-
-def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:
-    """Return heads and width of every tensor of the caches, if they are keys and values of that many positions."""
-    import torch
-
-    pairs = list(caches) if isinstance(caches, tuple | list) else []
-    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise TypeError(
-            f"{name} must be a list with one pair of keys and values a layer (caches that grow, `empty_cache(batch)`), "
-            f"got {describe(caches)}"
-        )
-    for tensor in (tensor for pair in pairs for tensor in pair):
-        right = isinstance(tensor, torch.Tensor) and tensor.ndim == 4
-        if not right or (tensor.shape[0], tensor.shape[2]) != (batch, length):
-            raise ValueError(
-                f"{name} must hold tensors (batch, heads, positions, D), of {batch} and {length} positions here, got "
-                f"{describe(tensor)}"
-            )
-    return [(tensor.shape[1], tensor.shape[3]) for pair in pairs for tensor in pair]

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.compare import Arrays, Run, check_equal, results_of
 from relskew_core.export._whole.convert import Flat
+
+Draw = Callable[[int], list[Tensor]]
+"""Makes a memory of this many rows, or nothing."""
 
 LONGEST = 40
 FAR = 300
@@ -20,14 +24,23 @@ LARGEST = 2**29
 
 
 def check_decoder(
-    flat: Flat, run: Run, names: Sequence[str], *, reach: int | None, tolerance: float | None, grouped: bool
+    flat: Flat,
+    run: Run,
+    names: Sequence[str],
+    memory: Draw,
+    *,
+    reach: int | None,
+    tolerance: float | None,
+    grouped: bool,
+    checks: list[Check],
 ) -> None:
     """Raise unless a graph gives torch's logits and caches, its outputs ``names``.
 
     ``reach`` is where its tables or its caches end. ``grouped`` graphs take several tokens behind a past for one row.
     """
-    tokens, *shown = flat.inputs()
-    vocabulary = results_of(flat, [tokens, *shown])[0].shape[2]
+    tokens, *rest = flat.inputs()
+    shown = rest[: len(names) - 1]
+    vocabulary = results_of(flat, [tokens, *rest])[0].shape[2]
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(batch: int, length: int) -> Tensor:
@@ -36,13 +49,14 @@ def check_decoder(
     def caches(batch: int, length: int) -> list[Tensor]:
         shapes = [(batch, like.shape[1], length, like.shape[3]) for like in shown]
         wide: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        return [
+        made = [
             torch.randn(shape, generator=generator, **wide).to(like.dtype)
             for shape, like in zip(shapes, shown, strict=True)
         ]
+        return [*made, *memory(batch)]
 
     def same(given: Sequence[Tensor], wanted: Sequence[Tensor], case: str) -> None:
-        check_equal(names, run(given, case), wanted, case, tolerance)
+        check_equal(names, run(given, case), wanted, case, tolerance, checks)
 
     one = [drawn(1, 1), *caches(1, 0)]
     same(one, results_of(flat, one), "one token")
@@ -61,9 +75,9 @@ def check_decoder(
     pieces = {0, length // 2, min(length // 2 + 1, length), length}
     tried = [(3, pieces)] if not grouped else [(1, pieces), (3, {0, *range(max(length - 2, 0), length + 1)})]
     for rows, cuts in tried:
-        whole = _in_pieces(run, [tensor[:rows] for tensor in prompt], cuts)
+        whole = _in_pieces(run, [tensor[:rows] for tensor in prompt], len(shown), cuts)
         right = [tensor[:rows] for tensor in wanted]
-        check_equal(names, whole, right, f"a prompt of {length} in pieces", tolerance)
+        check_equal(names, whole, right, f"a prompt of {length} in pieces", tolerance, checks)
     far = FAR if reach is None else reach - 1
     if 2 * (far + 1) * sum(like[0, :, 0].nbytes for like in shown) > LARGEST:
         return
@@ -79,23 +93,24 @@ def check_decoder(
         _check_end(run, [drawn(1, 1), *caches(1, reach)], reach)
 
 
-def check_full(flat: Flat, run: Callable[..., Arrays]) -> None:
+def check_full(flat: Flat, run: Callable[..., Arrays], memory: Draw) -> None:
     """Raise unless a graph with caches of any one length fails where they are full."""
     tokens, *shown = flat.inputs()
-    caches = [like.new_zeros((1, like.shape[1], FULL, like.shape[3])) for like in shown]
+    seen = memory(1)
+    caches = [like.new_zeros((1, like.shape[1], FULL, like.shape[3])) for like in shown[: len(shown) - len(seen)]]
     try:
-        run([tokens[:1, :1], *caches], "one token more than the caches hold", length=FULL)
+        run([tokens[:1, :1], *caches, *seen], "one token more than the caches hold", length=FULL)
     except RuntimeError:
         return
     raise RuntimeError(f"the exported graph gives numbers for position {FULL}, although its caches hold {FULL}")
 
 
-def _in_pieces(run: Run, prompt: Sequence[Tensor], cuts: Iterable[int]) -> Arrays:
+def _in_pieces(run: Run, prompt: Sequence[Tensor], caches: int, cuts: Iterable[int]) -> Arrays:
     """Return logits and caches of a prompt that is cut."""
-    tokens, *past = prompt
+    tokens, past, memory = prompt[0], list(prompt[1 : 1 + caches]), prompt[1 + caches :]
     logits = []
     for start, stop in pairwise(sorted(cuts)):
-        results = run([tokens[:, start:stop], *past], f"positions {start} … {stop - 1} of a prompt")
+        results = run([tokens[:, start:stop], *past, *memory], f"positions {start} … {stop - 1} of a prompt")
         logits.append(torch.from_numpy(results[0]))
         past = [torch.from_numpy(array) for array in results[1:]]
     return [torch.cat(logits, dim=1).numpy(), *(tensor.numpy() for tensor in past)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relskew_core._array.checks import check_bool, describe
-from relskew_core.export._publish import check_target, publish
-from relskew_core.export._save import unpublished
-from relskew_core.export._whole.encoder_decoder_names import FILES, SET, START
+from relskew_core.export._publish import check_target, target_path
+from relskew_core.export._validate.report import Check
+from relskew_core.export._whole.encoder_decoder_names import FILES, START
+from relskew_core.export._whole.exported import ExportReport, described
+from relskew_core.export._whole.together import write_together
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +24,11 @@ def encoder_decoder_to_onnx(
     folder: str | os.PathLike[str],
     *,
     opset: int = 23,
+    dtype: Any = None,
     chunk_size: int | None = 128,
     tolerance: float | None = None,
     check: bool = True,
+    report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
     external_threshold: int = 2**30,
 ) -> Path:
@@ -57,6 +60,9 @@ def encoder_decoder_to_onnx(
         optimum needs.
     opset : int, default 23
         Version of the standard operators, 18 … 28.
+    dtype : str or dtype, optional
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
+        caches have it. The check compares with that copy.
     chunk_size : int or None, default 128
         The encoder attends in a ``Loop`` over this many positions at a time where there are more of them: its memory
         grows with the length then, and not with its square. None: no control flow.
@@ -65,6 +71,9 @@ def encoder_decoder_to_onnx(
     check : bool, default True
         Compare all three graphs with torch in onnxruntime before a file appears: memories of several lengths and
         batches, with padding, prompts of the decoder and single tokens after them.
+    report : callable, optional
+        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
+        axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
         Replace files that are there.
     external_threshold : int, default 2**30
@@ -98,15 +107,17 @@ def encoder_decoder_to_onnx(
     """
     import torch
 
-    from relskew_core.export._whole.convert import Flat, check_model, convert, evaluating
+    from relskew_core.export._whole.cast import in_dtype, torch_dtype
+    from relskew_core.export._whole.convert import Flat, checked_model, convert, evaluating
     from relskew_core.export._whole.encoder_decoder_check import check_parts
     from relskew_core.export._whole.encoder_decoder_parts import parts_of
 
-    check_model(model)
+    model = checked_model(model)
     check_bool("check", check)
     check_bool("overwrite", overwrite)
     start = _start(model)
-    home = Path(folder)
+    model = in_dtype(model, torch_dtype(dtype))
+    home = target_path(folder, "folder")
     made = _directory(home)
     try:
         targets = [home / name for name in FILES]
@@ -132,39 +143,36 @@ def encoder_decoder_to_onnx(
                     chunk_size=chunk_size if part is parts[0] else None,
                 ).model
             )
-        digest = hashlib.sha256(b"".join(graph.SerializeToString(deterministic=True) for graph in graphs)).hexdigest()
-        for graph in graphs:
-            graph.metadata_props.add(key=SET, value=digest)
-        with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context(unpublished(graph, target, external_threshold))
-                for graph, target in zip(graphs, targets, strict=True)
-            ]
-            if check:
-                with evaluating(model):
-                    check_parts(parts, [new for new, _ in files], tolerance)
-            _publish_all(files, targets, overwrite)
+
+        checks: list[Check] = []
+
+        def compare(files: Sequence[Path]) -> None:
+            with evaluating(model):
+                check_parts(parts, files, tolerance, checks)
+
+        write_together(
+            graphs,
+            targets,
+            overwrite=overwrite,
+            external_threshold=external_threshold,
+            check=compare if check else None,
+        )
     except BaseException:
         if made:
             with contextlib.suppress(OSError):  # something else lies there by now
                 home.rmdir()
         raise
+    if report is not None:
+        made = [described(graph, name, _why) for graph, name in zip(graphs, FILES, strict=True)]
+        report(ExportReport(home, tuple(made), tuple(checks)))
     return home
 
 
-def _publish_all(files: Sequence[tuple[Path, Path | None]], targets: Sequence[Path], overwrite: bool) -> None:
-    """Give all files their names; if one cannot get its name, take back those that replaced nothing."""
-    done: list[Path] = []
-    try:
-        for (new, data), target in zip(files, targets, strict=True):
-            names = [target, *([] if data is None else [target.parent / data.name])]
-            free = [name for name in names if not os.path.lexists(name)]
-            publish(new, data, target, overwrite)
-            done += free
-    except BaseException:
-        for path in done:
-            path.unlink(missing_ok=True)
-        raise
+def _why(name: str, axis: int) -> str:
+    """Return why an axis of an input is fixed: no lengths are."""
+    if name.startswith("past_key_values."):
+        return "the heads of the layer" if axis == 1 else "the width of a head"
+    return "the width of the model"
 
 
 def _directory(home: Path) -> bool:

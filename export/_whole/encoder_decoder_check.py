@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.compare import check_equal, results_of, runner
 from relskew_core.export._whole.convert import Flat
 from relskew_core.export._whole.encoder_decoder_parts import GraphPart, source_of
@@ -17,7 +18,9 @@ CASES = ((1, 1, 1), (3, 7, 4), (2, 150, 20))
 """Rows, the length of the memory and that of the text before single tokens."""
 
 
-def check_parts(parts: Sequence[GraphPart], files: Sequence[Path], tolerance: float | None) -> None:
+def check_parts(
+    parts: Sequence[GraphPart], files: Sequence[Path], tolerance: float | None, checks: list[Check]
+) -> None:
     """Raise unless each graph, given what torch gives the next part, gives what torch gives."""
     runs = [runner(file, part.inputs) for part, file in zip(parts, files, strict=True)]
     model: Any = parts[0].module.model
@@ -30,7 +33,7 @@ def check_parts(parts: Sequence[GraphPart], files: Sequence[Path], tolerance: fl
     def same(which: int, inputs: Sequence[Tensor], case: str) -> list[Tensor]:
         part = parts[which]
         wanted = results_of(Flat(part.module, _arguments(part, inputs), {}), inputs)
-        check_equal(part.outputs, runs[which](inputs, case), wanted, f"{files[which].name}, {case}", tolerance)
+        check_equal(part.outputs, runs[which](inputs, case), wanted, f"{files[which].name}, {case}", tolerance, checks)
         return wanted
 
     for rows, memory_length, length in CASES:

@@ -5,8 +5,8 @@ from __future__ import annotations
 FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 """The encoder; the decoder of a first call, which projects the memory; the decoder of later calls."""
 
-SET, START = "relskew.set", "relskew.decoder_start_token_id"
-"""What the metadata hold: the same text in files that were written together, and the token that a text begins with."""
+START = "relskew.decoder_start_token_id"
+"""What the metadata hold: the token that a text begins with."""
 
 KINDS = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")
 """The caches of a layer: of itself, and of the memory."""

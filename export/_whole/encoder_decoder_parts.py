@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core._array.checks import describe
+from relskew_core.export._whole.decoder_calls import Layers, cache_with_memory, pairs_of
 from relskew_core.export._whole.encoder_decoder_names import KINDS
-
-Layers = Sequence[Sequence[Tensor]]
-"""The caches of every layer, as many of the four kinds as a graph gives or takes."""
 
 
 class Encoder(nn.Module):
@@ -45,18 +42,13 @@ class _TextDecoder(nn.Module):
 
     def decode(self, mask: Tensor, tokens: Tensor, memory: Tensor, past: Layers) -> tuple[Tensor, list[list[Tensor]]]:
         """Return logits, and all caches of every layer."""
-        caches = importlib.import_module("transformers.cache_utils")
-        cache = caches.EncoderDecoderCache(caches.DynamicCache(), caches.DynamicCache())
-        for layer, (keys, values, *of_memory) in enumerate(past):
-            cache.self_attention_cache.update(keys, values, layer)
-            cache.cross_attention_cache.update(*of_memory, layer)
-            cache.is_updated[layer] = True
+        cache = cache_with_memory([layer[:2] for layer in past], [layer[2:] for layer in past])
         results = self.model(
             decoder_input_ids=tokens, attention_mask=mask, encoder_outputs=(memory,), past_key_values=cache,
             use_cache=True, return_dict=True,
         )  # fmt: skip
-        pairs = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
-        return results.logits, [[own.keys, own.values, of.keys, of.values] for own, of in pairs]
+        caches = pairs_of(cache.self_attention_cache), pairs_of(cache.cross_attention_cache)
+        return results.logits, [own + of for own, of in zip(*caches, strict=True)]
 
 
 class FirstCall(_TextDecoder):

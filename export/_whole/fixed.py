@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relskew_core.export._whole.convert import Axis, Flat, evaluating
+from relskew_core.export._whole.convert import Axis, Flat, Varying, evaluating
 
 _TORCH = Path(torch.__file__).parent
 
@@ -71,13 +71,41 @@ def explained(
     for group in groups:
         index, axis = group[0]
         listed = " and ".join(f"axis {axis} of {names[index]!r}" for index, axis in group)
-        frame = next((frames[place] for place in group if place in frames and not _of_torch(frames[place])), None)
-        where = "" if frame is None else f", by `{frame.line}` in {frame.filename}:{frame.lineno}"
+        where = _where(group, frames)
         yield (
             f"the exported graph is for {listed} of length {leaves[index].shape[axis]} alone, though `model` takes "
             f"others: torch fixed it{where}. With its name and axis in `vary`, beside all others that vary, torch "
             "tells why; `vary` without it says that this is meant"
         )
+
+
+def reasons_of(
+    leaves: Sequence[Tensor], varies: Varying, chance: Sequence[Sequence[Axis]], *, asked: bool
+) -> dict[Axis, str]:
+    """Return why each axis of the inputs is fixed, if it is; ``asked``: the caller has named those that vary."""
+    groups = {place: group for group in chance for place in group}
+    found = {}
+    for index, value in enumerate(leaves):
+        for axis, size in enumerate(value.shape):
+            place = (index, axis)
+            if asked:
+                why = "`vary` does not name it"
+            elif place in varies.never:
+                why = "a number of heads, or a width of attention"
+            elif size < 2:
+                why = f"it is {size} in the example"
+            elif place in groups:
+                why = f"torch fixed it{_where(groups[place], varies.frames)}, though `model` takes others"
+            else:
+                why = f"`model` takes no other length{_where([place], varies.frames)}"
+            found[place] = why
+    return found
+
+
+def _where(group: Sequence[Axis], frames: Mapping[Axis, Any]) -> str:
+    """Return which line of a model fixed axes, as far as torch reports it."""
+    frame = next((frames[place] for place in group if place in frames and not _of_torch(frames[place])), None)
+    return "" if frame is None else f", by `{frame.line}` in {frame.filename}:{frame.lineno}"
 
 
 def _of_torch(frame: Any) -> bool:

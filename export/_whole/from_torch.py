@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from relskew_core._array.checks import check_bool, describe
-from relskew_core.export._publish import check_target
+from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
+from relskew_core.export._validate.report import Check
+from relskew_core.export._whole.exported import ExportReport, described
 from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def torch_to_onnx(
     path: str | os.PathLike[str] | None = None,
     *,
     opset: int = 23,
+    dtype: Any = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     vary: Mapping[str, Iterable[int]] | None = None,
@@ -34,6 +37,7 @@ def torch_to_onnx(
     tolerance: float | None = None,
     operator: bool = False,
     check: bool = True,
+    report: Callable[[ExportReport], object] | None = None,
     overwrite: bool = False,
     external_threshold: int = 2**30,
 ) -> onnx.ModelProto:
@@ -53,6 +57,9 @@ def torch_to_onnx(
         Where to save the graph too, all or nothing, as :func:`save` does.
     opset : int, default 23
         Version of the standard operators, 18 … 28.
+    dtype : str or dtype, optional
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters and buffers
+        have it, and cast the floating tensors of ``inputs``. The check compares with that copy.
     input_names, output_names : sequence of str, optional
         Names for the tensors of the arguments and the results; by default those that the model has for them. A result
         named as an argument, such as a mask that is returned, is ``output_mask`` then.
@@ -74,6 +81,9 @@ def torch_to_onnx(
         Compare with torch in onnxruntime, for the example and for other lengths of what varies, 1 among them, with
         values drawn from those of the example. A length that ``model`` refuses has nothing to be compared with: a
         warning says where the graph gives numbers all the same.
+    report : callable, optional
+        Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
+        axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
         Replace a file that is there.
     external_threshold : int, default 2**30
@@ -106,16 +116,20 @@ def torch_to_onnx(
     [['batch', 'x_length', 8]]
     """
     import torch
+    from torch.utils import _pytree as pytree
 
-    from relskew_core.export._whole.convert import Flat, Varying, check_model, convert, evaluating, varying
-    from relskew_core.export._whole.fixed import explained, fixed_by_chance
+    from relskew_core.export._whole.cast import cast, in_dtype, torch_dtype
+    from relskew_core.export._whole.convert import Flat, Varying, checked_model, convert, evaluating, varying
+    from relskew_core.export._whole.fixed import explained, fixed_by_chance, reasons_of
 
-    check_model(model)
+    model = checked_model(model)
     check_bool("check", check)
-    if path is not None:
-        check_target(Path(path), check_bool("overwrite", overwrite))
-    args, kwargs = _arguments(inputs)
-    flat = Flat(model, args, kwargs)
+    target = None if path is None else target_path(path)
+    if target is not None:
+        check_target(target, check_bool("overwrite", overwrite))
+    wanted = torch_dtype(dtype)
+    args, kwargs = pytree.tree_map(lambda x: x if wanted is None else cast(x, wanted), _arguments(inputs))
+    flat = Flat(in_dtype(model, wanted), args, kwargs)
     leaves = flat.inputs()
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
@@ -136,10 +150,11 @@ def torch_to_onnx(
         chunk_size=chunk_size,
     )
 
-    if vary is None:
-        for text in explained(fixed_by_chance(flat, converted.shapes, varies.never), names, leaves, varies.frames):
-            warnings.warn(text, stacklevel=2)
+    chance = [] if vary is not None else fixed_by_chance(flat, converted.shapes, varies.never)
+    for text in explained(chance, names, leaves, varies.frames):
+        warnings.warn(text, stacklevel=2)
     unchecked: list[str] = []
+    checks: list[Check] = []
 
     def compare(file: Path) -> None:
         from relskew_core.export._whole.compare import check_equal, gives_numbers, results_of, runner
@@ -157,18 +172,23 @@ def torch_to_onnx(
                         unchecked.append(f"{told} ({type(error).__name__}: {error})")
                     continue
                 for run in runs:
-                    check_equal(results, run(case, told), wanted, told, tolerance)
+                    check_equal(results, run(case, told), wanted, told, tolerance, checks)
 
     with tempfile.TemporaryDirectory() as folder:
         write(
             converted.model,
-            Path(folder, "model.onnx") if path is None else path,
+            Path(folder, "model.onnx") if target is None else target,
             overwrite=overwrite,
             external_threshold=external_threshold,
             check=compare if check else None,
         )
     for case in unchecked:
         warnings.warn(f"the exported graph takes what `model` refuses, unchecked: {case}", stacklevel=2)
+    if report is not None:
+        reasons = reasons_of(leaves, varies, chance, asked=vary is not None)
+        file = "" if target is None else target.name
+        made = described(converted.model, file, lambda name, axis: reasons[names.index(name), axis])
+        report(ExportReport(target, (made,), tuple(checks), tuple(unchecked)))
     return converted.model
 
 

@@ -13,10 +13,12 @@ import numpy as np
 from relskew_core._array.checks import check_int, describe
 from relskew_core._array.extras import needs_extra
 from relskew_core.export._caches import PAST_LENGTH
-from relskew_core.export._library import found_library
 from relskew_core.export._whole.decoder import GROWING, IN_PLACE
 from relskew_core.export._whole.generate_encoded import EncoderDecoder
+from relskew_core.export._whole.generate_memory import results_for_memory, with_library
+from relskew_core.export._whole.memory import MADE, memory_path
 from relskew_core.export._whole.sampling import Array, Sampler
+from relskew_core.export._whole.together import SET
 
 _CACHED = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -28,6 +30,7 @@ def generate(
     n: int,
     *,
     mask: Any = None,
+    memory: Any = None,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -57,6 +60,9 @@ def generate(
         caches where the graph fixes their length.
     mask : array of shape (length,) or (batch, length), optional
         1 where a token of ``prompt`` counts and 0 where it is padding, for an encoder–decoder.
+    memory : array or sequence of arrays, optional
+        What a decoder attends to besides its text, ``(batch, memory_length, …)`` each, in the order in which it was
+        exported; ``model`` is a path then.
     temperature : float, optional
         Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
     top_k : int, optional
@@ -97,6 +103,8 @@ def generate(
     steps: Iterator[Array]
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
         encoded = EncoderDecoder(model, providers)
+        if memory is not None:
+            raise ValueError(f"`memory` must be None where `model` is an encoder–decoder, got {describe(memory)}")
         rows, seen, batched = encoded.prompt(prompt, mask)
         steps = encoded.steps(rows, seen, n, made)
     else:
@@ -108,6 +116,7 @@ def generate(
             raise ValueError(f"`prompt` must hold a token, got shape {given.shape}")
         decoder = _Decoder(model, providers)
         decoder.check(rows, n)
+        decoder.attend_to(model, memory, len(rows), providers)
         steps = decoder.steps(rows, n, made)
     ended = np.zeros(len(rows), bool)
     for logits in steps:
@@ -137,10 +146,7 @@ class _Decoder:
         elif isinstance(model, str | os.PathLike):
             if not Path(model).is_file():
                 raise FileNotFoundError(f"`model` must be a file, got {os.fspath(model)!r}")
-            settings = onnxruntime.SessionOptions()
-            if list(providers) == ["CPUExecutionProvider"] and (library := found_library()) is not None:
-                settings.register_custom_ops_library(str(library))
-            self._session = onnxruntime.InferenceSession(os.fspath(model), settings, providers=list(providers))
+            self._session = with_library(model, providers)
         else:
             raise TypeError(f"`model` must be a path or an onnxruntime.InferenceSession, got {describe(model)}")
         inputs = {value.name: value for value in self._session.get_inputs()}
@@ -156,13 +162,15 @@ class _Decoder:
         self._in_place = kind == IN_PLACE
         counted = {PAST_LENGTH} if self._in_place else set()
         missing |= counted - set(inputs)
-        unknown = set(inputs) - {"input_ids", *self._caches} - counted
+        self._of_memory = [name for name in inputs if name.startswith(MADE)]
+        unknown = set(inputs) - {"input_ids", *self._caches, *self._of_memory} - counted
         if missing or unknown or not self._caches:
             raise ValueError(
                 "`model` must be what decoder_to_onnx writes, from input_ids and past_key_values.N.key/.value to "
                 f"logits and present.N.key/.value, got inputs {list(inputs)} and outputs {list(outputs)}"
             )
-        self._inputs, self._ort = inputs, onnxruntime
+        self._inputs, self._ort, self._set = inputs, onnxruntime, meta.get(SET)
+        self._fed: dict[str, Any] = {}
         self._vocabulary = outputs["logits"].shape[2]
         self._ends = {"tables reach": int(meta["relskew.reach"])} if "relskew.reach" in meta else {}
         lengths = [size for name in self._caches if isinstance(size := inputs[name].shape[2], int)]
@@ -188,23 +196,44 @@ class _Decoder:
                 f"positions, got {n}"
             )
 
+    def attend_to(self, model: Any, memory: Any, rows: int, providers: Sequence[Any]) -> None:
+        """Compute what every step takes of a memory, by the graph next to the decoder's."""
+        if not self._of_memory:
+            if memory is not None:
+                raise ValueError(f"`memory` must be None where the decoder attends to none, got {describe(memory)}")
+            return
+        if memory is None:
+            raise ValueError("`memory` must be given: the decoder attends to one, got None")
+        if not isinstance(model, str | os.PathLike):
+            raise TypeError(f"`model` must be a path with `memory`, whose graph lies next to it, got {describe(model)}")
+        made = results_for_memory(memory_path(model), memory, rows, self._set, providers)
+        self._fed = {name: self._on_device(made[name]) for name in self._of_memory}
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self._session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
+
+    def _on_device(self, array: Array) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
+
     def steps(self, rows: Array, n: int, made: Sequence[Array]) -> Iterator[Array]:
         """Yield the last logits ``n`` times; ``made`` has the tokens that followed from them by then."""
         binding = self._session.io_binding()
-        device = "cuda" if self._session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
-        value = self._ort.OrtValue
+        device = self._device
+        for name, held in self._fed.items():
+            binding.bind_ortvalue_input(name, held)
         room = (self._length or rows.shape[1] + n - 1) if self._in_place else 0
         caches = {}
         for name in self._caches:
             _, heads, _, width = self._inputs[name].shape
             nothing = np.zeros((len(rows), heads, room, width), _TYPES[self._inputs[name].type])
-            caches[name] = value.ortvalue_from_numpy(nothing, device, 0)
+            caches[name] = self._on_device(nothing)
         kept = {self._caches[name]: cache for name, cache in caches.items()} if self._in_place else {}
         names = [output.name for output in self._session.get_outputs()]
         filled = 0
         for step in range(n):
             fed = rows if step == 0 else made[-1][:, None]
-            binding.bind_ortvalue_input("input_ids", value.ortvalue_from_numpy(np.ascontiguousarray(fed), device, 0))
+            binding.bind_ortvalue_input("input_ids", self._on_device(fed))
             if self._in_place:
                 binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
             for name, cache in caches.items():

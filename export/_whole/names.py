@@ -11,6 +11,9 @@ from typing import Any
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 _OURS = re.compile(r"relskew/(?:compute|shape)/attention_(\d+)/(.*)")
+_COMPILED = re.compile(r"\b_orig_mod\.|\._orig_mod$")
+"""What ``torch.compile`` adds to the names of modules."""
+
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
@@ -40,7 +43,7 @@ def name_nodes(model: Any, prefix: str) -> None:
 
     for name, value in stored:
         if name.startswith(prefix):
-            value.name = free(name.removeprefix(prefix))
+            value.name = free(_COMPILED.sub("", name.removeprefix(prefix)))
     homes = _homes(nodes, prefix)
     calls = [_OURS.fullmatch(node.name or "") for node in nodes]
     in_module: dict[str, set[str]] = defaultdict(set)
@@ -95,7 +98,7 @@ def _module_of(node: Any, prefix: str) -> str:
     """Return the path of the module that made a node, empty if that is the model itself or not known."""
     scopes = ast.literal_eval(node.metadata_props.get(SCOPES, "[]"))
     path: str = scopes[-2] if len(scopes) > 1 else ""
-    return path.removeprefix(prefix) if path.startswith(prefix) else ""
+    return _COMPILED.sub("", path.removeprefix(prefix)) if path.startswith(prefix) else ""
 
 
 def _values(model: Any, nodes: Sequence[Any]) -> list[Any]:

@@ -152,6 +152,7 @@ def export(
         bool, typer.Option("--operator", help="Attention as one node for the operator library, and a function.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Write an attention block as an ONNX model."""
     need("onnx", "onnx", "exporting")
@@ -174,12 +175,16 @@ def export(
         written = save(model, path, overwrite=overwrite)
     except FileExistsError as error:
         raise CliError(f"{path} is there already: --overwrite replaces it") from error
-    console = output()
-    _export.show_export(written, model, spec, origin, console)
     chosen = ["--weights", str(weights)] if weights else ["--seed", str(seed)] if seed else []
     chosen += ["--prefix", prefix] if prefix else []
     where = _export.where_to_validate(model, device)
-    console.print(f"next     {shlex.join(['relskew', 'validate', str(written), *chosen, *where])}", soft_wrap=True)
+    command = ["relskew", "validate", str(written), *chosen, *where]
+    if as_json:
+        _print_json(_export.written(written, model, spec, origin, command))
+        return 0
+    console = output()
+    _export.show_export(written, model, spec, origin, console)
+    console.print(f"next     {shlex.join(command)}", soft_wrap=True)
     if where:
         console.print(f"         {_export.ADVICE_BFLOAT16}", soft_wrap=True)
     return 0

@@ -21,6 +21,7 @@ ADVICE = {
     "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
     "interface": "inputs or outputs were changed by another tool, or the file holds another block",
     "weights": "the file was made with other weights: name those with --weights (and --prefix) or --seed",
+    "unread": "the file holds tensors that have no part in any result: another tool added them",
     "loads": "the runtime or provider could not take the file: its own words are above",
     "placement": "the provider did not run every node: install its libraries, or leave out --provider",
     "too long fails": "longer inputs than the table serves give numbers: export again with this version",
@@ -35,14 +36,37 @@ ADVICE_BFLOAT16 = (
 """What a person can do about a model in bfloat16, anywhere."""
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the file of a model, and the one of its weights if they are not inside."""
+    return [path, *(file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file())]
+
+
+def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list[str]) -> dict[str, Any]:
+    """Return what was written, as ``--json`` prints it; ``validate`` is the command that checks it."""
+    from relskew_core.export._whole.exported import ExportReport, described
+
+    graph = described(model, path.name, lambda name, axis: "the heads and widths of the block")
+    files = files_of(path)
+    return {
+        **ExportReport(path, (graph,)).to_dict(),
+        "files": [str(file) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        "spec": spec.to_dict(),
+        "weights": origin,
+        "nodes": len(model.graph.node),
+        "metadata": {entry.key: entry.value for entry in model.metadata_props if entry.key != "relskew.spec"},
+        "validate": validate,
+    }
+
+
 def show_export(path: Path, model: Any, spec: BlockSpec, origin: str, console: Console) -> None:
     """Print what was written, and how to go on."""
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    beside = [file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file()]
+    _, *beside = files = files_of(path)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
-    size = sum(file.stat().st_size for file in (path, *beside))
+    size = sum(file.stat().st_size for file in files)
     grid.add_row("wrote", f"{path} ({as_bytes(size)}{', with ' + beside[0].name if beside else ''})")
     grid.add_row("block", describe_block(spec))
     span = spec.span

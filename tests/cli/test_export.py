@@ -138,3 +138,16 @@ def test_advice_names_the_cause_before_its_consequences(capsys: pytest.CaptureFi
     assert line.startswith("weights: ")
     (line,) = failing("y")
     assert line.startswith("y: the weights are right")
+
+
+def test_json_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
+    exported("--length", "9", "--seed", "3")
+    capsys.readouterr()
+    assert relskew("export", "n.onnx", *BLOCK, "--length", "9", "--seed", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    props = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}
+    assert found["graphs"][0]["inputs"][0]["shape"][:2] == ["batch", "query_length"]
+    assert found["bytes"] == Path("n.onnx").stat().st_size
+    assert (found["path"], found["files"], found["metadata"]["relskew.profile"]) == ("n.onnx", ["n.onnx"], "ort")
+    assert found["validate"] == ["relskew", "validate", "n.onnx", "--seed", "3"]
+    assert BlockSpec.from_dict(found["spec"]) == BlockSpec.from_dict(json.loads(props["relskew.spec"]))

@@ -73,7 +73,8 @@ class Graph:
         return results
 
     def check(self, reach: int | None = None, grouped: bool = False, tolerance: float | None = None) -> None:
-        check_decoder(self.flat, self, NAMES, reach=reach, tolerance=tolerance, grouped=grouped)
+        options: dict[str, Any] = {"reach": reach, "tolerance": tolerance, "grouped": grouped}
+        check_decoder(self.flat, self, NAMES, lambda rows: [], checks=[], **options)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +175,14 @@ def test_a_full_cache_must_fail() -> None:
         return []
 
     with pytest.raises(RuntimeError, match="gives numbers for position 4, although its caches hold 4"):
-        check_full(Summing().flat(), never_fails)
+        check_full(Summing().flat(), never_fails, lambda rows: [])
     case = "one token more than the caches hold"
     assert seen == {"tokens": (1, 1), "filled": (1, 1, 4, 4), "length": 4, "case": case}
 
     def fails(inputs: Any, case: str, length: int) -> list[Any]:
         raise RuntimeError(case)
 
-    check_full(Summing().flat(), fails)
+    check_full(Summing().flat(), fails, lambda rows: [])
 
 
 def test_the_comparison_sees_what_differs() -> None:

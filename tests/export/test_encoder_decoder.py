@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import Span, relative_attention
-from relskew_core.export import _publish, encoder_decoder_to_onnx, generate
-from relskew_core.export._whole import encoder_decoder
+from relskew_core.export import ExportReport, _publish, encoder_decoder_to_onnx, generate
+from relskew_core.export._whole import together
 from relskew_core.export._whole.encoder_decoder_names import FILES
 
 HEADS, WIDTH, VOCABULARY = 2, 8, 20
@@ -172,7 +172,11 @@ def test_tokens(made: tuple[Model, Path]) -> None:
 
 def test_sounds(tmp_path: Path) -> None:
     model = Sounds(wide=False).eval()
-    folder = encoder_decoder_to_onnx(model, tmp_path)  # a directory that is there
+    reports: list[ExportReport] = []
+    folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # a directory that is there
+    assert [graph.file for graph in reports[0].graphs] == list(FILES)
+    assert dict(reports[0].graphs[2].inputs[2].fixed) == {1: "the heads of the layer", 3: "the width of a head"}
+    assert {check.name for check in reports[0].checks} >= {"last_hidden_state", "logits", "present.0.encoder.key"}
     assert onnx.load(folder / "encoder_model.onnx").graph.input[0].name == "input_features"
     source = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
     want = greedy(model, source[None], torch.ones(1, 6), 10)
@@ -194,7 +198,7 @@ def test_files_appear_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise OSError("full")
         publish(new, data, target, overwrite)
 
-    monkeypatch.setattr(encoder_decoder, "publish", until)
+    monkeypatch.setattr(together, "publish", until)
     with pytest.raises(OSError, match="full"):
         encoder_decoder_to_onnx(Model(), tmp_path, check=False, external_threshold=0)
     assert list(tmp_path.iterdir()) == [other]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, __version__, relative_attention
-from relskew_core.export import caches_in_place, decoder_to_onnx, generate, save, torch_to_onnx
+from relskew_core.export import ExportReport, caches_in_place, decoder_to_onnx, generate, quantize, save, torch_to_onnx
 from relskew_core.export._whole import convert, decoder, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -285,6 +285,88 @@ def test_tables_without_an_end_and_weights_beside_the_graph(tmp_path: Path) -> N
     assert decoder_to_onnx(model, path, overwrite=True) == path
 
 
+class Describing(nn.Module):
+    """A decoder that attends to a padded memory too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.own = RelativeMultiheadAttention(BlockSpec(16, 2, Span.causal(REACH), causal=True))
+        self.across = RelativeMultiheadAttention(BlockSpec(16, 2, Span.clipped(3), cross=True))
+        for x in self.parameters():
+            nn.init.normal_(x, std=0.5, generator=torch.Generator().manual_seed(x.numel()))
+
+    def empty_cache(self, batch: int) -> list[Any]:
+        return [self.own.empty_cache(batch)]
+
+    def forward(self, tokens: Tensor, past: Any, memory: Tensor, seen: Tensor) -> tuple[Tensor, list[Any]]:
+        x, (keys, values) = self.own(self.embedding(tokens), past=past[0])
+        y = self.across(x, memory.sin(), mask=seen[:, None, None].bool(), offset=keys.shape[2] - x.shape[1])
+        return self.head(torch.sin(3 * (x + y))), [(keys, values)]
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"operator": True}], ids=str)
+@torch.no_grad()
+def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> None:
+    model, path = Describing().eval(), tmp_path / "decoder.onnx"
+    states, seen = torch.randn(2, 5, 16), torch.ones(2, 5, dtype=torch.int64)
+    reports: list[ExportReport] = []
+    decoder_to_onnx(model, path, memory=[states, seen], report=reports.append, **options)
+    assert [graph.file for graph in reports[0].graphs] == ["decoder.onnx", "decoder_memory.onnx"]
+    assert reports[0].graphs[1].inputs[0].fixed == {2: "`model` takes no other length"}
+    assert {check.case for check in reports[0].checks} >= {"one token", "a prompt of 20"}
+    first, later = onnx.load(tmp_path / "decoder_memory.onnx").graph, onnx.load(path).graph
+    assert shapes(first.input) == {"memory": ["batch", "memory_length", 16], "seen": ["batch", "memory_length"]}
+    crossing = [value.name for value in first.output]
+    assert crossing == [value.name for value in later.input if value.name.startswith("memory.")]
+    assert {"Sin", "MatMul"} <= {node.op_type for node in first.node}
+    assert not any("k_proj" in node.name and "across" in node.name for node in later.node)
+    states, seen = torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.int64)
+    seen[1, 5:] = 0
+    tokens = torch.tensor([[1, 2], [7, 8]])
+    for _ in range(12):
+        logits, _ = model(tokens, model.empty_cache(2), states, seen)
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    given = (states.numpy(), seen.numpy())
+    assert np.array_equal(generate(path, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
+    if options:
+        return
+    with pytest.raises(ValueError, match="`memory` must be given: the decoder attends to one"):
+        generate(path, [[1, 2], [7, 8]], 1)
+    with pytest.raises(
+        ValueError, match=r"`memory` must be memory \('batch', 'memory_length', 16\), seen .*, of 1 rows"
+    ):
+        generate(path, [1, 2], 1, memory=given)
+    with pytest.raises(TypeError, match="`model` must be a path with `memory`"):
+        generate(onnxruntime.InferenceSession(path), [[1, 2], [7, 8]], 1, memory=given)
+    decoder_to_onnx(model, tmp_path / "other.onnx", memory=[states, seen], check=False, opset=24)
+    (tmp_path / "other_memory.onnx").rename(tmp_path / "decoder_memory.onnx")
+    with pytest.raises(ValueError, match=r"got 'decoder_memory\.onnx', written with another"):
+        generate(path, [[1, 2], [7, 8]], 1, memory=given)
+    (tmp_path / "decoder_memory.onnx").unlink()
+    with pytest.raises(FileNotFoundError, match="must have the graph of its memory next to it"):
+        generate(path, [[1, 2], [7, 8]], 1, memory=given)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, where it compiles
+def test_a_model_is_cast_on_export(tmp_path: Path) -> None:
+    """What was trained in bfloat16 stays so, and its graph computes in another type, under the names of its own."""
+    model = Bare().bfloat16()
+    compiled: Any = torch.compile(model)
+    with pytest.raises(ValueError, match="`model` computes in bfloat16, for which onnxruntime has no "):
+        decoder_to_onnx(compiled, tmp_path / "bare.onnx")
+    assert not list(tmp_path.iterdir())
+    graph = onnx.load(decoder_to_onnx(compiled, tmp_path / "bare.onnx", dtype=torch.float32)).graph
+    assert {value.type.tensor_type.elem_type for value in graph.input[1:]} == {onnx.TensorProto.FLOAT}
+    assert model.tables.dtype == torch.bfloat16
+    assert "embedding" in {tensor.name for tensor in graph.initializer}
+    want = greedy(model.float(), model.empty_cache, [[3, 1]], 10)
+    assert np.array_equal(generate(tmp_path / "bare.onnx", [[3, 1]], 10), want)
+    cast = torch_to_onnx(nn.Linear(3, 4), {"input": torch.ones(2, 3)}, dtype="float16")
+    assert cast.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+
+
 def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"does not do what `model` does: output 'logits' for one token .* by 1\.0e-02"
@@ -324,6 +406,7 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
         (Bare(), {"in_place": True, "length": 13}, ValueError, "`length` must be at most 12, .* tables reach, got 13"),
         (Bare(), {"in_place": 1}, TypeError, "`in_place` must be"),
         (Bare(), {"contrib": 1}, TypeError, "`contrib` must be"),
+        (Bare(), {"dtype": "int8"}, ValueError, "`dtype` must be one of 'float16', .* got 'int8'"),
         (Bare(), {"check": 1}, TypeError, "`check` must be"),
         (Bare(), {"overwrite": 1}, TypeError, "`overwrite` must be"),
         (Bare(), {"length": 9}, ValueError, "`length` requires `in_place=True`: .* got length=9"),
@@ -434,8 +517,21 @@ def test_what_is_called_alike_and_what_is_fixed() -> None:
         r"for axis 0 of 'x' and axis 0 of 'mask' of length 2 alone, though `model` takes others: torch fixed it, "
         r"by `return .*len\(x\).*` in .*test_whole\.py:\d+\. With its name"
     )
+    reports: list[ExportReport] = []
     with pytest.warns(UserWarning, match=told):
-        graph = torch_to_onnx(Returning(), given).graph
+        graph = torch_to_onnx(Returning(), given, report=reports.append).graph
+    (report,) = reports
+    x, mask = report.graphs[0].inputs
+    assert (x.name, x.dtype, x.shape, x.varies) == ("x", "float32", (2, "x_length", 4), (1,))
+    assert x.fixed[0].startswith("torch fixed it, by `return ")
+    assert x.fixed[0].endswith(", though `model` takes others")
+    assert x.fixed[2].startswith("`model` takes no other length")
+    assert list(mask.fixed) == [0]
+    assert {check.name for check in report.checks} == {"y", "output_mask"}
+    assert all(check.error is not None and check.error <= check.gate for check in report.checks if check.gate)
+    assert f"axis 0 is 2: {x.fixed[0]}" in str(report)
+    assert "worst error" in str(report)
+    assert json.loads(report.to_json())["graphs"][0]["inputs"][0]["shape"] == [2, "x_length", 4]
     assert [value.name for value in (*graph.input, *graph.output)] == ["x", "mask", "y", "output_mask"]
     assert [tensor.name for tensor in graph.initializer if tensor.dims == [4]] == ["mask_2"]
     assert shapes(graph.input) == {"x": [2, "x_length", 4], "mask": [2, "x_length"]}
@@ -457,7 +553,9 @@ class Heads(nn.Module):
 
 def test_heads_and_widths_do_not_vary() -> None:
     given = (torch.randn(2, 4, 5, 4), torch.randn(2, 2, 6, 4))
-    graph = torch_to_onnx(Heads(), given).graph  # without a warning
+    reports: list[ExportReport] = []
+    graph = torch_to_onnx(Heads(), given, report=reports.append).graph  # without a warning
+    assert reports[0].graphs[0].inputs[0].fixed[1] == "a number of heads, or a width of attention"
     assert shapes(graph.input) == {"q": ["batch", 4, "q_length", 4], "k": ["batch", 2, "k_length", 4]}
 
 
@@ -471,11 +569,16 @@ class Choosy(nn.Module):
 
 
 def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
+    reports: list[ExportReport] = []
     with pytest.warns(
         UserWarning, match=r"takes what `model` refuses, unchecked: inputs of x \(4,\) \(ValueError: too"
     ):
         torch_to_onnx(Choosy(), torch.randn(3))
-    torch_to_onnx(Choosy(), torch.randn(3), check=False)
+    torch_to_onnx(Choosy(), torch.randn(3), vary={}, check=False, report=reports.append)
+    assert str(reports[0]).splitlines()[1:] == [
+        "  input x float32 (3)", "    axis 0 is 3: `vary` does not name it", "  output output float32 (3)",
+        "not checked",
+    ]  # fmt: skip
 
 
 class Changing(nn.Module):
@@ -570,3 +673,35 @@ def test_genai_takes_caches_of_one_kind() -> None:
     model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", made, []))
     with pytest.raises(ValueError, match=r"`genai` requires caches of one number .* got \[\(1, 4\), \(2, 4\)\]"):
         genai.config_text("decoder.onnx", model, {"eos_token_id": 0}, None)
+
+
+class Tied(nn.Module):
+    """Two layers with one table, and an embedding that is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        spec = BlockSpec(16, 2, Span.causal(REACH), causal=True)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList([RelativeMultiheadAttention(spec), RelativeMultiheadAttention(spec)])
+        self.layers[1].rel_k = self.layers[0].rel_k
+
+    def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
+        x, present = self.embedding(tokens), []
+        for layer, cache in zip(self.layers, past, strict=True):
+            y, cache = layer(x, past=cache)
+            x, present = x + y, [*present, cache]
+        return x @ self.embedding.weight.T, present
+
+
+def test_what_is_shared_is_stored_once(tmp_path: Path) -> None:
+    reports: list[ExportReport] = []
+    made = onnx.load(decoder_to_onnx(Tied(), tmp_path / "tied.onnx", report=reports.append))
+    sizes = [tuple(tensor.dims) for tensor in made.graph.initializer]
+    assert sizes.count((2, REACH + 1, 8)) == 1
+    assert [size for size in sizes if VOCABULARY in size] == [(VOCABULARY, 16)]
+    assert next(node.name for node in made.graph.node if node.op_type == "Transpose") == "embedding.weight/transposed"
+    # A tool that looks for stored factors finds the head all the same.
+    quantize(made, tmp_path / "small.onnx", "weights-8")
+    products = [node for node in onnx.load(tmp_path / "small.onnx").graph.node if node.op_type == "MatMulNBits"]
+    assert len(products) == 9

@@ -1,0 +1,40 @@
+"""Models of another dtype, as they are deployed: the one that was trained stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from relskew_core.export._weights import check_dtype
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def torch_dtype(dtype: Any) -> torch.dtype | None:
+    """Return the dtype that is meant, if there is one."""
+    if dtype is None:
+        return None
+    named: torch.dtype = getattr(torch, check_dtype(dtype))
+    return named
+
+
+def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
+    """Return a copy of a model whose floating parameters and buffers have ``dtype``, or the model if that is None."""
+    if dtype is None:
+        return model
+    # What is cast is never held twice, and what is shared stays shared.
+    known: dict[int, Any] = {}
+    for value in (*model.parameters(), *model.buffers()):
+        new = cast(value.detach(), dtype)
+        is_parameter = isinstance(value, nn.Parameter)
+        known[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    with torch.no_grad():
+        return copy.deepcopy(model, known).to(dtype)
+
+
+def cast(given: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of another dtype if it is floating, and anything else as it is."""
+    return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given

@@ -1,0 +1,208 @@
+"""What a decoder is called with: the caches of a first call, an example, and decoders of transformers called alike."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from relskew_core._array.checks import describe
+from relskew_core.export._whole.cast import cast
+from relskew_core.export._whole.fixed import drawn
+from relskew_core.layers.torch import RelativeMultiheadAttention
+
+Layers = Sequence[Sequence[Tensor]]
+"""The caches of every layer: keys and values, and with those of a memory four."""
+
+BATCH = 2
+"""The rows of an example."""
+
+
+def cache_of(past: Layers) -> Any:
+    """Return the cache of transformers that holds keys and values."""
+    cache = _caches().DynamicCache()
+    _fill(cache, past)
+    return cache
+
+
+def cache_with_memory(past: Layers, of_memory: Layers = ()) -> Any:
+    """Return the cache of a decoder that attends to a memory too, whose keys and values are still made if not given."""
+    cache = _caches().EncoderDecoderCache(cache_of(()), cache_of(()))
+    for own, layers in ((cache.self_attention_cache, past), (cache.cross_attention_cache, of_memory)):
+        _fill(own, layers)
+    cache.is_updated.update(dict.fromkeys(range(len(of_memory)), True))
+    return cache
+
+
+def _fill(cache: Any, layers: Layers) -> None:
+    for layer, (keys, values) in enumerate(layers):
+        cache.update(keys, values, layer)
+
+
+def _caches() -> Any:
+    return importlib.import_module("transformers.cache_utils")
+
+
+def pairs_of(cache: Any) -> list[list[Tensor]]:
+    """Return the keys and values that a cache of transformers holds."""
+    return [[layer.keys, layer.values] for layer in cache.layers]
+
+
+class Causal(nn.Module):
+    """A decoder of transformers, from tokens and pairs of keys and values to logits and pairs."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        signature = inspect.signature(model.forward).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.values())
+        if "past_key_values" not in signature and not takes_all:
+            raise TypeError(
+                "`model` must keep its past in `past_key_values`, a cache of keys and values, got "
+                f"{type(model).__name__}, which takes none: torch_to_onnx writes it without a past"
+            )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        past: Layers,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Call the model with a cache of transformers, which holds nothing of a memory yet."""
+        given: dict[str, Any] = {"encoder_attention_mask": encoder_attention_mask}
+        if encoder_hidden_states is None:
+            given, cache = {}, cache_of(past)
+            own = cache
+        else:
+            given["encoder_hidden_states"], cache = encoder_hidden_states, cache_with_memory(past)
+            own = cache.self_attention_cache
+        results = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **given)
+        return results.logits, pairs_of(own)
+
+    def empty_cache(self, batch: int) -> list[list[Tensor]]:
+        """Return the caches of a first call, of the shapes that the model fills."""
+        token = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+        with torch.no_grad():
+            _, pairs = self(token, ())
+        if not pairs or not all(isinstance(x, Tensor) and x.ndim == 4 for pair in pairs for x in pair):
+            raise TypeError(
+                "`model` must fill a DynamicCache with keys and values (batch, heads, positions, D) in every layer, "
+                f"got {type(self.model).__name__}, which leaves {describe(pairs)}"
+            )
+        return [[x.new_zeros((batch, x.shape[1], 0, x.shape[3])) for x in pair] for pair in pairs]
+
+
+def called_alike(model: nn.Module, past: Callable[[int], Any] | None) -> nn.Module:
+    """Return a model as it is called with tokens and pairs: one of transformers is called by other names."""
+    generates = callable(getattr(model, "prepare_inputs_for_generation", None))
+    if past is not None or callable(getattr(model, "empty_cache", None)) or not generates:
+        return model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TypeError(
+            f"`model` must be a decoder, got the encoder–decoder {type(model).__name__}: encoder_decoder_to_onnx "
+            "writes it"
+        )
+    return Causal(model)
+
+
+def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[[int], Any]:
+    """Return what makes the caches of a first call."""
+    if past is not None:
+        if not callable(past):
+            raise TypeError(f"`past` must be a function that returns the caches of a batch, got {describe(past)}")
+        return past
+    own = getattr(model, "empty_cache", None)
+    if callable(own):
+        return own
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, RelativeMultiheadAttention) and module.spec.causal and not module.spec.cross
+    ]
+    if not layers:
+        raise ValueError(
+            "`past` must be given where the model has no `empty_cache` and no causal RelativeMultiheadAttention: a "
+            "function that returns for a batch one pair of keys and values (batch, heads, 0, D) a layer"
+        )
+    return lambda batch: [layer.empty_cache(batch) for layer in layers]
+
+
+def example(
+    model: nn.Module, empty: Callable[[int], Any], memory: Sequence[Tensor], dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """Return the arguments of an example, whose lengths are neither 0 nor 1 and all differ from the batch."""
+    batch, length = BATCH, 3
+    past = empty(batch)
+    if dtype is not None:
+        past = pytree.tree_map(partial(cast, dtype=dtype), past)
+    given = _check_caches("what `past(batch)` returns", past, batch, 0)
+    result = model(torch.zeros((batch, length), dtype=torch.int64, device="cpu"), past, *memory)
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise TypeError(f"`model` must return (logits, past), got {describe(result)}")
+    logits, present = result
+    if logits.ndim != 3 or logits.shape[:2] != (batch, length) or not logits.is_floating_point():
+        raise ValueError(
+            f"`model` must return logits (batch, length, vocabulary), got {describe(logits)} for tokens (2, 3)"
+        )
+    if _check_caches("the past that `model` returns", present, batch, length) != given:
+        raise ValueError("`model` must return as many caches as it is given, of the same heads and widths")
+    return torch.zeros((batch, 2), dtype=torch.int64, device="cpu"), present, *memory
+
+
+def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return what a decoder is called with besides tokens and a past."""
+    if given is None:
+        return []
+    tensors = list(given) if isinstance(given, tuple | list) else [given]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or not tensor.numel():
+            raise TypeError(
+                "`memory` must be a tensor (batch, length, width), or a list of tensors that begin with these axes, "
+                f"got {describe(given)}"
+            )
+    generator = torch.Generator("cpu").manual_seed(0)
+    rows = [drawn(x.detach(), (BATCH, *x.shape[1:]), generator) for x in tensors]
+    return rows if dtype is None else [cast(x, dtype) for x in rows]
+
+
+class Memories:
+    """Draws memories from an example, in turn of other lengths where they may have any."""
+
+    def __init__(self, shown: Sequence[Tensor], lengths: Sequence[int | None]) -> None:
+        self._shown, self._lengths = shown, lengths
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._turns = itertools.cycle((1, 9, 4))
+
+    def __call__(self, rows: int) -> list[Tensor]:
+        """Return a memory for this many rows."""
+        length = next(self._turns)
+        return [
+            drawn(x, (rows, fixed or length, *x.shape[2:]), self._generator)
+            for x, fixed in zip(self._shown, self._lengths, strict=True)
+        ]
+
+
+def _check_caches(name: str, caches: Any, batch: int, length: int) -> list[tuple[int, int]]:
+    """Return heads and width of every tensor of the caches, if they are keys and values of that many positions."""
+    pairs = list(caches) if isinstance(caches, tuple | list) else []
+    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError(
+            f"{name} must be a list with one pair of keys and values a layer (caches that grow, `empty_cache(batch)`), "
+            f"got {describe(caches)}"
+        )
+    for tensor in (tensor for pair in pairs for tensor in pair):
+        right = isinstance(tensor, Tensor) and tensor.ndim == 4
+        if not right or (tensor.shape[0], tensor.shape[2]) != (batch, length):
+            raise ValueError(
+                f"{name} must hold tensors (batch, heads, positions, D), of {batch} and {length} positions here, got "
+                f"{describe(tensor)}"
+            )
+    return [(tensor.shape[1], tensor.shape[3]) for pair in pairs for tensor in pair]

@@ -1,0 +1,143 @@
+"""What an export made: inputs and outputs of its graphs, which axes are fixed and why, and what was checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from relskew_core.export._validate.report import Check
+
+Why = Callable[[str, int], str]
+"""Says why an axis of an input has one length."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTensor:
+    """An input or output of a graph.
+
+    Parameters
+    ----------
+    name, dtype : str
+        Its name and its type.
+    shape : tuple of int or str
+        Lengths, and names of lengths that vary.
+    fixed : mapping of int to str
+        Why the axes of an input whose lengths are numbers have no other.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    fixed: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def varies(self) -> tuple[int, ...]:
+        """The axes that may have any length."""
+        return tuple(axis for axis, size in enumerate(self.shape) if isinstance(size, str))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedGraph:
+    """One graph of an export.
+
+    Parameters
+    ----------
+    file : str
+        The name of its file; empty if there is none.
+    opset : int
+        Version of the standard operators.
+    inputs, outputs : tuple of GraphTensor
+        In the order of the graph.
+    """
+
+    file: str
+    opset: int
+    inputs: tuple[GraphTensor, ...]
+    outputs: tuple[GraphTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export made, and how it was checked.
+
+    Parameters
+    ----------
+    path : pathlib.Path or None
+        The file or folder that was written, if one was asked for.
+    graphs : tuple of ExportedGraph
+        One, or several that belong together.
+    checks : tuple of Check
+        Every comparison with torch, with its relative L2 error and the bound; empty with ``check=False``.
+    unchecked : tuple of str
+        Inputs that the model refuses and the graph takes, which have nothing to be compared with.
+
+    Examples
+    --------
+    >>> made = ExportedGraph("block.onnx", 23, (GraphTensor("x", "float32", ("batch", 8), {1: "a width"}),), ())
+    >>> report = ExportReport(None, (made,), (Check("y", "onnxruntime 1.31.1", "CPU", "one row", True, 1e-7, 1e-4),))
+    >>> print(report)
+    block.onnx, opset 23
+      input x float32 (batch, 8)
+        axis 1 is 8: a width
+    checked in onnxruntime 1.31.1: 1 comparison, worst error 1.0e-07 (y, one row; at most 1e-04)
+    """
+
+    path: Path | None
+    graphs: tuple[ExportedGraph, ...]
+    checks: tuple[Check, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return some lines to read."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for graph in self.graphs:
+            yield f"{graph.file or 'not saved'}, opset {graph.opset}"
+            for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
+                for tensor in tensors:
+                    yield f"  {kind} {tensor.name} {tensor.dtype} ({', '.join(map(str, tensor.shape))})"
+                    yield from (f"    axis {axis} is {tensor.shape[axis]}: {why}" for axis, why in tensor.fixed.items())
+        measured = [check for check in self.checks if check.error is not None]
+        if not measured:
+            yield "not checked"
+        else:
+            worst = max(measured, key=lambda check: (check.error or 0) / (check.gate or 1))
+            count = f"{len(self.checks)} comparison{'s' * (len(self.checks) > 1)}"
+            where = ", ".join(dict.fromkeys(check.runtime for check in self.checks))
+            bound = f"{worst.name}, {worst.case}; at most {worst.gate:.0e}"
+            yield f"checked in {where}: {count}, worst error {worst.error:.1e} ({bound})"
+        yield from (f"unchecked: {text}" for text in self.unchecked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as mappings, lists, strings and numbers."""
+        found = asdict(self)
+        found["path"] = None if self.path is None else str(self.path)
+        return found
+
+    def to_json(self) -> str:
+        """Return a JSON object with ``path``, ``graphs``, ``checks`` and ``unchecked``."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:
+    """Return the inputs and outputs of a graph; ``why`` is asked for the axes of inputs that are fixed."""
+    inputs = tuple(_tensor(value, why) for value in model.graph.input)
+    outputs = tuple(_tensor(value, None) for value in model.graph.output)
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    return ExportedGraph(file, opset, inputs, outputs)
+
+
+def _tensor(value: onnx.ValueInfoProto, why: Why | None) -> GraphTensor:
+    kind = value.type.tensor_type
+    shape = tuple(size.dim_param or (size.dim_value if size.HasField("dim_value") else "?") for size in kind.shape.dim)
+    fixed = (
+        {} if why is None else {axis: why(value.name, axis) for axis, size in enumerate(shape) if isinstance(size, int)}
+    )
+    return GraphTensor(value.name, tensor_dtype_to_np_dtype(kind.elem_type).name, shape, fixed)

@@ -1,0 +1,56 @@
+"""What a decoder takes of a memory at every step, computed once by the graph that lies next to the decoder's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relskew_core._array.checks import describe
+from relskew_core.export._library import found_library
+from relskew_core.export._whole.together import SET
+
+TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+
+def with_library(path: str | os.PathLike[str], providers: Sequence[Any]) -> Any:
+    """Open a file, on the CPU with the operator library if there is one."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    if list(providers) == ["CPUExecutionProvider"] and (library := found_library()) is not None:
+        settings.register_custom_ops_library(str(library))
+    return onnxruntime.InferenceSession(os.fspath(path), settings, providers=list(providers))
+
+
+def results_for_memory(
+    path: Path, given: Any, rows: int, written_with: str | None, providers: Sequence[Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Run the graph of a memory; refuse one of another decoder, and arrays that do not fit it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"`model` must have the graph of its memory next to it, {path.name!r}, got none")
+    session = with_library(path, providers)
+    if written_with is None or session.get_modelmeta().custom_metadata_map.get(SET) != written_with:
+        raise ValueError(f"`model` must lie next to the graph of its memory, got {path.name!r}, written with another")
+    inputs = session.get_inputs()
+    arrays = [np.asarray(x) for x in (given if isinstance(given, tuple | list) else [given])]
+    fits = len(arrays) == len(inputs) and all(
+        array.ndim == len(value.shape)
+        and array.shape[0] == rows
+        and all(size == want for size, want in zip(array.shape, value.shape, strict=True) if isinstance(want, int))
+        for array, value in zip(arrays, inputs, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(f"{value.name} {tuple(value.shape)}" for value in inputs)
+        raise ValueError(f"`memory` must be {wanted}, of {rows} rows, got {describe(given)}")
+    fed = {value.name: array.astype(TYPES[value.type]) for value, array in zip(inputs, arrays, strict=True)}
+    return dict(zip([value.name for value in session.get_outputs()], session.run(None, fed), strict=True))

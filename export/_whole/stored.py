@@ -1,0 +1,43 @@
+"""Tensors of one content, stored once: tables that layers share, an embedding that is the head too."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from relskew_core.export._graph.functions import rename
+
+SMALLEST = 256
+"""Bytes of a tensor that is looked for elsewhere."""
+
+
+def store_once(model: onnx.ModelProto) -> None:
+    """Leave out tensors that others equal, as they are or transposed; a ``Transpose`` makes the latter."""
+    large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= SMALLEST]
+    large.sort(key=lambda tensor: tensor.name.endswith("/constant"))  # those of the state dict keep their names
+    shapes = {(tensor.data_type, tuple(tensor.dims)) for tensor in large}
+    kept: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    names: dict[str, str] = {}
+    turned: dict[str, onnx.NodeProto] = {}
+    for tensor in large:
+        kind, shape, content = tensor.data_type, tuple(tensor.dims), tensor.raw_data
+        same = kept.get((kind, shape, content))
+        if same is None and len(shape) == 2 and (kind, shape[::-1]) in shapes:
+            across = np.ascontiguousarray(numpy_helper.to_array(tensor).T).tobytes()
+            other = kept.get((kind, shape[::-1], across))
+            if other is not None:
+                same = f"{other}/transposed"
+                turned[same] = onnx.helper.make_node("Transpose", [other], [same], name=same, perm=[1, 0])
+        if same is None:
+            kept[kind, shape, content] = tensor.name
+        else:
+            names[tensor.name] = same
+    if not names:
+        return
+    remaining = [tensor for tensor in model.graph.initializer if tensor.name not in names]
+    nodes = [*turned.values(), *model.graph.node]
+    rename(nodes, names)
+    del model.graph.initializer[:], model.graph.node[:]
+    model.graph.initializer.extend(remaining)
+    model.graph.node.extend(nodes)

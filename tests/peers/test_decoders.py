@@ -1,0 +1,73 @@
+"""Decoders of transformers as they are, in one call: the tokens of the model without a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from peers.families import FAMILIES, built
+
+from relskew_core.export import decoder_to_onnx, generate
+from relskew_core.huggingface import register_attention, replace_attention
+
+LLAMA = built(
+    "LlamaForCausalLM", "LlamaConfig", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=50, max_position_embeddings=64,
+)  # fmt: skip
+XLNET = built("XLNetLMHeadModel", "XLNetConfig", vocab_size=50, d_model=24, n_layer=1, n_head=3, d_inner=32)
+GPT2 = built(
+    "GPT2LMHeadModel", "GPT2Config", n_embd=24, n_layer=2, n_head=3, vocab_size=50, n_positions=64,
+    add_cross_attention=True,
+)  # fmt: skip
+MODELS = {"Llama": LLAMA, "MPT": FAMILIES["MPT"].make, "Bloom": FAMILIES["Bloom"].make, "GPT-2": GPT2}
+OPTIONS: dict[str, dict[str, Any]] = {"Llama": {"dtype": "float32"}, "MPT": {"in_place": True}}
+STEPS = 40
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_greedy_tokens(name: str, tmp_path: Path) -> None:
+    model: Any = MODELS[name]().float()
+    for x in model.parameters():  # so that tokens differ
+        torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(x.numel()))
+    if name == "Llama":  # rotary positions too; trained in another dtype, with a part that torch has compiled
+        model.set_attn_implementation(register_attention("test_decoders"))
+        model.bfloat16().model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    elif name in FAMILIES:
+        replace_attention(model)
+    given, memory = dict(OPTIONS.get(name, {})), torch.randn(2, 9, 24)
+    attended: dict[str, Any] = {"encoder_hidden_states": memory} if name == "GPT-2" else {}
+    if attended:
+        given["memory"] = memory[:, :5]
+    path = decoder_to_onnx(model, tmp_path / "decoder.onnx", **given)
+    model.float()
+    prompt = torch.tensor([[1, 2, 3], [7, 8, 9]])
+    tokens = prompt
+    for _ in range(STEPS):
+        logits = model(input_ids=tokens, use_cache=False, **attended).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    assert len(tokens.unique()) > 6
+    made = generate(path, prompt.numpy(), STEPS, memory=memory.numpy() if attended else None)
+    assert np.array_equal(made, tokens[:, 3:].numpy())
+    stored = [tensor.name for tensor in onnx.load(path).graph.initializer]
+    known = {key.replace("_orig_mod.", "") for key in model.state_dict()}
+    assert known & set(stored)  # under the names of the state dict
+    assert not any("_orig_mod" in name for name in stored)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (XLNET, "`model` must fill a DynamicCache .* got XLNetLMHeadModel, which leaves"),
+        (FAMILIES["T5 sdpa"].make, "`model` must be a decoder, got the encoder–decoder T5For"),
+    ],
+)
+def test_what_is_no_such_decoder(make: Any, said: str, tmp_path: Path) -> None:
+    model = make()
+    with pytest.raises(TypeError, match=said):
+        decoder_to_onnx(model, tmp_path / "decoder.onnx")
+    assert not list(tmp_path.iterdir())
