@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,8 +11,9 @@ import onnx
 from relskew_core import __version__
 from relskew_core._array.checks import check_bool, describe
 from relskew_core._block.spec import BlockSpec, check_spec
+from relskew_core.export._description import digest, metadata, summary
 from relskew_core.export._graph.attend import attend
-from relskew_core.export._graph.emitter import CONSTANT, INT64, INT64_MAX, Emitter, Value
+from relskew_core.export._graph.emitter import INT64, INT64_MAX, Emitter, Value
 from relskew_core.export._graph.functions import fold_into_functions, fold_into_operator
 from relskew_core.export._graph.in_place import attend_in_place
 from relskew_core.export._graph.local import attend_blocks
@@ -153,30 +152,15 @@ def to_onnx(
     places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
     # The types of a function's values can be written down since version 10.
     ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
-    model = g.model(name, plan.opset, ir_version, _summary(plan))
-    model.graph.doc_string += f" Weights: SHA-256 {_digest(model)}."
+    model = g.model(name, plan.opset, ir_version, summary(plan))
+    model.graph.doc_string += f" Weights: SHA-256 {digest(model)}."
     model.producer_name = "relskew"
     model.producer_version = __version__
-    described = {
-        "relskew.version": __version__,
-        "relskew.spec": json.dumps(spec.to_dict(), sort_keys=True),
-        "relskew.profile": plan.profile.name,
-        "relskew.dtype": plan.dtype.name,
-        "relskew.max_length": "" if plan.max_length is None else str(plan.max_length),
-    }
-    if plan.chunk_size is not None:
-        described["relskew.chunk_size"] = str(plan.chunk_size)
-    if plan.in_place:
-        described["relskew.in_place"] = "true"
-    if plan.segments:
-        described["relskew.segments"] = "true"
-    if not plan.projections:
-        described["relskew.projections"] = "false"
     if functions:
         fold_into_functions(model)
     if operator:
         fold_into_operator(model, *places, attributes_of_block(plan))
-    onnx.helper.set_model_props(model, described)
+    onnx.helper.set_model_props(model, metadata(spec, plan))
     return model
 
 
@@ -188,7 +172,7 @@ def _block(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, opera
     if spec.cross:
         memory = g.input("memory", ("batch", "memory_length", spec.embed_dim), "input of the keys and values")
     given = _optional_inputs(g, plan)
-    stored = {weight.key: g.initializer(*weight) for weight in layout}
+    stored = _stored(g, layout)
     source = x if memory is None else memory
     projected = Projected(
         *(_linear(g, data, f"{role}_proj", stored) for role, data in (("q", x), ("k", source), ("v", source)))
@@ -210,7 +194,7 @@ def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
         for name, doc in (("k", "keys"), ("v", "values"))
     )
     given = _optional_inputs(g, plan)
-    stored = {weight.key: g.initializer(*weight) for weight in layout}
+    stored = _stored(g, layout)
     # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
@@ -220,6 +204,14 @@ def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
     g.output(out, "heads for each query")
     _presents(g, present)
     return places_of(projected, stored, given, out, present)
+
+
+def _stored(g: Emitter, layout: Iterator[StoredWeight]) -> dict[str, Value]:
+    stored = {}
+    for weight in layout:
+        stored[weight.key] = g.initializer(*weight)
+        del weight  # before the next one is made
+    return stored
 
 
 def _optional_inputs(g: Emitter, plan: GraphPlan) -> OptionalInputs:
@@ -300,29 +292,3 @@ def _linear(g: Emitter, x: Value, name: str, stored: Mapping[str, Value], output
         return g.compute("MatMul", [x, weight], name, shape, output=output)
     product = g.compute("MatMul", [x, weight], f"{name}/matmul", shape)
     return g.compute("Add", [product, bias], name, shape, output=output)
-
-
-def _summary(plan: GraphPlan) -> str:
-    sides = {
-        "limited": "a longer input fails",
-        "clip": "its edge row serves what lies further",
-        "zero": "what lies further contributes nothing",
-        "hidden": "nothing further is visible",
-        "endless": "its bias goes on",
-    }
-    return (
-        "Attention with relative positions r = key position - query position. The table reaches "
-        f"{plan.left.rows} into the past ({sides[plan.left.past_edge]}) and {plan.right.rows} into the future "
-        f"({sides[plan.right.past_edge]})."
-    )
-
-
-def _digest(model: onnx.ModelProto) -> str:
-    """SHA-256 over the weights as stored, keys included."""
-    digest = hashlib.sha256()
-    for tensor in model.graph.initializer:
-        if not tensor.name.startswith(CONSTANT):
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-            digest.update(f"{tensor.name} {dtype.name} {tuple(tensor.dims)}\n".encode())
-            digest.update(tensor.raw_data)
-    return digest.hexdigest()

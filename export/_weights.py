@@ -99,6 +99,7 @@ def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> 
                 f"got {weight.array.nbytes / 2**30:.2f} GiB of {weight.array.dtype.name}"
             )
         yield weight
+        del weight  # before the next one is made
 
 
 def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:

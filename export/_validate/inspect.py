@@ -65,7 +65,8 @@ def inspect_model(
         return None
     given = read_weights(spec, weights, projections=plan.projections)
     rounded = {key: round_weight(key, array, plan.dtype) for key, array in given.items()}
-    answer("unread", _unread(model))
+    unread = _unread(model)
+    answer("unread", *((unread, "") if tolerance is None else ("", unread)))
     answer("weights", *_other_weights(model, plan, rounded, tolerance))
     return Subject(source, plan, rounded, tuple(value.name for value in model.graph.output))
 

@@ -23,6 +23,7 @@ from relskew_core.export._from_torch.translation import REACH, torch_translation
 from relskew_core.export._profiles import EXPORTER_OPSET, checked_opset
 from relskew_core.export._whole.names import name_lengths, name_nodes
 from relskew_core.export._whole.rotary import expand_rotary
+from relskew_core.export._whole.stored import store_once
 
 _PREFIX = "model."
 
@@ -115,6 +116,7 @@ def convert(
     noted = {"relskew.version": __version__, **metadata, **({} if reach is None else {REACH: str(reach)})}
     model.metadata_props.update(noted)
     made = table.model(program)
+    store_once(made)
     for entry in (*made.opset_import, *(one for function in made.functions for one in function.opset_import)):
         if entry.domain == "":
             entry.version = max(entry.version, opset)  # no operator in the graph differs between them

@@ -109,11 +109,12 @@ def _encoder(model: Any, source: Tensor, mask: Tensor) -> Encoder:
     padded = mask.clone()
     padded[-1, -2:] = 0
     plain, wide = (Encoder(model, embedded=takes_sounds(model), broadcasts=which) for which in (False, True))
+    wanted = plain(source, padded)
     try:
-        same = torch.allclose(wide(source, padded), plain(source, padded), rtol=1e-4, atol=1e-5)
-    except Exception:  # a model may refuse in any way
-        same = False
-    return wide if same else plain
+        found = wide(source, padded)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # of a shape that it does not broadcast
+        return plain
+    return wide if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) else plain
 
 
 def parts_of(model: Any) -> list[GraphPart]:

@@ -79,8 +79,10 @@ class ExportReport:
 
     Examples
     --------
-    >>> made = ExportedGraph("block.onnx", 23, (GraphTensor("x", "float32", ("batch", 8), {1: "a width"}),), ())
-    >>> report = ExportReport(None, (made,), (Check("y", "onnxruntime 1.31.1", "CPU", "one row", True, 1e-7, 1e-4),))
+    >>> x = GraphTensor("x", "float32", ("batch", 8), {1: "a width"})
+    >>> check = Check("y", "onnxruntime 1.31.1", "CPU", "one row", True, 1e-7, 1e-4)
+    >>> made = ExportedGraph("block.onnx", 23, (x,), ())
+    >>> report = ExportReport(None, (made,), (check,))
     >>> print(report)
     block.onnx, opset 23
       input x float32 (batch, 8)

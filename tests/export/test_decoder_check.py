@@ -187,28 +187,32 @@ def test_a_full_cache_must_fail() -> None:
 
 def test_the_comparison_sees_what_differs() -> None:
     right, one = torch.tensor([1.0, 2.0, torch.nan]), torch.ones(1, dtype=torch.float64)
-    compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None)
+    compare.check_equal(["y"], [np.array([1, 2, 7], np.float32)], [right], "x", None, [])
     for wrong in (np.array([1, 2.001, 7], np.float32), np.array([1, np.nan, 7], np.float32), np.ones(2, np.float32)):
         with pytest.raises(RuntimeError, match="does not do what `model` does: output 'y' for x"):
-            compare.check_equal(["y"], [wrong], [right], "x", None)
-    compare.check_equal(["y"], [np.array([1, 2.001, 7], np.float32)], [right], "x", 1e-3)
+            compare.check_equal(["y"], [wrong], [right], "x", None, [])
+    compare.check_equal(["y"], [np.array([1, 2.001, 7], np.float32)], [right], "x", 1e-3, [])
     with pytest.raises(RuntimeError, match=r"is float64 \(3,\), of torch float32 \(3,\)"):
-        compare.check_equal(["y"], [right.double().numpy()], [right], "x", None)
+        compare.check_equal(["y"], [right.double().numpy()], [right], "x", None, [])
     with pytest.raises(RuntimeError, match=r"differs in 50\.0% of its numbers"):
-        compare.check_equal(["y"], [np.array([1, 2])], [torch.tensor([1, 3])], "x", None)
+        compare.check_equal(["y"], [np.array([1, 2])], [torch.tensor([1, 3])], "x", None, [])
     with pytest.raises(RuntimeError, match=r"differs by 1\.0e-03 relative to its norm, more than 1e-04"):
-        compare.check_equal(["y"], [np.array([1.001], np.float32)], [torch.ones(1)], "x", None)
-    compare.check_equal(["y"], [np.zeros(1, np.float32)], [torch.zeros(1)], "x", None)
-    compare.check_equal(["y"], [np.zeros(0, np.float32)], [torch.zeros(0)], "x", None)
+        compare.check_equal(["y"], [np.array([1.001], np.float32)], [torch.ones(1)], "x", None, [])
+    compare.check_equal(["y"], [np.zeros(1, np.float32)], [torch.zeros(1)], "x", None, [])
+    compare.check_equal(["y"], [np.zeros(0, np.float32)], [torch.zeros(0)], "x", None, [])
     with pytest.raises(RuntimeError, match=r"differs by 2\.0e-01"):  # of nothing, the largest number
-        compare.check_equal(["y"], [np.array([0, -0.2], np.float32)], [torch.zeros(2)], "x", None)
-    compare.check_equal(["y"], [np.ones(1, np.float32)], [torch.ones(1)], "x", 0.0)
+        compare.check_equal(["y"], [np.array([0, -0.2], np.float32)], [torch.zeros(2)], "x", None, [])
+    compare.check_equal(["y"], [np.ones(1, np.float32)], [torch.ones(1)], "x", 0.0, [])
     with pytest.raises(RuntimeError, match="output 'y'"):  # beside it is none, which says nothing of its size
-        compare.check_equal(["y"], [np.array([1.01e-3, 1], np.float32)], [torch.tensor([1e-3, torch.inf])], "x", None)
+        compare.check_equal(
+            ["y"], [np.array([1.01e-3, 1], np.float32)], [torch.tensor([1e-3, torch.inf])], "x", None, []
+        )
     with pytest.raises(RuntimeError, match="output 'second'"):
-        compare.check_equal(["first", "second"], [np.array([1, 3]), np.zeros(1)], [torch.tensor([1, 3]), one], "x", 0.1)
+        compare.check_equal(
+            ["first", "second"], [np.array([1, 3]), np.zeros(1)], [torch.tensor([1, 3]), one], "x", 0.1, []
+        )
     half = [np.array([1.01], np.float16)]
-    compare.check_equal(["y"], half, [torch.ones(1, dtype=torch.float16)], "x", None)
+    compare.check_equal(["y"], half, [torch.ones(1, dtype=torch.float16)], "x", None, [])
 
 
 def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def failures(made: Any, spec: BlockSpec, *, projections: bool = True) -> dict[st
 def test_all_that_is_asked() -> None:
     made = model(CAUSAL, dtype="float16")
     checks, subject = inspected(made, CAUSAL)
-    names = ("file", "standard", "metadata", "spec", "interface")
+    names = ("file", "standard", "metadata", "spec", "interface", "unread")
     told = Check("weights", ONNX, "", "", True, detail="9 of 9 stored under their names and equal")
     assert checks == [*(Check(name, ONNX, "", "", True) for name in names), told]
     assert subject is not None
@@ -62,11 +62,17 @@ def test_files(tmp_path: Path) -> None:
         path = save(made, tmp_path / f"{threshold}.onnx", external_threshold=threshold)
         for given in (path, os.fspath(path)):
             checks, subject = inspected(given, CAUSAL)
-            assert [check.name for check in checks if not check.ok] == []
+            (wrong,) = (check for check in checks if not check.ok)
+            assert (wrong.name, wrong.detail) == ("unread", "nothing reads ballast")
             assert subject is not None
             assert subject.source.path == os.fspath(path)
             assert subject.source.content() == os.fspath(path)
             assert len(subject.source.model.graph.initializer[-1].raw_data) == 1200
+    outside = onnx.load(tmp_path / "0.onnx", load_external_data=False)
+    entry = next(entry for entry in outside.graph.initializer[-1].external_data if entry.key == "location")
+    entry.value += "\0.txt"  # onnx reads the file whose name ends there
+    (tmp_path / "0.onnx").write_bytes(outside.SerializeToString())
+    assert "the location of ballast's data has a NUL character" in failures(tmp_path / "0.onnx", CAUSAL)["file"]
     path.write_bytes(b"no model")
     assert failures(path, CAUSAL).keys() == {"file"}
     broken = to_onnx(CAUSAL, weights)
