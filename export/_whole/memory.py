@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from relskew_core.export._graph.functions import names_read, rename
+from relskew_core.export._graph.functions import all_graphs, names_read, rename
 
 MADE = "memory."
 """What the results of the memory's graph are called, and the inputs of the decoder that take them, with a number."""
@@ -82,7 +82,7 @@ def _part(
     graph.output.extend(outputs)
     made = {name for node in kept for name in node.output} - {value.name for value in outputs}
     graph.value_info.extend(value for value in model.graph.value_info if value.name in made)
-    called = {(node.domain, node.op_type, node.overload) for node in kept}
+    called = {(node.domain, node.op_type, node.overload) for inner in all_graphs(graph) for node in inner.node}
     part.functions.extend(one for one in model.functions if (one.domain, one.name, one.overload) in called)
     return part
 

@@ -17,7 +17,7 @@ from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core.export import decoder_to_onnx, generate, save, torch_to_onnx, without_operator
 from relskew_core.export._from_torch.translation import torch_translation_table
 from relskew_core.export._graph.operator import NAME
-from relskew_core.export._whole import generate as generating
+from relskew_core.export._whole import generate_memory
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 pytestmark = needs_library
@@ -177,10 +177,11 @@ def test_decoders_give_the_same_tokens(
     assert len(nodes(graph)) == 2
     assert not nodes(graph, "TensorScatter")  # the node writes its caches
     grows = not options  # and attention reads the present, of heads
-    assert len(nodes(graph, "Reshape")) == len(nodes(graph, "Transpose")) == 4 * grows
+    turned = [node for node in nodes(graph, "Transpose") if node.name != "embedding.weight/transposed"]
+    assert len(nodes(graph, "Reshape")) == len(turned) == 4 * grows
     wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
-    monkeypatch.setattr(generating, "found_library", lambda: None)
+    monkeypatch.setattr(generate_memory, "found_library", lambda: None)
     np.testing.assert_array_equal(generate(made, [[1, 2, 3], [4, 5, 6]], 12), wanted)
     inlined = save(without_operator(made), tmp_path / "inlined.onnx")
     np.testing.assert_array_equal(generate(inlined, [[1, 2, 3], [4, 5, 6]], 12), wanted)

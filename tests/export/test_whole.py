@@ -111,7 +111,7 @@ def test_names_and_lengths(made: tuple[Decoder, Path]) -> None:
         assert name in names
     assert not any(part in name for name in names for part in ("relskew", "model.", "node_"))
     stored = {tensor.name for tensor in graph.initializer}
-    assert {"embedding.weight", "layers.0.norm.weight", "head/MatMul/constant"} <= stored
+    assert {"embedding.weight", "layers.0.norm.weight", "head.bias"} <= stored
     assert not any(name.startswith("val_") for name in stored)
 
 
