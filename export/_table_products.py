@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -130,7 +130,7 @@ def _product(node: onnx.NodeProto, columns: str, table_scale: str) -> Iterator[o
     """Yield what multiplies queries by columns in 8 bits."""
     queries, result = node.input[0], node.output[0]
 
-    def step(kind: str, inputs: list[str], name: str, **attributes: int) -> onnx.NodeProto:
+    def step(kind: str, inputs: list[str], name: str, **attributes: Any) -> onnx.NodeProto:
         given = [f"{PREFIX}/{each[1:]}" if each.startswith(":") else each for each in inputs]
         output = f"{result}/{name}" if name else result
         return helper.make_node(kind, given, [output], f"{node.name}/{name}" if name else node.name, **attributes)
