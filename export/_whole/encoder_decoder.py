@@ -163,8 +163,8 @@ def encoder_decoder_to_onnx(
                 home.rmdir()
         raise
     if report is not None:
-        made = [described(graph, name, _why) for graph, name in zip(graphs, FILES, strict=True)]
-        report(ExportReport(home, tuple(made), tuple(checks)))
+        written = [described(graph, name, _why) for graph, name in zip(graphs, FILES, strict=True)]
+        report(ExportReport(home, tuple(written), tuple(checks)))
     return home
 
 

@@ -52,5 +52,7 @@ def results_for_memory(
     if not fits:
         wanted = ", ".join(f"{value.name} {tuple(value.shape)}" for value in inputs)
         raise ValueError(f"`memory` must be {wanted}, of {rows} rows, got {describe(given)}")
-    fed = {value.name: array.astype(TYPES[value.type]) for value, array in zip(inputs, arrays, strict=True)}
+    fed: dict[str, Any] = {
+        value.name: array.astype(TYPES[value.type]) for value, array in zip(inputs, arrays, strict=True)
+    }
     return dict(zip([value.name for value in session.get_outputs()], session.run(None, fed), strict=True))

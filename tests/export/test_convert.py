@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span
 from relskew_core.export import decoder_to_onnx
-from relskew_core.export._whole.convert import Flat, check_model, evaluating, varying
-from relskew_core.export._whole.decoder import _empty_past
+from relskew_core.export._whole.convert import Flat, checked_model, evaluating, varying
+from relskew_core.export._whole.decoder_calls import empty_past
 from relskew_core.export._whole.from_torch import _cases, _lengths, _names
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -82,10 +82,10 @@ def test_tensors_go_where_they_came_from() -> None:
 
 def test_models_elsewhere_are_refused_by_the_name_of_a_weight() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    check_model(model)
+    checked_model(model)
     model[1].register_buffer("lost", torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match=r"on the CPU: call `model\.cpu\(\)` first, got '1\.lost' on meta"):
-        check_model(model)
+        checked_model(model)
 
 
 def test_a_model_stays_in_the_mode_it_was_in() -> None:
@@ -171,12 +171,12 @@ def test_the_caches_of_a_model_that_has_none_of_its_own() -> None:
     """Of every attention that is causal and of one sequence, in order."""
     causal = [BlockSpec(8, heads, Span.causal(9), causal=True) for heads in (2, 4)]
     model = Layers(causal[0], BlockSpec(8, 2, Span.full(9)), BlockSpec(8, 2, Span.clipped(3), cross=True), causal[1])
-    caches = _empty_past(model, None)(3)
+    caches = empty_past(model, None)(3)
     assert [tuple(x.shape) for pair in caches for x in pair] == [(3, 2, 0, 4)] * 2 + [(3, 4, 0, 2)] * 2
     with pytest.raises(ValueError, match="`past` must be given where the model has no `empty_cache` and no causal"):
-        _empty_past(Layers(BlockSpec(8, 2, Span.full(9))), None)
+        empty_past(Layers(BlockSpec(8, 2, Span.full(9))), None)
     own: Any = len
-    assert _empty_past(model, own) is own
+    assert empty_past(model, own) is own
 
 
 class Answers(nn.Module):

@@ -687,7 +687,8 @@ class Tied(nn.Module):
         self.layers[1].rel_k = self.layers[0].rel_k
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
-        x, present = self.embedding(tokens), []
+        x = self.embedding(tokens)
+        present: list[Any] = []
         for layer, cache in zip(self.layers, past, strict=True):
             y, cache = layer(x, past=cache)
             x, present = x + y, [*present, cache]
