@@ -219,7 +219,7 @@ $(BIN)/python:
 
 .venv-release/stamp: requirements/pins.txt
 	$(PYTHON) -m venv --clear .venv-release
-	.venv-release/bin/python -m pip install --quiet --constraint requirements/pins.txt build setuptools twine
+	.venv-release/bin/python -m pip install --quiet --constraint requirements/pins.txt abi3audit auditwheel build setuptools twine
 	@touch $@
 
 .venv/bench.stamp: $(BIN)/python $(INPUTS)

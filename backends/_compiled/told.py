@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import warnings
 
+from relskew_core._array.extras import compile_line, where_to_run
 from relskew_core._array.namespace import is_compiling, on_cpu
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
@@ -18,10 +19,7 @@ from relskew_core.backends import _compiled
 LONG = 2**28
 """Multiplications of queries with keys, hidden ones too, from which a call without kernels takes tenths of a second."""
 
-TO_COMPILE = (
-    "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary relskew-core relskew-core` compiles them"
-)
-"""pip keeps a wheel that it made without a compiler, and takes it again unless it is asked not to."""
+TO_COMPILE = f"`{compile_line()}`{where_to_run()} compiles them"
 
 
 def told() -> str:

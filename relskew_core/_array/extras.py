@@ -11,9 +11,20 @@ def install_line(*extras: str) -> str:
     return f'pip install "{"relskew-core" if RELEASED else "."}[{",".join(extras)}]"'
 
 
+def compile_line() -> str:
+    """Return the command that compiles the kernels; pip would take a wheel again that it made without a compiler."""
+    source = "--no-binary relskew-core relskew-core" if RELEASED else "."
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
+
+
+def where_to_run() -> str:
+    """Return what an error adds to a command: where to run it."""
+    return "" if RELEASED else " in a clone of relskew"
+
+
 def to_install(extra: str) -> str:
     """Return what an error says: the command, and where to run it."""
-    return install_line(extra) + ("" if RELEASED else " in a clone of relskew")
+    return install_line(extra) + where_to_run()
 
 
 def needs_extra(part: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

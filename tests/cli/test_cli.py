@@ -22,7 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from relskew_core import BlockSpec, Span, __version__, init_weights
-from relskew_core._array.extras import to_install
+from relskew_core._array.extras import compile_line, to_install
 from relskew_core.backends import _compiled, _threads
 from relskew_core.cli import _bench, _draw, _libraries, _measure, main
 from relskew_core.cli._app import app
@@ -273,8 +273,8 @@ def test_info_as_json_and_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (
             None,
             "compiled kernels: none: no C++ compiler served at installation, or relskew was made without them "
-            "(RELSKEW_PURE=1, a wheel for every platform); with a compiler, `pip install --force-reinstall --no-deps "
-            "--no-cache-dir --no-binary relskew-core relskew-core` compiles them\n",
+            "(RELSKEW_PURE=1, a wheel for every platform); with a compiler, "
+            f"`{compile_line()}` in a clone of relskew compiles them\n",
         ),
     ],
     ids=["one level", "base", "none"],
@@ -300,7 +300,7 @@ def test_info_says_why_kernels_cannot_be_loaded(
     told = capsys.readouterr().out
     assert "compiled kernels: none: what was compiled at installation cannot be loaded: " in told
     assert str(tmp_path) in told
-    assert "--no-binary relskew-core relskew-core` compiles them anew\n" in told
+    assert f"`{compile_line()}` in a clone of relskew compiles them anew\n" in told
 
 
 # export

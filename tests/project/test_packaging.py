@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import relskew_core
-from kernels_built import LEVELS, linked_names
+from kernels_built import LEVELS, linked_names, undefined_names
 from once import of_run, once
-from relskew_core._array.extras import install_line
+from relskew_core._array.extras import compile_line, install_line
 from tracked import IN_GIT, PACKED, ROOT, tracked
 
 COMPILED = "_compiled/source/"
@@ -38,6 +38,9 @@ CAN_COMPILE = (
 )
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="no C++ compiler with Python's headers")
 FAILING = {"CC": "false", "CXX": "false"}
+
+LATER_VERSIONS = {"exp", "log", "pthread_create", "pthread_join"}
+"""What glibc has in other versions since 2.29 and 2.34; before, the same functions had lower ones."""
 
 ARRAY_LIBRARIES = {"numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict", "onnx", "onnxruntime"}
 
@@ -176,6 +179,24 @@ def test_no_older_processor_can_be_given_the_code_of_a_newer_one(built: dict[str
         assert not [name for name in linked_names(path) if not name.startswith(own[0])], path
 
 
+@needs_compiler
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not linked with glibc")
+def test_kernels_need_a_c_library_alone_and_an_old_one(built: dict[str, Path], tmp_path: Path) -> None:
+    """glibc 2.28 has every function, so what is linked with it runs with it; no runtime of C++ is needed."""
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        for name in (KERNELS, LIBRARY):
+            path = wheel.extract(name, tmp_path)
+            told = subprocess.run(["objdump", "--private-headers", path], check=True, capture_output=True, text=True)
+            assert set(re.findall(r"NEEDED +(\w+)", told.stdout)) <= {"libc", "libm", "libpthread"}
+            asked = {
+                symbol: tuple(map(int, version.split(".")))
+                for symbol, version in re.findall(r"(\w+)@GLIBC_([\d.]+)", " ".join(undefined_names(Path(path))))
+            }
+            assert "expf" in asked
+            newer = {symbol for symbol, version in asked.items() if version > (2, 28)}
+            assert newer <= LATER_VERSIONS, "RELEASING.md, docs/install.md and pyproject.toml promise glibc 2.28"
+
+
 def test_a_wheel_without_kernels_is_for_every_platform(source: Path, tmp_path: Path) -> None:
     wheel = build(source, tmp_path, "--wheel", env={"RELSKEW_PURE": "1"})[".whl"]
     assert content(wheel) == package_sources()
@@ -308,6 +329,8 @@ def test_one_line_installs_the_library_everywhere() -> None:
                 expected = install_line(*extras.split(","))
                 assert line.replace("--editable ", "") == expected, page
                 found.append(page.name)
+        compiles = re.findall(r"pip install --force-reinstall [^\n`]+", page.read_text())
+        assert set(compiles) <= {compile_line()}, page
     assert len(set(found)) > 10
     assert "install.md" in found
     assert "training.ipynb" in found

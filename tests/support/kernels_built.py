@@ -81,6 +81,13 @@ def linked_names(made: Path) -> list[str]:
     return [line.split()[-1] for line in told.stdout.splitlines() if line.strip()]
 
 
+def undefined_names(made: Path) -> list[str]:
+    """Return the names of what a linked file takes from others, with versions such as ``expf@GLIBC_2.27``."""
+    command = ["nm", "--dynamic", "--undefined-only", "--with-symbol-versions", str(made)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line.split()[-1] for line in told.stdout.splitlines()]
+
+
 FOUND = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 COMPILER = os.environ.get("KERNELS_COMPILER", FOUND) or None
 """What ``KERNELS_COMPILER`` names, where it is set: nothing, where what is compiled here could not be loaded."""
