@@ -88,7 +88,9 @@ MANY = 6
 
 def is_start(node: nodes.Node) -> bool:
     """Say whether a paragraph is links alone, as the home page has them for where to begin."""
-    links = isinstance(node, nodes.paragraph) and [part for part in node.children if part.astext().strip()]
+    if not isinstance(node, nodes.paragraph):
+        return False
+    links = [part for part in node.children if part.astext().strip()]
     return bool(links) and all(next(iter(part.findall(is_link)), None) for part in links)
 
 

@@ -43,7 +43,7 @@ def store(path: Path) -> None:
     from nbclient import NotebookClient
 
     os.environ["PYTHONPATH"] = str(TUTORIALS.parents[1])
-    notebook = nbformat.read(path, 4)
+    notebook: Any = nbformat.read(path, 4)  # type: ignore[no-untyped-call]
     NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -84,7 +84,11 @@ def main() -> None:
     given = parser.parse_args()
     for path in given.paths:
         start = time.perf_counter()
-        shown = store(path.resolve()) if given.store else run(path.resolve())
+        shown = None
+        if given.store:
+            store(path.resolve())
+        else:
+            shown = run(path.resolve())
         print(f"{path.name}: {time.perf_counter() - start:.1f} s")
         if given.show is not None and shown is not None:
             show(shown, given.show, path.stem)
