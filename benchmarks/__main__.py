@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "options": ("options.OptionsOfCalls", "options of a call beside the dense masks that people write"),
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
     "families": ("families.Families", "models of transformers beside themselves replaced; needs transformers"),
+    "stream": ("stream.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),
     "export": ("export.Export", "graphs beside what torch's exporter makes of textbook code; needs onnxruntime"),
     "operator": ("operator.OperatorNodes", "the operator library beside the kernel from NumPy and plain graphs"),
     "quantise": ("quantise.Quantise", "what quantisation costs in accuracy and saves in size"),

@@ -156,6 +156,7 @@ def tiny(name: str) -> list[str]:
         "options": ("length=96", [], ""),
         "models": ("size=6", [f"task={each}" for each in models.TASKS], ""),
         "families": ("", [], ""),
+        "stream": ("minutes=0", ["runtime=torch"], ""),
         "export": ("width=16 reach=16 length=7", [f"form={each}" for each in ("causal", "blocks", "decoding")], ""),
         "operator": ("width=8 length=16 reach=17", [], ""),
         "quantise": ("width=64 rows=64", [], ""),
