@@ -85,8 +85,8 @@ class _Finder:
 
 
 _CONSTANTS = {
-    "columns": np.array([COLUMNS]),
-    "last": np.array([-1]),
+    "columns": np.array([COLUMNS], np.int64),
+    "last": np.array([-1], np.int64),
     "part": np.array(1 / 127, np.float32),
     "least": np.array(1e-30, np.float32),
     "middle": np.array(MIDDLE, np.float32),
