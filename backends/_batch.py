@@ -16,7 +16,8 @@ def by_batch(x: Array, *, xp: Namespace) -> Array:
 def flattened(operands: Operands, *, xp: Namespace) -> Operands:
     """Return operands with one batch axis; that of labels and masks may be 1, and tables have one if ragged."""
     lead = operands.q.ndim - 3
-    if lead == 1 and operands.mask is operands.q_segments is operands.q_positions is None:
+    whole = operands.mask is None or operands.mask.ndim == 4
+    if lead == 1 and whole and operands.q_segments is operands.q_positions is None:
         return operands
 
     def flat(name: str, x: Array) -> Array:

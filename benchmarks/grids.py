@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -103,14 +103,19 @@ def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide:
 
 def _by_matrix(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token: Tensor | None = None) -> Tensor:
     """Return what Swin and BEiT do: a bias gathered into a matrix, products, a softmax."""
-    heads, rows, _ = bias.shape
-    cells = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
-    apart = cells[:, None, :] - cells[:, :, None] + side - 1
-    index = apart[0] * rows + apart[1]
-    matrix = bias.flatten(1).mT[index.flatten()].unflatten(0, (side * side, side * side)).permute(2, 0, 1)
+    heads = bias.shape[0]
+    matrix = bias.flatten(1).mT[_index(side)].unflatten(0, (side * side, side * side)).permute(2, 0, 1)
     if of_token is not None:
         matrix = torch.cat([of_token[:, 0].reshape(heads, 1, 1).expand(-1, side * side, 1), matrix], -1)
         first = torch.cat([of_token[:, 2:], of_token[:, 1:2].expand(-1, side * side)], -1)
         matrix = torch.cat([first[:, None], matrix], -2)
     weights = (q * q.shape[-1] ** -0.5) @ k.mT + matrix.contiguous()
     return weights.softmax(-1) @ v
+
+
+@cache
+def _index(side: int) -> Tensor:
+    """Return which number of a bias each pair of cells has, which modules keep as a buffer."""
+    cells = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
+    apart = cells[:, None, :] - cells[:, :, None] + side - 1
+    return (apart[0] * (2 * side - 1) + apart[1]).flatten()

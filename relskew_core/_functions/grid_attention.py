@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
+from relskew_core._functions import grid_windows
 from relskew_core._functions.axes import Grids, Surroundings, check_axes
 from relskew_core._functions.grid_call import GridCall, matters
 from relskew_core._positions.span import Span
 
 
 @explains
+@grid_windows.first
 def relative_attention_2d(
     q: Array,
     k: Array,
@@ -127,6 +129,7 @@ def relative_attention_2d(
 
 
 @explains
+@grid_windows.first
 def relative_attention_nd(
     q: Array,
     k: Array,

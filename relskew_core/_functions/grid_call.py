@@ -92,8 +92,8 @@ class GridCall:
             self, tables=tuple(tables), spans=(spans, bias_spans), rel_bias=rel_bias, prefix=prefix,
             prefix_bias=prefix_bias,
         )  # fmt: skip
-        found, given = None, [table for table in tables if table is not None]
-        if seen.all and len(given) in (0, len(tables)):
+        found, given = None, () if all(table is None for table in tables) else tables
+        if seen.all:
             found = grid_kernels.attend(
                 q, k, v, grid_kernels.GridPair.of(grids, prefix), given, spans, rel_bias, bias_spans, prefix_bias,
                 mask=mask, scale=factor, rel_scale=related, xp=xp,

@@ -47,11 +47,16 @@ class GridPair:
         low = -((side.queries - 1) * side.query_step + self.offset[axis])
         return bias_between(x, span, low, low + side.rows - 1, xp=xp)
 
-    def axis_tables(self, tables: Sequence[Array], spans: Sequence[Span], *, xp: Namespace) -> Array:
-        """Return the tables (R, D) or (H, R, D) of all axes as (1 or H, Σ R, D), each as long as the grids ask for."""
+    def axis_tables(self, tables: Sequence[Array | None], spans: Sequence[Span], q: Array, *, xp: Namespace) -> Array:
+        """Return the tables (R, D) or (H, R, D) of all axes as (1 or H, Σ R, D), each as long as the grids ask for.
+
+        An axis that has none has zeros.
+        """
         found = [
-            xp.matrix_transpose(self.window(axis, xp.matrix_transpose(table), span, xp=xp))
-            for axis, (table, span) in enumerate(zip(tables, spans, strict=True))
+            xp.zeros((side.rows, q.shape[-1]), dtype=q.dtype, device=device(q))
+            if table is None
+            else xp.matrix_transpose(self.window(axis, xp.matrix_transpose(table), span, xp=xp))
+            for axis, (table, span, side) in enumerate(zip(tables, spans, self.sides, strict=True))
         ]
         heads = max(table.shape[0] if table.ndim > 2 else 1 for table in found)
         return xp.concat([xp.broadcast_to(table, (heads, *table.shape[-2:])) for table in found], axis=-2)
@@ -109,7 +114,7 @@ def attend(
     k: Array,
     v: Array,
     grids: GridPair,
-    tables: Sequence[Array],
+    tables: Sequence[Array | None],
     spans: Any,
     bias: Array | None,
     bias_spans: Any,
@@ -144,7 +149,7 @@ def attend(
     }  # as the kernels take those that are small
     operands = operands._replace(**labels)
     if tables:
-        operands = GridOperands(*operands, axis_tables=grids.axis_tables(tables, spans, xp=xp))
+        operands = GridOperands(*operands, axis_tables=grids.axis_tables(tables, spans, q, xp=xp))
         own: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
         own["rel_scale"] = rel_scale
         if factors:  # which may be part of the queries for the keys already

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 import oracles
 from libraries import NATIVE
-from relskew_core import Span, relative_attention_2d
-from relskew_core._functions import grid_kernels
+from relskew_core import Span, relative_attention_2d, relative_attention_nd
+from relskew_core._functions import grid_kernels, grid_windows
+from relskew_core._functions.grid_call import GridCall
 from relskew_core._functions.grid_kernels import GridPair
 from relskew_core._kernel.call import Side
 from relskew_core.backends import _compiled, set_numpy_threads
@@ -272,6 +273,48 @@ def test_small_windows_take_the_bias_as_a_mask(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grid_kernels, "problem", None)
     x = np.ones((5, 2, 9, 4))
     assert relative_attention_2d(x, x, x, rel_bias=np.ones((2, 5, 5)), q_grid=(3, 3), k_grid=(3, 3)).shape == x.shape
+
+
+@pytest.mark.parametrize("heads", [(), (2,)])
+def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_windows, "_known", {})
+    rng = np.random.default_rng(5)
+    arrays = [rng.standard_normal(shape) for shape in (*[(3, 2, 12, 4)] * 3, (*heads, 7, 7))]
+    tensors = [torch.from_numpy(x).requires_grad_() for x in arrays]
+
+    def results(grid: tuple[int, int], options: dict[str, Any]) -> list[Any]:
+        options |= {"q_grid": grid, "k_grid": grid, "return_lse": True}
+        out, lse = relative_attention_2d(*tensors[:3], rel_bias=tensors[3], **options)
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), tensors)
+        return [
+            out.detach(),
+            lse.detach(),
+            *gradients,
+            *relative_attention_2d(*arrays[:3], rel_bias=arrays[3], **options),
+        ]
+
+    for grid, scale in itertools.product([(3, 4), (4, 3)], [None, 0.3]):
+        expected = results(grid, {"scale": scale})
+        with monkeypatch.context() as patch:
+            patch.setattr(GridCall, "attend", None)
+            found = results(grid, {"scale": scale})
+        for one, other in zip(found, expected, strict=True):
+            assert oracles.relative_error(one, other) < 1e-12
+
+
+def test_axes_without_tables_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    shapes = [*[(2, 2, 24, 4)] * 3, (2, 5, 4), (7, 4)]
+    tensors = [torch.from_numpy(rng.standard_normal(shape)).requires_grad_() for shape in shapes]
+
+    def call() -> Any:
+        sides: dict[str, Any] = {"q_grid": (3, 2, 4), "k_grid": (3, 2, 4)}
+        out = relative_attention_nd(*tensors[:3], [tensors[3], None, tensors[4]], **sides)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), tensors))
+
+    found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
+    for one, other in zip(found, expected, strict=True):
+        assert oracles.relative_error(one, other) < 1e-12
 
 
 def test_numpy_has_threads_too() -> None:

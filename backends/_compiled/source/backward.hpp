@@ -23,10 +23,18 @@ struct Sums {
     void clear() { std::memset(at.get(), 0, rows * row * sizeof(Real)); }
     Real *of(Index j) const { return at.get() + j * row; }
 
-    // Add rows to what is there, and begin anew with them.
-    void hand_over(Index first, Index end, Real *to, Index to_row, Index width) {
-        for (Index j = first; j < end; j++, to += to_row)
-            for (Index d = 0; d < width; d++) to[d] += of(j)[d], of(j)[d] = 0;
+    // Add rows to what is there, if anything is, and begin anew with them.
+    void hand_over(Index first, Index end, Real *to, Index to_row, Index width, bool adds = true) {
+        for (Index j = first; j < end; j++, to += to_row) hand_over(of(j), to, width, adds);
+    }
+
+    static void hand_over(Real *own, Real *to, Index width, bool adds = true) {
+        Index d = 0;
+        for (; d + LANES <= width; d += LANES) {
+            store(to + d, adds ? load(to + d) + load(own + d) : load(own + d));
+            store(own + d, Vec{});
+        }
+        for (; d < width; d++) to[d] = adds ? to[d] + own[d] : own[d], own[d] = 0;
     }
 };
 
@@ -66,7 +74,7 @@ struct Backward {
           rel_width(padded(x.rel_width)),
           value_width(padded(x.value_width)),
           most(rows_of_blocks(x)),
-          margin(most + LANES),
+          margin(x.rel_k || x.rel_v || x.bias || x.key_table ? most + LANES : padded(HIGH + LANES)),
           logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * margin),
           height(std::min(most, padded(padded(x.queries, HIGH)))),
           queries(x),
@@ -167,13 +175,14 @@ struct Backward {
         if (task.from.key) write_queries(task, tasks.piece(task, task.from.group));
         Seen seen = tasks.keys(task);
         for (Index j = 0; task.begins && j < x.keys; j++) {
+            if (j >= seen.low && j < seen.high) continue;
             std::fill_n(x.d_k.of(item, own, j), x.width, 0);
             std::fill_n(x.d_v.of(item, own, j), x.value_width, 0);
         }
         if (seen.none()) return;
         const Index first = seen.low - packed.first, end = seen.high - packed.first;
-        d_k.hand_over(first, end, x.d_k.of(item, own, seen.low), x.d_k.row, x.width);
-        d_v.hand_over(first, end, x.d_v.of(item, own, seen.low), x.d_v.row, x.value_width);
+        d_k.hand_over(first, end, x.d_k.of(item, own, seen.low), x.d_k.row, x.width, !task.begins);
+        d_v.hand_over(first, end, x.d_v.of(item, own, seen.low), x.d_v.row, x.value_width, !task.begins);
         const auto [low, high] = rows_of(seen);
         if (x.rel_k) d_rel_k.hand_over(low, high, x.d_rel_k.of(entry, head, low), x.d_rel_k.row, x.rel_width);
         if (x.rel_v) d_rel_v.hand_over(low, high, x.d_rel_v.of(entry, head, low), x.d_rel_v.row, x.value_width);
@@ -191,8 +200,10 @@ struct Backward {
         const bool column = x.added.sizes[3] == 1;  // of a mask that has one
         for (Index m = 0; m < std::min(d_mask.rows, task_queries.high - task_queries.low); m++) {
             Real *to = x.d_added.of(item, head, task_queries.low + m) + (column ? 0 : packed.first);
-            for (Index j = column ? 0 : first; j < (column ? 1 : end); j++)
-                to[j] += d_mask.of(m)[j], d_mask.of(m)[j] = 0;
+            if (column)
+                Sums::hand_over(d_mask.of(m), to, 1);
+            else
+                Sums::hand_over(d_mask.of(m) + first, to + first, end - first);
         }
     }
 
@@ -372,8 +383,9 @@ struct Backward {
             const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
                                               static_cast<bool>(x.key_table));
             const auto of_keys = [&](auto a) {
-                ::multiply<2>(rows, queries.depth(), a, key_panels.get() + (start + j - packed.first) * queries.depth(),
-                              PANEL, of_logits.at, of_logits.row, s, logits_row);
+                multiply_panel(to - j, rows, queries.depth(), a,
+                               key_panels.get() + (start + j - packed.first) * queries.depth(), of_logits.at,
+                               of_logits.row, s, logits_row);
             };
             if (queries.in_pairs)
                 of_keys(queries.pairs.from(m));
@@ -382,8 +394,8 @@ struct Backward {
             const Start of_weights =
                 Start::of(relative_values, places, m, rows, start + j, p, of_values, d, logits_row);
             const auto with_values = [&](auto a) {
-                ::multiply<2>(rows, depth(), a, value_panels.get() + (start + j - packed.first) * depth(), PANEL,
-                              of_weights.at, of_weights.row, d, logits_row);
+                multiply_panel(to - j, rows, depth(), a, value_panels.get() + (start + j - packed.first) * depth(),
+                               of_weights.at, of_weights.row, d, logits_row);
             };
             if (queries.in_pairs)
                 with_values(rounded_outs.from(m));
@@ -408,17 +420,18 @@ struct Backward {
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
             const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
-            const Row uncapped{x.d_added ? d_added.get() + margin : nullptr, row.low, row.high};
+            const bool differs = x.softcap != 0 || rest != 1;  // the mask's gradient from that of the products
+            const Row uncapped{differs ? d_added.get() + margin : d, row.low, row.high};
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) * part : splat(1);
                 Vec change = weight * (load(d + j) * here - delta[m]);
                 change = weight == Vec{} ? Vec{} : change;  // what is hidden may be anything
-                if (uncapped.at) store(uncapped.at + j, change);
+                if (differs) store(uncapped.at + j, change);
                 if (x.softcap != 0) change = weight == Vec{} ? Vec{} : change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
                 store(d + j, change * rest);
             }
-            if (uncapped.at) add_to_mask(item, head, first + m, uncapped, start);
+            if (x.d_added) add_to_mask(item, head, first + m, uncapped, start);
             grid.take_changes(m, changed, start);
         }
         if (lost[m]) row.put_around(0), changed.put_around(0);

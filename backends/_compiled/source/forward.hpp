@@ -221,8 +221,9 @@ struct Forward {
                 for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
                     const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
                                                  static_cast<bool>(x.key_table));
-                    multiply<2>(rows, queries.depth(), a, keys.get() + (start + j - packed.first) * queries.depth(),
-                                PANEL, from.at, from.row, s + j, logits_row);
+                    multiply_panel(high - start - j, rows, queries.depth(), a,
+                                   keys.get() + (start + j - packed.first) * queries.depth(), from.at, from.row, s + j,
+                                   logits_row);
                 }
             };
             if (queries.in_pairs) {

@@ -35,8 +35,11 @@ inline Reals zeros(Index count) {  // pages of many zeros cost nothing until the
 
 template <class T>
 inline bool finite(const T *x, Index width) {
-    Real nothing = 0;
-    for (Index d = 0; d < width; d++) nothing += Real(x[d]) * 0;
+    Vec zeros{};
+    Index d = 0;
+    for (; d + LANES <= width; d += LANES) zeros += load(x + d) * 0;
+    Real nothing = sum(zeros);
+    for (; d < width; d++) nothing += Real(x[d]) * 0;
     return nothing == 0;
 }
 

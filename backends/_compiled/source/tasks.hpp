@@ -13,6 +13,7 @@
 #include "problem.hpp"
 
 constexpr Index ROWS = 2 * BLOCK;  // queries of a block at most
+constexpr Index ALONE = 64;        // queries up to which a block has all, where none of them sees less than others
 constexpr Index FEW = 4;           // queries up to which nothing is worth packing
 constexpr Index TOGETHER = 8;      // heads that use the rows of a table at the same time, where queries are few
 
@@ -20,9 +21,11 @@ inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to 
 
 // Queries of a block. Lower blocks leave out more of the future. But where keys have a table, the products of a block
 // of them include rows of it that are not wanted, the same number for every block of queries.
+// And a second block of a few queries would go through all keys, and their gradients, once more: windows have 49.
 template <class Stored>
 Index rows_of_blocks(const ProblemOf<Stored> &x) {
-    return x.key_table ? ROWS : ROWS / 2;
+    const bool alone = x.queries <= ALONE && x.after >= x.queries && !x.block;
+    return x.key_table || alone ? ROWS : ROWS / 2;
 }
 
 struct Free {

@@ -101,6 +101,16 @@ void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Re
     }
 }
 
+// The same for a panel, of whose columns so many are wanted; others may be left out.
+template <class A>
+void multiply_panel(Index columns, Index rows, Index depth, A a, const Real *b, const Real *start, Index start_row,
+                    Real *c, Index c_row) {
+    if (columns > LANES)
+        multiply<2>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
+    else
+        multiply<1>(rows, depth, a, b, PANEL, start, start_row, c, c_row);
+}
+
 // c += a · b for all columns of rows that are padded to whole vectors.
 template <class A>
 void add_product(Index rows, Index depth, A a, const Real *b, Index b_row, Index columns, Real *c, Index c_row) {

@@ -1,0 +1,118 @@
+"""Windows: calls over small grids with a bias alone, as calls with a mask that are checked once for all that are alike.
+
+A window of 7 × 7 is worth some microseconds of arithmetic, and the checks of its grids a hundred. As in
+``relskew_core._functions.prepared``, what they find is remembered under types, shapes, dtypes, devices and options.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, TypeVar
+
+from relskew_core import backends
+from relskew_core._array.integers import integer, integers
+from relskew_core._array.namespace import device, is_compiling, namespace_of_arrays
+from relskew_core._array.precision import wide
+from relskew_core._array.typing import Array, Namespace
+from relskew_core._functions import grid_kernels
+from relskew_core._functions.attention import relative_attention
+from relskew_core._functions.axes import Grids, Surroundings, axis_bias, check_bias
+from relskew_core._functions.prepared import MOST, PLAIN
+from relskew_core._kernel.call import Arguments
+from relskew_core._kernel.problem import problem
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+GRIDS = ("q_grid", "k_grid")
+OPTIONS = ("scale", "return_lse")
+"""What such calls have beside their arrays; all else is for the usual way."""
+
+_known: dict[Hashable, Windows | None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """What is known of calls of a kind."""
+
+    index: array[int]  # which number of the bias each pair has; a library may bind its arrays to where they were made
+    before: int  # axes before those of queries and keys
+    shape: tuple[int, ...]  # of these
+    axes: int
+    xp: Namespace
+
+    @classmethod
+    def of(cls, arrays: Sequence[Array], grids: Grids) -> Windows | None:
+        """Return what a call says that has passed every check, ``None`` if its kind is not one of these."""
+        q, k, v, bias = arrays
+        kernels, count, xp = backends.prepared(type(q)), len(grids.queries), namespace_of_arrays({"q": q})
+        if wide(q.dtype, xp=xp) != q.dtype:  # for which sums are made in a wider dtype
+            return None
+        spans = check_bias("rel_bias", bias, None, grids, Surroundings())
+        sides = tuple(bias.shape[-count:])
+        numbers = xp.reshape(integers(0, math.prod(sides), device=device(bias), xp=xp), sides)
+        index: Any = axis_bias(numbers, spans, grids, xp=xp)
+        flat = array("q", xp.reshape(index, (-1,)).tolist())
+        found = cls(flat, q.ndim - 2, tuple(index.shape), count, xp)
+        call = problem(Arguments(q, k, v, mask=found.mask(bias)), return_lse=False)
+        return None if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None else found
+
+    def mask(self, bias: Array) -> Array:
+        """Return a bias by query and key."""
+        xp, lead = self.xp, bias.shape[: -self.axes]
+        index = xp.asarray(self.index, dtype=integer(xp), device=device(bias))
+        row = xp.take(xp.reshape(bias, (*lead, -1)), index, axis=-1)
+        return xp.reshape(row, (*(1,) * (self.before - len(lead)), *lead, *self.shape))
+
+
+def first(function: F) -> F:
+    """Look at calls of a function as they are written, before anything is made of their arguments."""
+
+    @functools.wraps(function)
+    def call(*arrays: Any, **given: Any) -> Any:
+        kind = kind_of(arrays, given)
+        known = None if kind is None else _known.get(kind)
+        if known is not None:
+            options = {name: given[name] for name in OPTIONS if name in given}
+            return relative_attention(*arrays, mask=known.mask(given["rel_bias"]), **options)
+        results = function(*arrays, **given)
+        if kind is not None and kind not in _known:
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[kind] = Windows.of((*arrays, given["rel_bias"]), Grids.of(given["q_grid"], given["k_grid"], None))
+        return results
+
+    return call  # type: ignore[return-value]
+
+
+def kind_of(arrays: tuple[Any, ...], given: Mapping[str, Any]) -> Hashable | None:
+    """Return what calls have in common that are checked alike, ``None`` for those of which nothing is remembered."""
+    bias = given.get("rel_bias")
+    if len(arrays) != 3 or bias is None or is_compiling():
+        return None
+    others = {name: x for name, x in given.items() if x is not None and name != "rel_bias"}
+    if type(prefix := others.get("prefix")) is tuple and prefix == (0, 0):
+        del others["prefix"]
+    if not others.keys() >= set(GRIDS) or not others.keys() <= {*GRIDS, *OPTIONS}:
+        return None
+    grids, options = [others[name] for name in GRIDS], [others.get(name) for name in OPTIONS]
+    if {*map(type, grids)} != {tuple} or {type(side) for grid in grids for side in grid} != {int}:
+        return None
+    arrays = (*arrays, bias)
+    kernels = backends.prepared(type(arrays[0]))
+    types = {*map(type, arrays)}
+    if kernels is None or NoneType in types or not kernels.TYPES.issuperset(types) or not kernels.ordinary():
+        return None
+    if not PLAIN.issuperset(map(type, options)):
+        return None
+    try:
+        shapes = [tuple(x.shape) for x in arrays]
+    except RuntimeError:  # nested tensors have none
+        return None
+    if len(shapes[0]) < 3 or shapes[0][-3] * shapes[0][-2] * shapes[1][-2] > grid_kernels.SMALL:
+        return None
+    return (*grids, *options, *map(type, options), *shapes, *map(kernels.about, arrays))
