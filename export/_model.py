@@ -111,6 +111,13 @@ def to_onnx(
     ValueError, TypeError
         If an argument or a weight does not fit; the message names the argument or the weight's key.
 
+    See Also
+    --------
+    torch_to_onnx : a whole torch model.
+    decoder_to_onnx : a torch decoder with caches.
+    validate : compare a graph with its specification.
+    save : write a graph safely.
+
     Notes
     -----
     The relative logits are the skew of Huang et al. 2018, section 3.4.1, in the two-sided form: a window of the table
@@ -123,6 +130,16 @@ def to_onnx(
     >>> model = to_onnx(spec, init_weights(spec, seed=0))
     >>> [value.name for value in model.graph.input], len(model.graph.node)
     (['x'], 20)
+
+    With a cache as input and output, and the attention alone, without projections:
+
+    >>> cached = to_onnx(spec, init_weights(spec, seed=0), past=True)
+    >>> [value.name for value in cached.graph.input]
+    ['x', 'past_key', 'past_value']
+    >>> tables = {"rel_k": init_weights(spec, seed=0)["rel_k"]}
+    >>> core = to_onnx(spec, tables, projections=False)
+    >>> [value.name for value in core.graph.input]
+    ['q', 'k', 'v']
     """
     check_spec(spec)
     check_bool("functions", functions)

@@ -93,6 +93,10 @@ def validate(
         not there, a provider on which the matrix products did not run, a process that was stopped are checks that say
         so.
 
+    See Also
+    --------
+    to_onnx : makes the graph.
+
     Notes
     -----
     Asked are: the file's form and its inputs and outputs; the stored weights, bit for bit; and in each runtime: where

@@ -131,6 +131,12 @@ def decoder_to_onnx(
         If an argument, or what the model returns, does not fit; if the model computes in bfloat16 where onnxruntime
         cannot, and the check would run it; torch's own errors where it cannot export a model.
 
+    See Also
+    --------
+    generate : tokens from the file.
+    torch_to_onnx : a model without caches.
+    encoder_decoder_to_onnx : encoder and decoder.
+
     Notes
     -----
     ``metadata_props`` hold ``relskew.decoder``, the kind of the caches, and ``relskew.reach``, how many positions the
@@ -162,6 +168,10 @@ def decoder_to_onnx(
     ...     )
     ...     len(tokens), len(generate(fixed, [1, 2, 3], 5))
     (5, 5)
+
+    With caches of one length that onnxruntime's own operator fills in place::
+
+        decoder_to_onnx(model, "decoder.onnx", in_place=True, contrib=True, length=256)
     """
     import torch
 

@@ -101,6 +101,11 @@ def torch_to_onnx(
     ValueError, TypeError, OSError
         If an argument does not fit; torch's own errors where it cannot export a model.
 
+    See Also
+    --------
+    to_onnx : one attention block, without torch.
+    decoder_to_onnx : a decoder with caches.
+
     Examples
     --------
     >>> import torch
@@ -114,6 +119,11 @@ def torch_to_onnx(
     ...     for x in graph.input
     ... ]
     [['batch', 'x_length', 8]]
+
+    Into a file, with attention over 128 queries at a time where there are more; and with two inputs, by their names::
+
+        torch_to_onnx(encoder, torch.randn(2, 5, 8), "encoder.onnx", chunk_size=128)
+        torch_to_onnx(encoder, {"x": x, "mask": mask}, "encoder.onnx", tolerance=1e-3)
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -90,6 +90,10 @@ def generate(
         If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables or the caches; the
         message says how far they reach.
 
+    See Also
+    --------
+    decoder_to_onnx : makes the file.
+
     Notes
     -----
     The example of :func:`decoder_to_onnx` ends in tokens.

@@ -237,6 +237,10 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    relative_attention : the call whose gradients these are.
+
     Notes
     -----
     The gradient of the product with a table is ``unskew`` of the gradient of the logits.

@@ -43,6 +43,11 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    alibi_bias : a bias that is a formula of the distance.
+    deberta_buckets : the buckets of DeBERTa.
+
     Notes
     -----
     Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section

@@ -42,6 +42,11 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    t5_buckets : the buckets of a learned bias.
+    relative_attention : takes either as ``rel_bias``.
+
     Notes
     -----
     Press et al. 2022, "Train Short, Test Long", section 3: slopes ``2^(-8h/H)``; where ``H`` is no power of two, those

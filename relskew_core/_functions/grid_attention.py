@@ -103,6 +103,12 @@ def relative_attention_2d(
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
+    See Also
+    --------
+    relative_attention : attention over a sequence.
+    relative_attention_nd : the same for any number of axes.
+    relative_logits_2d : the logits of the two tables alone.
+
     Examples
     --------
     >>> import numpy as np
@@ -114,6 +120,20 @@ def relative_attention_2d(
            [3.5],
            [2.5],
            [2.5]])
+
+    A bias by relative height and width, as in Swin; here a query prefers the key to its left:
+
+    >>> left = np.zeros((3, 3))
+    >>> left[1, 0] = 50.0
+    >>> grids = {"q_grid": (2, 2), "k_grid": (2, 2)}
+    >>> relative_attention_2d(q, q, v, rel_bias=left, **grids)[[1, 3], 0]
+    array([1., 3.])
+
+    A window around each query, without any table: its own row alone.
+
+    >>> row = ((0, 0), (None, None))
+    >>> relative_attention_2d(q, q, v, window=row, **grids)[:, 0]
+    array([1.5, 1.5, 3.5, 3.5])
     """
     depends = matters(window, table_h, table_w, rel_bias)
     biased = rel_bias is not None
@@ -186,6 +206,12 @@ def relative_attention_nd(
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
+    See Also
+    --------
+    relative_attention : attention over a sequence, with every option.
+    relative_attention_2d : the same for images, with the names of two axes.
+    relative_logits_nd : the logits of the tables alone.
+
     Notes
     -----
     Liu et al. 2022, "Video Swin Transformer", section 3.1; Hassani et al. 2023, "Neighborhood Attention Transformer",
@@ -200,6 +226,17 @@ def relative_attention_nd(
     >>> row = [(0, 0), (0, 0), (None, None)]  # along the last axis alone
     >>> relative_attention_nd(q, q, v, **grids, window=row)[:, 0]
     array([0.5, 0.5, 2.5, 2.5, 4.5, 4.5, 6.5, 6.5])
+
+    A table for one axis of three, time: a query prefers the next frame, and has no preference in the last one:
+
+    >>> time = np.asarray([[0.0], [0.0], [50.0]])
+    >>> relative_attention_nd(q + 1, q, v, [time, None, None], **grids)[:, 0]
+    array([5.5, 5.5, 5.5, 5.5, 3.5, 3.5, 3.5, 3.5])
+
+    Neighborhood attention along a sequence, shifted at its ends so that every query sees three keys:
+
+    >>> relative_attention_nd(q, q, v, q_grid=(8,), k_grid=(8,), neighborhood=(3,))[:, 0]
+    array([1., 1., 2., 3., 4., 5., 6., 6.])
     """
     given = () if tables is None else tables
     depends = matters(window, *(given if isinstance(given, (tuple, list)) else (given,)), rel_bias)

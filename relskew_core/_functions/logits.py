@@ -80,6 +80,11 @@ def relative_logits(
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
+    See Also
+    --------
+    relative_values : the sum over values by relative position.
+    skew : the view that both rest on.
+
     Notes
     -----
     Huang et al. 2018, equation 3 (``S_rel``); Shaw et al. 2018, equation 4 with ``beyond="clip"``; He et al. 2021,
@@ -248,6 +253,11 @@ def relative_values(
     ------
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
+
+    See Also
+    --------
+    relative_logits : the products of queries with a table.
+    unskew : the view that it rests on.
 
     Notes
     -----

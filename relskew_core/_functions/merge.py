@@ -34,6 +34,10 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     ValueError, TypeError
         If the sequences are empty, differ in length, or their arrays do not fit; the message names the argument.
 
+    See Also
+    --------
+    relative_attention : with ``return_lse=True`` it gives the parts.
+
     Examples
     --------
     >>> import numpy as np

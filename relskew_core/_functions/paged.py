@@ -81,6 +81,11 @@ def paged_attention(
         If an argument does not fit, an item is longer than its pages or a page is not there; the message names the
         argument.
 
+    See Also
+    --------
+    relative_attention : the same call for keys and values that are not in pages.
+    alibi_bias : the bias of ALiBi, as ``rel_bias``.
+
     Notes
     -----
     Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4.
@@ -97,6 +102,20 @@ def paged_attention(
     >>> pages = {"page_table": [[1, 0], [3, -1]], "lengths": [3, 1]}
     >>> paged_attention(q, k_pages, v_pages, **pages).ravel()
     array([1.66666667, 6.        ])
+
+    With ALiBi, whose slopes make far keys count less:
+
+    >>> from relskew_core import Span, alibi_bias
+    >>> span = Span(7, 0)
+    >>> bias = alibi_bias(1, span, xp=np)
+    >>> paged_attention(q, k_pages, v_pages, span=span, rel_bias=bias, **pages).ravel()
+    array([1.66405912, 6.        ])
+
+    The last two tokens at once, as when a draft is verified; each sees its own past:
+
+    >>> pages = {"page_table": [[1, 0]], "lengths": [3]}
+    >>> paged_attention(np.zeros((1, 1, 2, 1)), k_pages, v_pages, **pages).ravel()
+    array([2.5       , 1.66666667])
     """
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     tables = {"rel_k": rel_k, "rel_v": rel_v, "rel_bias": rel_bias, "key_table": key_table, "sinks": sinks}

@@ -54,6 +54,11 @@ def attention_weights(given: Any) -> Array:
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    relative_attention : the output, without materialised weights.
+    relskew_core.draw.draw_weights : a picture of weights.
+
     Examples
     --------
     >>> import numpy as np

@@ -49,6 +49,10 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
         If an argument does not fit, or ``name`` is one of transformers' own. Later, in a model's ``forward``: if it
         gives its attention what this one cannot serve (sinks, another bias, packed lengths).
 
+    See Also
+    --------
+    replace_attention : for models that have relative positions.
+
     Examples
     --------
     ::

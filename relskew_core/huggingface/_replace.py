@@ -141,6 +141,11 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     TypeError
         If ``window`` is not a pair of ints.
 
+    See Also
+    --------
+    register_attention : ALiBi or a learned bias for models with rotary positions or none.
+    replace_rotary : the same in a model that exists already.
+
     Examples
     --------
     >>> from torch import nn
@@ -148,6 +153,16 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     Traceback (most recent call last):
         ...
     ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention...
+
+    In a model of the library, for fine-tuning on long inputs, and for a window of 128 tokens::
+
+        model = replace_attention(T5ForConditionalGeneration.from_pretrained("t5-small"))
+        model = replace_attention(
+            DebertaV2Model.from_pretrained("microsoft/deberta-v3-base")
+        )
+        encoder = replace_attention(
+            ParakeetEncoder.from_pretrained(name), window=(128, 128)
+        )
     """
     sides = checked_window(window)
     root: Any = nn.ModuleDict({"model": model})
