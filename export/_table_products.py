@@ -84,7 +84,7 @@ class _Finder:
         return axes is not None and axes.tolist() == [ROWS]
 
 
-_CONSTANTS = {
+_CONSTANTS: dict[str, np.ndarray] = {
     "columns": np.array([COLUMNS], np.int64),
     "last": np.array([-1], np.int64),
     "part": np.array(1 / 127, np.float32),

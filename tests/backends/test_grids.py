@@ -306,10 +306,11 @@ def test_axes_without_tables_count_for_nothing(monkeypatch: pytest.MonkeyPatch) 
     rng = np.random.default_rng(6)
     shapes = [*[(2, 2, 24, 4)] * 3, (2, 5, 4), (7, 4)]
     tensors = [torch.from_numpy(rng.standard_normal(shape)).requires_grad_() for shape in shapes]
+    q, k, v, time, width = tensors
 
     def call() -> Any:
         sides: dict[str, Any] = {"q_grid": (3, 2, 4), "k_grid": (3, 2, 4)}
-        out = relative_attention_nd(*tensors[:3], [tensors[3], None, tensors[4]], **sides)
+        out = relative_attention_nd(q, k, v, [time, None, width], **sides)
         return (out.detach(), *torch.autograd.grad(out.square().sum(), tensors))
 
     found, expected = with_kernels(call, monkeypatch), without(call, monkeypatch)
