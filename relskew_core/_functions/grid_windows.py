@@ -52,6 +52,9 @@ class Windows:
         kernels, count, xp = backends.prepared(type(q)), len(grids.queries), namespace_of_arrays({"q": q})
         if wide(q.dtype, xp=xp) != q.dtype:  # for which sums are made in a wider dtype
             return None
+        call = problem(Arguments(q, k, v), return_lse=False)
+        if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None:  # no number may be asked for
+            return None
         spans = check_bias("rel_bias", bias, None, grids, Surroundings())
         sides = tuple(bias.shape[-count:])
         numbers = xp.reshape(integers(0, math.prod(sides), device=device(bias), xp=xp), sides)
@@ -74,7 +77,8 @@ def first(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arrays: Any, **given: Any) -> Any:
-        kind = kind_of(arrays, given)
+        found = kind_of(arrays, given)
+        kind = None if found is None else (function, found)
         known = None if kind is None else _known.get(kind)
         if known is not None:
             options = {name: given[name] for name in OPTIONS if name in given}

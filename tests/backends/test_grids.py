@@ -302,6 +302,16 @@ def test_windows_that_are_alike_are_checked_once(heads: tuple[int, ...], monkeyp
             assert oracles.relative_error(one, other) < 1e-12
 
 
+def test_windows_of_no_kernels_and_of_another_function_are_not_remembered() -> None:
+    q, bias = torch.randn(1, 2, 8, 4), torch.randn(2, 3, 3, 3)
+    grids: dict[str, Any] = {"q_grid": (2, 2, 2), "k_grid": (2, 2, 2)}
+    for _ in range(2):
+        assert relative_attention_nd(*[q.to("meta")] * 3, rel_bias=bias.to("meta"), **grids).shape == q.shape
+        relative_attention_nd(q, q, q, rel_bias=bias, **grids)
+    with pytest.raises(TypeError, match="must be a pair"):
+        relative_attention_2d(q, q, q, rel_bias=bias, **grids)
+
+
 def test_axes_without_tables_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     shapes = [*[(2, 2, 24, 4)] * 3, (2, 5, 4), (7, 4)]
