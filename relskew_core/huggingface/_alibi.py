@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from relskew_core.huggingface._attend import DropIn, additive, refuse_weights, split
+from relskew_core.huggingface._attend import DropIn, additive, length, refuse_weights, split
 
 
 class _AlibiAttention(DropIn):
@@ -113,12 +113,14 @@ class FalconRelativeAttention(DropIn):
         """Attend from ``(batch, length, width)`` to itself and to the cache."""
         refuse_weights(output_attentions)
         q, k, v = (x.transpose(1, 2) for x in self.kind._split_heads(self, self.query_key_value(hidden_states)))
+        past = 0
         if layer_past is not None:
+            past = length(layer_past.get_seq_length(self.layer_idx))  # a cache of a fixed size has more keys
             k, v = layer_past.update(k, v, self.layer_idx)
         if attention_mask is not None and attention_mask.ndim == 4:  # a caller's: the model has added the bias
             return self.finish(self.attend(q, k, v, mask=attention_mask)), None
         bias = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
         if attention_mask is not None:
             bias = bias.masked_fill(~attention_mask[:, None, None, :], torch.finfo(bias.dtype).min)
-        out = self.attend(q, k, v, mask=bias, causal=True, offset=k.shape[-2] - q.shape[-2])
+        out = self.attend(q, k, v, mask=bias, causal=True, offset=past)
         return self.finish(out), None

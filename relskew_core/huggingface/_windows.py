@@ -91,6 +91,10 @@ class WindowRelativeAttention(DropIn):
         """Let timm change the windows."""
         self.kind.set_window_size(self, window_size)
 
+    def _make_pair_wise_relative_positions(self, **options: Any) -> Any:
+        """Return what version 2 keeps for its windows."""
+        return self.kind._make_pair_wise_relative_positions(self, **options)
+
     def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Attend, and project."""
         q, k, v = (split(y, self.num_heads) for y in self.fused(x).chunk(3, dim=-1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check
+from peers.common import check, peer
 from peers.families import FAMILIES, Family, tokens
 
 from relskew_core.huggingface import replace_attention
@@ -29,6 +29,18 @@ def test_generation(family: Family, options: dict[str, Any]) -> None:
     want, got = (model.generate(**given, **options) for model in (theirs, ours))
     check(torch.stack(got.logits), torch.stack(want.logits), 10 * family.gate)
     assert torch.equal(want.sequences, got.sequences)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_fixed_size_that_falcon_gets_a_whole_mask_for() -> None:
+    theirs = FAMILIES["Falcon"].make()
+    ours, ids = replace_attention(copy.deepcopy(theirs)), tokens(9)["input_ids"]
+    cache = peer("transformers.StaticCache")(config=theirs.config, max_cache_len=12)
+    found = []
+    for first, end in [(0, 5), (5, 8), (8, 9)]:
+        mask = (torch.arange(12) < end).long().expand(len(ids), -1)
+        found.append(ours(ids[:, first:end], attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    check(torch.cat(found, 1), theirs(ids).logits, 1e-4)
 
 
 @pytest.mark.parametrize("family", GENERATING.values(), ids=GENERATING)

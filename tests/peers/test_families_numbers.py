@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers.common import check
+from peers.common import check, randn
 from peers.families import FAMILIES, Family
 
 from relskew_core.huggingface import replace_attention
@@ -140,3 +140,13 @@ def test_dropout(family: Family) -> None:
 def _present(x: Tensor, mask: Tensor | None) -> Tensor:
     """Leave out padding: some fill its logits, so that nothing flows back, where adding to them lets it flow."""
     return x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x
+
+
+@pytest.mark.parametrize("name", ["timm's Swin", "timm's Swin, version 2"])
+@torch.no_grad()
+def test_timm_changes_the_windows_of_what_took_its_place(name: str) -> None:
+    found = []
+    for model in both(FAMILIES[name]):
+        model.set_input_size(img_size=48, window_size=6)
+        found.append(model(randn(2, 3, 48, 48)))
+    check(*found, 1e-6)
