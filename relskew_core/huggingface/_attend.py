@@ -142,9 +142,14 @@ def refuse_weights(output_attentions: bool | None) -> None:
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a boolean mask as its model adds it: queries that see no key see all of them alike."""
+    """Return a boolean mask as its model adds it: queries that see no key see all of them alike.
+
+    One that is added already has the model's dtype, and autocast may compute in another.
+    """
     if mask is None or mask.dtype == dtype:
         return mask
+    if mask.is_floating_point():
+        return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
 
 

@@ -56,9 +56,8 @@ class DebertaV2RelativeAttention(DropIn):
                 projected = split(self._projection(which)(table), q.shape[-3])
                 options[name] = projected if few else projected.index_select(-2, rows)
         terms = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
-        out = self.attend(
-            q, k, v, span=span, scale=(q.shape[-1] * terms) ** -0.5, mask=additive(attention_mask, q.dtype), **options
-        )
+        mask = None if attention_mask is None else additive(attention_mask.bool(), q.dtype)  # it may be of floats
+        out = self.attend(q, k, v, span=span, scale=(q.shape[-1] * terms) ** -0.5, mask=mask, **options)
         return join(out), None
 
     @staticmethod

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, D, E, conformer, deberta, module, x
+from huggingface.stand_ins import HEADS, LENGTH, STAND_INS, D, E, boolean, conformer, deberta, module, x
 
 import oracles
 from relskew_core import toeplitz_2d
 from relskew_core._functions import prepared
 from relskew_core.backends import _compiled
 from relskew_core.huggingface import _beit, _grids, replace_attention
-from relskew_core.huggingface._attend import DropIn
+from relskew_core.huggingface._attend import DropIn, additive
 from relskew_core.huggingface._windows import by_cell
 
 Tensor = torch.Tensor
@@ -301,6 +301,21 @@ def test_a_replaced_model_is_copied_and_stored() -> None:
 def test_missing_positions(name: str, given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}` must be given for relative positions, got None"):
         replace_attention(STAND_INS[name][0]())(**given)
+
+
+@torch.no_grad()
+def test_deberta_reads_masks_of_floats_as_masks() -> None:
+    make, _ = STAND_INS["deberta"]
+    ours, seen = replace_attention(make()).eval(), boolean()
+    found = [ours(x(), mask, rel_embeddings=x(14, E))[0] for mask in (seen, seen.float(), seen.double())]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_masks_that_are_added_keep_their_sense_in_another_dtype() -> None:
+    mask = torch.tensor([0.0, -1.0, torch.finfo(torch.float32).min])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert additive(mask, dtype).tolist() == [0.0, -1.0, torch.finfo(dtype).min]
 
 
 def test_deberta_attends_from_where_it_attends_to() -> None:

@@ -93,3 +93,16 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         pytest.skip("its random weights overflow")
     wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))
     assert mine < 2 * wrong + 0.01
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@torch.no_grad()
+def test_autocast(name: str) -> None:
+    """Masks have the dtype of the weights, and what is computed has another."""
+    family = FAMILIES[name]
+    models = [model.float() for model in both(family)]
+    exact = outputs(models[0], family)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = (outputs(model, family)[0].float() for model in models)
+    wrong, mine = ((x - exact).norm() / exact.norm() for x in (want, got))
+    assert mine < 2 * wrong + 0.01
