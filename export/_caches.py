@@ -56,6 +56,11 @@ def caches_in_place(
     ValueError, TypeError
         If the model is no such decoder; the message names the cache.
 
+    See Also
+    --------
+    decoder_to_onnx : exports such caches with ``in_place=True``.
+    to_onnx : exports one block with such caches.
+
     Examples
     --------
     >>> from onnx import helper

@@ -31,6 +31,11 @@ def custom_ops_library() -> Path:
     RuntimeError
         If nothing was compiled at installation; the message says why.
 
+    See Also
+    --------
+    without_operator : the graph for runtimes without the library.
+    to_onnx : writes nodes for the library with ``operator=True``.
+
     Examples
     --------
     >>> from relskew_core.export import custom_ops_library
@@ -74,6 +79,10 @@ def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) ->
     ------
     ValueError, TypeError
         If there is no such node, or the argument is no model.
+
+    See Also
+    --------
+    custom_ops_library : the library with the operator.
 
     Examples
     --------

@@ -78,6 +78,11 @@ def quantize(
     FileExistsError
         If there is a file and ``overwrite`` is false.
 
+    See Also
+    --------
+    to_onnx : makes the graph.
+    validate : checks the result with ``tolerance=``.
+
     Examples
     --------
     >>> import tempfile

@@ -55,6 +55,11 @@ def save(
         If an argument does not fit, the model does not pass ``onnx.checker``, or the disk refuses; nothing is left
         behind then and the old file is as it was.
 
+    See Also
+    --------
+    to_onnx : makes the graph.
+    validate : checks the file.
+
     Notes
     -----
     Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:

@@ -44,7 +44,12 @@ REACH = "relskew.reach"
 
 
 class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
-    """Translations by operator of torch, as :func:`torch_translation_table` returns them."""
+    """Translations by operator of torch, as :func:`torch_translation_table` returns them.
+
+    See Also
+    --------
+    torch_translation_table : makes the table.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +118,10 @@ def torch_translation_table(
     ValueError, TypeError
         If an argument does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
         the argument: ``dropout``, a ``mask`` by head with more than one axis before the heads.
+
+    See Also
+    --------
+    torch_to_onnx : exports and checks a model in one call.
 
     Examples
     --------

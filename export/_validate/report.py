@@ -26,6 +26,10 @@ class Check:
         Relative L2 error and the bound it must keep, where there are numbers.
     detail : str
         What was seen, in words.
+
+    See Also
+    --------
+    Report : all checks of a model.
     """
 
     name: str
@@ -49,6 +53,11 @@ class Report:
     seed : int or None
         The seed of the lengths and batches drawn in addition to the sweep: ``validate(…, seed=report.seed)`` repeats
         them.
+
+    See Also
+    --------
+    validate : returns the report.
+    Check : one of its checks.
 
     Examples
     --------

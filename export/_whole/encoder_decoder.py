@@ -91,6 +91,11 @@ def encoder_decoder_to_onnx(
     FileExistsError, ValueError, TypeError, OSError
         If an argument does not fit, or ``model`` is no such model; torch's own errors where it cannot export it.
 
+    See Also
+    --------
+    generate : tokens from the folder.
+    decoder_to_onnx : a decoder alone.
+
     Notes
     -----
     The files hold ``relskew.set``, which is the same in all three: :func:`generate` refuses others.

@@ -29,6 +29,10 @@ class GraphTensor:
         Lengths, and names of lengths that vary.
     fixed : mapping of int to str
         Why the axes of an input whose lengths are numbers have no other.
+
+    See Also
+    --------
+    ExportedGraph : the graph of the tensor.
     """
 
     name: str
@@ -54,6 +58,11 @@ class ExportedGraph:
         Version of the standard operators.
     inputs, outputs : tuple of GraphTensor
         In the order of the graph.
+
+    See Also
+    --------
+    ExportReport : all graphs of an export.
+    GraphTensor : an input or an output.
     """
 
     file: str
@@ -76,6 +85,11 @@ class ExportReport:
         Every comparison with torch, with its relative L2 error and the bound; empty with ``check=False``.
     unchecked : tuple of str
         Inputs that the model refuses and the graph takes, which have nothing to be compared with.
+
+    See Also
+    --------
+    torch_to_onnx : takes ``report=``.
+    ExportedGraph : one of its graphs.
 
     Examples
     --------

@@ -57,6 +57,12 @@ def attention_block(
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    BlockSpec : describes the block.
+    init_weights : makes its weights.
+    relative_attention : attention without projections.
+
     Examples
     --------
     >>> import numpy as np

@@ -72,6 +72,12 @@ class BlockSpec:
     ValueError, TypeError
         If an argument is out of range or two of them exclude each other; the message names them.
 
+    See Also
+    --------
+    attention_block : runs the block.
+    init_weights : makes its weights.
+    relskew_core.export.to_onnx : exports it.
+
     Examples
     --------
     >>> spec = BlockSpec(8, 2, Span.causal(16), causal=True)

@@ -118,6 +118,11 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    t5_buckets : the buckets of T5.
+    relskew_core.conventions.DeBERTa : reads the tables of checkpoints.
+
     Notes
     -----
     He et al. 2021, "DeBERTa", equation 3; the buckets are version 2's: beyond ``h = S // 2`` the distance ``d`` becomes

@@ -97,6 +97,11 @@ def proximal_bias(span: Span, *, xp: Any = None, like: Array | None = None, dtyp
     -------
     array, shape (R,)
 
+    See Also
+    --------
+    alibi_bias : a linear bias.
+    relative_attention : takes the bias as ``rel_bias``.
+
     Examples
     --------
     >>> import numpy as np

@@ -67,6 +67,11 @@ def relative_logits_2d(
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
+    See Also
+    --------
+    relative_attention_2d : attention with these logits.
+    relative_logits_nd : the same for any number of axes.
+
     Notes
     -----
     Bello et al. 2019, "Attention Augmented Convolutional Networks", section 3.2; Srinivas et al. 2021, "Bottleneck
@@ -128,6 +133,11 @@ def relative_logits_nd(
     ValueError, TypeError
         If an argument does not fit, or a table with ``beyond="error"`` is too short; the message names the argument.
 
+    See Also
+    --------
+    relative_attention_nd : attention with these logits.
+    relative_logits_2d : the same for height and width.
+
     Examples
     --------
     >>> import numpy as np
@@ -171,6 +181,11 @@ def toeplitz_2d(
     ------
     ValueError, TypeError
         If an argument does not fit, or ``bias`` is too short with ``beyond="error"``; the message names the argument.
+
+    See Also
+    --------
+    toeplitz : the same for a sequence.
+    relative_attention_2d : takes the bias as ``rel_bias``.
 
     Notes
     -----
@@ -221,6 +236,11 @@ def toeplitz_nd(
     ------
     ValueError, TypeError
         If an argument does not fit, or ``bias`` is too short with ``beyond="error"``; the message names the argument.
+
+    See Also
+    --------
+    toeplitz_2d : the same for height and width.
+    relative_attention_nd : takes the bias as ``rel_bias``.
 
     Notes
     -----

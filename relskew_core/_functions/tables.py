@@ -60,6 +60,11 @@ def sinusoidal_table(
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    resize_table : a learned table for another length.
+    relative_attention : takes the table as ``rel_k``.
+
     Notes
     -----
     Vaswani et al. 2017, section 3.5; Dai et al. 2019, "Transformer-XL", section 3.3. Angles are computed in double
@@ -136,6 +141,10 @@ def resize_table(
     ------
     ValueError, TypeError
         If an argument does not fit; the message names it.
+
+    See Also
+    --------
+    sinusoidal_table : a table that needs no resizing.
 
     Examples
     --------

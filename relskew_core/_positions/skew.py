@@ -38,6 +38,12 @@ def skew(x: Array) -> Array:
     TypeError, ValueError
         If ``x`` is no array of that shape.
 
+    See Also
+    --------
+    unskew : the adjoint.
+    relative_logits : the product with a table, skewed.
+    relskew_core.draw.draw_skew : a picture of it.
+
     Notes
     -----
     Huang et al. 2018, "Music Transformer", section 3.4.1, generalised from causal squares to all ``n`` and ``m``.
@@ -77,6 +83,11 @@ def unskew(s: Array) -> Array:
     ------
     TypeError, ValueError
         If ``s`` is no array of that shape.
+
+    See Also
+    --------
+    skew : the adjoint.
+    relative_values : the product of weights and a table.
 
     Examples
     --------

@@ -26,6 +26,11 @@ class Span:
         What happens at relative positions outside the span that some query may see:
         raise a ``ValueError``, repeat the edge row (Shaw et al. 2018, section 3.2), or contribute nothing.
 
+    See Also
+    --------
+    relative_attention : takes a span with its tables.
+    relskew_core.draw.draw_span : a picture of a span.
+
     Examples
     --------
     >>> span = Span(2, 1)

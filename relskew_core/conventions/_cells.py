@@ -25,6 +25,11 @@ class Swin:
     window : (int, int)
         Height ``h`` and width ``w``.
 
+    See Also
+    --------
+    BEiT : the same with a class token.
+    relskew_core.relative_attention_2d : takes the tables.
+
     Examples
     --------
     >>> import numpy as np
@@ -108,6 +113,11 @@ class BEiT:
     ----------
     window : (int, int)
         Height ``h`` and width ``w`` in patches.
+
+    See Also
+    --------
+    Swin : the same without a class token.
+    relskew_core.relative_attention_2d : takes the tables.
 
     Examples
     --------

@@ -42,6 +42,11 @@ def load_music_transformer(
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it. Two ports never saved their
         table: it was no parameter, and every run drew another one.
+
+    See Also
+    --------
+    MUSIC_TRANSFORMER : the tables alone.
+    relskew_core.attention_block : runs the block.
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
     for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):

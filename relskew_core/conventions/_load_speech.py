@@ -35,6 +35,11 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     ------
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it.
+
+    See Also
+    --------
+    VITS : the tables alone.
+    relskew_core.attention_block : runs the block.
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
     names = {name: name for name in PROJECTIONS}
@@ -72,6 +77,11 @@ def load_wav2vec2_bert(
     ------
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it.
+
+    See Also
+    --------
+    load_conformer : sinusoids instead of clipped distances.
+    relskew_core.attention_block : runs the block.
     """
     left, right = check_int("left", left, minimum=0), check_int("right", right, minimum=0)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), R=left + right + 1)
@@ -105,6 +115,11 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     ------
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it.
+
+    See Also
+    --------
+    load_wav2vec2_bert : clipped distances instead of sinusoids.
+    relskew_core.layers.torch.ConformerAttention : takes the weights.
 
     Examples
     --------

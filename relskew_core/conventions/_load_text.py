@@ -49,6 +49,11 @@ def load_tensor2tensor(
     ------
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it.
+
+    See Also
+    --------
+    SHAW : the tables alone.
+    relskew_core.attention_block : runs the block.
     """
     check_bool("causal", causal)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
@@ -104,6 +109,11 @@ def load_t5(
     ------
     ValueError, TypeError
         If a key is missing, unknown or does not fit the others; the message names it.
+
+    See Also
+    --------
+    T5 : the table of biases alone.
+    relskew_core.attention_block : runs the block.
     """
     t5 = T5(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)

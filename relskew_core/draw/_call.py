@@ -45,6 +45,11 @@ def draw_call(
     ValueError, TypeError
         If an argument does not fit, or the span does not reach as far as the call; the message names it.
 
+    See Also
+    --------
+    draw_span : the rows of a table.
+    relskew_core.relative_attention : the call.
+
     Examples
     --------
     >>> picture = draw_call(2, span=Span.causal(3, "clip"), causal=True, offset=2)

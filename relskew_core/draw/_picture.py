@@ -82,6 +82,11 @@ class Picture:
     notes : sequence of str
         Lines below.
 
+    See Also
+    --------
+    draw_call : a picture of a call.
+    draw_weights : a picture of attention weights.
+
     Examples
     --------
     >>> from relskew_core.draw import draw_call

@@ -33,6 +33,11 @@ def draw_skew(n_queries: int = 4, n_keys: int | None = None) -> Picture:
     Picture
         Two panels. Every cell holds its relative position.
 
+    See Also
+    --------
+    animate_skew : the same, moving.
+    relskew_core.skew : the function.
+
     Examples
     --------
     >>> before, after = draw_skew(2).panels
@@ -71,6 +76,10 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
     -------
     Path
         Where it is.
+
+    See Also
+    --------
+    draw_skew : the same as a still picture.
     """
     target = check_ending(path)
     if target.suffix.lower() != ".svg":

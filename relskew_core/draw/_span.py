@@ -31,6 +31,11 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
     Picture
         A panel for each span: above, the relative positions, and in the cells the rows.
 
+    See Also
+    --------
+    draw_call : which row each pair uses.
+    relskew_core.Span : the span.
+
     Examples
     --------
     >>> (panel,) = draw_span(Span.clipped(1)).panels

@@ -32,6 +32,11 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     Picture
         The same colour is the same weight in every panel; a note says which the fullest is.
 
+    See Also
+    --------
+    draw_call : which keys each query sees.
+    relskew_core.attention_weights : computes the weights.
+
     Examples
     --------
     >>> import numpy as np

@@ -39,6 +39,11 @@ def replace_rotary(
         If the model has no rotary embeddings, or does not ask transformers' interface for its attention; if an argument
         does not fit.
 
+    See Also
+    --------
+    register_attention : adds a bias to the rotary positions.
+    replace_attention : for models that have relative positions.
+
     Notes
     -----
     Press et al. 2022, "Train Short, Test Long", compare both: a model with ALiBi reads on where one with rotary

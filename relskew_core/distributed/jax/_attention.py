@@ -67,6 +67,11 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    relskew_core.relative_attention : the same on one device.
+    relskew_core.distributed.torch.context_parallel_attention : the same in torch.
+
     Notes
     -----
     Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Brandon et al. 2023,

@@ -94,6 +94,12 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     ValueError, TypeError
         On all ranks, if an argument does not fit on one of them or differs between them; the message names it.
 
+    See Also
+    --------
+    ContextParallel : the same for modules.
+    shard_sequence : splits the arrays.
+    relskew_core.relative_attention : the same on one device.
+
     Notes
     -----
     Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Jacobs et al. 2023,

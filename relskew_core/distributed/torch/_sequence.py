@@ -38,6 +38,11 @@ def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "c
     ValueError, TypeError
         If the length is no multiple of the number of ranks, twice that for zigzag; the message names the argument.
 
+    See Also
+    --------
+    unshard_sequence : the inverse.
+    context_parallel_attention : attention over the parts.
+
     Examples
     --------
     >>> import torch
@@ -75,6 +80,10 @@ def unshard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = 
     ------
     ValueError, TypeError
         If an argument does not fit; the message names it.
+
+    See Also
+    --------
+    shard_sequence : the inverse.
 
     Examples
     --------

@@ -29,6 +29,10 @@ def register_sharding() -> None:
 
     A second call does nothing.
 
+    See Also
+    --------
+    context_parallel_attention : for sequences that are split.
+
     Notes
     -----
     Uses ``torch.distributed.tensor.experimental.register_sharding``. For the kernels on CPUs and the portable ones; a

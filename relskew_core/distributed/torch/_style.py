@@ -36,6 +36,11 @@ class ContextParallel(ParallelStyle):
     check : bool, default True
         As in :func:`context_parallel_attention`.
 
+    See Also
+    --------
+    context_parallel_attention : the function.
+    shard_sequence : splits the inputs.
+
     Notes
     -----
     A ``mask`` speaks of this rank's queries and of all keys; a ``key_padding_mask`` and ``segments`` of this rank's

@@ -44,6 +44,10 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    context_parallel_attention : takes the rows with ``tables="sharded"``.
+
     Examples
     --------
     >>> import torch

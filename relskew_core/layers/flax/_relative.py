@@ -56,6 +56,11 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    relskew_core.BlockSpec : describes the block.
+    relskew_core.attention_block : the same as a function.
+
     Examples
     --------
     >>> import jax

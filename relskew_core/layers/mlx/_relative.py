@@ -46,6 +46,11 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    relskew_core.BlockSpec : describes the block.
+    relskew_core.attention_block : the same as a function.
+
     Examples
     --------
     >>> import mlx.core as mx

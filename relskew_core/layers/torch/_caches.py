@@ -23,6 +23,10 @@ class FixedCache(NamedTuple):
         different lengths, padded on the right, are followed by what comes next after
         ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
 
+    See Also
+    --------
+    SlidingCache : the last positions of an endless sequence.
+
     Examples
     --------
     >>> import torch
@@ -78,6 +82,10 @@ class SlidingCache(NamedTuple):
         The last positions, in order; in the beginning, room in front of them.
     length : Tensor of int64, shape ()
         How many of them there are, at most ``keep``.
+
+    See Also
+    --------
+    FixedCache : room for a number of positions.
 
     Examples
     --------

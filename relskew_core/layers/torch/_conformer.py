@@ -31,6 +31,10 @@ class ChunkCache(NamedTuple):
     length : Tensor of int64, shape ()
         How many of them there are.
 
+    See Also
+    --------
+    ConformerAttention : makes and takes the cache.
+
     Examples
     --------
     >>> import torch
@@ -78,6 +82,12 @@ class ConformerAttention(RelativeMultiheadAttention):
     ------
     ValueError, TypeError
         If an argument does not fit; the message names it.
+
+    See Also
+    --------
+    ChunkCache : its cache.
+    RelativeMultiheadAttention : learned tables instead of sinusoids.
+    relskew_core.conventions.load_conformer : reads weights of other code.
 
     Notes
     -----

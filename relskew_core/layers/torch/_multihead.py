@@ -47,6 +47,10 @@ class MultiheadAttention(TableAttention):
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    RelativeMultiheadAttention : a block whose projections are modules.
+
     Examples
     --------
     >>> import torch

@@ -52,6 +52,12 @@ class RelativeMultiheadAttention(CachedAttention):
     ValueError, TypeError
         If an argument does not fit; the message names it.
 
+    See Also
+    --------
+    MultiheadAttention : for torch's own layers.
+    relskew_core.BlockSpec : describes the block.
+    relskew_core.attention_block : the same as a function.
+
     Notes
     -----
     Shaw et al. 2018, "Self-Attention with Relative Position Representations", and Huang et al. 2018, "Music
