@@ -1,8 +1,11 @@
-"""Arrays of as many axes as others: JAX may be set to add no axes by itself (``jax_numpy_rank_promotion``)."""
+"""Arrays of as many axes as others: JAX may be set to add no axes by itself (``jax_numpy_rank_promotion``).
+
+And their axes in another order.
+"""
 
 from __future__ import annotations
 
-from relskew_core._array.typing import Array
+from relskew_core._array.typing import Array, Namespace
 
 
 def of_rank(x: Array, rank: int) -> Array:
@@ -13,3 +16,10 @@ def of_rank(x: Array, rank: int) -> Array:
 def same_rank(x: Array, y: Array) -> tuple[Array, Array]:
     """Return two arrays that broadcast, with as many axes each."""
     return of_rank(x, y.ndim), of_rank(y, x.ndim)
+
+
+def moved(x: Array, axis: int, to: int, *, xp: Namespace) -> Array:
+    """Return an array with an axis elsewhere, for which ``torch.vmap`` has no rule under the name ``moveaxis``."""
+    order = [place for place in range(x.ndim) if place != axis % x.ndim]
+    order.insert(to % x.ndim, axis % x.ndim)
+    return xp.permute_dims(x, tuple(order))

@@ -16,6 +16,7 @@ from typing import Any
 from relskew_core._array.checks import check_int, check_window, describe
 from relskew_core._array.integers import integers
 from relskew_core._array.known import exported, same_length
+from relskew_core._array.ranks import moved
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.bias import bias_between, check_span, diagonals
 from relskew_core._positions.skew import skew_from
@@ -215,8 +216,8 @@ def axis_logits(
         table = tables[axis]
         if table is None:
             continue
-        along = _along(xp.moveaxis(cells, axis - count - 1, -2), table, spans[axis], grids, axis, xp=xp)
-        along = xp.moveaxis(along, -2, axis - count - 1)  # (…, n_0, n_1, …, m)
+        along = _along(moved(cells, axis - count - 1, -2, xp=xp), table, spans[axis], grids, axis, xp=xp)
+        along = moved(along, -2, axis - count - 1, xp=xp)  # (…, n_0, n_1, …, m)
         part = along[(..., *(slice(None) if other == axis else None for other in grids.axes))]
         total = part if total is None else part + total
     assert total is not None
@@ -230,7 +231,7 @@ def axis_bias(bias: Array, spans: Sequence[Span], grids: Grids, *, xp: Namespace
     lead = tuple(bias.shape[:-count])
     for axis in grids.axes:  # which is the first of those that are left; two take its place, at the end
         n, m, low = grids.queries[axis], grids.keys[axis], -(grids.queries[axis] - 1 + grids.offset[axis])
-        row = bias_between(xp.moveaxis(bias, len(lead), -1), spans[axis], low, low + n + m - 2, xp=xp)
+        row = bias_between(moved(bias, len(lead), -1, xp=xp), spans[axis], low, low + n + m - 2, xp=xp)
         bias = diagonals(row, n, m, xp=xp)
     order = [*range(len(lead)), *(len(lead) + 2 * axis + side for side in (0, 1) for axis in grids.axes)]
     shape = (*lead, grids.n_queries, grids.n_keys)

@@ -12,6 +12,7 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.known import exported
 from relskew_core._array.namespace import device, namespace_of, namespace_of_arrays
 from relskew_core._array.precision import cast, widened
+from relskew_core._array.ranks import moved
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._positions.span import Span, check_span_given
 
@@ -159,10 +160,10 @@ def resize_table(
     check_choice("method", method, METHODS)
     new = check_int("rows", rows, minimum=1)
     weights = _weights(table.shape[axis], new, method, align_corners=check_bool("align_corners", align_corners))
-    [columns] = widened((xp.moveaxis(table, axis, -1),), table.dtype, xp=xp)
+    [columns] = widened((moved(table, axis, -1, xp=xp),), table.dtype, xp=xp)
     matrix = xp.asarray(weights, dtype=columns.dtype, device=device(table))
     resized = xp.matmul(columns, xp.matrix_transpose(matrix))
-    return cast(xp.moveaxis(resized, -1, axis), table.dtype, xp=xp)
+    return cast(moved(resized, -1, axis, xp=xp), table.dtype, xp=xp)
 
 
 def _weights(old: int, new: int, method: Method, *, align_corners: bool) -> list[list[float]]:

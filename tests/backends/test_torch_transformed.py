@@ -164,6 +164,18 @@ def test_jacobians_forward_and_backward(function: Function) -> None:
 # Transformations
 
 
+def test_vmap_over_grids() -> None:
+    q, table, bias = torch.randn(2, 2, 12, 4), torch.randn(2, 7, 4), torch.randn(2, 2, 7, 7)
+    grids: Any = {"q_grid": (4, 3), "k_grid": (4, 3)}
+
+    def one(q: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+        larger = relskew_core.resize_table(relskew_core.resize_table(table, 5), 7)
+        return relskew_core.relative_attention_2d(q, q, q, larger, table, rel_bias=bias, **grids)
+
+    given = (q, table, bias)
+    close(torch.vmap(one)(*given), torch.stack([one(*parts) for parts in zip(*given, strict=True)]))
+
+
 @every_length
 @every_function
 @pytest.mark.parametrize("impl", ["auto", "portable"])
