@@ -22,17 +22,29 @@ def torch_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
-    """Return a copy of a model whose floating parameters and buffers have ``dtype``, or the model if that is None."""
+    """Return a copy of a model whose floating parameters and buffers have ``dtype``, or the model if that is None.
+
+    The frequencies of rotary positions stay as ``from_pretrained(dtype=...)`` leaves them: rounded to half precision,
+    they turn a thousandth position by another angle.
+    """
     if dtype is None:
         return model
     # What is cast is never held twice, and what is shared stays shared.
     known: dict[int, Any] = {}
+    exact = _frequencies(model)
     for value in (*model.parameters(), *model.buffers()):
-        new = cast(value.detach(), dtype)
+        new = value.detach().clone() if id(value) in exact else cast(value.detach(), dtype)
         is_parameter = isinstance(value, nn.Parameter)
         known[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
     with torch.no_grad():
-        return copy.deepcopy(model, known).to(dtype)
+        return copy.deepcopy(model, known)
+
+
+def _frequencies(model: nn.Module) -> set[int]:
+    """Return which buffers models of transformers compute rotary positions from, in float32 whatever else they have."""
+    homes = [module for module in model.modules() if type(module).__module__.startswith("transformers.")]
+    named = [pair for module in homes for pair in module.named_buffers(recurse=False)]
+    return {id(value) for name, value in named if name.endswith("inv_freq")}
 
 
 def cast(given: Any, dtype: torch.dtype) -> Any:

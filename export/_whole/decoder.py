@@ -71,6 +71,7 @@ def decoder_to_onnx(
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
         caches have it, such as a model that was trained in bfloat16 in float16. The check compares with that copy.
+        Frequencies of rotary positions in a model of transformers stay as they are, as when it is loaded in a dtype.
     memory : Tensor or sequence of Tensor, optional
         What the decoder attends to besides its text, such as the states of an encoder ``(batch, memory_length,
         width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model is called as

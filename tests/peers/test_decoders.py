@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from peers.families import FAMILIES, built
 
 from relskew_core.export import decoder_to_onnx, generate
@@ -57,6 +58,15 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
     known = {key.replace("_orig_mod.", "") for key in model.state_dict()}
     assert known & set(stored)  # under the names of the state dict
     assert not any("_orig_mod" in name for name in stored)
+
+
+def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
+    """Far from the beginning half precision would turn queries and keys by other angles."""
+    model = LLAMA().float()
+    path = decoder_to_onnx(model, tmp_path / "decoder.onnx", dtype="float16", check=False)
+    wanted = model.model.rotary_emb.inv_freq.numpy()
+    kept = [numpy_helper.to_array(tensor).ravel() for tensor in onnx.load(path).graph.initializer]
+    assert any(np.array_equal(x, wanted) for x in kept)
 
 
 @pytest.mark.parametrize(
