@@ -129,7 +129,7 @@ def _told(case: str) -> Iterator[None]:
 def results_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return what torch gives."""
     with torch.no_grad():
-        return list(model(*(value.clone() for value in inputs)))
+        return [value.detach() for value in model(*(value.clone() for value in inputs))]
 
 
 def gives_numbers(run: Run, inputs: Sequence[Tensor]) -> bool:

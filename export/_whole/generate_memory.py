@@ -18,6 +18,10 @@ TYPES = {
     "tensor(float16)": np.float16,
     "tensor(double)": np.float64,
     "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int16)": np.int16,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
 
@@ -45,6 +49,7 @@ def results_for_memory(
     arrays = [np.asarray(x) for x in (given if isinstance(given, tuple | list) else [given])]
     fits = len(arrays) == len(inputs) and all(
         array.ndim == len(value.shape)
+        and array.size
         and array.shape[0] == rows
         and all(size == want for size, want in zip(array.shape, value.shape, strict=True) if isinstance(want, int))
         for array, value in zip(arrays, inputs, strict=True)

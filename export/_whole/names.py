@@ -33,6 +33,7 @@ def name_nodes(model: Any, prefix: str) -> None:
     ends = [*model.graph.inputs, *model.graph.outputs]
     stored = list(model.graph.initializers.items())
     made = [value for name, value in stored if not name.startswith(prefix)]
+    results = {value.name for value in model.graph.outputs}
     taken = {value.name for value in (*ends, *made)}
     fixed = {id(value) for value in (*ends, *model.graph.initializers.values())}
 
@@ -59,7 +60,7 @@ def name_nodes(model: Any, prefix: str) -> None:
             if id(value) not in fixed:
                 value.name = node.name if index == 0 else free(f"{node.name}/{index}")
     for value in made:  # folded from others
-        if value.uses():
+        if value.uses() and value.name not in results:
             value.name = free(f"{value.uses()[0].node.name}/constant")
     for holder in (model, model.graph, *nodes, *_values(model, nodes)):
         holder.metadata_props.clear()

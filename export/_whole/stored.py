@@ -15,7 +15,9 @@ SMALLEST = 256
 def store_once(model: onnx.ModelProto) -> None:
     """Leave out tensors that others equal, as they are or transposed; a ``Transpose`` makes the latter."""
     large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= SMALLEST]
-    large.sort(key=lambda tensor: tensor.name.endswith("/constant"))  # those of the state dict keep their names
+    results = {value.name for value in model.graph.output}
+    # Results stay; those of the state dict keep their names.
+    large.sort(key=lambda tensor: (tensor.name not in results, tensor.name.endswith("/constant")))
     shapes = {(tensor.data_type, tuple(tensor.dims)) for tensor in large}
     kept: dict[tuple[int, tuple[int, ...], bytes], str] = {}
     names: dict[str, str] = {}
@@ -29,7 +31,7 @@ def store_once(model: onnx.ModelProto) -> None:
             if other is not None:
                 same = f"{other}/transposed"
                 turned[same] = onnx.helper.make_node("Transpose", [other], [same], name=same, perm=[1, 0])
-        if same is None:
+        if same is None or tensor.name in results:
             kept[kind, shape, content] = tensor.name
         else:
             names[tensor.name] = same

@@ -15,6 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, __version__, relative_attention
@@ -332,6 +333,10 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
     assert np.array_equal(generate(path, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
     if options:
         return
+    shorter = decoder_to_onnx(model, tmp_path / "int32.onnx", memory=[states, seen.int()], check=False)
+    assert np.array_equal(generate(shorter, [[1, 2], [7, 8]], 12, memory=given), tokens[:, 2:])
+    with pytest.raises(ValueError, match=r"`memory` must be memory .* of 2 rows, got tuple"):
+        generate(path, [[1, 2], [7, 8]], 1, memory=(states[:, :0].numpy(), seen[:, :0].numpy()))
     with pytest.raises(ValueError, match="`memory` must be given: the decoder attends to one"):
         generate(path, [[1, 2], [7, 8]], 1)
     with pytest.raises(
@@ -706,3 +711,39 @@ def test_what_is_shared_is_stored_once(tmp_path: Path) -> None:
     quantize(made, tmp_path / "small.onnx", "weights-8")
     products = [node for node in onnx.load(tmp_path / "small.onnx").graph.node if node.op_type == "MatMulNBits"]
     assert len(products) == 9
+
+
+class Giving(nn.Module):
+    """Gives two weights of one content, and one that is the other turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = torch.randn(16, 24)
+        self.weights = nn.ParameterList([first, first.clone(), first.T.contiguous()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x @ self.weights[0] @ self.weights[2], *self.weights)
+
+
+def test_stored_results_keep_their_names() -> None:
+    made = torch_to_onnx(Giving(), torch.randn(2, 5, 16), output_names=["y", "one", "same", "turned"])
+    assert [value.name for value in made.graph.output] == ["y", "one", "same", "turned"]
+    assert {tensor.name for tensor in made.graph.initializer} >= {"one", "same", "turned"}
+
+
+class Turning(nn.Module):
+    """Multiplies by complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turns", torch.polar(torch.ones(8), torch.arange(8.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (8, 2)))
+        return torch.view_as_real(pairs * self.turns).flatten(-2).to(x.dtype)
+
+
+def test_complex_numbers_stay_in_a_cast() -> None:
+    x = torch.randn(2, 16)
+    (y,) = ReferenceEvaluator(torch_to_onnx(Turning(), x, dtype="float16")).run(None, {"x": x.half().numpy()})
+    assert np.abs(y - Turning()(x).numpy()).max() < 0.02
