@@ -84,7 +84,7 @@ def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None
 
     The replaced model's weights stay for those who are reading it; a later save removes them.
     """
-    replaced = _weights_of(target)
+    replaced = weights_of(target)
     published = None if data is None else target.parent / data.name
     made = data is not None and published is not None and _link_weights(data, published)
     try:
@@ -148,7 +148,7 @@ def _move_if_free(new: Path, target: Path) -> None:
         new.unlink()  # onnx reads no weights that have two names
 
 
-def _weights_of(target: Path) -> list[Path]:
+def weights_of(target: Path) -> list[Path]:
     """Return the files of weights that a save of ``target`` wrote next to it, and that it names now."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
@@ -166,7 +166,7 @@ def _weights_name(target: Path) -> re.Pattern[str]:
 
 def _remove_replaced(target: Path) -> None:
     """Remove weights that earlier saves of ``target`` wrote, once no reader can be about to open them."""
-    needed = _weights_of(target)
+    needed = weights_of(target)
     for path in target.parent.iterdir():
         named = _weights_name(target).fullmatch(path.name)
         if named is None or path in needed or not _idle(path, _GRACE):

@@ -38,7 +38,9 @@ ADVICE_BFLOAT16 = (
 
 def files_of(path: Path) -> list[Path]:
     """Return the file of a model, and the one of its weights if they are not inside."""
-    return [path, *(file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file())]
+    from relskew_core.export._publish import weights_of
+
+    return [path, *weights_of(path)]
 
 
 def written(path: Path, model: Any, spec: BlockSpec, origin: str, validate: list[str]) -> dict[str, Any]:
