@@ -67,7 +67,7 @@ class _Finder:
     def __call__(self, cut: onnx.NodeProto, table: str) -> _Chain | None:
         """Return a node that reads a table with those behind it, if they do nothing else than multiply."""
         turn = self._behind(cut) if cut.input[0] == table and self._cuts_rows(cut) else []
-        if len(turn) != 1 or turn[0].op_type != "Transpose" or list(turn[0].attribute[0].ints) != [0, 2, 1]:
+        if len(turn) != 1 or turn[0].op_type != "Transpose" or [list(x.ints) for x in turn[0].attribute] != [[0, 2, 1]]:
             return None
         columns, products = turn[0].output[0], self._behind(turn[0])
         if not products or any(node.op_type != "MatMul" or node.input[0] == columns for node in products):

@@ -226,3 +226,27 @@ def test_logging_stays_as_it_was(tmp_path: Path) -> None:
     before = logging.root.level, list(logging.root.handlers), logging.root.manager.disable
     quantize(to_onnx(SPEC, WEIGHTS), tmp_path / "block.onnx")
     assert before == (logging.root.level, list(logging.root.handlers), logging.root.manager.disable)
+
+
+def test_columns_of_a_table_need_not_be_turned_as_here(tmp_path: Path) -> None:
+    """``Transpose`` without ``perm`` turns all axes around: such a table is cut as int8."""
+    table = np.random.default_rng(0).standard_normal((2, 64, 16)).astype(np.float32)
+    nodes = [
+        helper.make_node("Slice", ["table", "first", "end", "axis"], ["rows"]),
+        helper.make_node("Transpose", ["rows"], ["turned"]),
+        helper.make_node("MatMul", ["x", "turned"], ["y"]),
+    ]
+    bounds = {"first": 3, "axis": 1}
+    graph = helper.make_graph(
+        nodes, "turned", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [16, "n", 5]),
+                          helper.make_tensor_value_info("end", TensorProto.INT64, [1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [16, "n", 2])],
+        [numpy_helper.from_array(np.array([number]), name) for name, number in bounds.items()]
+        + [numpy_helper.from_array(table, "table")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    path = quantize(model, tmp_path / "turned.onnx", "dynamic")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(1).standard_normal((16, 3, 5)).astype(np.float32)
+    (found,) = session.run(None, {"x": x, "end": np.array([8])})
+    assert np.abs(found - x @ table[:, 3:8].T).max() < 0.2
