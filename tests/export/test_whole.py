@@ -734,6 +734,8 @@ def test_stored_results_keep_their_names() -> None:
 class Turning(nn.Module):
     """Multiplies by complex numbers."""
 
+    turns: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("turns", torch.polar(torch.ones(8), torch.arange(8.0)))
