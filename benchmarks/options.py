@@ -209,5 +209,6 @@ class OptionsOfCalls(Benchmark):
                 if ours.bytes is not None and dense.bytes is not None:
                     yield line, f"memory at {size}", f"{ours.bytes / 2**20:.0f} of {dense.bytes / 2**20:.0f} MiB"
 
-        ordered, corner = sorted(cells(), key=lambda cell: "memory" in cell[1]), "ours, and of the dense one's"
+        ordered = sorted(cells(), key=lambda cell: "memory" in cell[1])
+        corner = "relskew, and its multiple of the dense mask"
         return {"": f"{record.where}\n\n{pivot(ordered, corner)}"}
