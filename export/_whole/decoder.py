@@ -15,7 +15,7 @@ from relskew_core.export._caches import CACHE_LENGTH, PAST_LENGTH, caches_in_pla
 from relskew_core.export._profiles import IN_PLACE_OPSET, checked_opset
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, described
+from relskew_core.export._whole.exported import ExportReport, check_report, described
 from relskew_core.export._whole.genai import check_config, config_text, write_config
 from relskew_core.export._whole.memory import memory_path, split_off
 from relskew_core.export._whole.together import write_together
@@ -184,6 +184,7 @@ def decoder_to_onnx(
 
     model = checked_model(model)
     check_bool("check", check)
+    check_report(report)
     wanted = torch_dtype(dtype)
     if check_bool("operator", operator) and contrib:
         raise ValueError("`operator=True` excludes `contrib=True`: one of them attends")
@@ -209,13 +210,15 @@ def decoder_to_onnx(
     vary, may_vary = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
     cached, added = range(1, 1 + count), range(1 + count, len(input_names))
     called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
+    # Those that have the length of the first one have its name, too.
+    of_memory = {(index, 1): f"{input_names[index]}_length" for index in added} | {(1 + count, 1): "memory_length"}
     converted = convert(
         flat,
         [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *({0: vary, 1: may_vary} for _ in added)],
         opset=opset,
         input_names=input_names,
         output_names=output_names,
-        lengths=lambda _: {**called, **{(index, 1): "memory_length" for index in added}},
+        lengths=lambda _: {**called, **of_memory},
         sums={"length + past_length": "total_length"},
         metadata={"relskew.decoder": GROWING},
         operator=operator,

@@ -174,7 +174,10 @@ def memory_of(given: Any, dtype: torch.dtype | None) -> list[Tensor]:
 
 
 class Memories:
-    """Draws memories from an example, in turn of other lengths where they may have any."""
+    """Draws memories from an example, in turn of other lengths where they may have any.
+
+    What is of one length in the example stays so.
+    """
 
     def __init__(self, shown: Sequence[Tensor], lengths: Sequence[int | None]) -> None:
         self._shown, self._lengths = shown, lengths
@@ -183,9 +186,10 @@ class Memories:
 
     def __call__(self, rows: int) -> list[Tensor]:
         """Return a memory for this many rows."""
-        length = next(self._turns)
+        sizes = dict.fromkeys(x.shape[1] for x in self._shown)
+        lengths = dict(zip(sizes, self._turns, strict=False))
         return [
-            drawn(x, (rows, fixed or length, *x.shape[2:]), self._generator)
+            drawn(x, (rows, fixed or lengths[x.shape[1]], *x.shape[2:]), self._generator)
             for x, fixed in zip(self._shown, self._lengths, strict=True)
         ]
 

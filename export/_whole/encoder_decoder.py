@@ -12,7 +12,7 @@ from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._validate.report import Check
 from relskew_core.export._whole.encoder_decoder_names import FILES, START
-from relskew_core.export._whole.exported import ExportReport, described
+from relskew_core.export._whole.exported import ExportReport, check_report, described
 from relskew_core.export._whole.together import write_together
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def encoder_decoder_to_onnx(
 
     model = checked_model(model)
     check_bool("check", check)
+    check_report(report)
     check_bool("overwrite", overwrite)
     start = _start(model)
     model = in_dtype(model, torch_dtype(dtype))

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from relskew_core._array.checks import describe
 from relskew_core.export._validate.report import Check
 
 Why = Callable[[str, int], str]
@@ -140,6 +141,12 @@ class ExportReport:
     def to_json(self) -> str:
         """Return a JSON object with ``path``, ``graphs``, ``checks`` and ``unchecked``."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+def check_report(report: Any) -> None:
+    """Refuse what cannot be called with a report, before anything is made."""
+    if report is not None and not callable(report):
+        raise TypeError(f"`report` must be a function of an ExportReport, got {describe(report)}")
 
 
 def described(model: onnx.ModelProto, file: str, why: Why) -> ExportedGraph:

@@ -16,7 +16,7 @@ from relskew_core._array.checks import check_bool, describe
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
-from relskew_core.export._whole.exported import ExportReport, described
+from relskew_core.export._whole.exported import ExportReport, check_report, described
 from relskew_core.export._whole.names import first_free
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def torch_to_onnx(
 
     model = checked_model(model)
     check_bool("check", check)
+    check_report(report)
     target = None if path is None else target_path(path)
     if target is not None:
         check_target(target, check_bool("overwrite", overwrite))

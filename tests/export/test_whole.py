@@ -19,7 +19,16 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from relskew_core import BlockSpec, Span, __version__, relative_attention
-from relskew_core.export import ExportReport, caches_in_place, decoder_to_onnx, generate, quantize, save, torch_to_onnx
+from relskew_core.export import (
+    ExportReport,
+    caches_in_place,
+    decoder_to_onnx,
+    encoder_decoder_to_onnx,
+    generate,
+    quantize,
+    save,
+    torch_to_onnx,
+)
 from relskew_core.export._whole import convert, decoder, genai
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
@@ -503,6 +512,39 @@ def test_other_lengths_are_checked() -> None:
         torch_to_onnx(Shortcut(), (one, one))
     graph = torch_to_onnx(Shortcut(), (one, one), vary={"x": [0], "y": [-2]}, output_names=["sum"]).graph
     assert shapes((*graph.input, *graph.output)) == {"x": ["batch", 3], "y": ["batch", 3], "sum": ["batch", 3]}
+
+
+class Comparing(Describing):
+    """Attends to two memories, each of a length of its own."""
+
+    def forward(self, tokens: Tensor, past: Any, one: Tensor, other: Tensor) -> tuple[Tensor, list[Any]]:  # type: ignore[override]
+        x, (keys, values) = self.own(self.embedding(tokens), past=past[0])
+        y = self.across(x, one, offset=keys.shape[2] - x.shape[1])
+        z = self.across(x, other.sin(), offset=keys.shape[2] - x.shape[1])
+        return self.head(torch.sin(3 * (x + y + z))), [(keys, values)]
+
+
+@torch.no_grad()
+def test_memories_of_other_lengths(tmp_path: Path) -> None:
+    model, path = Comparing().eval(), tmp_path / "decoder.onnx"
+    decoder_to_onnx(model, path, memory=[torch.randn(2, 5, 16), torch.randn(2, 7, 16)])
+    one, other = torch.randn(2, 3, 16), torch.randn(2, 8, 16)
+    tokens = torch.tensor([[1, 2], [7, 8]])
+    for _ in range(6):
+        logits, _ = model(tokens, model.empty_cache(2), one, other)
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    made = generate(path, [[1, 2], [7, 8]], 6, memory=(one.numpy(), other.numpy()))
+    assert np.array_equal(made, tokens[:, 2:])
+
+
+def test_a_report_is_for_a_function(tmp_path: Path) -> None:
+    given: Any = "report.json"
+    said = "`report` must be a function of an ExportReport, got str 'report.json'"
+    for call in (decoder_to_onnx, encoder_decoder_to_onnx):
+        with pytest.raises(TypeError, match=said):
+            call(nn.Linear(3, 4), tmp_path / "model", report=given)
+    with pytest.raises(TypeError, match=said):
+        torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), report=given)
 
 
 class Returning(nn.Module):
