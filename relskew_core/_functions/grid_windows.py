@@ -7,7 +7,7 @@ A window of 7 × 7 is worth some microseconds of arithmetic, and the checks of i
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,17 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from relskew_core import backends
-from relskew_core._array.integers import integer, integers
+from relskew_core._array.integers import integer
 from relskew_core._array.namespace import device, is_compiling, namespace_of_arrays
 from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.axes import Grids, Surroundings, axis_bias, check_bias
+from relskew_core._functions.axes import Grids, Surroundings, check_bias
 from relskew_core._functions.prepared import MOST, PLAIN
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
+from relskew_core._positions.span import Span
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,16 +54,10 @@ class Windows:
         if wide(q.dtype, xp=xp) != q.dtype:  # for which sums are made in a wider dtype
             return None
         call = problem(Arguments(q, k, v), return_lse=False)
-        if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None:  # no number may be asked for
+        if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None:
             return None
         spans = check_bias("rel_bias", bias, None, grids, Surroundings())
-        sides = tuple(bias.shape[-count:])
-        numbers = xp.reshape(integers(0, math.prod(sides), device=device(bias), xp=xp), sides)
-        index: Any = axis_bias(numbers, spans, grids, xp=xp)
-        flat = array("q", xp.reshape(index, (-1,)).tolist())
-        found = cls(flat, q.ndim - 2, tuple(index.shape), count, xp)
-        call = problem(Arguments(q, k, v, mask=found.mask(bias)), return_lse=False)
-        return None if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None else found
+        return cls(index_of(grids, spans), q.ndim - 2, (grids.n_queries, grids.n_keys), count, xp)
 
     def mask(self, bias: Array) -> Array:
         """Return a bias by query and key."""
@@ -70,6 +65,18 @@ class Windows:
         index = xp.asarray(self.index, dtype=integer(xp), device=device(bias))
         row = xp.take(xp.reshape(bias, (*lead, -1)), index, axis=-1)
         return xp.reshape(row, (*(1,) * (self.before - len(lead)), *lead, *self.shape))
+
+
+def index_of(grids: Grids, spans: Sequence[Span]) -> array[int]:
+    """Return which number of a bias each query has for each key. No library makes it: JAX may be tracing."""
+    rows = [[0]]
+    for n, m, offset, span in zip(grids.queries, grids.keys, grids.offset, spans, strict=True):
+        rows = [
+            [place * span.rows + key - query - offset + span.left for place in row for key in range(m)]
+            for row in rows
+            for query in range(n)
+        ]
+    return array("q", itertools.chain.from_iterable(rows))
 
 
 def first(function: F) -> F:

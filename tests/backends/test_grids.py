@@ -312,6 +312,17 @@ def test_windows_of_no_kernels_and_of_another_function_are_not_remembered() -> N
         relative_attention_2d(q, q, q, rel_bias=bias, **grids)
 
 
+def test_windows_are_checked_where_jax_traces_other_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(grid_windows, "_known", {})
+    q, bias = (jax.random.normal(jax.random.key(0), shape) for shape in [(2, 9, 4), (2, 7, 5)])
+
+    def attend(factor: Any) -> Any:
+        return factor * relative_attention_2d(q, q, q, rel_bias=bias, q_grid=(3, 3), k_grid=(3, 3))
+
+    assert oracles.relative_error(jax.jit(attend)(1.0), attend(1.0)) < 1e-6
+
+
 def test_axes_without_tables_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     shapes = [*[(2, 2, 24, 4)] * 3, (2, 5, 4), (7, 4)]
