@@ -34,7 +34,7 @@ FOLDERS = frozenset((*NATIVE, "mlx"))
 
 
 def available() -> dict[str, list[str]]:
-    """List what this machine offers: for each installed array library its implementations.
+    """List the implementations for each installed array library on this machine.
 
     Returns
     -------
@@ -140,7 +140,7 @@ def library_name(xp: Any) -> str:
 
 
 def default_library() -> Any:
-    """Return NumPy, the library of calls that bring no array of their own."""
+    """Return NumPy, the library of calls without arrays."""
     try:
         return importlib.import_module("numpy")
     except ImportError as error:

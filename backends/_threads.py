@@ -12,7 +12,7 @@ _numpy_threads: int | None = None
 
 
 def set_numpy_threads(threads: int | None) -> None:
-    """Set on how many threads the compiled kernels work for NumPy's arrays.
+    """Set the number of threads of the compiled kernels for NumPy arrays.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The attention block as ONNX graphs: made, saved safely, validated in the runtimes that will run them; whole models.
+"""Attention blocks and whole models as ONNX graphs: export, save and validate them in their runtimes.
 
 Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use; models of torch need torch
 and onnxscript, and tokens from their graphs onnxruntime.

@@ -26,7 +26,7 @@ CACHE_LENGTH = "cache_length"
 def caches_in_place(
     model: onnx.ModelProto, *, past: str = "past_key_values.", present: str = "present.", contrib: bool = False
 ) -> onnx.ModelProto:
-    """Give a decoder whose caches grow caches of one length, which it writes in place.
+    """Replace the growing caches of a decoder by caches of fixed length, which it updates in place.
 
     A cache that grows is copied at every step, and has another shape. One of a fixed length is one buffer, bound as
     input and output, of which ``past_length`` places are filled; attention reads no others.

@@ -15,7 +15,7 @@ from relskew_core.export._graph.operator import DOMAIN, NAME
 
 
 def custom_ops_library() -> Path:
-    """Return the path of the operator library, with which onnxruntime runs attention by the compiled kernels.
+    """Return the path of the operator library, through which onnxruntime runs attention in the compiled kernels.
 
     The library is one file without Python in it: copy it to where a model is served. A session of onnxruntime 1.17 or
     newer takes it by ``SessionOptions.register_custom_ops_library``; hosts in other languages have the same function,
@@ -60,7 +60,7 @@ def has_operator(model: onnx.ModelProto) -> bool:
 
 
 def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> onnx.ModelProto:
-    """Return the plain graph of a model whose attention is the operator's nodes.
+    """Return the plain graph of a model that has nodes of the operator library.
 
     Each node ``relskew::RelativeAttention`` becomes what its function is made of, standard operators, as in a graph
     that was written without ``operator=True``. Runtimes that take no functions need it, such as OpenVINO.

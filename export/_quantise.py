@@ -43,7 +43,7 @@ def quantize(
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model with its weights, its tables and, in two kinds, its activations in fewer bits.
+    """Write a model with its weights, its tables and, for two kinds, its activations in fewer bits.
 
     onnxruntime's tools do the products with weights. What they would spoil or leave out is done or excluded here: the
     tables of relative positions and embeddings, which nothing multiplies as they are, become int8 with a scale for each

@@ -56,7 +56,7 @@ class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
         self._functions: Functions | None = None
 
     def model(self, program: Any) -> onnx.ModelProto:
-        """Return the graph of an export that these translations were given to.
+        """Return the graph of an export that used these translations.
 
         Parameters
         ----------

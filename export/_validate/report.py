@@ -10,7 +10,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question put to a model, and its answer.
+    """One check of a model, and its result.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ def decoder_to_onnx(
     overwrite: bool = False,
     external_threshold: int = 2**30,
 ) -> Path:
-    """Write a decoder of torch as one ONNX graph with caches, checked against torch.
+    """Write a torch decoder as one ONNX graph with caches, checked against torch.
 
     Its inputs are ``input_ids (batch, length)`` of int64 and, for every layer ``N``, ``past_key_values.N.key`` and
     ``past_key_values.N.value (batch, heads, past_length, D)``; its outputs ``logits (batch, length, vocabulary)``,

@@ -74,7 +74,7 @@ class ExportedGraph:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export made, and how it was checked.
+    """The graphs of an export, and the checks that they passed.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ def torch_to_onnx(
     overwrite: bool = False,
     external_threshold: int = 2**30,
 ) -> onnx.ModelProto:
-    """Write a model of torch as an ONNX graph with dynamic batch and lengths, checked against torch.
+    """Write a torch model as an ONNX graph with dynamic batch and lengths, checked against torch.
 
     Every call of :func:`relskew_core.relative_attention` and every module of this library in it becomes a few nodes, as
     with :func:`to_onnx`; torch's own exporter writes the rest. Needs torch, onnxscript and, for the check, onnxruntime.

@@ -39,7 +39,7 @@ def generate(
     stream: Callable[[Any], object] | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> np.ndarray[Any, Any]:
-    """Continue a prompt by a decoder's graph, or answer it by an encoder–decoder's: greedily, or drawing tokens.
+    """Generate tokens from a prompt with the graph of a decoder or an encoder–decoder, greedily or by sampling.
 
     Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step. Of
     a decoder with ``in_place`` each is one buffer, bound as past and as present, so that nothing is copied; its length

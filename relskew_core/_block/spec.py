@@ -142,7 +142,7 @@ class BlockSpec:
 
     @classmethod
     def alibi(cls, embed_dim: int, num_heads: int, **options: Any) -> BlockSpec:
-        """Return a block with ALiBi's bias and no table: nothing of it is learned, and it is for inputs of any length.
+        """Return a block with ALiBi's bias and no table, for inputs of any length; the bias is not learned.
 
         Parameters
         ----------
@@ -211,7 +211,7 @@ class BlockSpec:
         return f"{type(self).__name__}({', '.join(self.chosen())})"
 
     def chosen(self) -> list[str]:
-        """Return the arguments that make this spec, without those that are as by default."""
+        """Return the arguments of this spec that differ from the defaults."""
         usual = {field.name: field.default for field in fields(self)}
         usual["num_kv_heads"] = self.num_heads
         if self.head_dim * self.num_heads == self.embed_dim:
@@ -226,7 +226,7 @@ class BlockSpec:
         return rows if self.shared_table else (self.num_heads, *rows)
 
     def weight_shapes(self, *, projections: bool = True) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight by its key, in the naming of torch modules; without the projections if asked for."""
+        """Return the shape of each weight by its key, with the names of torch modules and optionally no projections."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {
             "q_proj": (width, self.embed_dim),
@@ -252,7 +252,7 @@ class BlockSpec:
         return shapes
 
     def check_weights(self, weights: Any, *, projections: bool = True) -> None:
-        """Refuse a mapping whose keys or shapes are not those of :meth:`weight_shapes`; the message names the key."""
+        """Raise an error that names the key if a mapping does not have the keys and shapes of :meth:`weight_shapes`."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"`weights` must be a mapping from names to arrays, got {describe(weights)}")
         shapes = self.weight_shapes(projections=projections)

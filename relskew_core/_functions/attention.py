@@ -23,7 +23,7 @@ class _Forward(Arguments):
 
 @takes(_Forward, prepared.first)
 def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | tuple[Array, Array]:
-    """Attend with relative positions, in memory that grows with the length and not with its square.
+    """Attend with relative positions, in memory that grows linearly with the length.
 
     Arrays are ``(..., heads, length, width)``: transpose those of JAX's and flash-attention's layout, ``(..., length,
     heads, width)``, with ``q.swapaxes(-2, -3)``. With ``r = j - (i + offset)`` the position of key ``j`` relative to
@@ -207,7 +207,7 @@ class Backward(Arguments, _Cotangent):  # the fields of the last base come first
 
 @takes(Backward)
 def relative_attention_vjp(given: Backward) -> Gradients:
-    """Pull the gradient of the output of :func:`relative_attention` back to all of its arrays.
+    """Return the gradients of all arrays of :func:`relative_attention`, from the gradient of its output.
 
     Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
     your own training loops.

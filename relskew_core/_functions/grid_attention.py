@@ -39,7 +39,7 @@ def relative_attention_2d(
     chunk_size: int | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Attend on a grid with relative heights and widths, holding some rows of the logits at a time.
+    """Attend on a grid with relative heights and widths, materialising only some rows of the logits at a time.
 
     ::
 

@@ -30,7 +30,7 @@ _Looked = make_dataclass(
 
 @takes(_Looked)
 def attention_weights(given: Any) -> Array:
-    """Return the weights of :func:`relative_attention`, all of them: for pictures and inspection.
+    """Return all attention weights of :func:`relative_attention`, for pictures and inspection.
 
     What attention itself never holds: memory grows with the square of the length.
 

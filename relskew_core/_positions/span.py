@@ -86,7 +86,7 @@ class Span:
 
     @classmethod
     def clipped(cls, k: int) -> Span:
-        """Span ``-k … k`` whose edge rows serve every position further away (Shaw et al. 2018, section 3.2).
+        """Span ``-k … k`` whose edge rows are used for all farther positions (Shaw et al. 2018, section 3.2).
 
         Examples
         --------

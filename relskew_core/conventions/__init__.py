@@ -1,4 +1,4 @@
-"""Tables and weights of other code bases: ``load`` brings them here, ``store`` brings them back.
+"""Tables and weights of other code bases: ``load`` converts them to those of relskew, ``store`` converts them back.
 
 Here a table's rows are relative positions ``rel = key - query`` in ascending order, and a :class:`~relskew_core.Span`
 says which. Others count otherwise. Each of these values is one of their ways, with its rows drawn: ``help(VITS)`` or

@@ -95,7 +95,7 @@ class Convention:
         return load_named(self, "table", table, left=left)
 
     def store(self, table: Array, span: Span) -> Array:
-        """Write a table as their code has it; the inverse of :meth:`load`.
+        """Write a table in the order of the other code base; the inverse of :meth:`load`.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Pictures of spans, of who sees whom, of the skew, and of weights: as SVG without any package, or as PNG.
+"""Pictures of spans, of visible keys, of the skew, and of weights: as SVG without any package, or as PNG.
 
 In a notebook they show themselves. ``relskew draw`` writes them, or prints them in a terminal.
 """

@@ -19,7 +19,7 @@ ARRAYS = ("mask", "segments", "positions")
 def draw_call(
     n_queries: int, n_keys: int | None = None, span: Span | None = None, *, sinks: bool = False, **arguments: Any
 ) -> Picture:
-    """Draw which keys each query of a call sees: it is called, with NumPy, and no query likes a key more than others.
+    """Draw which keys each query of a call sees, by making the call in NumPy with uniform logits.
 
     Parameters
     ----------

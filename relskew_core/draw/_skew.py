@@ -61,7 +61,7 @@ def draw_skew(n_queries: int = 4, n_keys: int | None = None) -> Picture:
 
 
 def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int | None = None) -> Path:
-    """Write the skew as a moving SVG: styles alone move it, and not for readers who asked for less motion.
+    """Write the skew as an animated SVG, which needs no script and respects the setting for reduced motion.
 
     Parameters
     ----------

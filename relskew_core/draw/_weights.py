@@ -16,7 +16,7 @@ NOTE = "Colour: the root of the weight; full colour is {:.2g}."
 
 
 def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_query: int = 0) -> Picture:
-    """Draw weights of attention, a panel for each head.
+    """Draw attention weights, with a panel for each head.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ REFUSED = ("s_aux", "position_bias", "cache", "block_table", "cu_seq_lens_q", "c
 
 
 def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span: Span | None = None) -> str:
-    """Give the models of ``transformers`` a bias by relative position: ALiBi, or one that is learned.
+    """Add a bias by relative position to models of ``transformers``: ALiBi, or a learned bias.
 
     It is added to what the model has. Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name``
     where a model is made. Caches, padding, sliding windows and grouped heads are the model's own.

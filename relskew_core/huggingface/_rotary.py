@@ -15,7 +15,7 @@ from relskew_core.huggingface._register import Bias, register_attention
 def replace_rotary(
     model: nn.Module, *, rel_bias: Bias = "alibi", span: Span | None = None, name: str = "relskew"
 ) -> nn.Module:
-    """Replace the rotary positions of Llama-like models by ALiBi, or by a bias that is learned, in place.
+    """Replace the rotary positions of Llama-like models by ALiBi or a learned bias, in place.
 
     Queries and keys are no longer turned, and the bias is added to their products, as :func:`register_attention` does
     it. What the model has learned goes by its rotary positions: it has to be trained anew, or on. Caches, ``generate``

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over the devices of a JAX mesh. Imported by its own name."""
+"""Attention over a sequence that is split over the devices of a JAX mesh. Import it explicitly."""
 
 from relskew_core._array.extras import needs_extra as _needs_extra
 

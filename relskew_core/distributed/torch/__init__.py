@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over processes of ``torch.distributed``. Imported by its own name."""
+"""Attention over a sequence that is split over processes of ``torch.distributed``. Import it explicitly."""
 
 from relskew_core._array.extras import needs_extra as _needs_extra
 

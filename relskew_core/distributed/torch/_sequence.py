@@ -61,7 +61,7 @@ def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "c
 
 
 def unshard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "contiguous") -> Tensor:
-    """Return the whole sequence, on every rank: what :func:`shard_sequence` took apart.
+    """Return the whole sequence on every rank; the inverse of :func:`shard_sequence`.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from relskew_core.layers.torch._attention import TableAttention
 
 
 class ContextParallel(ParallelStyle):
-    """Lets our attention modules attend to a sequence of which every process has a share.
+    """Make attention modules attend to a sequence that is split over processes.
 
     The module is called as before, with this rank's share of the positions (:func:`shard_sequence`), and returns its
     share. Everything else of a model works position by position and needs nothing. Gradients of parameters are every

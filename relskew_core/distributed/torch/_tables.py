@@ -21,7 +21,7 @@ from relskew_core.distributed.torch._ranks import Ranks, distributed, groups
 
 
 def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) -> Tensor:
-    """Return this rank's rows of a table: those of the relative positions that its number is, modulo all ranks.
+    """Return this rank's rows of a table: every ``P``-th relative position, for ``P`` ranks.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""equinox: relative attention as a module, for models made of modules.
+"""Relative attention as an equinox module.
 
 ``from relskew_core.layers.equinox import RelativeMultiheadAttention``; nothing else here imports equinox on its own.
 """

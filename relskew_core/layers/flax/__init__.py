@@ -1,4 +1,4 @@
-"""flax: relative attention as a module, for models made of modules.
+"""Relative attention as a flax module.
 
 ``from relskew_core.layers.flax import RelativeMultiheadAttention``; nothing else here imports flax on its own.
 """

@@ -1,4 +1,4 @@
-"""MLX: relative attention as a module, for models made of modules.
+"""Relative attention as an MLX module.
 
 ``from relskew_core.layers.mlx import RelativeMultiheadAttention``; nothing else here imports MLX on its own.
 """

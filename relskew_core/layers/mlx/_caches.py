@@ -13,7 +13,7 @@ from relskew_core._block.cache import check_cached, slid
 
 
 class FixedCache(NamedTuple):
-    """Room for the keys and values of a whole sequence, of one shape however much is there.
+    """Room for the keys and values of a whole sequence, with the same shape at every step.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class FixedCache(NamedTuple):
 
 
 class SlidingCache(NamedTuple):
-    """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
+    """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
 
     A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
 
@@ -98,5 +98,5 @@ class SlidingCache(NamedTuple):
     length: Array
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, SlidingCache, Mapping[str, Any]]:
-        """Append the new keys and values, and forget as many."""
+        """Append the new keys and values, and drop the same number of old ones."""
         return slid(self, k, v, xp=xp)

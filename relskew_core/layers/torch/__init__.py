@@ -1,4 +1,4 @@
-"""torch: relative attention as modules, for models made of modules.
+"""Relative attention as torch modules.
 
 ``from relskew_core.layers.torch import RelativeMultiheadAttention``; nothing else here imports torch on its own.
 """

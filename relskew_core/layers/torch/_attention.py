@@ -58,7 +58,7 @@ class TableAttention(nn.Module):
             self.buckets.copy_(torch.tensor(self.spec.buckets(), dtype=torch.int64, device="cpu"))
 
     def extra_repr(self) -> str:
-        """Return the arguments that are not as by default."""
+        """Return the arguments that differ from the defaults."""
         return ", ".join(self.spec.chosen() + Settings(self.dropout, self.impl, self.chunk_size).chosen())
 
     def table_parameters(self) -> list[nn.Parameter]:

@@ -50,7 +50,7 @@ class FixedCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, FixedCache, Mapping[str, Any]]:
-        """Write the new keys and values behind those that are there."""
+        """Write the new keys and values after the cached ones."""
         room, n, there = self.keys.shape[-2], k.shape[-2], None
         if not torch.compiler.is_compiling() and self.length.device.type == "cpu":
             there = int(self.length.max())
@@ -72,7 +72,7 @@ class FixedCache(NamedTuple):
 
 
 class SlidingCache(NamedTuple):
-    """The last keys and values: attention through it is attention with ``window=(keep, 0)``, however it is fed.
+    """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
 
     A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
 
@@ -110,7 +110,7 @@ class SlidingCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, SlidingCache, Mapping[str, Any]]:
-        """Append the new keys and values, and forget as many."""
+        """Append the new keys and values, and drop the same number of old ones."""
         keep, n = self.keys.shape[-2], k.shape[-2]
         for name, old, new in (("past.keys", self.keys, k), ("past.values", self.values, v)):
             check_cached(name, old, keep, new)

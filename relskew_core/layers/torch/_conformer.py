@@ -22,7 +22,7 @@ from relskew_core.layers.torch._relative import RelativeMultiheadAttention
 
 
 class ChunkCache(NamedTuple):
-    """The keys and values of the blocks before a chunk: always as many, so that each chunk costs the same.
+    """The keys and values of the blocks before a chunk, of fixed length, so that each chunk costs the same.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class ChunkCache(NamedTuple):
     length: Tensor
 
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, ChunkCache, dict[str, Any]]:
-        """Append the new keys and values, and forget as many."""
+        """Append the new keys and values, and drop the same number of old ones."""
         k, v, present, seen = slid(self, k, v, xp=xp)
         keys, values = (x.contiguous() for x in present[:2])  # a view would hold the whole chunk
         hidden = {name: seen[name] for name in ("offset", "unfilled")}  # the blocks say what is seen, and no window
@@ -134,7 +134,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         self.u, self.w = (nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) for _ in "uw")
 
     def table_parameters(self) -> list[nn.Parameter]:
-        """Return ``u`` and ``w``: there is no table."""
+        """Return ``u`` and ``w``, because there is no table."""
         return [self.u, self.w]
 
     def empty_cache(  # type: ignore[override]  # one signature where the module has three
@@ -174,7 +174,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         return ChunkCache(keys, values, torch.zeros((), dtype=torch.int64, device=like.device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attend with both biases, to sinusoids as far as they are needed, projected."""
+        """Attend with both biases and with projected sinusoids, which reach as far as the call needs."""
         size, span = self.spec.block_size, self.spec.span
         if size is not None and "unfilled" in options and q.shape[-2] % size:
             raise ValueError(

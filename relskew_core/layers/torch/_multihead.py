@@ -142,7 +142,7 @@ class MultiheadAttention(TableAttention):
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention, span: Span, **options: Any) -> MultiheadAttention:
-        """Return the module that takes over from an ``nn.MultiheadAttention``: its weights, and tables of zeros.
+        """Return a module with the weights of an ``nn.MultiheadAttention``, and with tables of zeros.
 
         Parameters
         ----------
@@ -318,6 +318,6 @@ class MultiheadAttention(TableAttention):
         return [functional.linear(*given) for given in zip((query, key, value), weights, biases, strict=True)]
 
     def extra_repr(self) -> str:
-        """Return the arguments that are not as by default."""
+        """Return the arguments that differ from the defaults."""
         widths = [f"{name}={n}" for name, n in (("kdim", self.kdim), ("vdim", self.vdim)) if n != self.embed_dim]
         return ", ".join([super().extra_repr(), *widths, *(["batch_first=True"] if self.batch_first else [])])

@@ -103,7 +103,7 @@ class RelativeMultiheadAttention(CachedAttention):
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention, span: Span, **options: Any) -> RelativeMultiheadAttention:
-        """Return the module that takes over from an ``nn.MultiheadAttention``: its weights, and tables of zeros.
+        """Return a module with the weights of an ``nn.MultiheadAttention``, and with tables of zeros.
 
         Parameters
         ----------
@@ -231,7 +231,7 @@ class RelativeMultiheadAttention(CachedAttention):
         segments: Tensor | tuple[Tensor, Tensor] | None = None,
         positions: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return the weights of attention, for pictures and inspection: without dropout.
+        """Return the attention weights without dropout, for pictures and inspection.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""torch's tensor parallelism: the tables' part of a plan for ``parallelize_module``. Imported by its own name."""
+"""torch's tensor parallelism: the tables' part of a plan for ``parallelize_module``. Import it explicitly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TableParallel"]
 
 
 class TableParallel(ParallelStyle):
-    """Gives every process the tables of its heads, where ``ColwiseParallel`` splits the projections by heads.
+    """Split the tables by heads over the processes, as ``ColwiseParallel`` splits the projections.
 
     Tables that all heads share stay whole, and their gradients are summed.
 
