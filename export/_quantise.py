@@ -45,10 +45,10 @@ def quantize(
 ) -> Path:
     """Write a model with its weights, its tables and, for two kinds, its activations in fewer bits.
 
-    onnxruntime's tools do the products with weights. What they would spoil or leave out is done or excluded here: the
-    tables of relative positions and embeddings, which nothing multiplies as they are, become int8 with a scale for each
-    head; ``Attention`` stays as it is, since a quantised one loads nowhere; and from where a mask may have hidden
-    logits, up to their softmax, nothing is quantised: its -1e30 would leave no bit for them.
+    onnxruntime's tools quantise the products with weights, and this function adds or excludes what they would miss or
+    damage. Tables of relative positions and embeddings, which these tools skip, become int8 with a scale for each head.
+    ``Attention`` is not quantised, because no runtime loads a quantised one. Nothing is quantised between a mask and
+    its softmax, because the mask's -1e30 would leave no bits for the logits.
 
     Parameters
     ----------
@@ -57,14 +57,14 @@ def quantize(
     path : str or path-like
         Where to write, as :func:`save` does.
     kind : {"dynamic", "static", "weights-8", "weights-4"}, default "weights-8"
-        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, onnxruntime's ``MatMulNBits``,
-        which rounds activations to int8 within its products. ``"dynamic"``: uint8 weights and activations whose scale
-        each call finds. ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear`` with scales from ``inputs``, as
-        accelerators want it; weights in 7 bits of an int8.
+        ``"weights-8"`` and ``"weights-4"``: weights in blocks of 32 with a scale each, for onnxruntime's
+        ``MatMulNBits``, which rounds activations to int8 within its products. ``"dynamic"``: uint8 weights and
+        activations, whose scale is computed in each call. ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear``
+        with scales from ``inputs``, as accelerators need them, with weights in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
-        For ``"static"``, and for it alone: representative inputs, by their names.
+        Representative inputs by name, only for ``"static"``.
     overwrite : bool, default False
-        Whether an older file may be replaced.
+        Whether an existing file may be replaced.
 
     Returns
     -------

@@ -41,40 +41,40 @@ def generate(
 ) -> np.ndarray[Any, Any]:
     """Generate tokens from a prompt with the graph of a decoder or an encoder–decoder, greedily or by sampling.
 
-    Needs onnxruntime and NumPy; torch need not be installed. The caches stay with the runtime from step to step. Of
-    a decoder with ``in_place`` each is one buffer, bound as past and as present, so that nothing is copied; its length
-    is what the graph fixes, else what the prompt and ``n`` tokens need.
+    This needs onnxruntime and NumPy, but not torch. The caches stay in the memory of the runtime from step to step.
+    With ``in_place``, each cache of a decoder is one buffer, bound as past and as present, so that nothing is copied;
+    it has the length that the graph fixes, or else the length that the prompt and ``n`` tokens need.
 
     Parameters
     ----------
     model : str, path-like or onnxruntime.InferenceSession
-        What :func:`decoder_to_onnx` wrote, or a session that has it open, for many calls; or the folder that
+        The file that :func:`decoder_to_onnx` wrote, or an open session of it, for many calls; or the folder that
         :func:`encoder_decoder_to_onnx` wrote.
     prompt : sequence of int, or array of ints of shape (length,) or (batch, length)
-        Tokens to continue. Those of a batch are of one length: nothing says that a token is padding. Of an
-        encoder–decoder what its encoder reads, padded to one length; vectors ``(length, width)`` or ``(batch, length,
-        width)`` where it reads sounds. The text begins with the model's ``decoder_start_token_id``, which is not among
-        the new tokens.
+        Tokens to continue. The prompts of a batch have the same length, because a decoder has no mask for padding. For
+        an encoder–decoder, the input of its encoder, padded to one length, or vectors ``(length, width)`` or
+        ``(batch, length, width)`` for audio. The text starts with the model's ``decoder_start_token_id``, which is not
+        among the new tokens.
     n : int
-        How many tokens to add at most. The prompt and all of them but the last must fit the tables, and the
-        caches where the graph fixes their length.
+        The largest number of new tokens. The prompt and all new tokens but the last must fit the tables, and also the
+        caches if the graph fixes their length.
     mask : array of shape (length,) or (batch, length), optional
         1 where a token of ``prompt`` counts and 0 where it is padding, for an encoder–decoder.
     memory : array or sequence of arrays, optional
-        What a decoder attends to besides its text, ``(batch, memory_length, …)`` each, in the order in which it was
-        exported; ``model`` is a path then.
+        What a decoder attends to besides its text, ``(batch, memory_length, …)`` each, in the order of the export;
+        ``model`` must then be a path.
     temperature : float, optional
-        Divides the logits before a token is drawn. ``None`` and 0 take the likeliest one.
+        Divides the logits before a token is sampled. ``None`` and 0 decode greedily.
     top_k : int, optional
-        Draw from this many of the likeliest tokens.
+        Sample from this many of the likeliest tokens.
     top_p : float, optional
-        Draw from the likeliest tokens that together have this probability, after ``top_k``.
+        Sample from the likeliest tokens with this total probability, after ``top_k``.
     seed : int, optional
-        Makes the draws the same every time.
+        Makes the samples reproducible.
     stop : int or sequence of int, optional
         Tokens after which a row ends; when all rows have ended there are no more steps.
     stream : callable, optional
-        Called with the new token of every step as soon as it is known: an int, or an array (batch,).
+        Called with the new token of every step as soon as it is computed: an int, or an array (batch,).
     providers : sequence, optional
         Execution providers of onnxruntime for a path; a session has its own.
 
@@ -87,8 +87,8 @@ def generate(
     Raises
     ------
     ValueError, TypeError, FileNotFoundError
-        If an argument does not fit, the graph is no decoder, or prompt and ``n`` go past the tables or the caches; the
-        message says how far they reach.
+        If an argument does not fit, the graph is not a decoder, or the prompt and ``n`` tokens exceed the tables or the
+        caches; the message says how far they reach.
 
     See Also
     --------
@@ -96,7 +96,7 @@ def generate(
 
     Notes
     -----
-    The example of :func:`decoder_to_onnx` ends in tokens.
+    The example of :func:`decoder_to_onnx` generates tokens.
     """
     sampler = Sampler.of(temperature, top_k, top_p, seed)
     n = check_int("n", n, minimum=0)

@@ -24,19 +24,20 @@ REFUSED = ("s_aux", "position_bias", "cache", "block_table", "cu_seq_lens_q", "c
 def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span: Span | None = None) -> str:
     """Add a bias by relative position to models of ``transformers``: ALiBi, or a learned bias.
 
-    It is added to what the model has. Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name``
-    where a model is made. Caches, padding, sliding windows and grouped heads are the model's own.
+    The bias is added to the positions of the model. To use it, call ``model.set_attn_implementation(name)``, or pass
+    ``attn_implementation=name`` when you create a model. Caches, padding, sliding windows and grouped heads work as
+    before.
 
     Parameters
     ----------
     name : str, default "relskew"
-        What models call it. The same name again takes the new bias.
+        The name for ``attn_implementation``. Registering the same name again replaces the bias.
     rel_bias : "alibi", torch.Tensor, shape (R,) or (H, R), or callable
-        ALiBi's slopes, the numbers of ascending relative positions, or a function from an attention module to them: one
-        for each layer. Numbers may be parameters, and get gradients; they are the caller's to save.
+        ALiBi's slopes, one number for each relative position in ascending order, or a function that returns these
+        numbers for an attention module. They may be parameters, and then get gradients; save them yourself.
     span : Span, optional
-        The relative positions of the numbers; by default ``Span.causal(R, "clip")``: further ones have that of
-        the furthest.
+        The relative positions of the numbers; by default ``Span.causal(R, "clip")``: farther positions use the number of
+        the farthest.
 
     Returns
     -------
@@ -46,8 +47,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
     Raises
     ------
     ValueError, TypeError
-        If an argument does not fit, or ``name`` is one of transformers' own. Later, in a model's ``forward``: if it
-        gives its attention what this one cannot serve (sinks, another bias, packed lengths).
+        If an argument does not fit, or transformers already uses ``name``. Later, in a model's ``forward``: if the
+        model passes arguments that are not supported (sinks, another bias, packed lengths).
 
     See Also
     --------

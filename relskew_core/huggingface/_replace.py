@@ -113,31 +113,30 @@ NEAREST = {
 def replace_attention(model: Model, *, window: tuple[int, int] | None = None) -> Model:
     """Replace every attention of a ``transformers`` model that has relative positions by relative attention, in place.
 
-    Weights, state dict, caches, masks and dropout stay what they are. A bias or a product by position is no longer
-    written as a matrix for all queries and keys, once that matrix is large. A second call changes nothing.
+    Weights, state dict, caches, masks and dropout do not change. A bias or a product by position is no longer
+    materialised as a matrix for all queries and keys once that matrix is large. A second call changes nothing.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model, or any part of one, of the families in ``docs/huggingface.md``: T5 and its heirs, VITS, Wav2Vec2-BERT
-        and others. Attention without relative positions in it stays as it is.
+        A model, or any part of one, of the families in ``docs/huggingface.md``: T5 and related models, VITS,
+        Wav2Vec2-BERT and others. Attention without relative positions is not changed.
     window : tuple of int, optional
-        Local attention: a query sees keys at ``-left ≤ r ≤ right`` alone, given as ``(left, right)``, and memory and
-        time grow with the length and no longer with its square. For encoders of sequences with T5's bias or a
-        Conformer's positions (``docs/speech.md``); a decoder next to them, and its cross-attention, see all that they
-        saw. Given again, the new one counts.
+        Local attention, as ``(left, right)``: a query sees only keys at ``-left ≤ r ≤ right``, and memory and time grow
+        linearly with the length. It is for encoders of sequences with T5's bias or a Conformer's positions
+        (``docs/speech.md``); their decoders and cross-attention do not change. A second call sets a new window.
 
     Returns
     -------
     torch.nn.Module
-        The model. Given an attention itself, what takes its place.
+        The model. If ``model`` is an attention layer itself, its replacement.
 
     Raises
     ------
     ValueError
-        If there is nothing to replace; the message says what the model has, and what is known. If ``window`` is given
-        for attention that cannot have one. Later, in the model's ``forward``: if attention weights are asked
-        for, which are never held.
+        If there is nothing to replace; the message says what the model has, and what is supported. If ``window`` is
+        passed for attention that does not support it. Later, in the model's ``forward``: if attention weights are
+        requested, which are never materialised.
     TypeError
         If ``window`` is not a pair of ints.
 

@@ -17,9 +17,9 @@ def replace_rotary(
 ) -> nn.Module:
     """Replace the rotary positions of Llama-like models by ALiBi or a learned bias, in place.
 
-    Queries and keys are no longer turned, and the bias is added to their products, as :func:`register_attention` does
-    it. What the model has learned goes by its rotary positions: it has to be trained anew, or on. Caches, ``generate``
-    and padding on either side work as before.
+    Queries and keys are no longer rotated, and the bias is added to their products, as by :func:`register_attention`.
+    Train the model again, or further, because its weights were trained with rotary positions. Caches, ``generate`` and
+    padding on either side work as before.
 
     Parameters
     ----------
@@ -31,12 +31,13 @@ def replace_rotary(
     Returns
     -------
     torch.nn.Module
-        ``model``. A saved checkpoint does not hold what was replaced: replace it again after ``from_pretrained``.
+        ``model``. A saved checkpoint does not record the replacement: call this function again after
+        ``from_pretrained``.
 
     Raises
     ------
     ValueError, TypeError
-        If the model has no rotary embeddings, or does not ask transformers' interface for its attention; if an argument
+        If the model has no rotary embeddings, or does not use the attention interface of transformers; if an argument
         does not fit.
 
     See Also
@@ -46,8 +47,8 @@ def replace_rotary(
 
     Notes
     -----
-    Press et al. 2022, "Train Short, Test Long", compare both: a model with ALiBi reads on where one with rotary
-    positions of the same training fails.
+    Press et al. 2022, "Train Short, Test Long", compare both: with the same training, a model with ALiBi continues to
+    longer inputs on which a model with rotary positions fails.
 
     Examples
     --------
