@@ -211,7 +211,7 @@ def decoder_to_onnx(
     cached, added = range(1, 1 + count), range(1 + count, len(input_names))
     called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
     # Those that have the length of the first one have its name, too.
-    of_memory = {(index, 1): f"{input_names[index]}_length" for index in added} | {(1 + count, 1): "memory_length"}
+    of_memory = {(index, 1): f"{input_names[index]}_length" if index > added[0] else "memory_length" for index in added}
     converted = convert(
         flat,
         [{0: vary, 1: vary}, *({0: vary, 2: vary} for _ in cached), *({0: vary, 1: may_vary} for _ in added)],
