@@ -184,6 +184,8 @@ class Checked:
         if given.impl != "auto" or given.seed is not None:
             return None
         kernels, x = backends.prepared(type(call.given.q)), call.given
+        if kernels is None:  # JAX is tracing, and a heads axis was added
+            return None
         operands = call.operands(half=kernels.HALF)
         own = kernels.call_of(operands, call.options)
         if own is None:
@@ -208,6 +210,8 @@ class Checked:
         if not (formed or self.as_given):
             own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}
             x = replace(problem, given=Operands(**own)).operands(half=self.kernels.HALF)
+            if not self.kernels.TYPES.issuperset(map(type, x)):  # made where JAX is tracing
+                return None
         out, lse = self.kernels.attend(x, call)
         if not self.as_given:
             out, lse = problem.result(out), None if lse is None else problem.result(lse, dtype=problem.wide)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 
 import dense
 import kernels_built
+import oracles
 from compiled_cases import CASES, close, narrow
-from relskew_core import Span, relative_attention, relative_attention_vjp
+from relskew_core import Span, relative_attention, relative_attention_2d, relative_attention_vjp
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem
 from relskew_core.backends import _compiled
@@ -358,6 +360,24 @@ def test_eager_calls_compile_nothing() -> None:
     before = len(COMPILED)
     jax.jit(lambda x: x + 1)(1)
     assert len(COMPILED) > before  # or nothing would have been noticed
+
+
+@pytest.mark.parametrize("first", ["jit", "eager"])
+@pytest.mark.parametrize("form", ["no heads", "one bias", "grid"])
+def test_arrays_that_jit_closes_over(form: str, first: str) -> None:
+    """What is made of them there is traced, and no array."""
+    rng = np.random.default_rng(0)
+    q, table, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in [(441, 4), (41, 4), (881,)])
+    heads = q[None, None]
+    calls: dict[str, Callable[[], Any]] = {
+        "no heads": lambda: relative_attention(q, q, q, table, Span(20, 20, "clip")),
+        "one bias": lambda: relative_attention(heads, heads, heads, rel_bias=bias),
+        "grid": lambda: relative_attention_2d(q, q, q, table, table, q_grid=(21, 21), k_grid=(21, 21)),
+    }
+    call = calls[form]
+    expected = call() if first == "eager" else None
+    found = jax.jit(lambda factor: factor * call())(1.0)
+    assert oracles.relative_error(found, call() if expected is None else expected) < 1e-5
 
 
 @pytest.mark.parametrize("committed", [False, True])
