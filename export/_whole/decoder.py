@@ -60,18 +60,18 @@ def decoder_to_onnx(
     Parameters
     ----------
     model : torch.nn.Module
-        Called as ``model(tokens, past)``; returns ``(logits, past)``, with a cache for every layer, each a pair of keys
-        and values, in a list or tuple. A decoder of transformers goes as it is, if it keeps its past in a
-        ``DynamicCache`` of keys and values: give ``replace_attention(model)``, or one with ``register_attention``. On
-        the CPU; exported in evaluation, and left in the mode it was in.
+        A model on the CPU, called as ``model(tokens, past)``. It returns ``(logits, past)``, with a pair of keys and
+        values for every layer, in a list or tuple. A decoder of transformers needs no changes if it keeps its past in a
+        ``DynamicCache`` of keys and values: pass ``replace_attention(model)``, or one with ``register_attention``. The
+        model is exported in evaluation mode, and its mode is restored.
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
     opset : int, optional
         Version of the standard operators, 18 … 28; by default 23, and 24, the least, with ``in_place``.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
-        caches have it, such as a model that was trained in bfloat16 in float16. The check compares with that copy.
-        Frequencies of rotary positions in a model of transformers stay as they are, as when it is loaded in a dtype.
+        caches have this dtype, for example to export a bfloat16 model in float16. The check compares with that copy.
+        Frequencies of rotary positions in a model of transformers keep their dtype, as when it is loaded in a dtype.
     memory : Tensor or sequence of Tensor, optional
         What the decoder attends to besides its text, such as the states of an encoder ``(batch, memory_length,
         width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model is called as
@@ -91,12 +91,12 @@ def decoder_to_onnx(
         into the buffer that is bound as past and as present, and copies nothing, where caches that grow are copied at
         every step. The runtime must support ``TensorScatter``.
     length : int, optional
-        Positions that the caches have room for, with ``in_place``; by default the runtime takes any ``cache_length``.
-        At most what the tables reach.
+        With ``in_place``, the number of positions of the caches, at most what the tables reach; by default the runtime
+        accepts any ``cache_length``.
     contrib : bool, default False
-        Attend by onnxruntime's own ``GroupQueryAttention``, with ``in_place``. It reads caches where they lie, and is
-        the faster one in onnxruntime, so take it where no other runtime must run the file. It takes heads whose width 8
-        divides, attention without relative values, and several tokens behind a past for a batch of one alone.
+        With ``in_place``, use onnxruntime's ``GroupQueryAttention``, which reads caches in place and is faster in
+        onnxruntime; no other runtime runs the file. It supports head widths that are multiples of 8, attention without
+        relative values, and several tokens after a past only for a batch of one.
     genai : mapping or False, default False
         Also write ``genai_config.json`` next to the file, with which onnxruntime-genai runs the folder: entries of its
         ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. The token, or the list of tokens, that
@@ -105,12 +105,12 @@ def decoder_to_onnx(
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     operator : bool, default False
-        Write attention as nodes ``relskew::RelativeAttention``, which are functions of the model at the same time, as
+        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
         :func:`to_onnx` does; with ``in_place`` they write the caches themselves. Not with ``contrib``. The check runs
-        the graph with the operator library and without it; :func:`generate` registers the library by itself.
+        the graph with the operator library and without it; :func:`generate` registers the library automatically.
     check : bool, default True
-        Compare logits and caches with torch in onnxruntime: single tokens, whole prompts, prompts in pieces, other
-        batches, long pasts; and see that it fails past the tables, and where a cache is full.
+        Compare logits and caches with torch in onnxruntime, for single tokens, whole prompts, prompts in pieces, other
+        batches and long pasts; and check that the graph fails past the tables and when a cache is full.
     report : callable, optional
         Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
         axes vary, why others are fixed, and every comparison with its error.
@@ -127,10 +127,10 @@ def decoder_to_onnx(
     Raises
     ------
     RuntimeError
-        If the graph's results are not torch's; nothing is written then.
+        If the results of the graph differ from torch's; then nothing is written.
     FileExistsError, ValueError, TypeError, OSError
-        If an argument, or what the model returns, does not fit; if the model computes in bfloat16 where onnxruntime
-        cannot, and the check would run it; torch's own errors where it cannot export a model.
+        If an argument, or what the model returns, does not fit; if the check would have to run a bfloat16 model that
+        onnxruntime cannot run; torch's errors if it cannot export the model.
 
     See Also
     --------

@@ -43,16 +43,16 @@ def torch_to_onnx(
 ) -> onnx.ModelProto:
     """Write a torch model as an ONNX graph with dynamic batch and lengths, checked against torch.
 
-    Every call of :func:`relskew_core.relative_attention` and every module of this library in it becomes a few nodes, as
-    with :func:`to_onnx`; torch's own exporter writes the rest. Needs torch, onnxscript and, for the check, onnxruntime.
+    Every call of :func:`relskew_core.relative_attention` and every module of this library becomes a few nodes, as with
+    :func:`to_onnx`; torch's exporter writes the rest. This needs torch, onnxscript and, for the check, onnxruntime.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, on the CPU. It is exported in evaluation, and left in the mode it was in.
+        The model, on the CPU. It is exported in evaluation mode, and its mode is restored.
     inputs : Tensor, tuple or mapping of str
-        Arguments of an example: one, positional arguments, or keyword arguments; tensors in lists, tuples and mappings
-        are inputs too, and what is no tensor stays as it is here.
+        Example arguments: one argument, positional arguments, or keyword arguments. Tensors in lists, tuples and
+        mappings are inputs too; other values are constants of the graph.
     path : str or path-like, optional
         Where to save the graph too, all or nothing, as :func:`save` does.
     opset : int, default 23
@@ -69,18 +69,18 @@ def torch_to_onnx(
         batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
         warning, with the line that fixed it, if torch reports it.
     chunk_size : int, optional
-        Attend in a ``Loop`` over this many queries at a time where there are more of them, such as 128: memory grows
-        with the length then, and not with its square. As of :func:`torch_translation_table`.
+        For more queries than this number, such as 128, attention is a ``Loop`` over this many queries at a time, and
+        memory grows linearly with the length. As in :func:`torch_translation_table`.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     operator : bool, default False
-        Write attention as nodes ``relskew::RelativeAttention``, which are functions of the model at the same time, as
-        :func:`to_onnx` does. Calls that the operator does not serve, such as those of a span that only the input
-        knows, stay as they are. The check runs the graph with the operator library and without it.
+        Write attention as nodes ``relskew::RelativeAttention``, which are also functions of the model, as
+        :func:`to_onnx` does. Calls that the operator does not support, such as those with a span that depends on the
+        input, are written as without it. The check runs the graph with the operator library and without it.
     check : bool, default True
-        Compare with torch in onnxruntime, for the example and for other lengths of what varies, 1 among them, with
-        values drawn from those of the example. A length that ``model`` refuses has nothing to be compared with: a
-        warning says where the graph gives numbers all the same.
+        Compare with torch in onnxruntime, for the example and for other lengths of the axes that vary, including 1,
+        with values drawn from those of the example. A length that ``model`` rejects cannot be compared; a warning says
+        where the graph still returns numbers.
     report : callable, optional
         Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
         axes vary, why others are fixed, and every comparison with its error.
@@ -97,9 +97,9 @@ def torch_to_onnx(
     Raises
     ------
     RuntimeError
-        If a graph's results are not torch's; nothing is written then.
+        If the results of the graph differ from torch's; then nothing is written.
     ValueError, TypeError, OSError
-        If an argument does not fit; torch's own errors where it cannot export a model.
+        If an argument does not fit; torch's errors if it cannot export the model.
 
     See Also
     --------
