@@ -23,6 +23,7 @@ Arrays = list[np.ndarray[Any, Any]]
 Run = Callable[[Sequence[Tensor], str], Arrays]
 """Runs a graph on inputs; the text says for which case, in an error."""
 
+_TOO_NEW = re.compile(r"Opset (\d+) is under development.* till opset (\d+)", re.DOTALL)
 _UNSERVED = re.compile(r"Could not find an implementation for (\w+)")
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -103,6 +104,11 @@ def opened(path: Path, *, operator: bool) -> Any:
     try:
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # of the runtime's own kind
+        if (newer := _TOO_NEW.search(str(error))) is not None:
+            raise ValueError(
+                f"`opset` must be at most {newer[2]} for onnxruntime {onnxruntime.__version__}, which checks, "
+                f"got {newer[1]}: check=False is for other runtimes"
+            ) from error
         missing = _UNSERVED.search(str(error))
         if missing is None or not _in_bfloat16(path):
             raise

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from relskew_core.export import (
     torch_to_onnx,
 )
 from relskew_core.export._whole import convert, decoder, genai
+from relskew_core.export._whole.stored import store_once
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
 VOCABULARY = 30
@@ -517,7 +519,7 @@ def test_other_lengths_are_checked() -> None:
 class Comparing(Describing):
     """Attends to two memories, each of a length of its own."""
 
-    def forward(self, tokens: Tensor, past: Any, one: Tensor, other: Tensor) -> tuple[Tensor, list[Any]]:  # type: ignore[override]
+    def forward(self, tokens: Tensor, past: Any, one: Tensor, other: Tensor) -> tuple[Tensor, list[Any]]:
         x, (keys, values) = self.own(self.embedding(tokens), past=past[0])
         y = self.across(x, one, offset=keys.shape[2] - x.shape[1])
         z = self.across(x, other.sin(), offset=keys.shape[2] - x.shape[1])
@@ -753,6 +755,26 @@ def test_what_is_shared_is_stored_once(tmp_path: Path) -> None:
     quantize(made, tmp_path / "small.onnx", "weights-8")
     products = [node for node in onnx.load(tmp_path / "small.onnx").graph.node if node.op_type == "MatMulNBits"]
     assert len(products) == 9
+
+
+def test_contents_are_never_held_at_once() -> None:
+    arrays = [np.full((512, 512), number, np.float32) for number in range(20)]
+    stored = [onnx.numpy_helper.from_array(array, f"tensor_{number}") for number, array in enumerate(arrays)]
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [], [], stored))
+    tracemalloc.start()
+    store_once(model)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 5 * arrays[0].nbytes
+
+
+def test_a_version_that_the_runtime_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Opset 28 is under development and ... support for domain ai.onnx is till opset 26.")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    with pytest.raises(ValueError, match=r"`opset` must be at most 26 for onnxruntime .*, got 28"):
+        torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), opset=28)
 
 
 class Giving(nn.Module):
