@@ -36,8 +36,8 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
         ALiBi's slopes, one number for each relative position in ascending order, or a function that returns these
         numbers for an attention module. They may be parameters, and then get gradients; save them yourself.
     span : Span, optional
-        The relative positions of the numbers; by default ``Span.causal(R, "clip")``: farther positions use the number of
-        the farthest.
+        The relative positions of the numbers; by default ``Span.causal(R, "clip")``: farther positions use the number
+        of the farthest.
 
     Returns
     -------

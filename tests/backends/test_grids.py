@@ -306,7 +306,8 @@ def test_windows_of_no_kernels_and_of_another_function_are_not_remembered() -> N
     q, bias = torch.randn(1, 2, 8, 4), torch.randn(2, 3, 3, 3)
     grids: dict[str, Any] = {"q_grid": (2, 2, 2), "k_grid": (2, 2, 2)}
     for _ in range(2):
-        assert relative_attention_nd(*[q.to("meta")] * 3, rel_bias=bias.to("meta"), **grids).shape == q.shape
+        bare = q.to("meta")
+        assert relative_attention_nd(bare, bare, bare, rel_bias=bias.to("meta"), **grids).shape == q.shape
         relative_attention_nd(q, q, q, rel_bias=bias, **grids)
     with pytest.raises(TypeError, match="must be a pair"):
         relative_attention_2d(q, q, q, rel_bias=bias, **grids)

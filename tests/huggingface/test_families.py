@@ -315,7 +315,9 @@ def test_deberta_reads_masks_of_floats_as_masks() -> None:
 def test_masks_that_are_added_keep_their_sense_in_another_dtype() -> None:
     mask = torch.tensor([0.0, -1.0, torch.finfo(torch.float32).min])
     for dtype in (torch.bfloat16, torch.float16):
-        assert additive(mask, dtype).tolist() == [0.0, -1.0, torch.finfo(dtype).min]
+        added = additive(mask, dtype)
+        assert added is not None
+        assert added.tolist() == [0.0, -1.0, torch.finfo(dtype).min]
 
 
 def test_deberta_attends_from_where_it_attends_to() -> None:

@@ -145,8 +145,9 @@ def _present(x: Tensor, mask: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("name", ["timm's Swin", "timm's Swin, version 2"])
 @torch.no_grad()
 def test_timm_changes_the_windows_of_what_took_its_place(name: str) -> None:
-    found = []
-    for model in both(FAMILIES[name]):
+    models = both(FAMILIES[name])
+    for model in models:
         model.set_input_size(img_size=48, window_size=6)
-        found.append(model(randn(2, 3, 48, 48)))
-    check(*found, 1e-6)
+    pictures = randn(2, 3, 48, 48)
+    got, want = (model(pictures) for model in models)
+    check(got, want, 1e-6)
