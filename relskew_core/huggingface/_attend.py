@@ -41,9 +41,7 @@ class DropIn(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if (
-            self.window is not None or self.key_masks
-        ):  # in another process, transformers has to be given the masks again
+        if self.window is not None or self.key_masks:  # to transformers, in another process
             register_masks()
 
     if TYPE_CHECKING:  # what is the original's own

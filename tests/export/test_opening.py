@@ -439,7 +439,7 @@ def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None
 def child(monkeypatch: pytest.MonkeyPatch, load: str) -> list[str]:
     """Let the process that validates load models otherwise; return how it is started."""
     start, _, end = isolated._CHILD.rpartition("; ")
-    change = f"import onnx; real = onnx.load; onnx.load = lambda path: {load}"
+    change = f"import onnx; real = onnx.load; onnx.load = lambda path, **options: {load}"
     monkeypatch.setattr(isolated, "_CHILD", f"{start}; {change}; {end}")
     return [sys.executable, "-c", isolated._CHILD, json.dumps(sys.path)]
 
@@ -451,7 +451,7 @@ def test_the_limit_of_memory_holds_where_the_model_is_read(monkeypatch: pytest.M
         pytest.skip("memory cannot be limited here")
     weights = random_weights(CAUSAL)
     path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
-    child(monkeypatch, "1 / 0 if __import__('resource').getrlimit(2)[0] == 2**33 + 1 else real(path)")
+    child(monkeypatch, "1 / 0 if __import__('resource').getrlimit(2)[0] == 2**33 + 1 else real(path, **options)")
     (check,) = validate(path, CAUSAL, weights, memory_limit=2**33 + 1).checks
     assert check.detail == "ZeroDivisionError: division by zero"
 
@@ -473,7 +473,7 @@ def test_what_a_model_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Only the validation writes to its parent; the rest goes to where errors go."""
     weights = random_weights(CAUSAL)
     path = save(to_onnx(CAUSAL, weights), tmp_path / "block.onnx")
-    child(monkeypatch, "print('noise', flush=True) or real(path)")
+    child(monkeypatch, "print('noise', flush=True) or real(path, **options)")
     report = validate(path, CAUSAL, weights, runtimes=["reference"], lengths=[2], batches=[1])
     assert report.ok
     assert [check.name for check in report.checks][-3:] == ["y", "y", "too long fails"]

@@ -97,7 +97,7 @@ def test_a_report_in_full() -> None:
     version = {name: importlib.metadata.version(name) for name in ("onnx", "onnxruntime")}
     onnxs, ort = f"onnx {version['onnx']}, , , True", f"onnxruntime {version['onnxruntime']}, CPUExecutionProvider"
     reference, case = f"onnx reference {version['onnx']}, NumPy", "batch 3, queries 2, keys 2, past 0"
-    largest = f"True, {report.checks[9].gate}, largest difference …"
+    largest = f"True, {report.checks[10].gate}, largest difference …"
     assert [
         re.sub(r"\d\.\d\de[-+]\d\d|\d+ nodes", "…", ", ".join(str(value) for value in shown if value is not None))
         for *shown, error, gate, detail in map(astuple, report.checks)
@@ -108,6 +108,7 @@ def test_a_report_in_full() -> None:
         f"metadata, {onnxs}, ",
         f"spec, {onnxs}, ",
         f"interface, {onnxs}, ",
+        f"unread, {onnxs}, ",
         f"weights, {onnxs}, 9 of 9 stored under their names and equal",
         f"placement, {ort}, , True, … on CPUExecutionProvider",
         f"y, {ort}, {case}, True, 2e-06, largest difference …",

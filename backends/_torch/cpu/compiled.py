@@ -58,7 +58,7 @@ def pull_back(
 ) -> dict[str, Tensor]:
     """Return the gradients of a prepared call; of those that are not wanted, only the mask's is left out."""
     if flattened(operands) is operands:
-        found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH)
+        found = _compiled.pull_back(d_out, operands, call, out, lse, d_lse, library=TORCH, wanted=wanted)
         return found if found["q"].dtype == operands.q.dtype else _compiled.of_call(found, operands, xp=xp)
     return attention_vjp(d_out, operands, call.own_options, out, lse, d_lse, wanted)
 
