@@ -8,6 +8,7 @@
 #   make test           every test
 #   make coverage       the same, and which lines they reach; a third slower
 #   make test-peers     the same numbers as other code bases, which it installs
+#   make test-peers-all the same, with whole models of every family compiled and exported
 #   make test-web       exported graphs in onnxruntime-web, and the page where there is a Chromium; needs Node
 #   make test-lowest    the tests on the oldest supported release of every dependency; needs Python 3.11
 #   make sanitize       tests of the compiled kernels, and random calls for SECONDS=60, which look after what they read and
@@ -56,7 +57,7 @@ SANITIZED = OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 KERNELS_COMPILER= \
 SANITIZED_TESTS ?= tests/backends/test_compiled.py tests/backends/test_grids.py tests/backends/test_threads.py tests/backends/test_jax_compiled.py tests/core/test_options.py
 
 .PHONY: help demo example example-full web docs test coverage test-peers test-web test-lowest test-newest
-.PHONY: test-aarch64 test-emulated test-compilers test-operator
+.PHONY: test-peers-all test-aarch64 test-emulated test-compilers test-operator
 .PHONY: sanitize fuzz mutants check clean
 .PHONY: bench bench-compiled bench-families bench-options bench-short example-devices runtimes release-check
 .DELETE_ON_ERROR:
@@ -89,6 +90,9 @@ coverage: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
 
 test-peers: .venv-peers/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio -m 'not slow' tests/peers
+
+test-peers-all: .venv-peers/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv-peers $(BIN)/python -m pytest -p no:anyio tests/peers
 
 test-web: .venv/dev.stamp .venv-web/stamp

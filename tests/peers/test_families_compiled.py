@@ -17,6 +17,13 @@ from peers.test_families_wrapped import WRAPPED
 from relskew_core.export import torch_to_onnx
 from relskew_core.huggingface import replace_attention
 
+OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
+"""One family of each form; to compile or export all of them takes minutes."""
+
+
+def families(*but: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in WRAPPED if name not in but]
+
 
 def replaced(name: str) -> Any:
     """Return a model with a single layer of each kind."""
@@ -27,7 +34,7 @@ def replaced(name: str) -> Any:
     return replace_attention(model)
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", families())
 @torch.no_grad()
 def test_compile(name: str) -> None:
     """Traced, with the shapes of the operators' results: what the backends of torch start from."""
@@ -40,7 +47,7 @@ def test_compile(name: str) -> None:
 
 
 # Falcon has its bias in bfloat16, which onnxruntime does not multiply on CPUs, and torch does not export ProphetNet.
-@pytest.mark.parametrize("name", [name for name in WRAPPED if name not in ("Falcon", "ProphetNet")])
+@pytest.mark.parametrize("name", families("Falcon", "ProphetNet"))
 @torch.no_grad()
 def test_onnx(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
