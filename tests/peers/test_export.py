@@ -14,6 +14,7 @@ from peers.common import check
 from peers.test_drop_in import DYNAMIC, Encoder, Translator, t5, tokens, vits
 
 from relskew_core import relative_attention
+from relskew_core._kernel.call import Operands
 from relskew_core.export import torch_to_onnx, torch_translation_table
 from relskew_core.huggingface import replace_attention
 
@@ -22,7 +23,10 @@ from relskew_core.huggingface import replace_attention
 def operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drop-ins call the operator, which only an export with our translations knows."""
 
-    monkeypatch.setattr("relskew_core.huggingface._attend.exported", relative_attention)
+    def attention(operands: Operands, **options: Any) -> Any:
+        return relative_attention(**{name: x for name, x in operands._asdict().items() if x is not None}, **options)
+
+    monkeypatch.setattr("relskew_core.huggingface._attend.exported", attention)
 
 
 def exported(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
