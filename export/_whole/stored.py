@@ -28,7 +28,7 @@ def store_once(model: onnx.ModelProto) -> None:
         kind, shape, content = tensor.data_type, tuple(tensor.dims), _digest(tensor.raw_data)
         same = kept.get((kind, shape, content))
         if same is None and len(shape) == 2 and (kind, shape[::-1]) in shapes:
-            across = _digest(np.ascontiguousarray(numpy_helper.to_array(tensor).T).data)
+            across = _digest(np.ascontiguousarray(numpy_helper.to_array(tensor).T).view(np.uint8).data)
             other = kept.get((kind, shape[::-1], across))
             if other is not None:
                 same = f"{other}/transposed"
