@@ -320,9 +320,9 @@ def check_sides(name: str, value: Any, axes: int | None, *, minimum: int | None 
     return tuple(check_int(f"{name}[{index}]", side, minimum=minimum) for index, side in enumerate(value))
 
 
-def check_axes(name: str, value: Any, grids: Grids) -> None:
-    """Refuse what is not a sequence with a member for each axis."""
-    if value is not None and (not isinstance(value, (tuple, list)) or len(value) != len(grids.queries)):
+def check_axes(name: str, value: Any, grids: Grids, *, needed: bool = False) -> None:
+    """Refuse what is not a sequence with a member for each axis; ``None`` is one unless it is ``needed``."""
+    if (needed or value is not None) and (not isinstance(value, (tuple, list)) or len(value) != len(grids.queries)):
         raise TypeError(
             f"`{name}` must be a sequence with one for each of the {len(grids.queries)} axes, got {describe(value)}"
         )

@@ -257,7 +257,7 @@ def toeplitz_nd(
 
 
 def _logits(q: Array, tables: Sequence[Array | None], spans: Sequence[Span | None] | None, grids: Grids) -> Array:
-    check_axes("tables", tables, grids)
+    check_axes("tables", tables, grids, needed=True)
     check_axes("spans", spans, grids)
     named = dict(zip(grids.tables, tables, strict=True))
     xp = namespace_of_arrays({"q": q}, named)

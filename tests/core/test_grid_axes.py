@@ -186,6 +186,11 @@ def test_queries_outside_the_keys_grid_need_tables_that_reach_their_neighborhood
     np.testing.assert_allclose(got, [4 + math.log(2)])
 
 
+def test_logits_need_tables() -> None:
+    with pytest.raises(TypeError, match="^`tables` must be a sequence .* got None"):
+        relative_logits_nd(np.ones((4, 1)), None, q_grid=(2, 2), k_grid=(2, 2))  # type: ignore[arg-type]  # refused
+
+
 def test_keys_of_other_grids() -> None:
     """A block of queries inside the keys' grid sees what it sees as a part of the whole."""
     q, k, v, (table_h, table_w), bias = made({"grid": (6, 5)})
