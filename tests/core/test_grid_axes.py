@@ -187,7 +187,7 @@ def test_queries_outside_the_keys_grid_need_tables_that_reach_their_neighborhood
 
 
 def test_logits_need_tables() -> None:
-    with pytest.raises(TypeError, match="^`tables` must be a sequence .* got None"):
+    with pytest.raises(TypeError, match=r"^`tables` must be a sequence .* got None"):
         relative_logits_nd(np.ones((4, 1)), None, q_grid=(2, 2), k_grid=(2, 2))  # type: ignore[arg-type]  # refused
 
 
