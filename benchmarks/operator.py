@@ -99,7 +99,7 @@ class OperatorNodes(Benchmark):
                     continue
                 base = min((rows[name] for name in baselines(form) if name in rows), key=lambda row: row.cpu or 0.0)
                 cells += [(name, f"{case['length']}", as_time(row.cpu or 0.0)) for name, row in rows.items()]
-                ratio = round((rows[OPERATOR].ratio or 0.0) / (base.ratio or 1.0), 2)  # as it is shown
+                ratio = (rows[OPERATOR].ratio or 0.0) / (base.ratio or 1.0)
                 found.append(ratio)
                 cells.append(("**operator**, multiple", f"{case['length']}", f"**{ratio:.2f}**"))
             if cells:
