@@ -1,4 +1,4 @@
-"""Grids of any number of axes: what relative positions along each of them add to the logits, and who sees whom.
+"""Grids of any number of axes: what relative positions along each of them add to the logits.
 
 A grid is laid out row by row, as ``(…, n_0, n_1, …, D)`` flattened to ``(…, n_0 · n_1 · …, D)``. Every axis has its own
 relative position and is skewed by itself. Only the sum over the axes has an entry for every query and key.
@@ -6,203 +6,19 @@ relative position and is skewed by itself. Only the sum over the axes has an ent
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from relskew_core._array.checks import check_int, check_window, describe
-from relskew_core._array.integers import integers
-from relskew_core._array.known import exported, same_length
+from relskew_core._array.checks import describe
+from relskew_core._array.known import exported
 from relskew_core._array.ranks import moved
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions.bias import bias_between, check_span, diagonals
+from relskew_core._functions.grid_layout import Grids, Surroundings, extent
 from relskew_core._positions.skew import skew_from
 from relskew_core._positions.span import Span
 from relskew_core._positions.table import Table
-from relskew_core._positions.visibility import Visibility
-
-Sides = tuple[int, ...]
-"""A number for each axis."""
-
-OF_TWO = (("table_h", "table_w"), ("span_h", "span_w"))
-"""What the arguments of functions of two axes are called."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grids:
-    """The grids of queries and keys, where they lie, and how far neighbours are apart."""
-
-    queries: Sides
-    keys: Sides
-    offset: Sides
-    q_step: Sides
-    k_step: Sides
-    tables: Sequence[str]  # what an error calls the table and the span of each axis
-    spans: Sequence[str]
-
-    @classmethod
-    def of(
-        cls, q_grid: Any, k_grid: Any, offset: Any, q_step: Any = None, k_step: Any = None,
-        *, axes: int | None = None, matters: bool = True, biased: bool = False,
-    ) -> Grids:  # fmt: skip
-        """Return the grids of a call, each number checked; ``axes``: how many there have to be, if that is known.
-
-        ``matters``: the call depends on where they lie. ``biased``: it has a bias, which supports no steps.
-        """
-        queries = check_sides("q_grid", q_grid, axes, minimum=1)
-        keys = check_sides("k_grid", k_grid, len(queries), minimum=1)
-        count = len(queries)
-        steps = [
-            (1,) * count if step is None else check_sides(name, step, count, minimum=1)
-            for name, step in (("q_step", q_step), ("k_step", k_step))
-        ]
-        for name, step in zip(("q_step", "k_step"), steps, strict=True):
-            if biased and set(step) != {1}:
-                raise ValueError(f"`{name}` must be {(1,) * count} with `rel_bias`, got {step}")
-        tables, spans = (
-            OF_TWO if axes == 2 else (tuple(f"{name}[{axis}]" for axis in range(count)) for name in ("tables", "spans"))
-        )
-        found = cls(queries, keys, (0,) * count, steps[0], steps[1], tables, spans)
-        if offset is not None:
-            return replace(found, offset=check_sides("offset", offset, count))
-        sides = zip(queries, steps[0], keys, steps[1], strict=True)
-        if matters and not all(same_length(n * step, m * other) for n, step, m, other in sides):
-            zeros, further = found.offset, "(b, c)" if count == 2 else f"{count} numbers"
-            raise ValueError(
-                f"`offset` must be given where the grids differ: {zeros} if both begin at one place, {further} for "
-                "queries that begin so much further along each axis, got offset=None for "
-                f"q_grid={queries} and k_grid={keys}"
-            )
-        return found
-
-    @property
-    def axes(self) -> range:
-        """The axes."""
-        return range(len(self.queries))
-
-    @property
-    def n_queries(self) -> int:
-        """How many queries are on the grid."""
-        return math.prod(self.queries)
-
-    @property
-    def n_keys(self) -> int:
-        """The number of keys on their grid."""
-        return math.prod(self.keys)
-
-    def cut(self, top: int, bottom: int, first: int, last: int) -> Grids:
-        """Return the grids of the queries' rows ``top … bottom - 1`` and of the keys' rows ``first … last - 1``."""
-        offset = self.offset[0] + top * self.q_step[0] - first * self.k_step[0]
-        queries, keys = (bottom - top, *self.queries[1:]), (last - first, *self.keys[1:])
-        return replace(self, queries=queries, keys=keys, offset=(offset, *self.offset[1:]))
-
-    def check_reach(self, name: str, axis: int, span: Span, seen: Surroundings) -> None:
-        """Refuse a table of an axis that is too short for what some query sees."""
-        n, m = extent(self.queries[axis], self.q_step[axis]), extent(self.keys[axis], self.k_step[axis])
-        along = Visibility(n, m, self.offset[axis], *seen.reach(axis))
-        if seen.neighborhood is None:
-            along.check_reach(name, span, span_name=self.spans[axis])
-        elif span.beyond == "error":
-            along.refuse_unreached(name, span, *seen.positions(self, axis), span_name=self.spans[axis])
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Who sees whom along each axis: a window around the query, or a neighborhood that shifts at borders."""
-
-    window: tuple[tuple[int | None, int | None], ...] | None = None
-    neighborhood: Sides | None = None
-
-    @classmethod
-    def of(cls, window: Any, neighborhood: Any, grids: Grids) -> Surroundings:
-        """Return what a call says, checked."""
-        count = len(grids.queries)
-        if window is not None and neighborhood is not None:
-            raise ValueError(f"`neighborhood` must be None with `window`, got {describe(neighborhood)}")
-        if window is not None:
-            if not isinstance(window, (tuple, list)) or len(window) != count:
-                of = "((up, down), (left, right))" if count == 2 else f"{count} pairs, one for each axis,"
-                raise TypeError(f"`window` must be None or {of} of ints >= 0 or None, got {describe(window)}")
-            sides = (check_window(f"window[{axis}]", window[axis]) or (None, None) for axis in grids.axes)
-            return cls(window=tuple(sides))
-        if neighborhood is None:
-            return cls()
-        sizes = check_sides("neighborhood", neighborhood, count, minimum=1)
-        for name, steps in (("q_step", grids.q_step), ("k_step", grids.k_step)):
-            if set(steps) != {1}:
-                raise ValueError(f"`{name}` must be {(1,) * count} with `neighborhood`, got {steps}")
-        if not exported(*grids.keys) and any(size > m for size, m in zip(sizes, grids.keys, strict=True)):
-            raise ValueError(f"`neighborhood` must be no larger than `k_grid`, {grids.keys}, got {sizes}")
-        return cls(neighborhood=sizes)
-
-    @property
-    def all(self) -> bool:
-        """Whether every query sees every key."""
-        return self.window is None and self.neighborhood is None
-
-    def reach(self, axis: int) -> tuple[int | None, int | None]:
-        """Return how far a window reaches back and ahead along an axis."""
-        return (None, None) if self.window is None else self.window[axis]
-
-    def positions(self, grids: Grids, axis: int) -> tuple[int, int]:
-        """Return the least and the greatest relative position along an axis in a neighborhood, at a border too."""
-        assert self.neighborhood is not None
-        size, low = self.neighborhood[axis], grids.offset[axis]
-        if exported(*grids.queries, *grids.keys):
-            return 1 - size, size - 1
-        high = low + grids.queries[axis] - 1
-        first, last = (self._first(axis, place, grids.keys[axis]) for place in (low, high))
-        return last - high, first + size - 1 - low
-
-    def _first(self, axis: int, query: int, m: int) -> int:
-        """Return the first key along an axis in the neighborhood of a query."""
-        assert self.neighborhood is not None
-        size = self.neighborhood[axis]
-        return min(max(query - size // 2, 0), m - size)
-
-    def rows(self, grids: Grids, top: int, bottom: int) -> tuple[int, int]:
-        """Return which key rows of the first axis the query rows ``top … bottom - 1`` see, as a range; one at least."""
-        m, step = grids.keys[0], grids.k_step[0]
-        low, high = (grids.offset[0] + row * grids.q_step[0] for row in (top, bottom - 1))
-        if self.neighborhood is not None:
-            return self._first(0, low, m), self._first(0, high, m) + self.neighborhood[0]
-        left, right = self.reach(0)
-        first = 0 if left is None else min(max(-(-(low - left) // step), 0), m - 1)
-        last = m if right is None else min(max((high + right) // step + 1, 0), m)
-        return first, max(first + 1, last)
-
-    def visible(self, grids: Grids, rows: tuple[int, int, int, int], *, device: Any, xp: Namespace) -> Array:
-        """Return which keys are seen, ``(queries, keys)``, of rows ``top, bottom, first, last`` of the first axis."""
-        top, bottom, first, last = rows
-        count, conditions = len(grids.queries), []
-        for axis in grids.axes:
-            low, high, start, stop = rows if axis == 0 else (0, grids.queries[axis], 0, grids.keys[axis])
-            queries = integers(low, high, device=device, xp=xp)[:, None] * grids.q_step[axis] + grids.offset[axis]
-            keys = integers(start, stop, device=device, xp=xp)[None, :] * grids.k_step[axis]
-            for condition in self._along(axis, queries, keys, grids.keys[axis], xp=xp):
-                places = tuple(slice(None) if place % count == axis else None for place in range(2 * count))
-                conditions.append(condition[places])
-        shape = (bottom - top, *grids.queries[1:], last - first, *grids.keys[1:])
-        seen = (
-            functools.reduce(operator.and_, conditions)
-            if conditions
-            else xp.ones((1,) * (2 * count), dtype=xp.bool, device=device)
-        )
-        whole = xp.broadcast_to(seen, shape)
-        return xp.reshape(whole, (math.prod(shape[:count]), math.prod(shape[count:])))
-
-    def _along(self, axis: int, queries: Array, keys: Array, m: int, *, xp: Namespace) -> list[Array]:
-        if self.neighborhood is not None:
-            size = self.neighborhood[axis]
-            first = queries - size // 2
-            first = xp.where(first < 0, 0, xp.where(first > m - size, m - size, first))
-            return [keys >= first, keys < first + size]
-        left, right = self.reach(axis)
-        found = [] if left is None else [keys >= queries - left]
-        return found if right is None else [*found, keys <= queries + right]
 
 
 def axis_logits(
@@ -304,25 +120,3 @@ def _along(x: Array, table: Array, span: Span, grids: Grids, axis: int, *, xp: N
     columns = Table(xp.matrix_transpose(table), span.left, span.beyond).covering(low, high, xp=xp)
     logits = skew_from(columns.product(x, low, high, xp=xp), n_keys=places, first=first, step=q_step, xp=xp)
     return logits[..., ::k_step]
-
-
-def extent(count: int, step: int) -> int:
-    """Return how many rows of a table a row of ``count`` cells is long."""
-    return (count - 1) * step + 1
-
-
-def check_sides(name: str, value: Any, axes: int | None, *, minimum: int | None = None) -> Sides:
-    """Return ``value`` as an int for each axis."""
-    if not isinstance(value, (tuple, list)) or len(value) == 0 or (axes is not None and len(value) != axes):
-        kinds = {None: "a tuple of ints, one for each axis", 2: "a pair (height, width) of ints"}
-        wanted = kinds.get(axes, f"a tuple of ints, one for each of the {axes} axes")
-        raise TypeError(f"`{name}` must be {wanted}, got {describe(value)}")
-    return tuple(check_int(f"{name}[{index}]", side, minimum=minimum) for index, side in enumerate(value))
-
-
-def check_axes(name: str, value: Any, grids: Grids, *, needed: bool = False) -> None:
-    """Refuse what is not a sequence with a member for each axis; ``None`` is one unless it is ``needed``."""
-    if (needed or value is not None) and (not isinstance(value, (tuple, list)) or len(value) != len(grids.queries)):
-        raise TypeError(
-            f"`{name}` must be a sequence with one for each of the {len(grids.queries)} axes, got {describe(value)}"
-        )

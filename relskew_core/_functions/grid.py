@@ -9,15 +9,8 @@ from relskew_core._array.keywords import explains
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.precision import cast, widened
 from relskew_core._array.typing import Array
-from relskew_core._functions.axes import (
-    Grids,
-    Surroundings,
-    axis_bias,
-    axis_logits,
-    check_axes,
-    check_bias,
-    check_tables,
-)
+from relskew_core._functions.axes import axis_bias, axis_logits, check_bias, check_tables
+from relskew_core._functions.grid_layout import Grids, Surroundings, check_axes
 from relskew_core._positions.span import Span
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array
 from relskew_core._functions import grid_windows
-from relskew_core._functions.axes import Grids, Surroundings, check_axes
 from relskew_core._functions.grid_call import GridCall, matters
+from relskew_core._functions.grid_layout import Grids, Surroundings, check_axes
 from relskew_core._positions.span import Span
 
 

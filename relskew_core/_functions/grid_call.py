@@ -18,15 +18,8 @@ from relskew_core._array.ranks import of_rank, same_rank
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.axes import (
-    Grids,
-    Surroundings,
-    axis_bias,
-    axis_logits,
-    check_bias,
-    check_sides,
-    check_tables,
-)
+from relskew_core._functions.axes import axis_bias, axis_logits, check_bias, check_tables
+from relskew_core._functions.grid_layout import Grids, Surroundings, check_sides
 from relskew_core._kernel.by_head import by_head, check_by_head
 from relskew_core._kernel.shapes import check_mask, check_shapes
 

@@ -16,8 +16,8 @@ from relskew_core._array.checks import is_array
 from relskew_core._array.known import exporting
 from relskew_core._array.namespace import device
 from relskew_core._array.typing import Array, Namespace
-from relskew_core._functions.axes import Grids
 from relskew_core._functions.bias import bias_between
+from relskew_core._functions.grid_layout import Grids
 from relskew_core._kernel.by_head import by_head
 from relskew_core._kernel.call import Arguments, GridOperands, GridOptions, Options, Side
 from relskew_core._kernel.problem import problem

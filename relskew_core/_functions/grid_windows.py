@@ -21,7 +21,8 @@ from relskew_core._array.precision import wide
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._functions import grid_kernels
 from relskew_core._functions.attention import relative_attention
-from relskew_core._functions.axes import Grids, Surroundings, check_bias
+from relskew_core._functions.axes import check_bias
+from relskew_core._functions.grid_layout import Grids, Surroundings
 from relskew_core._functions.prepared import MOST, PLAIN
 from relskew_core._kernel.call import Arguments
 from relskew_core._kernel.problem import problem

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from relskew_core._array.checks import describe
 from relskew_core._array.namespace import namespace_of_arrays
 from relskew_core._array.typing import Array
-from relskew_core._functions.axes import check_sides
+from relskew_core._functions.grid_layout import check_sides
 from relskew_core._positions.span import Span
 
 
