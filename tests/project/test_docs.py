@@ -224,4 +224,4 @@ def test_the_ratios_of_the_readme_are_those_of_the_record() -> None:
     low, high, most = min(tables), max(tables), max(x for found in ratios.values() for x in found)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"take {low:.1f} to {high:.1f} times as long as plain attention" in readme
-    assert f"up to {most:.1f} times with masks or where keys have a table as well" in readme
+    assert f"up to {most:.1f} times as long with masks or with a table for the keys as well" in readme
