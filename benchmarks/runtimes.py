@@ -181,7 +181,7 @@ class Runtimes(Benchmark):
             if row.case["opset"] is not None
         ]
         about = f"Forms: {', '.join(FORMS)}. Python {record.machine['python']}."
-        said = "What a runtime says to a form that fails:"
+        said = "The error of each form that fails:"
         return {"": "\n\n".join([about, pivot(released), said, "\n".join(reasons(own, names)), pivot(opsets)])}
 
 

@@ -71,7 +71,7 @@ def instead(call: Problem) -> Path:
     There an operator is what the ONNX translation converts, at any length, and what DTensors have rules for.
     """
     operands = call.given
-    # No operator takes offsets by item, or part in these.
+    # No operator takes offsets per item, or part in these.
     ragged_batch = isinstance(call.options.visibility, RaggedVisibility)
     if ragged_batch or differentiates_by_function() or has_tangents(operands):
         return PORTABLE

@@ -117,7 +117,7 @@ def torch_translation_table(
     ------
     ValueError, TypeError
         If an argument does not fit. A call that cannot be translated fails the export with a ``ValueError`` that names
-        the argument: ``dropout``, a ``mask`` by head with more than one axis before the heads.
+        the argument: ``dropout``, a ``mask`` per head with more than one axis before the heads.
 
     See Also
     --------

@@ -224,7 +224,7 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     d_lse : array, shape (..., H, Lq), optional
         Gradient of the log-sum-exp.
     **arguments
-        All others are those of :func:`relative_attention`. Offsets by item must be known where there are tables.
+        All others are those of :func:`relative_attention`. Offsets per item must be known where there are tables.
 
     Returns
     -------

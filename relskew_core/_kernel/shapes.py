@@ -131,6 +131,6 @@ def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
     if not fits:
         padding = tuple(mask.shape) == (*q.shape[:-3], k.shape[-2])
         hint = layout_hint(q.ndim > 2 and mask.shape[-1:] == k.shape[-3:-2])
-        hint = "; one by item and key, such as padding, is mask[..., None, None, :]" if padding else hint
+        hint = "; one per item and key, such as padding, is mask[..., None, None, :]" if padding else hint
         raise ValueError(f"`mask` must broadcast to (..., heads, queries, keys) = {full}{hint}, got {describe(mask)}")
     return mask if mask.ndim > 1 else xp.reshape(mask, (1, -1))

@@ -146,7 +146,7 @@ class BlockOptions(CallOptions):
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
-    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias by head and relative position.")] = False
+    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias for each head and relative position.")] = False
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
     t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
     num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None

@@ -240,7 +240,7 @@ def _torch_on(device: str) -> dict[str, Any]:
             "array_type": _type("torch", "Tensor")}  # fmt: skip
 
 
-ON_CUDA = "eager; where there is a CUDA device"
+ON_CUDA = "eager; if there is a CUDA device"
 TRACED = "compiled, values unknown while tracing"
 
 LIBRARIES = (
@@ -261,7 +261,7 @@ LIBRARIES = (
     Library("jax.jit", "jax", TRACED, HALF, **JAX, wrap=_jax_jit),
     Library("MLX", "mlx", "lazy, on the CPU", EVERY, **MLX),
     Library("mx.compile", "mlx", TRACED, ("float32", "float16"), **MLX, wrap=_mlx_compile),
-    Library("dask", "dask", "lazy, one block an array", WIDE, **DASK),
+    Library("dask", "dask", "lazy, one block per array", WIDE, **DASK),
 )  # fmt: skip
 
 
