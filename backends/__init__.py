@@ -1,7 +1,7 @@
-"""What each array library adds to the portable code: native fast paths, found in one literal table.
+"""The native fast paths that each array library adds to the portable code.
 
-A library's package is imported when an array of that library is first attended to, never before. It answers one
-question, ``serve(function, call)``: with the kernels that serve a call, or with the reason why there are none.
+The package of a library is imported at the first call with its arrays, and not before. Its function
+``serve(function, call)`` returns the kernels that run a call, or the reason why there are none.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ def available() -> dict[str, list[str]]:
     -------
     dict of str to list of str
         ``{"numpy": ["portable"], …}``; nothing is imported to find out.
+
+    See Also
+    --------
+    relskew_core.relative_attention : selects one of them with ``impl``.
+
+    Examples
+    --------
+    >>> from relskew_core import backends
+    >>> backends.available()["numpy"]
+    ['portable', 'native']
     """
     libraries = ("numpy", "torch", "cupy", "jax", "mlx", "dask", "array_api_strict")
     return {

@@ -17,12 +17,16 @@ def set_numpy_threads(threads: int | None) -> None:
     Parameters
     ----------
     threads : int or None
-        At least 1; ``None``, which is the default, takes the processors of this process.
+        At least 1; ``None``, the default, uses all processors of this process.
 
     Raises
     ------
     ValueError, TypeError
         If ``threads`` is neither.
+
+    See Also
+    --------
+    available : lists the implementations on this machine.
 
     Examples
     --------

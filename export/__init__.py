@@ -1,7 +1,7 @@
 """Attention blocks and whole models as ONNX graphs: export, save and validate them in their runtimes.
 
-Making and saving need NumPy and onnx; validating needs the runtimes that it is asked to use; models of torch need torch
-and onnxscript, and tokens from their graphs onnxruntime.
+Exporting and saving need NumPy and onnx. Validating needs the runtimes that you select. Exporting torch models needs
+torch and onnxscript, and generating tokens needs onnxruntime.
 """
 
 from __future__ import annotations

@@ -28,33 +28,33 @@ def caches_in_place(
 ) -> onnx.ModelProto:
     """Replace the growing caches of a decoder by caches of fixed length, which it updates in place.
 
-    A cache that grows is copied at every step, and has another shape. One of a fixed length is one buffer, bound as
-    input and output, of which ``past_length`` places are filled; attention reads no others.
+    A growing cache is copied at every step, and its shape changes. A cache of fixed length is one buffer, bound as
+    input and output, of which ``past_length`` positions are filled; attention reads only these.
 
     Parameters
     ----------
     model : onnx.ModelProto
-        A decoder of opset 24, with inputs ``past_key_values.N.key`` and ``past_key_values.N.value`` ``(batch, heads,
-        past_length, D)`` and outputs ``present.N.key`` and ``present.N.value``, each a ``Concat`` of its past and what
-        is new; not modified.
+        A decoder of opset 24, with inputs ``past_key_values.N.key`` and ``past_key_values.N.value``
+        ``(batch, heads, past_length, D)`` and outputs ``present.N.key`` and ``present.N.value``, each a ``Concat`` of
+        its past and the new keys or values; not modified.
     past, present : str
-        What the names of these inputs and outputs start with, before what they have in common.
+        Prefixes of the names of these inputs and outputs; the rest of the names is the same.
     contrib : bool, default False
-        Attend by onnxruntime's own ``GroupQueryAttention``, which reads a cache where it lies; else its filled part is
-        copied. Every layer must attend by one ``Attention`` whose mask hides the future, with a head dimension that 8
-        divides. Several tokens behind a past are taken for a batch of one.
+        Use onnxruntime's ``GroupQueryAttention``, which reads a cache in place; otherwise its filled part is copied.
+        Every layer must use one ``Attention`` whose mask hides the future, with a head dimension that is a multiple of
+        8. Several tokens after a past are supported for a batch of one.
 
     Returns
     -------
     onnx.ModelProto
         The decoder with caches ``(batch, heads, cache_length, D)`` and one more input, ``past_length (1,)`` of int64,
-        the same for every item of the batch. What lies behind it is not seen; start with zeros. More tokens than there
-        is room for make the runtime fail.
+        the same for every item of the batch. Positions after it are not seen; initialise the caches with zeros. If
+        there is no room for more tokens, the runtime fails.
 
     Raises
     ------
     ValueError, TypeError
-        If the model is no such decoder; the message names the cache.
+        If the model is not such a decoder; the message names the cache.
 
     See Also
     --------

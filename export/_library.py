@@ -17,9 +17,9 @@ from relskew_core.export._graph.operator import DOMAIN, NAME
 def custom_ops_library() -> Path:
     """Return the path of the operator library, through which onnxruntime runs attention in the compiled kernels.
 
-    The library is one file without Python in it: copy it to where a model is served. A session of onnxruntime 1.17 or
-    newer takes it by ``SessionOptions.register_custom_ops_library``; hosts in other languages have the same function,
-    and hosts without onnxruntime include ``include/relskew.h``, which is next to the library.
+    The library is one file without Python: copy it to the machine that serves a model. Register it with
+    ``SessionOptions.register_custom_ops_library`` in onnxruntime 1.17 or newer; hosts in other languages have the same
+    function, and hosts without onnxruntime include ``include/relskew.h``, which is next to the library.
 
     Returns
     -------
@@ -62,8 +62,8 @@ def has_operator(model: onnx.ModelProto) -> bool:
 def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) -> onnx.ModelProto:
     """Return the plain graph of a model that has nodes of the operator library.
 
-    Each node ``relskew::RelativeAttention`` becomes what its function is made of, standard operators, as in a graph
-    that was written without ``operator=True``. Runtimes that take no functions need it, such as OpenVINO.
+    Each node ``relskew::RelativeAttention`` is replaced by the standard operators of its function, as in a graph that
+    was written without ``operator=True``. Runtimes that do not support functions, such as OpenVINO, need this.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def without_operator(model_or_path: onnx.ModelProto | str | os.PathLike[str]) ->
     Raises
     ------
     ValueError, TypeError
-        If there is no such node, or the argument is no model.
+        If there is no such node, or the argument is not a model.
 
     See Also
     --------

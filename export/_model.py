@@ -52,48 +52,49 @@ def to_onnx(
         The block.
     weights : mapping of str to array
         Exactly the keys and shapes of ``spec.weight_shapes()``, arrays of any library on any device; not modified.
-        Without ``projections`` those of the tables alone.
+        Without ``projections``, only those of the tables.
     profile : {"ort", "portable", "trt", "ort-contrib"}, default "ort"
         ``"ort"``: one standard ``Attention`` node, for onnxruntime. ``"portable"``: opset 18 primitives, for every
         other runtime. ``"trt"``: ``Attention`` with causality in its mask and one output, for TensorRT.
-        ``"ort-contrib"``: onnxruntime's own ``GroupQueryAttention``, for causal self-attention, the fastest there.
+        ``"ort-contrib"``: onnxruntime's own ``GroupQueryAttention``, for causal self-attention, which is fastest in
+        onnxruntime.
     opset : int, optional
-        Version of the standard operators, the profile's own … 28; 23, 18, 23 and 21 by default.
+        Version of the standard operators, from the default of the profile to 28; the defaults are 23, 18, 23 and 21.
     dtype : str or dtype, optional
-        ``float16``, ``bfloat16``, ``float32`` or ``float64``, as a string or as a NumPy, torch or JAX dtype; the
-        weights' own by default.
+        ``float16``, ``bfloat16``, ``float32`` or ``float64``, as a string or as a NumPy, torch or JAX dtype; by default
+        that of the weights.
     max_length : int, optional
-        Longest input (the past included) that the graph must run: table rows that no shorter input reads are left
-        out, and a longer input is an error where they would have been read.
+        Longest input (including the past) that the graph must run: table rows that no shorter input reads are left out,
+        and a longer input fails if it would read them.
     past : bool, default False
         Take and return a cache of keys and values: ``past_key``, ``past_value`` → ``present_key``, ``present_value``.
     mask : bool, default False
         Take a boolean ``mask``, ``True`` = may attend, broadcasting to ``(batch, heads, queries, keys)``.
     chunk_size : int, optional
-        Attend in a ``Loop`` over this many queries at a time where there are more of them, so that memory grows with
+        For more queries than this number, attention is a ``Loop`` over this many queries at a time: memory grows with
         ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. Profile
-        ``"ort"`` takes one key head after the other too, and runs shorter inputs as without. No control flow by
-        default.
+        ``"ort"`` also processes the key heads one after the other, and runs shorter inputs without the loop. By default
+        there is no control flow.
     projections : bool, default True
-        The whole block from ``x`` to ``y``; else attention alone, from heads ``q (batch, H, query_length, D)``,
-        ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape
-        of ``q``. Logits are scaled by ``D**-0.5`` there too.
+        The whole block from ``x`` to ``y``; if False, attention alone, from heads ``q (batch, H, query_length, D)``,
+        ``k`` and ``v (batch, Hkv, query_length, D)``, with ``key_length`` if ``spec.cross``, to ``out`` of the shape of
+        ``q``. Logits are scaled by ``D**-0.5`` in both cases.
     in_place : bool, default False
         With ``past``: caches of one length, ``past_key (batch, Hkv, cache_length, D)`` → ``present_key`` of the same
-        shape, of which ``past_lengths (batch,)`` positions count. Each row of the batch has its own length. Opset
-        24, profiles ``"ort"`` and ``"ort-contrib"``; caches start as zeros.
+        shape, of which ``past_lengths (batch,)`` positions are filled, for each row of the batch separately. Opset 24,
+        profiles ``"ort"`` and ``"ort-contrib"``; caches start as zeros.
     segments : bool, default False
-        Take ``segments (batch, query_length)`` of int64: a query sees the keys of its segment, a document of a
-        packed batch. With ``past`` those of all keys so far, ``(batch, total_length)``; with ``in_place`` of every
-        place of the cache, ``(batch, cache_length)``, those included that the call fills.
+        Take ``segments (batch, query_length)`` of int64: a query sees the keys of its segment, a document of a packed
+        batch. With ``past``, segments of all keys so far, ``(batch, total_length)``; with ``in_place``, of every
+        position of the cache, ``(batch, cache_length)``, including those that the call fills.
     functions : bool, default False
-        Write the skew and the attention as functions of the model, of the domain ``relskew`` and made of standard
-        operators: a viewer then shows one box for each. The numbers are the same; not every runtime takes functions.
+        Write the skew and the attention as functions of the model, in the domain ``relskew`` and made of standard
+        operators: a viewer then shows one box for each. The numbers are the same; not every runtime supports functions.
     operator : bool, default False
-        Write attention as one node ``relskew::RelativeAttention``, which is a function of the model at the same time:
-        where :func:`custom_ops_library` is registered onnxruntime runs the compiled kernels, elsewhere the function,
-        made of what the graph would have had. OpenVINO takes no functions: :func:`without_operator` makes the plain
-        graph.
+        Write attention as one node ``relskew::RelativeAttention``, which is also a function of the model: if
+        :func:`custom_ops_library` is registered, onnxruntime runs the compiled kernels, and otherwise the function,
+        which is made of the nodes of the plain graph. OpenVINO does not support functions: :func:`without_operator`
+        makes the plain graph.
     name : str, default "relative_attention_block"
         Name of the graph.
 
@@ -101,10 +102,10 @@ def to_onnx(
     -------
     onnx.ModelProto
         Inputs ``x (batch, query_length, E)``, ``memory (batch, memory_length, E)`` if ``spec.cross``, ``mask``,
-        ``segments`` and the past if asked for; output ``y (batch, query_length, E)`` and the presents. An input that
-        reads past the table's reach makes the runtime fail instead of giving wrong numbers. Behind a past, a table
-        with ``beyond="error"`` that is shorter than what blocks can see ends the graph at its own length, also where
-        the next queries begin a block and would see less.
+        ``segments`` and the past if requested; output ``y (batch, query_length, E)`` and the presents. An input that
+        reads past the table's reach makes the runtime fail instead of giving wrong numbers. With a past, a table with
+        ``beyond="error"`` that is shorter than the reach of the blocks limits the graph to the length of the table,
+        even if the next queries begin a block and would see less.
 
     Raises
     ------

@@ -37,10 +37,11 @@ def save(
     path : str or path-like
         Where to write it, in a directory that exists. Never through a symbolic link.
     overwrite : bool, default False
-        Replace a file that is there.
+        Replace an existing file.
     external_threshold : int, default 2**30
-        If the weights of 1 KiB and more come to more bytes than this, they go to a second file next to the model, named
-        after the model and their SHA-256. What is too large for one protobuf (2 GiB) always does.
+        If the weights of 1 KiB and more have more bytes than this in total, they are written to a second file next to
+        the model, named after the model and their SHA-256. Weights that are too large for one protobuf (2 GiB) always
+        are.
 
     Returns
     -------
@@ -52,8 +53,8 @@ def save(
     FileExistsError
         If the file exists and ``overwrite`` is False, or another file has the name that the weights would get.
     ValueError, TypeError, OSError
-        If an argument does not fit, the model does not pass ``onnx.checker``, or the disk refuses; nothing is left
-        behind then and the old file is as it was.
+        If an argument does not fit, the model does not pass ``onnx.checker``, or the disk reports an error; then no new
+        file is left, and the old one is unchanged.
 
     See Also
     --------
@@ -63,9 +64,9 @@ def save(
     Notes
     -----
     Both files are written and flushed in a temporary directory next to the target, checked there by path, and renamed:
-    the weights first, under a name that differs with their content, so that no model is ever read with other weights.
-    Someone may be reading the model that is replaced: its weights stay, and the next save after a minute removes them,
-    as it does what killed saves left.
+    the weights first, under a name that depends on their content, so that no model is ever read with other weights.
+    Another process may be reading the model that is replaced, so its weights are kept for at least a minute; the next
+    save removes them, and the remains of killed saves.
 
     Examples
     --------

@@ -67,12 +67,12 @@ class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
         -------
         onnx.ModelProto
             The graph. With ``operator=True`` its nodes ``relskew::RelativeAttention`` are functions of the model, too,
-            so that it runs without the operator library, and read projections as they come.
+            so that it runs without the operator library, and read projections in their own layout.
 
         Raises
         ------
         TypeError
-            If ``program`` is no program.
+            If ``program`` is not such a program.
         """
         import torch
 
@@ -101,17 +101,17 @@ def torch_translation_table(
     opset : int, default 23
         The ``opset_version`` of the export, 18 … 24. From 23 on attention is one node where its form allows.
     chunk_size : int, optional
-        Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
-        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. No
-        control flow by default; calls with blocks, a ``key_table`` or ``return_lse`` have none.
+        For more queries than this number, attention is a ``Loop`` over this many queries at a time: memory grows with
+        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing. By
+        default there is no control flow, and calls with blocks, a ``key_table`` or ``return_lse`` never have any.
     operator : bool, default False
-        Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Take the graph from
-        ``table.model(program)`` then, which gives the nodes the functions that run where the library is missing.
+        Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Then take the graph from
+        ``table.model(program)``, which adds the functions that run if the library is missing.
 
     Returns
     -------
     TranslationTable
-        A dict of translations by operator of torch. Use one table for one export.
+        A dict of translations by torch operator. Use one table for one export.
 
     Raises
     ------

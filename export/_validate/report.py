@@ -17,13 +17,13 @@ class Check:
     name : str
         The question: ``"y"``, ``"present_key"``, ``"too long fails"``, ``"placement"`` …
     runtime, provider : str
-        Who answered: the library with its version, and its execution provider or device.
+        The library that ran the check, with its version, and its execution provider or device.
     case : str
-        Lengths and batch of the input; empty where there was none.
+        Lengths and batch of the input; empty if there was none.
     ok : bool
         Whether the answer is right.
     error, gate : float or None
-        Relative L2 error and the bound it must keep, where there are numbers.
+        Relative L2 error and its bound, if numbers were compared.
     detail : str
         What was seen, in words.
 

@@ -66,32 +66,31 @@ def validate(
         Batch sizes to try; by default 1, 2 and 3, larger ones with the lengths that are drawn, and on CPUs an empty
         batch.
     runtimes : sequence of {"onnxruntime", "reference", "openvino"}, default ("onnxruntime",)
-        Who runs the model: onnxruntime, the reference evaluator of onnx, OpenVINO. A model with the operator's nodes is
-        run in onnxruntime on CPUs twice, without the operator library and with it.
+        The runtimes that run the model: onnxruntime, the reference evaluator of onnx, OpenVINO. On CPUs, a model with
+        nodes of the operator is run twice in onnxruntime, without the operator library and with it.
     atol : float, optional
-        Largest difference of any number, in addition to the relative error, that an output may have. Where logits are
-        large it grows as the tolerance does.
+        Largest allowed difference of any number of an output, in addition to the relative error. It grows in proportion
+        to large logits, as the tolerance does.
     tolerance : float, optional
-        Relative error that outputs may have, instead of what rounding explains: for quantised models, whose weights
-        need not be stored bit for bit then, and whose operators may be those of onnxruntime.
+        Allowed relative error of the outputs, instead of the error that rounding explains: for quantised models, whose
+        weights then need not be stored bit for bit, and whose operators may be those of onnxruntime.
     seed : int, optional
-        Draws the lengths and batches in addition to the sweep; by default it follows from the model, so that the same
-        file gets the same ones. The report keeps it.
+        Seed of the lengths and batches that are drawn in addition to the sweep; by default it is derived from the
+        model, so the same file is always checked with the same ones. The report contains the seed.
     time_limit : float, optional
-        Seconds that all of it may take. A file, which may be untrusted, is read and run in a separate process
-        and stopped after 600 s by default. A model that is given as such runs in this process, and has no limit unless
-        one is asked for.
+        Time limit in seconds. A file, which may be untrusted, is read and run in a separate process, which is stopped
+        after 600 s by default. A ``ModelProto`` runs in this process, without a limit unless you set one.
     memory_limit : int, optional
-        Bytes that the process may fill, on Linux; by default 8 GiB and 16 times the weights on CPUs, none elsewhere.
+        Memory limit of the process in bytes, on Linux; by default 8 GiB plus 16 times the weights on CPUs, and none on
+        devices.
     progress : callable, optional
         Called with the name of each case before it is tried.
 
     Returns
     -------
     Report
-        One check per question and case. Nothing is raised: a broken file, a wrong spec, a runtime or provider that is
-        not there, a provider on which the matrix products did not run, a process that was stopped are checks that say
-        so.
+        One check per question and case. No exception is raised: a broken file, a wrong spec, a missing runtime or
+        provider, a provider on which the matrix products did not run, and a process that was stopped are failed checks.
 
     See Also
     --------
@@ -99,12 +98,12 @@ def validate(
 
     Notes
     -----
-    Asked are: the file's form and its inputs and outputs; the stored weights, bit for bit; and in each runtime: where
-    the nodes run, every output by its relative L2 error (float64 1e-12, float32 2e-6, float16 3e-3, bfloat16 2e-2; more
-    in proportion where logits exceed 16, since rounding such a logit alone costs that), that inputs past the table's
-    reach fail, that decoding in pieces equals decoding at once, that an empty batch gives empty outputs, unless
-    onnxruntime has nothing that takes it, and that the runtime's optimiser changes nothing.
-    Some inputs have large logits, which distinguish a hidden key from one that is only unlikely.
+    The checks are: the format of the file, its inputs and outputs; the stored weights, bit for bit; and in each
+    runtime: where the nodes run; every output by its relative L2 error (float64 1e-12, float32 2e-6, float16 3e-3,
+    bfloat16 2e-2; more in proportion if logits exceed 16, because rounding such a logit alone costs that); that inputs
+    past the table's reach fail; that decoding in pieces equals decoding at once; that an empty batch gives empty
+    outputs, unless onnxruntime has no operator that accepts it; and that the runtime's optimiser changes nothing. Some
+    inputs have large logits, which distinguish a hidden key from one that is only unlikely.
 
     Examples
     --------

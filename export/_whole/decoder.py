@@ -67,29 +67,30 @@ def decoder_to_onnx(
     path : str or path-like
         Where to save the graph, all or nothing, as :func:`save` does.
     opset : int, optional
-        Version of the standard operators, 18 … 28; by default 23, and 24, the least, with ``in_place``.
+        Version of the standard operators, 18 … 28; by default 23, or 24, the lowest that is possible, with
+        ``in_place``.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
         caches have this dtype, for example to export a bfloat16 model in float16. The check compares with that copy.
         Frequencies of rotary positions in a model of transformers keep their dtype, as when it is loaded in a dtype.
     memory : Tensor or sequence of Tensor, optional
-        What the decoder attends to besides its text, such as the states of an encoder ``(batch, memory_length,
-        width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model is called as
-        ``model(tokens, past, memory)``, with one argument for each tensor; one of transformers takes
-        ``encoder_hidden_states`` and ``encoder_attention_mask``. What depends on the memory alone, such as its keys and
-        values, becomes a second graph next to the first: ``decoder_memory.onnx`` for ``decoder.onnx``, from inputs with
-        the names of the arguments to outputs ``memory.N``. The decoder takes those, the same ones at every step. Not
-        with ``genai``.
+        Tensors to which the decoder attends besides its text, such as the states of an encoder
+        ``(batch, memory_length, width)``, and a mask ``(batch, memory_length)``: an example, longer than 1. The model
+        is called as ``model(tokens, past, memory)``, with one argument for each tensor; one of transformers takes
+        ``encoder_hidden_states`` and ``encoder_attention_mask``. Everything that depends on the memory alone, such as
+        its keys and values, becomes a second graph next to the first: ``decoder_memory.onnx`` for ``decoder.onnx``,
+        from inputs with the names of the arguments to outputs ``memory.N``. Pass these outputs to the decoder at every
+        step. Not with ``genai``.
     past : callable, optional
-        ``past(batch)`` returns the caches of a first call: pairs of tensors ``(batch, heads, 0, D)``. By default
-        that is ``model.empty_cache(batch)`` if the model has it, those that a model of transformers fills, else a list
-        of ``empty_cache(batch)`` of every causal ``RelativeMultiheadAttention`` without ``cross``, in the order of
-        ``model.modules()``.
+        ``past(batch)`` returns the caches of a first call: pairs of tensors ``(batch, heads, 0, D)``. By default, they
+        come from ``model.empty_cache(batch)`` if the model has this method, from the cache that a model of transformers
+        fills, or otherwise from ``empty_cache(batch)`` of every causal ``RelativeMultiheadAttention`` without
+        ``cross``, in the order of ``model.modules()``.
     in_place : bool, default False
-        Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input, ``past_length
-        (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A runtime writes
-        into the buffer that is bound as past and as present, and copies nothing, where caches that grow are copied at
-        every step. The runtime must support ``TensorScatter``.
+        Give the caches one length, ``(batch, heads, cache_length, D)``, and the graph one more input,
+        ``past_length (1,)`` of int64: how many positions of them are filled, the same for every row of the batch. A
+        runtime writes into the buffer that is bound as past and as present, and copies nothing, whereas growing caches
+        are copied at every step. The runtime must support ``TensorScatter``.
     length : int, optional
         With ``in_place``, the number of positions of the caches, at most what the tables reach; by default the runtime
         accepts any ``cache_length``.
@@ -100,7 +101,7 @@ def decoder_to_onnx(
     genai : mapping or False, default False
         Also write ``genai_config.json`` next to the file, with which onnxruntime-genai runs the folder: entries of its
         ``model`` part, such as ``{"eos_token_id": 2, "context_length": 2048}``. The token, or the list of tokens, that
-        ends a text must be among them: the runtime stops at token 0 where no other is named, and takes none outside the
+        ends a text must be among them: the runtime would otherwise stop at token 0, and it accepts no token outside the
         vocabulary. Not with ``in_place``.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
@@ -115,9 +116,9 @@ def decoder_to_onnx(
         Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
         axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
-        Replace files that are there.
+        Replace existing files.
     external_threshold : int, default 2**30
-        As of :func:`save`.
+        As in :func:`save`.
 
     Returns
     -------
@@ -140,8 +141,9 @@ def decoder_to_onnx(
 
     Notes
     -----
-    ``metadata_props`` hold ``relskew.decoder``, the kind of the caches, and ``relskew.reach``, how many positions the
-    tables allow, if they end. Past them the runtime fails; its error names the module, the table and its reach.
+    ``metadata_props`` contain ``relskew.decoder``, the kind of the caches, and ``relskew.reach``, the number of
+    positions that the tables allow, if it is limited. Beyond it the runtime fails; its error names the module, the
+    table and its reach.
 
     Examples
     --------

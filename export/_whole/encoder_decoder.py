@@ -34,38 +34,39 @@ def encoder_decoder_to_onnx(
 ) -> Path:
     """Write an encoder–decoder of transformers as three ONNX graphs with caches, checked against torch.
 
-    T5 and its heirs: T5, mT5, UMT5, MADLAD, Pop2Piano, and others that decode with an ``EncoderDecoderCache``. Files,
-    inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Give
-    ``replace_attention(model)``: its attention holds no bias for all pairs of positions. Needs torch, onnxscript,
-    transformers and, for the check, onnxruntime.
+    It supports T5, mT5, UMT5, MADLAD, Pop2Piano and other models that decode with an ``EncoderDecoderCache``. Files,
+    inputs and outputs have the names of optimum, and :func:`generate` decodes with the folder. Pass
+    ``replace_attention(model)``: its attention does not materialise a bias for all pairs of positions. Needs torch,
+    onnxscript, transformers and, for the check, onnxruntime.
 
     ``encoder_model.onnx``
-        ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 → ``last_hidden_state (batch, memory_length,
-        width)``. A model of sounds takes ``input_features (batch, memory_length, width)`` instead of tokens.
+        ``input_ids``, ``attention_mask (batch, memory_length)`` of int64 →
+        ``last_hidden_state (batch, memory_length, width)``. An audio model takes
+        ``input_features (batch, memory_length, width)`` instead of tokens.
     ``decoder_model.onnx``
         ``encoder_attention_mask``, ``input_ids (batch, length)``, ``encoder_hidden_states`` → ``logits (batch, length,
         vocabulary)`` and for every layer ``N`` ``present.N.decoder.key``, ``present.N.decoder.value (batch, heads,
         length, D)``, ``present.N.encoder.key`` and ``present.N.encoder.value (batch, heads, memory_length, D)``.
     ``decoder_with_past_model.onnx``
-        ``encoder_attention_mask``, ``input_ids`` and ``past_key_values.N.…`` of the same four names → ``logits`` and
-        the two of the decoder; what the memory gave stays as it is.
+        ``encoder_attention_mask``, ``input_ids`` and ``past_key_values.N.…`` with the same four names → ``logits`` and
+        the two presents of the decoder; the keys and values of the memory do not change.
 
     Parameters
     ----------
     model : torch.nn.Module
-        A model of transformers with ``get_encoder``, on the CPU; exported in evaluation, and left in the mode it was
-        in.
+        A model of transformers with ``get_encoder``, on the CPU. It is exported in evaluation mode, and its mode is
+        restored.
     folder : str or path-like
-        A directory, made if there is none. Other files in it stay: ``model.config.save_pretrained(folder)`` adds what
-        optimum needs.
+        A directory, created if it does not exist. Other files in it are kept: ``model.config.save_pretrained(folder)``
+        adds the configuration that optimum needs.
     opset : int, default 23
         Version of the standard operators, 18 … 28.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters, buffers and
-        caches have it. The check compares with that copy.
+        caches have this dtype. The check compares with that copy.
     chunk_size : int or None, default 128
-        The encoder attends in a ``Loop`` over this many positions at a time where there are more of them: its memory
-        grows with the length then, and not with its square. None: no control flow.
+        For more positions than this number, the encoder attends in a ``Loop`` over this many at a time, and memory
+        grows linearly with the length. None: no control flow.
     tolerance : float, optional
         Largest relative L2 error of the check; by default 1e-4 for float32.
     check : bool, default True
@@ -75,9 +76,9 @@ def encoder_decoder_to_onnx(
         Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
         axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
-        Replace files that are there.
+        Replace existing files.
     external_threshold : int, default 2**30
-        As of :func:`save`, for each file.
+        As in :func:`save`, for each file.
 
     Returns
     -------
@@ -87,9 +88,9 @@ def encoder_decoder_to_onnx(
     Raises
     ------
     RuntimeError
-        If a graph's results are not torch's; no file is written then.
+        If the results of a graph differ from torch's; then nothing is written.
     FileExistsError, ValueError, TypeError, OSError
-        If an argument does not fit, or ``model`` is no such model; torch's own errors where it cannot export it.
+        If an argument does not fit, or ``model`` is not such a model; torch's errors if it cannot export the model.
 
     See Also
     --------
@@ -98,7 +99,8 @@ def encoder_decoder_to_onnx(
 
     Notes
     -----
-    The files hold ``relskew.set``, which is the same in all three: :func:`generate` refuses others.
+    The metadata entry ``relskew.set`` is the same in all three files; :func:`generate` rejects files that were not
+    written together.
 
     Examples
     --------

@@ -29,7 +29,7 @@ class GraphTensor:
     shape : tuple of int or str
         Lengths, and names of lengths that vary.
     fixed : mapping of int to str
-        Why the axes of an input whose lengths are numbers have no other.
+        For each axis of an input with a fixed length, the reason why it does not vary.
 
     See Also
     --------
@@ -85,7 +85,7 @@ class ExportReport:
     checks : tuple of Check
         Every comparison with torch, with its relative L2 error and the bound; empty with ``check=False``.
     unchecked : tuple of str
-        Inputs that the model refuses and the graph takes, which have nothing to be compared with.
+        Inputs that the graph accepts and the model rejects, so that there is nothing to compare with.
 
     See Also
     --------

@@ -59,15 +59,15 @@ def torch_to_onnx(
         Version of the standard operators, 18 … 28.
     dtype : str or dtype, optional
         ``float16``, ``bfloat16``, ``float32`` or ``float64``: export a copy of the model whose parameters and buffers
-        have it, and cast the floating tensors of ``inputs``. The check compares with that copy.
+        have this dtype, and cast the floating tensors of ``inputs``. The check compares with that copy.
     input_names, output_names : sequence of str, optional
-        Names for the tensors of the arguments and the results; by default those that the model has for them. A result
-        named as an argument, such as a mask that is returned, is ``output_mask`` then.
+        Names for the tensors of the arguments and the results; by default those that the model uses. A result with the
+        name of an argument, such as a mask that is returned, is then called ``output_mask``.
     vary : mapping of str to iterables of int, optional
-        The axes that must vary, by the names of inputs; all others are fixed then. By default every axis that is
-        longer than 1 in the example varies unless the model fixes it, heads and widths of attention excepted. Show a
-        batch of 2 and lengths above 1. An axis that came out fixed while ``model`` takes it longer is named in a
-        warning, with the line that fixed it, if torch reports it.
+        The axes that must vary, by the names of inputs; all others are then fixed. By default, every axis that is
+        longer than 1 in the example varies unless the model fixes it, except for heads and widths of attention. Pass a
+        batch of 2 and lengths above 1. If an axis is fixed although ``model`` accepts other lengths, a warning names
+        it, with the line that fixed it if torch reports the line.
     chunk_size : int, optional
         For more queries than this number, such as 128, attention is a ``Loop`` over this many queries at a time, and
         memory grows linearly with the length. As in :func:`torch_translation_table`.
@@ -85,9 +85,9 @@ def torch_to_onnx(
         Called with an :class:`ExportReport` when everything is written, such as ``print``: inputs and outputs, which
         axes vary, why others are fixed, and every comparison with its error.
     overwrite : bool, default False
-        Replace a file that is there.
+        Replace an existing file.
     external_threshold : int, default 2**30
-        As of :func:`save`.
+        As in :func:`save`.
 
     Returns
     -------

@@ -61,8 +61,8 @@ def generate(
     mask : array of shape (length,) or (batch, length), optional
         1 where a token of ``prompt`` counts and 0 where it is padding, for an encoder–decoder.
     memory : array or sequence of arrays, optional
-        What a decoder attends to besides its text, ``(batch, memory_length, …)`` each, in the order of the export;
-        ``model`` must then be a path.
+        The tensors to which a decoder attends besides its text, ``(batch, memory_length, …)`` each, in the order of the
+        export; ``model`` must then be a path.
     temperature : float, optional
         Divides the logits before a token is sampled. ``None`` and 0 decode greedily.
     top_k : int, optional
@@ -76,7 +76,7 @@ def generate(
     stream : callable, optional
         Called with the new token of every step as soon as it is computed: an int, or an array (batch,).
     providers : sequence, optional
-        Execution providers of onnxruntime for a path; a session has its own.
+        Execution providers of onnxruntime, if ``model`` is a path; a session already has its providers.
 
     Returns
     -------

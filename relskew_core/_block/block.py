@@ -40,7 +40,8 @@ def attention_block(
     spec : BlockSpec
         The block.
     memory : array, shape (..., Lk, E), optional
-        Input of the keys and values; required if ``spec.cross``, refused otherwise. Its position 0 is that of ``x``.
+        Input of the keys and values; required if ``spec.cross``, and an error otherwise. Its position 0 is that of
+        ``x``.
     past : (array, array), optional
         Cached keys and values ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
     mask : array, optional
@@ -50,7 +51,7 @@ def attention_block(
     -------
     y : array, shape (..., Lq, E)
     present : (array, array)
-        Only with ``past``: all keys and values so far, ``(..., Hkv, P + Lq, D)``, the next call's ``past``.
+        Only with ``past``: all keys and values so far, ``(..., Hkv, P + Lq, D)``, to pass as ``past`` to the next call.
 
     Raises
     ------

@@ -123,7 +123,8 @@ class ModuleBlock:
         Returns
         -------
         array, shape (..., H, Lq, Lk)
-            As of :func:`relskew_core.attention_weights`. With ``past``, keys are the cached ones and the new ones.
+            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
+            ones.
 
         Raises
         ------

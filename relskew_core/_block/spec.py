@@ -30,14 +30,14 @@ class BlockSpec:
     num_heads : int
         Number ``H`` of query heads.
     span : Span
-        Relative positions of the tables. One that ends at the query itself, such as
-        :meth:`Span.causal`, needs ``causal``, ``cross`` or a ``window`` that says how far ahead a query sees.
+        Relative positions of the tables. A span that ends at the query itself, such as :meth:`Span.causal`, needs
+        ``causal``, ``cross`` or a ``window`` that limits how far ahead a query sees.
     num_kv_heads : int, optional
         Number ``Hkv`` of key and value heads (grouped queries); a divisor of ``num_heads``, which is the default.
     head_dim : int, optional
         Width ``D`` of a head; ``embed_dim / num_heads`` by default.
     causal : bool, default False
-        A query sees no key of its future.
+        Queries see no later keys.
     cross : bool, default False
         Keys and values come from a memory instead of the input.
     window : (int or None, int or None), optional
@@ -46,24 +46,24 @@ class BlockSpec:
         Music Transformer's local attention (Huang et al. 2018, section 3.5): a query sees its own block, causally,
         and the whole previous block. Requires ``causal`` unless ``blocks_before`` is given, and excludes ``cross``.
     blocks_before : int, optional
-        With ``block_size``: a query sees its whole block and this many whole blocks before it, as in streaming
-        Conformers; with ``causal`` only up to itself.
+        With ``block_size``: a query sees its whole block and this many blocks before it, as in streaming Conformers;
+        with ``causal``, its own block only up to itself.
     shared_table : bool, default False
         One table ``(R, D)`` for all heads instead of ``(H, R, D)``.
     rel_values : bool, default False
         A table ``rel_v`` adds relative positions to the values (Shaw et al. 2018, equation 3).
     rel_keys : bool, default True
-        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4). Where this, ``rel_values``
-        and ``rel_bias`` are all False, attention has no positions: the same model as a baseline.
+        A table ``rel_k`` adds relative positions to the keys (Shaw et al. 2018, equation 4). If this, ``rel_values``
+        and ``rel_bias`` are all False, attention has no positions, as a baseline for the same model.
     rel_bias : bool, "alibi" or "t5", default False
-        What is added to the logits by head and relative position. True: a table ``rel_bias`` of learned numbers, one
-        for each. ``"t5"``: T5's, a learned number for each bucket of positions, as :meth:`t5` makes it. ``"alibi"``:
-        ALiBi's slope times the distance, of which nothing is learned, as :meth:`alibi` makes it.
+        A bias, added to the logits. True: a table ``rel_bias`` with a learned number for each head and relative
+        position. ``"t5"``: T5's bias, with a learned number for each head and bucket of positions (:meth:`t5`).
+        ``"alibi"``: ALiBi's bias, a slope times the distance, in which nothing is learned (:meth:`alibi`).
     num_buckets, max_distance : int, optional
-        With ``rel_bias="t5"``, as in :func:`relskew_core.t5_buckets`, which are bidirectional unless ``causal``.
+        With ``rel_bias="t5"``, as in :func:`relskew_core.t5_buckets`; the buckets are bidirectional unless ``causal``.
     sinks : bool, default False
-        One logit more in every row's softmax, with no value and learned for each head, ``sinks (H,)``: what a query
-        need not attend to anything (attention sinks).
+        Attention sinks: one more logit in the softmax of each row, learned for each head, ``sinks (H,)``, and without a
+        value, so that a query can attend to nothing.
     bias : bool, default True
         The projections have biases.
 
@@ -149,12 +149,16 @@ class BlockSpec:
         embed_dim, num_heads : int
             As in :class:`BlockSpec`.
         **options
-            Others of :class:`BlockSpec`: ``causal``, ``num_kv_heads``, ``window``, ``cross`` …
+            Other arguments of :class:`BlockSpec`: ``causal``, ``num_kv_heads``, ``window``, ``cross`` …
+
+        See Also
+        --------
+        relskew_core.alibi_bias : the bias as an array.
 
         Notes
         -----
         Press et al. 2022, "Train Short, Test Long", section 3; :func:`relskew_core.alibi_bias` has the slopes. Without
-        ``causal`` the bias falls on both sides, as in MosaicBERT and the encoders of jina.
+        ``causal``, the bias decreases with the distance on both sides, as in MosaicBERT and the encoders of jina.
 
         Examples
         --------
@@ -180,8 +184,12 @@ class BlockSpec:
         max_distance : int, default 128
             Distance from which on all positions share the last bucket.
         **options
-            Others of :class:`BlockSpec`. Logits are scaled by ``head_dim ** -0.5``, which T5 has in its initial
-            weights.
+            Other arguments of :class:`BlockSpec`. Logits are scaled by ``head_dim ** -0.5``, which T5 has in its
+            initial weights.
+
+        See Also
+        --------
+        relskew_core.t5_buckets : the bucket of each relative position.
 
         Notes
         -----

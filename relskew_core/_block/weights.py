@@ -32,12 +32,12 @@ def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: A
     spec : BlockSpec
         The block.
     seed : int or key of jax.random
-        Chooses the numbers. No library's global generator is read or moved. A key must be known, not traced;
-        ``jax.random.key(5)`` is 5.
+        Determines the numbers; no global generator is used or changed. A key must not be traced; ``jax.random.key(5)``
+        gives the same numbers as 5.
     xp : module, optional
         Array library to make the arrays in: ``numpy`` (the default), ``torch``, ``cupy``, ``jax.numpy`` …
     dtype : dtype of ``xp``, optional
-        What the float32 numbers are rounded to at the end; ``xp.float32`` by default.
+        Dtype to which the float32 numbers are rounded at the end; ``xp.float32`` by default.
 
     Returns
     -------

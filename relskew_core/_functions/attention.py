@@ -64,14 +64,14 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Table that is multiplied by the keys: DeBERTa's position to content, and with ``key_table=rel_k`` BERT's
         ``relative_key_query``.
     offset : int, or ints of the leading axes before the heads, optional
-        Position of query 0 where key 0 is at 0: the length of the past when decoding. May be negative. 0 by default
-        where there are as many queries as keys, or where nothing depends on it; needed everywhere else. For a ragged
-        or left-padded batch one for each item: a sequence, or an integer array whose values may be unknown, as
-        under ``jax.jit``; a table with ``beyond="error"`` that is too short then gives NaN.
+        Position of query 0, with key 0 at position 0: the length of the past when decoding. May be negative. By default
+        0 if there are as many queries as keys or if nothing depends on it; otherwise required. For a ragged or
+        left-padded batch, pass one for each item, as a sequence or as an integer array. The values of an array may be
+        unknown, as under ``jax.jit``; a table with ``beyond="error"`` that is too short then gives NaN.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
         Positions of the queries and keys, in any order and instead of ``offset``: time stamps, pitches, left padding,
-        the branches of a tree. ``r`` is the key's position less the query's, for ``causal``, ``window`` and blocks
-        too. Tables are looked up pair by pair unless the positions are consecutive.
+        the branches of a tree. ``r`` is the position of the key minus that of the query, also for ``causal``,
+        ``window`` and blocks. Tables are looked up pair by pair unless the positions are consecutive.
     causal : bool, default False
         A query sees the keys ``r <= 0``. Rows of a table at ``r > 0`` are not used.
     window : (int or None, int or None), optional
@@ -80,14 +80,14 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Music Transformer's local attention, causal by definition: a query sees its own block of this many positions
         up to itself, and the whole previous block.
     blocks_before : int, optional
-        With ``block_size``, the chunks of streaming Conformers instead: a query sees its own block whole and this
-        many whole blocks before it; with ``causal`` its own block up to itself.
+        With ``block_size``, the chunks of streaming Conformers instead: a query sees its whole block and this many
+        blocks before it; with ``causal``, its own block only up to itself.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
     segments : integer array, shape (..., L) or (L,), or a pair of them, optional
-        Packed documents: a query sees the keys of its own segment. A pair is for queries and keys. Keys of other
-        segments cost nothing where the numbers can be read (in host memory, not traced) and segments are contiguous.
-        Whether a table reaches far enough is checked without the segments.
+        Packed documents: a query sees the keys of the same segment. Pass a pair to give queries and keys separate
+        segments. Keys of other segments cost nothing if the segments are contiguous and their values can be read (in
+        host memory, not traced). The check whether a table reaches far enough ignores the segments.
     scale, rel_scale : float or array of shape (H,) or (), optional
         Factors of the products; ``D ** -0.5`` and ``scale`` by default. Pass learned factors as an array: one for
         each head, as in Swin v2's cosine attention, or one for all.
@@ -96,7 +96,7 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
     sinks : array, shape (H,), optional
         Attention sinks: one more logit in the softmax of each row, without a value, as in gpt-oss. ``lse`` counts it.
     dropout : float, default 0.0
-        Share of the weights that is dropped in training, ``0 <= dropout < 1``; the others are scaled up.
+        Fraction of the weights to drop in training, ``0 <= dropout < 1``; the others are scaled up.
     seed : int, integer array without axes, or key of jax.random, optional
         Chooses which weights are dropped, modulo ``2**31``; required where ``dropout`` is above 0. The choice depends
         on the seed and on the position of a weight alone, so it is the same in every library and for every ``impl``
@@ -105,8 +105,8 @@ def relative_attention(given: _Forward, kind: prepared.Kind | None) -> Array | t
         Number of queries that are processed together; chosen by a scratch budget by default. Changes results by
         rounding only.
     impl : {"auto", "portable", "native"}, default "auto"
-        ``"portable"`` is the one code for every library; ``"native"`` is the library's fast path or an error that
-        says why there is none; ``"auto"`` takes the native path where there is one and it is the faster one.
+        ``"portable"`` uses the code for every library; ``"native"`` uses the fast path of the library, or raises an
+        error that says why there is none; ``"auto"`` uses the native path if there is one and it is faster.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits, for :func:`merge_attention`.
 
@@ -209,8 +209,8 @@ class Backward(Arguments, _Cotangent):  # the fields of the last base come first
 def relative_attention_vjp(given: Backward) -> Gradients:
     """Return the gradients of all arrays of :func:`relative_attention`, from the gradient of its output.
 
-    Chunk by chunk, in the forward's memory; for libraries without automatic differentiation (NumPy, CuPy) and for
-    your own training loops.
+    They are computed chunk by chunk, in as little memory as the output; for libraries without automatic differentiation
+    (NumPy, CuPy) and for your own training loops.
 
     Parameters
     ----------
@@ -219,12 +219,13 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     out : array, shape (..., H, Lq, Dv), optional
         The output of the forward call, which saves a pass over the weights.
     lse : array, shape (..., H, Lq), optional
-        The log-sum-exp of the forward call. Where the keys here are a part of more, as in ring attention, give ``out``
-        and ``lse`` of the whole: the gradients are then this part's share. With ``sinks`` both count them.
+        The log-sum-exp of the forward call. If the keys are only a part of all keys, as in ring attention, pass ``out``
+        and ``lse`` of the whole call: the gradients are then the share of this part. With ``sinks``, both must include
+        them.
     d_lse : array, shape (..., H, Lq), optional
         Gradient of the log-sum-exp.
     **arguments
-        All others are those of :func:`relative_attention`. Offsets per item must be known where there are tables.
+        The other arguments of :func:`relative_attention`. With tables, offsets per item must be known, not traced.
 
     Returns
     -------
@@ -255,7 +256,7 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     array([[1.83333333],
            [0.83333333],
            [0.33333333]])
-    >>> gradients.rel_k  # r = -2, -1, 0: only the present grows the output
+    >>> gradients.rel_k  # r = -2, -1, 0: only the present increases the output
     array([[-0.44444444],
            [-0.36111111],
            [ 0.80555556]])

@@ -49,16 +49,17 @@ def toeplitz(
     n_queries, n_keys : int
         Numbers of queries and keys, at least 1.
     offset : int, optional
-        Position of query 0 where key 0 is at 0: 0 by default where there are as many queries as keys, and needed where
-        there are not.
+        Position of query 0, with key 0 at position 0. By default 0 if there are as many queries as keys; otherwise
+        required.
     causal : bool, default False
-        Keys in a query's future are ignored: zeros, for any value of ``bias`` at ``r > 0``.
+        Later keys are ignored: their entries are zero, for any values of ``bias`` at ``r > 0``.
 
     Returns
     -------
     array, shape (..., H, n_queries, n_keys) or (n_queries, n_keys)
-        NumPy and CuPy: a read-only view of the ``n_queries + n_keys - 1`` numbers that occur, no matrix in memory.
-        torch: one copy of the result's size. Elsewhere one copy of ``n_queries · (n_queries + n_keys)`` numbers.
+        In NumPy and CuPy, a read-only view of the ``n_queries + n_keys - 1`` numbers that occur, with no matrix in
+        memory. In torch, one copy of the size of the result; in other libraries, one copy of
+        ``n_queries · (n_queries + n_keys)`` numbers.
 
     Raises
     ------
@@ -67,7 +68,7 @@ def toeplitz(
 
     See Also
     --------
-    relskew_core.relative_attention : takes ``bias`` itself as ``rel_bias`` and never holds more than a chunk of it.
+    relskew_core.relative_attention : takes ``bias`` itself as ``rel_bias``, and materialises one chunk of it at a time.
 
     Examples
     --------

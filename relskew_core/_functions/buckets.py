@@ -16,8 +16,8 @@ from relskew_core._positions.span import Span, check_span_given
 def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, ...]:
     """Return the bucket of every relative position of a span, as T5 numbers them.
 
-    Near positions have a bucket each, further ones share buckets that grow logarithmically, and everything from
-    ``max_distance`` on at the latest shares the last one, so ``Span.clipped(max_distance)`` serves every length::
+    Near positions have a bucket each, and farther ones share buckets, whose ranges grow logarithmically. All positions
+    from ``max_distance`` on share the last bucket, so ``Span.clipped(max_distance)`` suffices for every length::
 
         r:       …  -9 -8  …  -1   0   1  …  …        num_buckets=32, max_distance=128, bidirectional
         bucket:  …   8  8  …   1   0  17  …  …        past: 0 … 15, future: 16 … 31
@@ -27,11 +27,11 @@ def t5_buckets(span: Span, *, num_buckets: int, max_distance: int, bidirectional
     span : Span
         The relative positions.
     num_buckets : int
-        Number of buckets; both sides share them if ``bidirectional``, half each.
+        Number of buckets; if ``bidirectional``, each side has half of them.
     max_distance : int
         Distance from which on all positions share the last bucket.
     bidirectional : bool
-        Encoders: the future has separate buckets. Decoders (False): all of the future has bucket 0.
+        True for encoders: the future has separate buckets. False for decoders: the whole future has bucket 0.
 
     Returns
     -------
@@ -92,8 +92,8 @@ def _t5_starts(side: int, max_distance: int) -> list[int]:
 def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | None) -> tuple[int, ...]:
     """Return the row of DeBERTa's relative embeddings for every relative position of a span.
 
-    The rows count distances ``query - key``, the other way round than here; near ones have a row each, further ones
-    share rows that grow logarithmically::
+    The rows are ordered by the distance ``query - key``, in the opposite direction. Near distances have a row each;
+    farther ones share rows, whose ranges grow logarithmically::
 
         r:     …   2    1   0   -1   -2  …           S = position_buckets, rows 0 … 2S - 1
         row:   …  S-2  S-1  S   S+1  S+2 …
@@ -106,7 +106,7 @@ def deberta_buckets(span: Span, *, position_buckets: int, max_distance: int | No
         ``S``, half of the rows: ``position_buckets`` of versions 2 and 3, ``max_relative_positions`` of version 1.
     max_distance : int or None
         Distance of the last shared row: ``max_relative_positions`` of versions 2 and 3 (their
-        ``max_position_embeddings`` where that is not positive). ``None``: every row is one distance, as in version 1.
+        ``max_position_embeddings`` if that is not positive). ``None``: each row is one distance, as in version 1.
 
     Returns
     -------

@@ -17,21 +17,22 @@ from relskew_core._positions.span import Span, check_span_given
 
 @explains
 def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None = None, dtype: Any = None) -> Array:
-    """Return ALiBi's bias: every head's slope times the distance, negative on both sides.
+    """Return ALiBi's bias: the slope of each head times the distance, negative on both sides.
 
     Parameters
     ----------
     n_heads : int
         Number ``H`` of heads.
     span : Span
-        The relative positions, all that occur: neither a line nor a span of it continues with ``beyond="clip"`` or
-        ``"zero"``, which are refused. With a clipped table, the bias is made from ``Span(left, right)``.
+        All relative positions that occur. Spans with ``beyond="clip"`` or ``"zero"`` are rejected, because neither
+        continues a linear bias; for a call with a clipped table, make the bias from ``Span(left, right)``.
     xp : module, optional
-        Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` … Either this or ``like``.
+        Array library to make the array in: ``numpy``, ``torch``, ``cupy``, ``jax.numpy`` … Pass either this or
+        ``like``.
     like : array, optional
         An array, such as the queries, whose library, device and floating dtype the bias takes.
     dtype : dtype of the library, optional
-        That of ``like``, or the library's default floating dtype, if ``None``.
+        By default that of ``like``, or the library's default floating dtype.
 
     Returns
     -------
@@ -49,8 +50,9 @@ def alibi_bias(n_heads: int, span: Span, *, xp: Any = None, like: Array | None =
 
     Notes
     -----
-    Press et al. 2022, "Train Short, Test Long", section 3: slopes ``2^(-8h/H)``; where ``H`` is no power of two, those
-    of the power below, then every other one of the power above, as in the authors' code.
+    Press et al. 2022, "Train Short, Test Long", section 3: slopes ``2^(-8h/H)``. If ``H`` is not a power of two, the
+    slopes are those of the next lower power, followed by every other slope of the next higher power, as in the authors'
+    code.
 
     Examples
     --------

@@ -28,7 +28,7 @@ def relative_logits_2d(
     q_step: tuple[int, int] = (1, 1),
     k_step: tuple[int, int] = (1, 1),
 ) -> Array:
-    """Multiply every query with the table rows of every key's relative height and relative width, and add both.
+    """Multiply each query by the table rows of the relative height and width of each key, and add both products.
 
     ``logits[(y, x), (Y, X)] = q_yx · e_h[Y - (y + offset[0])] + q_yx · e_w[X - (x + offset[1])]``, with rows and
     columns of queries ``q_step`` and of keys ``k_step`` apart.
@@ -44,16 +44,18 @@ def relative_logits_2d(
     span_h, span_w : Span, optional
         The relative positions of the rows; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : (int, int), optional
-        Height and width of query 0 where key 0 is at (0, 0): a block of queries at ``(b, c)`` inside the keys' grid has
-        ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``. (0, 0) by default
-        where both grids are of one size, steps counted, and needed where they are not.
+        Height and width of query 0, with key 0 at (0, 0): a block of queries at ``(b, c)`` inside the keys' grid has
+        ``(b, c)``; a block whose keys reach ``h`` further on all sides (HaloNet) has ``(h, h)``. By default (0, 0) if
+        both grids have the same size, counting steps; otherwise required.
     q_step, k_step : (int, int), default (1, 1)
-        The distance of neighbours, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
+        Distance between neighbours, in rows of the tables: keys that are pooled two by two (MViT) have
+        ``k_step=(2, 2)``.
 
     Returns
     -------
     array, shape (..., H, qh · qw, kh · kw) or (qh · qw, kh · kw)
-        Unscaled. Apart from it, only ``qh · qw · (qh + kh + qw + kw)`` products are held; no table is gathered.
+        Unscaled. Besides the result, memory holds only ``qh · qw · (qh + kh + qw + kw)`` products; no table is
+        gathered.
 
     Raises
     ------
@@ -97,7 +99,7 @@ def relative_logits_nd(
     q_step: Sequence[int] | None = None,
     k_step: Sequence[int] | None = None,
 ) -> Array:
-    """Multiply queries with the table rows of every key's relative position along each axis of a grid, and add them.
+    """Multiply each query by the table row of the relative position along each axis of a grid, and add the products.
 
     :func:`relative_logits_2d` for any number of axes: video and volumes have three.
 
@@ -106,15 +108,16 @@ def relative_logits_nd(
     q : array, shape (..., H, n_0 · n_1 · …, D) or (n_0 · n_1 · …, D)
         Queries row by row, of a real floating dtype.
     tables : sequence of array, shape (R, D) or (H, R, D), or None
-        Rows of ascending relative positions for each axis, ``None`` for an axis that has none; at least one is there.
+        Rows of ascending relative positions for each axis, ``None`` for an axis without a table; at least one table is
+        required.
     q_grid, k_grid : sequence of int
         Sides of the queries' and of the keys' grid; they may differ.
     spans : sequence of Span or None, optional
         The relative positions of the rows; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : sequence of int, optional
-        Where query 0 is where key 0 is at (0, 0, …), as in :func:`relative_logits_2d`.
+        Position of query 0, with key 0 at (0, 0, …), as in :func:`relative_logits_2d`.
     q_step, k_step : sequence of int, optional
-        How far neighbours are apart, in rows of the tables; 1 by default.
+        Distance between neighbours, in rows of the tables; 1 by default.
 
     Returns
     -------
@@ -163,8 +166,8 @@ def toeplitz_2d(
     q_grid, k_grid : (int, int)
         Height and width of the queries' and of the keys' grid.
     offset : (int, int), optional
-        Height and width of query 0 where key 0 is at (0, 0): (0, 0) by default where both grids are of one size, and
-        needed where they are not.
+        Height and width of query 0, with key 0 at (0, 0). By default (0, 0) if both grids have the same size; otherwise
+        required.
 
     Returns
     -------
@@ -182,7 +185,7 @@ def toeplitz_2d(
 
     Notes
     -----
-    Liu et al. 2021, "Swin Transformer", equation 4; Bao et al. 2022, "BEiT". ``conventions`` brings their tables.
+    Liu et al. 2021, "Swin Transformer", equation 4; Bao et al. 2022, "BEiT". ``conventions`` converts their tables.
 
     Examples
     --------
@@ -213,7 +216,8 @@ def toeplitz_nd(
     Parameters
     ----------
     bias : array, shape (..., H, R_0, R_1, …) or (R_0, R_1, …)
-        Numbers of ascending relative positions, of any dtype: as many axes as the grids have, behind those that lead.
+        Numbers of ascending relative positions, of any dtype: leading axes, followed by one axis for each axis of the
+        grids.
     spans : sequence of Span or None, optional
         Their relative positions; by default ``Span.full((R + 1) // 2)`` for odd ``R``.
     q_grid, k_grid : sequence of int

@@ -64,30 +64,32 @@ def relative_attention_2d(
     rel_bias : array, shape (H, Rh, Rw) or (Rh, Rw), optional
         One number for each relative height and width together (Swin, BEiT).
     prefix : (int, int), default (0, 0)
-        How many queries and keys precede the grid, outside it: no table reaches them.
+        Numbers of queries and keys that precede the grid, such as class tokens. Tables do not apply to them.
     prefix_bias : array, shape (H, 3) or (3,), optional
-        Bias of a query of the grid at a key outside, of a query outside at a key of the grid, of both outside (BEiT).
+        Three biases: of queries in the grid to keys in the prefix, of queries in the prefix to keys in the grid, and
+        within the prefix (BEiT).
     offset : (int, int), optional
-        Height and width of the grid's query 0 where its key 0 is at (0, 0): (0, 0) by default where both grids are of
-        one size, steps counted, or where nothing depends on it; needed everywhere else.
+        Height and width of the grid's query 0, with its key 0 at (0, 0). By default (0, 0) if both grids have the same
+        size, counting steps, or if nothing depends on it; otherwise required.
     q_step, k_step : (int, int), default (1, 1)
-        The distance of neighbours, in rows of the tables: keys pooled two by two (MViT) have ``k_step=(2, 2)``.
-        Without ``rel_bias``.
+        Distance between neighbours, in rows of the tables: keys that are pooled two by two (MViT) have
+        ``k_step=(2, 2)``. Not available with ``rel_bias``.
     window : ((up, down), (left, right)), optional
-        A query sees the keys at ``-up <= r_h <= down`` and ``-left <= r_w <= right`` only; ``None`` is unbounded. Keys
+        A query sees only the keys at ``-up <= r_h <= down`` and ``-left <= r_w <= right``; ``None`` is unbounded. Keys
         of the prefix are always seen.
     neighborhood : (int, int), optional
-        Height and width of what a query sees around it, and shifted at borders so that every query sees as many keys:
-        neighborhood attention (Hassani et al. 2023), NATTEN's ``kernel_size``. Either this or ``window``. Tables have
-        to reach ``size - 1`` either way. Key rows that no query of a chunk sees cost nothing.
+        Height and width of the area around a query that it sees. At borders the area is shifted, so that every query
+        sees the same number of keys: neighborhood attention (Hassani et al. 2023), NATTEN's ``kernel_size``. Pass
+        either this or ``window``. Tables must reach ``size - 1`` to both sides. Key rows that no query of a chunk sees
+        cost nothing.
     mask : array, optional
         Boolean (``True`` = may attend) or additive in the arrays' dtype; broadcasts to ``(..., H, Lq, Lk)``.
     scale, rel_scale : float or array of shape (H,) or (), optional
-        Factors of the products; ``D ** -0.5`` and ``scale``. SAM, ViTDet and MViT have ``rel_scale=1``, Swin v2
-        (cosine attention) a scale for each head.
+        Factors of the products; ``D ** -0.5`` and ``scale`` by default. SAM, ViTDet and MViT use ``rel_scale=1``, and
+        Swin v2 (cosine attention) uses a scale for each head.
     chunk_size : int, optional
-        About how many queries are worked on together, in whole rows of the grid; by default what a scratch budget
-        allows.
+        Approximate number of queries that are processed together, in whole rows of the grid; chosen by a scratch budget
+        by default.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
 
@@ -180,19 +182,21 @@ def relative_attention_nd(
     q, k, v : array, shape (..., H, prefix + n_0 · n_1 · …, D)
         Queries, keys and values, row by row, as in :func:`relative_attention_2d`.
     tables : sequence of array, shape (R, D) or (H, R, D), or None, optional
-        Rows of ascending relative positions for each axis, ``None`` for an axis that has none.
+        Rows of ascending relative positions for each axis, ``None`` for an axis without a table.
     q_grid, k_grid : sequence of int
         Sides of both grids.
     spans : sequence of Span or None, optional
         The relative positions of the rows of the tables and of ``rel_bias``.
     rel_bias : array, shape (H, R_0, R_1, …) or (R_0, R_1, …), optional
         One number for the relative positions along all axes together (video Swin, SwinUNETR).
+    prefix, prefix_bias, offset, q_step, k_step : optional
+        As in :func:`relative_attention_2d`; ``offset`` and the steps have a number for each axis.
     window : sequence of (int or None, int or None), optional
         How far back and ahead a query sees along each axis.
     neighborhood : sequence of int, optional
-        Sides of what a query sees around it, shifted at borders, as in :func:`relative_attention_2d`.
-    prefix, prefix_bias, offset, q_step, k_step, mask, scale, rel_scale, chunk_size, return_lse : optional
-        As in :func:`relative_attention_2d`, a number for each axis.
+        Sizes of the area around a query that it sees, shifted at borders, as in :func:`relative_attention_2d`.
+    mask, scale, rel_scale, chunk_size, return_lse : optional
+        As in :func:`relative_attention_2d`.
 
     Returns
     -------

@@ -41,7 +41,7 @@ def relative_logits(
     side: Side = "query",
     positions: tuple[Array, Array] | None = None,
 ) -> Array:
-    """Multiply every query with the table row of every key's relative position, ``q_i · e_{j - (i + offset)}``.
+    """Multiply each query by the table row of the relative position of each key, ``q_i · e_{j - (i + offset)}``.
 
     Parameters
     ----------
@@ -57,23 +57,23 @@ def relative_logits(
     n_queries : int
         Number ``Lq`` of queries, instead of ``n_keys`` with ``side="key"``.
     offset : int, or ints of the leading axes before the heads, optional
-        Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there
-        are as many queries as keys, and needed where there are not.
+        Position of query 0, with key 0 at position 0; one for all items or one for each item of a batch. By default 0
+        if there are as many queries as keys; otherwise required.
     causal : bool, default False
-        Keys in a query's future are ignored: zeros, for any value of the table at ``r > 0``.
+        Later keys are ignored: their entries are zero, for any values of the table at ``r > 0``.
     side : {"query", "key"}, default "query"
         What the table is multiplied by: with ``"key"`` the result is ``k_j · e_{j - (i + offset)}``, DeBERTa's position
         to content.
     positions : pair of integer arrays, shapes (..., Lq) or (Lq,) and (..., Lk) or (Lk,), optional
-        The positions of queries and keys, in any order, instead of their numbers and ``offset``: ``r`` is the key's
-        less the query's. A second table for another kind of position (pitch in addition to time) is added to attention
-        by its logits, as ``mask``.
+        The positions of queries and keys, in any order, instead of their numbers and ``offset``: ``r`` is the position
+        of the key minus that of the query. To add a second table for another kind of position (pitch in addition to
+        time), pass its logits to attention as ``mask``.
 
     Returns
     -------
     array, shape (..., H, Lq, Lk) or (Lq, Lk)
-        Unscaled. A view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the product is
-        not copied; with ``positions`` a look-up in the product with the whole table.
+        Unscaled. The result is a view of the product with ``Lq + Lk`` rows of the table: nothing is gathered, and the
+        product is not copied. With ``positions`` it is looked up in the product with the whole table.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def relative_values(
     offset: int | Sequence[int] | Array | None = None,
     causal: bool = False,
 ) -> Array:
-    """Sum the table rows of all keys' relative positions by weight, ``Σ_j w_ij · e_{j - (i + offset)}``.
+    """Sum the table rows of the relative positions of all keys, weighted, ``Σ_j w_ij · e_{j - (i + offset)}``.
 
     The adjoint of :func:`relative_logits` in the table's rows.
 
@@ -240,10 +240,10 @@ def relative_values(
         The relative positions of the rows; by default ``Span.causal(R)`` if ``causal``, else
         ``Span.full((R + 1) // 2)`` for odd ``R``.
     offset : int, or ints of the leading axes before the heads, optional
-        Position of query 0 where key 0 is at 0; one for all or one for each item of a batch. 0 by default where there
-        are as many queries as keys, and needed where there are not.
+        Position of query 0, with key 0 at position 0; one for all items or one for each item of a batch. By default 0
+        if there are as many queries as keys; otherwise required.
     causal : bool, default False
-        Weights and rows at ``r > 0`` count for nothing.
+        Weights and rows at ``r > 0`` are ignored.
 
     Returns
     -------

@@ -27,7 +27,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     out : array, shape (..., Lq, Dv)
         In the dtype of ``outs``.
     lse : array, shape (..., Lq)
-        In the dtype of ``lses``. Where no part sees a key: zeros and ``-inf``.
+        In the dtype of ``lses``. If no part sees a key, the output is zero and the log-sum-exp is ``-inf``.
 
     Raises
     ------

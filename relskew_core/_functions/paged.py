@@ -41,7 +41,7 @@ def paged_attention(
     return_lse: bool = False,
     impl: Impl = "auto",
 ) -> Array | tuple[Array, Array]:
-    """Attend to keys and values that are in pages of one pool, with any table or bias by relative position.
+    """Attend to keys and values in the pages of one pool, with any table or bias by relative position.
 
     ::
 
@@ -56,16 +56,18 @@ def paged_attention(
         Pages of keys, the layout of vLLM's cache; ``H`` is a multiple of ``Hkv``.
     v_pages : array, shape (P, page, Hkv, Dv)
         Pages of values.
-    rel_k, span, rel_v, rel_bias, rel_q, key_table, sinks : optional
-        Tables and biases, the same for all items, as in :func:`relative_attention`; ``rel_q`` as ``q``.
+    rel_k, span : optional
+        A table and its span, the same for all items, as in :func:`relative_attention`.
     page_table : array of integers, shape (B, n), or sequence of sequences of int
-        Which pages have the keys of each item, in order. Entries after an item's last page are ignored.
+        Numbers of the pages with the keys of each item, in order. Entries after an item's last page are ignored.
     lengths : array of integers, shape (B,), or sequence of int
-        How many keys each item has, those of its queries included. An item of length 0 gets zeros.
+        Number of keys of each item, including those of its queries. An item of length 0 gets zeros.
     causal : bool, default True
-        A query sees no key of its future.
+        Queries see no later keys.
     window : (int or None, int or None), optional
         A query sees the keys at ``-left <= r <= right`` only. Pages that no query sees are not read.
+    rel_v, rel_bias, rel_q, key_table, sinks : optional
+        Tables and biases as well; ``rel_q`` has the shape of ``q``.
     scale, rel_scale, softcap, chunk_size, return_lse, impl : optional
         As in :func:`relative_attention`.
 
@@ -78,7 +80,7 @@ def paged_attention(
     Raises
     ------
     ValueError, TypeError
-        If an argument does not fit, an item is longer than its pages or a page is not there; the message names the
+        If an argument does not fit, an item is longer than its pages, or a page does not exist; the message names the
         argument.
 
     See Also
@@ -88,11 +90,11 @@ def paged_attention(
 
     Notes
     -----
-    Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4.
-    Where ``page_table`` and ``lengths`` are known, on CPUs, items are attended to one by one: only the keys of one item
-    are copied at a time, and none where its pages follow each other. Where something traces them, or where they are on
-    an accelerator, the pages of all items are gathered, but never the pool. There, pages that are not in the pool and
-    items that are too long are not noticed.
+    Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", section 4. If
+    ``page_table`` and ``lengths`` are known, as on CPUs, items are processed one by one: only the keys of one item are
+    copied at a time, and none if its pages are consecutive. If they are traced or on an accelerator, the pages of all
+    items are gathered, but never the whole pool; pages that are not in the pool and items that are too long are then
+    not detected.
 
     Examples
     --------
@@ -103,7 +105,7 @@ def paged_attention(
     >>> paged_attention(q, k_pages, v_pages, **pages).ravel()
     array([1.66666667, 6.        ])
 
-    With ALiBi, whose slopes make far keys count less:
+    With ALiBi, distant keys have lower weights:
 
     >>> from relskew_core import Span, alibi_bias
     >>> span = Span(7, 0)
@@ -111,7 +113,7 @@ def paged_attention(
     >>> paged_attention(q, k_pages, v_pages, span=span, rel_bias=bias, **pages).ravel()
     array([1.66405912, 6.        ])
 
-    The last two tokens at once, as when a draft is verified; each sees its own past:
+    The last two tokens at once, as when drafted tokens are verified; each query sees its own past:
 
     >>> pages = {"page_table": [[1, 0]], "lengths": [3]}
     >>> paged_attention(np.zeros((1, 1, 2, 1)), k_pages, v_pages, **pages).ravel()

@@ -33,7 +33,7 @@ def sinusoidal_table(
     direction: Direction = "past",
     base: float = 10000.0,
 ) -> Array:
-    """Return the sinusoids of relative positions, of any reach: Transformer-XL's ``R`` before its projection.
+    """Return the sinusoids of relative positions, for any span: Transformer-XL's ``R`` before its projection.
 
     Parameters
     ----------
@@ -46,9 +46,10 @@ def sinusoidal_table(
     dtype : dtype of ``xp``, optional
         The library's default floating dtype if ``None``.
     order : {"halves", "interleaved"}, default "halves"
-        All sines and then all cosines (Transformer-XL, XLNet), or in turn (ESPnet, NeMo, HF's Conformers).
+        All sines and then all cosines (Transformer-XL, XLNet), or alternating (ESPnet, NeMo, HF's Conformers).
     direction : {"past", "future"}, default "past"
-        Where angles are positive: of ``query - key`` as in all of these, or of ``key - query``. Sines change sign.
+        The direction in which angles are positive: ``query - key`` as in all models above, or ``key - query``. The
+        choice changes the sign of the sines.
     base : float, default 10000.0
         Ratio of the longest to the shortest wave.
 
@@ -69,7 +70,7 @@ def sinusoidal_table(
     Notes
     -----
     Vaswani et al. 2017, section 3.5; Dai et al. 2019, "Transformer-XL", section 3.3. Angles are computed in double
-    precision: far positions stay exact in every library.
+    precision, so distant positions are exact in every library.
 
     Examples
     --------
@@ -118,16 +119,17 @@ def sinusoids(span: Span, rates: list[float], order: Order, *, xp: Namespace, dt
 def resize_table(
     table: Array, rows: int, *, method: Method = "linear", align_corners: bool = False, axis: int = -2
 ) -> Array:
-    """Interpolate a table to another number of rows, as vision models do for another size of image.
+    """Interpolate a table to another number of rows, as vision models do for images of another size.
 
     Parameters
     ----------
     table : array, shape (..., R, D)
         Of a real floating dtype.
     rows : int
-        Number of rows to make: ``2n - 1`` for ``n`` positions, with ``Span.full(n)``.
+        New number of rows: ``2n - 1`` for ``n`` positions, with ``Span.full(n)``.
     method : {"linear", "cubic"}, default "linear"
-        Linear, or the cubic convolution with ``a = -0.75``: both as ``torch.nn.functional.interpolate`` does it.
+        Linear interpolation, or the cubic convolution with ``a = -0.75``, both as in
+        ``torch.nn.functional.interpolate``.
     align_corners : bool, default False
         Keep the first and the last row; otherwise rows are cells whose outer edges are kept.
     axis : int, default -2
@@ -136,7 +138,8 @@ def resize_table(
     Returns
     -------
     array, shape (..., rows, D)
-        Of the table's dtype; differentiable where the library is: one product with a small matrix.
+        In the table's dtype. It is the product with a small matrix, so libraries with automatic differentiation
+        differentiate it.
 
     Raises
     ------

@@ -32,7 +32,7 @@ _Looked = make_dataclass(
 def attention_weights(given: Any) -> Array:
     """Return all attention weights of :func:`relative_attention`, for pictures and inspection.
 
-    What attention itself never holds: memory grows with the square of the length.
+    The weights are materialised, so memory grows with the square of the length.
 
     Parameters
     ----------
@@ -41,13 +41,12 @@ def attention_weights(given: Any) -> Array:
     k : array, shape (..., Hkv, Lk, D)
         Keys.
     **arguments
-        All others are those of :func:`relative_attention`, but for values, dropout and ``impl``.
+        The other arguments of :func:`relative_attention`, except for the values, dropout and ``impl``.
 
     Returns
     -------
     array, shape (..., H, Lq, Lk)
-        In the arrays' dtype. A row sums to 1, to less where ``sinks`` have their share, and to 0 where a query may
-        see no key.
+        In the arrays' dtype. A row sums to 1, to less than 1 with ``sinks``, and to 0 if the query may see no key.
 
     Raises
     ------

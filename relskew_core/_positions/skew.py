@@ -31,12 +31,12 @@ def skew(x: Array) -> Array:
     Returns
     -------
     array, shape (..., n, m)
-        ``s[..., i, j] = x[..., i, n - 1 - i + j]``. A view of ``x`` if the last two axes of ``x`` lie together.
+        ``s[..., i, j] = x[..., i, n - 1 - i + j]``. A view of ``x`` if the last two axes of ``x`` are contiguous.
 
     Raises
     ------
     TypeError, ValueError
-        If ``x`` is no array of that shape.
+        If ``x`` is not an array of that shape.
 
     See Also
     --------
@@ -82,7 +82,7 @@ def unskew(s: Array) -> Array:
     Raises
     ------
     TypeError, ValueError
-        If ``s`` is no array of that shape.
+        If ``s`` is not an array of that shape.
 
     See Also
     --------

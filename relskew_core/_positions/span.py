@@ -61,7 +61,7 @@ class Span:
     def causal(cls, n: int, beyond: Beyond = "error") -> Span:
         """Span of the ``n`` relative positions ``-(n-1) … 0``: Music Transformer's ``E_r`` (Huang et al. 2018).
 
-        Language models that read on past their table take ``beyond="clip"``.
+        Use ``beyond="clip"`` for language models whose inputs may be longer than the table.
 
         Examples
         --------

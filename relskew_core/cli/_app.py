@@ -151,7 +151,7 @@ def export(
     operator: Annotated[
         bool, typer.Option("--operator", help="Attention as one node for the operator library, and a function.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Json = False,
 ) -> int:
     """Write an attention block as an ONNX model."""

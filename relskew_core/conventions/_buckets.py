@@ -64,7 +64,7 @@ class T5:
         return Span(self.max_distance, self.max_distance if self.bidirectional else 0, "clip")
 
     def load(self, table: Array) -> tuple[Array, Span]:
-        """Bring a table here.
+        """Convert a table of the other code base.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ class DeBERTa:
         return Span(self.max_distance, self.max_distance, "clip")
 
     def load(self, table: Array) -> tuple[Array, Span]:
-        """Bring a table here.
+        """Convert a table of the other code base.
 
         Parameters
         ----------

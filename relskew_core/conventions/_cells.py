@@ -53,7 +53,7 @@ class Swin:
         return Span.full(h), Span.full(w)
 
     def load(self, table: Array) -> tuple[Array, Span, Span]:
-        """Bring a table here.
+        """Convert a table of the other code base.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ class BEiT:
         object.__setattr__(self, "window", check_sides("window", self.window, 2, minimum=1))
 
     def load(self, table: Array) -> tuple[Array, Array, Span, Span]:
-        """Bring a table here.
+        """Convert a table of the other code base.
 
         Parameters
         ----------

@@ -71,7 +71,7 @@ class Convention:
         return self.__doc__ if self.text and self.__doc__ else repr(self)
 
     def load(self, table: Array, *, left: int | None = None) -> tuple[Array, Span]:
-        """Bring a table here.
+        """Convert a table of the other code base.
 
         Parameters
         ----------

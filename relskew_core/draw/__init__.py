@@ -1,6 +1,6 @@
 """Pictures of spans, of visible keys, of the skew, and of weights: as SVG without any package, or as PNG.
 
-In a notebook they show themselves. ``relskew draw`` writes them, or prints them in a terminal.
+Notebooks display them, and ``relskew draw`` writes them or prints them in a terminal.
 """
 
 from relskew_core.draw._call import draw_call

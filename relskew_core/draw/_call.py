@@ -26,14 +26,14 @@ def draw_call(
     n_queries : int
         Number of queries, the rows.
     n_keys : int, optional
-        Number of keys, the columns; as many as queries by default, and an ``offset`` more: the cache.
+        Number of keys, the columns; by default as many as queries, plus the ``offset``, for the cache.
     span : Span, optional
-        Of a table. Cells then hold which row of it serves them, instead of their relative position.
+        The span of a table. Each cell then shows the row that is used, instead of the relative position.
     sinks : bool, default False
-        With a column for the sink, which every query may attend to.
+        Add a column for the sink, to which every query may attend.
     **arguments
-        What says who sees whom, as :func:`relskew_core.attention_weights` takes it: ``causal``, ``window``,
-        ``block_size``, ``blocks_before``, ``mask``, ``segments``, ``offset`` (an int), ``positions``.
+        The options that determine which keys a query sees, as in :func:`relskew_core.attention_weights`: ``causal``,
+        ``window``, ``block_size``, ``blocks_before``, ``mask``, ``segments``, ``offset`` (an int), ``positions``.
 
     Returns
     -------

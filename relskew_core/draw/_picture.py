@@ -69,12 +69,12 @@ class Panel:
 class Picture:
     """Panels of cells, as a file, in a notebook, or as numbers.
 
-    Notebooks show it by themselves, as SVG, without any package.
+    Notebooks display it as SVG, without any other package.
 
     Parameters
     ----------
     title : str
-        What is seen, for those who cannot see it too.
+        A description of the picture, also for readers who cannot see it.
     panels : list of Panel
         The panels; each holds its ``title``, and its ``cells`` with their ``text`` and ``tone``.
     across : int, default 1
@@ -126,7 +126,7 @@ class Picture:
         Returns
         -------
         Path
-            Where it is.
+            The path of the file.
         """
         target = check_ending(path)
         if target.suffix.lower() == ".svg":

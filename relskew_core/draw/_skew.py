@@ -75,7 +75,7 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
     Returns
     -------
     Path
-        Where it is.
+        The path of the file.
 
     See Also
     --------

@@ -24,12 +24,12 @@ def draw_span(*spans: Span, longest: int = 11) -> Picture:
     *spans : Span
         One below the other.
     longest : int, default 11
-        Of longer tables only the ends and the middle are drawn.
+        For longer tables, only the ends and the middle are drawn.
 
     Returns
     -------
     Picture
-        A panel for each span: above, the relative positions, and in the cells the rows.
+        A panel for each span, with the relative positions above the cells and the rows in them.
 
     See Also
     --------

@@ -21,7 +21,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     Parameters
     ----------
     weights : array, shape (H, Lq, Lk) or (Lq, Lk)
-        As :func:`relskew_core.attention_weights` gives them, of any library.
+        As returned by :func:`relskew_core.attention_weights`, of any array library.
     heads : sequence of int, optional
         Only these heads.
     first_query : int, default 0
@@ -30,7 +30,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     Returns
     -------
     Picture
-        The same colour is the same weight in every panel; a note says which the fullest is.
+        A colour stands for the same weight in every panel; a note gives the scale.
 
     See Also
     --------

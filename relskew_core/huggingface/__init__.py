@@ -1,8 +1,8 @@
 """Drop-ins for ``transformers``: the attention of twenty families replaced in one call, outputs unchanged.
 
-``replace_attention`` imports no transformers: the modules to replace are identified by their names, and keep their
-parameters. ``register_attention`` gives a bias by position to models that use transformers' attention
-interface, and ``replace_rotary`` gives it instead of rotary positions.
+``replace_attention`` does not import transformers: the modules to replace are identified by their names, and keep their
+parameters. ``register_attention`` gives a bias by position to models that use transformers' attention interface, and
+``replace_rotary`` gives it instead of rotary positions.
 """
 
 from relskew_core._array.extras import needs_extra as _needs_extra

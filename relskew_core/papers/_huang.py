@@ -23,6 +23,10 @@ def huang_mask(x: Array) -> Array:
     -------
     array, shape (..., L, L)
 
+    See Also
+    --------
+    huang_skew : the next step.
+
     Examples
     --------
     >>> import numpy as np
@@ -56,6 +60,11 @@ def huang_skew(x: Array) -> Array:
     -------
     array, shape (..., L, L)
         Queries against keys.
+
+    See Also
+    --------
+    huang_mask : masks the products first.
+    relskew_core.skew : the same without a copy, for any numbers of queries and keys.
 
     Examples
     --------
@@ -104,6 +113,11 @@ def huang_skew_local(x: Array) -> Array:
     array, shape (..., N, N)
         Queries of the block against keys of the previous block.
 
+    See Also
+    --------
+    huang_local_attention : uses it for the previous block.
+    relskew_core.skew : the same without a copy.
+
     Examples
     --------
     >>> import numpy as np
@@ -139,6 +153,10 @@ def huang_logits(q: Array, rel_k: Array) -> Array:
     array, shape (..., L, L)
         Zero above the diagonal.
 
+    See Also
+    --------
+    relskew_core.relative_logits : the same in less memory, with ``causal=True``.
+
     Examples
     --------
     >>> import numpy as np
@@ -173,6 +191,10 @@ def huang_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     -------
     array, shape (..., L, Dv)
 
+    See Also
+    --------
+    relskew_core.relative_attention : the same in less memory, with ``causal=True``.
+
     Examples
     --------
     >>> import numpy as np
@@ -206,6 +228,10 @@ def huang_local_attention(q: Array, k: Array, v: Array, rel_k: Array, *, block_s
     Returns
     -------
     array, shape (..., L, Dv)
+
+    See Also
+    --------
+    relskew_core.relative_attention : the same in less memory, with ``block_size``.
 
     Examples
     --------

@@ -39,6 +39,11 @@ def clipped_distances(
     array of int, shape (n, m)
         Numbers in ``0 … 2k``.
 
+    See Also
+    --------
+    clipped_lookup : gathers these rows.
+    relskew_core.Span.clipped : the span of such a table.
+
     Examples
     --------
     >>> import numpy as np
@@ -70,6 +75,11 @@ def clipped_lookup(table: Array, n_queries: int, n_keys: int, *, offset: int | N
     Returns
     -------
     array, shape (n, m, D) or (H, n, m, D)
+
+    See Also
+    --------
+    clipped_distances : the row of each pair.
+    relskew_core.relative_attention : needs no gathered table.
 
     Examples
     --------
@@ -104,6 +114,11 @@ def shaw_gather_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None =
     -------
     array, shape (..., n, m)
 
+    See Also
+    --------
+    shaw_split_logits : the same in less memory.
+    relskew_core.relative_logits : the second term, unscaled, without a gather.
+
     Examples
     --------
     >>> import numpy as np
@@ -127,6 +142,11 @@ def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = 
     Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m + n·m·D)``: one gathered table for all batches and heads.
 
     Parameters and result are those of :func:`shaw_gather_logits`, but all heads must share ``rel_k``.
+
+    See Also
+    --------
+    shaw_gather_logits : the same in one product.
+    relskew_core.relative_logits : the second term, unscaled, without a gather.
 
     Examples
     --------
@@ -165,6 +185,11 @@ def shaw_gather_values(weights: Array, v: Array, rel_v: Array, *, offset: int | 
     -------
     array, shape (..., n, Dv)
 
+    See Also
+    --------
+    shaw_split_values : the same in less memory.
+    relskew_core.relative_values : the second term, without a gather.
+
     Examples
     --------
     >>> import numpy as np
@@ -189,6 +214,11 @@ def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int | N
     Time ``O(B·H·n·m·Dv)``, memory ``O(n·m·Dv)`` besides the weights and the result.
 
     Parameters and result are those of :func:`shaw_gather_values`, but all heads must share ``rel_v``.
+
+    See Also
+    --------
+    shaw_gather_values : the same in one product.
+    relskew_core.relative_values : the second term, without a gather.
 
     Examples
     --------
@@ -235,6 +265,10 @@ def shaw_attention(
     Returns
     -------
     array, shape (..., n, Dv)
+
+    See Also
+    --------
+    relskew_core.relative_attention : the same in less memory, with ``Span.clipped(k)``.
 
     Examples
     --------

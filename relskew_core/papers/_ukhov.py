@@ -27,6 +27,10 @@ def diagonal_skew(x: Array, n_keys: int | None = None) -> Array:
     -------
     array, shape (..., n, n_keys)
 
+    See Also
+    --------
+    relskew_core.skew : the same for ascending columns, without a copy.
+
     Examples
     --------
     >>> import numpy as np
@@ -68,6 +72,10 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
     -------
     array, shape (..., n, n_keys)
 
+    See Also
+    --------
+    relskew_core.relative_logits : the same for ascending rows.
+
     Examples
     --------
     >>> import numpy as np
@@ -99,6 +107,10 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     Returns
     -------
     array, shape (..., n, Dv)
+
+    See Also
+    --------
+    relskew_core.relative_attention : the same for ascending rows, with every option.
 
     Examples
     --------

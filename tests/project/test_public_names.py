@@ -87,7 +87,7 @@ def arguments(member: Any) -> set[str]:
 def documented_arguments(member: Any) -> set[str]:
     """Names in the section Parameters, there and in the function whose parameters the docstring says are shared."""
     text = inspect.getdoc(member) or ""
-    shared = re.search(r"(?:Parameters and result|All others) are those of :func:`(\w+)`", text)
+    shared = re.search(r"(?:Parameters and result are those|The other arguments) of :func:`(\w+)`", text)
     home = inspect.getmodule(member)
     others = documented_arguments(getattr(home, shared[1], getattr(relskew_core, shared[1], None))) if shared else set()
     section = re.search(r"^Parameters\n-+\n(.*?)(?:^\w+\n-+$|\Z)", text, re.MULTILINE | re.DOTALL)

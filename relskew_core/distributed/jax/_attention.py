@@ -28,37 +28,38 @@ class _Ring(Arguments):
 def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
     """Attend as :func:`relskew_core.relative_attention` does, to a sequence that is split over a mesh axis.
 
-    Inside ``jax.shard_map``: every device has its share of the positions of ``q``, ``k`` and ``v``, and gets its share
-    of the output; keys and values go round. The loop is one ``lax.scan``, so that the time to compile does not grow
-    with the number of devices, and the gradient, a second round, keeps no more than the forward pass got and gave.
+    Call it inside ``jax.shard_map``: each device passes its shard of the positions of ``q``, ``k`` and ``v``, and gets
+    its shard of the output, while keys and values travel around a ring. The loop is one ``lax.scan``, so the compile
+    time does not grow with the number of devices. The gradient is a second round, and keeps only the inputs and outputs
+    of the forward pass.
 
     Parameters
     ----------
     q, k, v, rel_q : array, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
-        This device's share.
+        This device's shard.
     rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
         As in :func:`relskew_core.relative_attention`; tables are whole on every device.
     causal, window, offset
         As there, of the whole sequence; ``offset`` is an int.
     mask : array, optional
-        For this device's queries and all keys of the whole, in their order there: broadcasts to
+        For this device's queries and all keys of the whole sequence, in their order there; broadcasts to
         ``(..., H, Lq, P · Lk)``.
     segments : integer array, shape (..., L) or (L,), or a pair of them, optional
-        Of this device's share.
+        Of this device's shard.
     block_size, blocks_before, positions, dropout, seed
-        Refused.
+        Raise an error.
     axis_name : str
-        Of the mesh axis that the sequence is split along.
+        Name of the mesh axis along which the sequence is split.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
-        Which positions a device has: neighbours; two shares, the second mirrored, so that causal attention costs
-        every device the same; or every ``n``-th position for ``n`` devices.
+        The positions of a device: contiguous; two parts, the second mirrored, so that causal attention costs the same
+        on every device; or every ``n``-th position for ``n`` devices.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
 
     Returns
     -------
     out : array, shape (..., H, Lq, Dv)
-        This device's share. Parts are merged in float32 where the arrays are of half precision.
+        This device's shard. For arrays in half precision, parts are merged in float32.
     lse : array, shape (..., H, Lq)
         Only with ``return_lse``.
 

@@ -43,49 +43,51 @@ class _Parallel(Arguments):
 def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tensor]:
     """Attend as :func:`relskew_core.relative_attention` does, to a sequence that is split over processes.
 
-    Every rank has its share of the positions of ``q``, ``k`` and ``v`` (:func:`shard_sequence`) and gets its share of
-    the output. Tables are whole on every rank, and every rank's gradient of them is its share: sum them over the group,
-    as those of all other parameters of a model that is trained on split sequences.
+    Each rank passes its shard of the positions of ``q``, ``k`` and ``v`` (:func:`shard_sequence`) and gets its shard of
+    the output. Tables are whole on every rank, and the gradient on each rank is a part of theirs: sum it over the
+    group, like those of all other parameters of a model that is trained on split sequences.
 
     Parameters
     ----------
     q, k, v, rel_q : Tensor, shapes (..., H, Lq, D), (..., Hkv, Lk, D), (..., Hkv, Lk, Dv), (..., H, Lq, Dr)
-        This rank's share, of one length on all ranks.
+        This rank's shard, of the same length on all ranks.
     rel_k, span, rel_v, rel_bias, key_table, sinks, scale, rel_scale, softcap, chunk_size, impl
         As in :func:`relskew_core.relative_attention`, the same on all ranks.
     causal, window, offset
         As there, of the whole sequence; ``offset`` is an int.
     mask : Tensor, optional
-        For this rank's queries and all keys of the whole, in their order there: broadcasts to ``(..., H, Lq, P · Lk)``.
+        For this rank's queries and all keys of the whole sequence, in their order there; broadcasts to
+        ``(..., H, Lq, P · Lk)``.
     segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
-        Of this rank's share. A pair hides padding, whose keys have a number that no query has.
+        Of this rank's shard. Use a pair to hide padding: give its keys a number that no query has.
     block_size, blocks_before
         Local attention: only with ``method="heads"``.
     dropout, seed
-        The same seed on all ranks; what it drops is what it drops of the whole on one device.
+        The same seed on all ranks; it drops the same weights as for the whole sequence on one device.
     positions
-        Refused: positions follow from ``layout`` and ``offset``.
+        Raise an error: the positions follow from ``layout`` and ``offset``.
     group : ProcessGroup or DeviceMesh
-        The ranks that share the sequence. A mesh of two axes, (ring, heads), exchanges heads along the second, the
-        nearer ranks, and sends keys around the first.
+        The ranks that share the sequence. With a mesh of two axes, (ring, heads), heads are exchanged along the second
+        axis, whose ranks should be closer, and keys are sent around the first.
     method : {"ring", "gather", "heads"}, default "ring"
-        ``"ring"``: keys and values go round, in the memory of two shares; ``"gather"``: every rank has all of them;
-        ``"heads"``: ranks exchange positions for heads, of which there must be a multiple of the ranks.
+        ``"ring"``: keys and values travel around a ring, in the memory of two shards; ``"gather"``: every rank gathers
+        all of them; ``"heads"``: ranks exchange positions for heads, whose number must be a multiple of the number of
+        ranks.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
-        As in :func:`shard_sequence`. The last two make causal attention cost every rank the same.
+        As in :func:`shard_sequence`. With the last two, causal attention costs the same on every rank.
     tables : {"whole", "sharded"}, default "whole"
-        ``"sharded"``, with ``layout="striped"`` and a ring: every rank has the rows that :func:`shard_table` gave it,
-        and gives them to all in one round. Its gradients of them are whole, and no share of a sum.
+        ``"sharded"``, with ``layout="striped"`` and a ring: every rank has the rows that :func:`shard_table` returned,
+        and sends them to all ranks in one round. The gradients of these rows are complete: do not sum them.
     return_lse : bool, default False
         Also return the log-sum-exp of the logits.
     check : bool, default True
-        Compare what all ranks were given before anything else is sent, so that an error on one is one on all. Costs
-        a message of 16 bytes and, on devices, a wait for it.
+        Compare the arguments of all ranks before anything else is sent, so that an error on one rank is raised on all.
+        This costs a message of 16 bytes and, on devices, a synchronisation.
 
     Returns
     -------
     out : Tensor, shape (..., H, Lq, Dv)
-        This rank's share. Parts are merged in float32 where the arrays are of half precision.
+        This rank's shard. For arrays in half precision, parts are merged in float32.
     lse : Tensor, shape (..., H, Lq)
         Only with ``return_lse``.
 
@@ -103,9 +105,10 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     Notes
     -----
     Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; Jacobs et al. 2023,
-    "DeepSpeed Ulysses"; Brandon et al. 2023, "Striped Attention". Two shares are a Toeplitz problem at distance zero
-    with other rows of the tables. A ring sends ``2 (P - 1)`` shares of keys forward and ``4 (P - 1)`` backward,
-    gathering ``2 (P - 1)`` each, heads ``4 (P - 1) / P`` each (with as many key heads as heads); with a window fewer.
+    "DeepSpeed Ulysses"; Brandon et al. 2023, "Striped Attention". Attention of one shard to another is a call with
+    offset zero and other rows of the tables. A ring sends ``2 (P - 1)`` shards of keys forward and ``4 (P - 1)``
+    backward, gathering ``2 (P - 1)`` each, and heads ``4 (P - 1) / P`` each (with as many key heads as heads); with a
+    window, fewer.
 
     Examples
     --------

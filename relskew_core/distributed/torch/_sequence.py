@@ -13,20 +13,20 @@ from relskew_core.distributed.torch._ranks import Ranks, groups
 
 
 def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "contiguous") -> Tensor:
-    """Return this rank's part of a sequence that every rank has.
+    """Return this rank's shard of a sequence that every rank holds whole.
 
     Parameters
     ----------
     x : Tensor
         Tokens, positions, hidden states: anything with an axis of positions.
     group : ProcessGroup or DeviceMesh
-        The ranks that share the sequence. A mesh of two axes, (ring, heads), splits by ``layout`` along the first
-        and into neighbours along the second.
+        The ranks that share the sequence. With a mesh of two axes, (ring, heads), the sequence is split by ``layout``
+        along the first and into contiguous parts along the second.
     axis : int, default -2
         Of the positions.
     layout : {"contiguous", "zigzag", "striped"}, default "contiguous"
-        Neighbours; two shares, the second mirrored, so that causal attention costs every rank the same; or every
-        ``parts``-th position.
+        Contiguous positions; two parts, the second mirrored, so that causal attention costs the same on every rank; or
+        every ``parts``-th position.
 
     Returns
     -------
@@ -36,7 +36,8 @@ def shard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = "c
     Raises
     ------
     ValueError, TypeError
-        If the length is no multiple of the number of ranks, twice that for zigzag; the message names the argument.
+        If the length is not a multiple of the number of ranks, or of twice that number for zigzag; the message names
+        the argument.
 
     See Also
     --------
@@ -73,8 +74,8 @@ def unshard_sequence(x: Tensor, group: Any, *, axis: int = -2, layout: Layout = 
     Returns
     -------
     Tensor
-        Its gradient is the sum of what all ranks ask for: where each computes the same loss, divide it by their
-        number, as averaging gradients over ranks does.
+        Its gradient is the sum of the gradients on all ranks: if each rank computes the same loss, divide it by the
+        number of ranks, as averaging gradients over ranks does.
 
     Raises
     ------

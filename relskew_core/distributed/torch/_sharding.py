@@ -22,10 +22,10 @@ HEADS = -3
 def register_sharding() -> None:
     """Register how ``DTensor`` may shard relative attention: along batch axes and heads, without communication.
 
-    From then on :func:`relskew_core.relative_attention` takes DTensors. Queries, keys and values that are split along
-    the same leading axis, or along the heads, give an output that is split so; tables by head are split with the heads.
-    The gradient of a table that every process has whole is a ``Partial`` sum. Tensors that are sharded otherwise are
-    brought together before. Sequences are split by :func:`context_parallel_attention`.
+    After this call, :func:`relskew_core.relative_attention` accepts DTensors. If queries, keys and values are split
+    along the same leading axis, or along the heads, the output is split in the same way; tables per head are split with
+    the heads. The gradient of a table that every process holds whole is a ``Partial`` sum. Tensors that are sharded in
+    other ways are gathered first. To split sequences, use :func:`context_parallel_attention`.
 
     A second call does nothing.
 
@@ -35,8 +35,9 @@ def register_sharding() -> None:
 
     Notes
     -----
-    Uses ``torch.distributed.tensor.experimental.register_sharding``. For the kernels on CPUs and the portable ones; a
-    ``seed`` is drawn by the places of a process's own part.
+    Uses ``torch.distributed.tensor.experimental.register_sharding``. It covers the kernels for CPUs and the portable
+    code. With dropout, the same ``seed`` drops other weights than on one device, because positions are counted within
+    the part of each process.
 
     Examples
     --------

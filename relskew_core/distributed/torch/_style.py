@@ -22,10 +22,10 @@ from relskew_core.layers.torch._attention import TableAttention
 class ContextParallel(ParallelStyle):
     """Make attention modules attend to a sequence that is split over processes.
 
-    The module is called as before, with this rank's share of the positions (:func:`shard_sequence`), and returns its
-    share. Everything else of a model works position by position and needs nothing. Gradients of parameters are every
-    rank's share of a sum, as in data parallelism: ``DistributedDataParallel`` or ``fully_shard`` over the same ranks
-    adds them up, or an ``all_reduce``.
+    Call the module as before, with this rank's shard of the positions (:func:`shard_sequence`); it returns this rank's
+    shard of the output. The rest of a model works position by position and does not change. The gradients of parameters
+    on each rank are parts of a sum, as in data parallelism: ``DistributedDataParallel`` or ``fully_shard`` over the
+    same ranks adds them up, or an ``all_reduce``.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ class ContextParallel(ParallelStyle):
 
     Notes
     -----
-    A ``mask`` speaks of this rank's queries and of all keys; a ``key_padding_mask`` and ``segments`` of this rank's
-    share. A ``past`` is refused.
+    A ``mask`` covers this rank's queries and all keys; ``key_padding_mask`` and ``segments`` cover this rank's shard. A
+    ``past`` raises an error.
 
     Examples
     --------

@@ -28,11 +28,11 @@ def shard_table(table: Tensor, group: Any, span: Span, *, bias: bool = False) ->
     table : Tensor, shape (R, D) or (H, R, D), or of a bias (R,) or (H, R)
         Whole.
     group : ProcessGroup or DeviceMesh
-        The ranks that share it: those of :func:`context_parallel_attention`, of a mesh of two axes those of the first.
+        The ranks that share it: those of :func:`context_parallel_attention`, or of the first axis of a mesh with two.
     span : Span
         The relative positions of its rows.
     bias : bool, default False
-        Whether it is a table of numbers, whose last axis are the rows.
+        Whether it is a table of numbers, whose last axis contains the rows.
 
     Returns
     -------

@@ -29,7 +29,7 @@ class SeenByEquinox(Seen, total=False):
 class RelativeMultiheadAttention(JaxBlock, eqx.Module):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as an equinox module.
 
-    The projections are called as modules, so that what replaces them takes part. Dropout and ``inference`` are as in
+    The projections are called as modules, so layers that replace them take effect. Dropout and ``inference`` work as in
     ``eqx.nn.MultiheadAttention``; sequences may be batched by leading axes or by ``jax.vmap``.
 
     Parameters
@@ -37,7 +37,8 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
+        up.
     inference : bool, default False
         Leave dropout out; ``eqx.nn.inference_mode`` changes it.
     impl : {"auto", "portable", "native"}, default "auto"
@@ -180,10 +181,10 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         x : array, shape (..., Lq, E)
             Input of the queries, and of the keys and values unless ``spec.cross``.
         memory : array, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
         past : cache, optional
-            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then have the positions ``P … P + Lq - 1``.
+            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
+            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
             are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
@@ -200,7 +201,7 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
         -------
         y : array, shape (..., Lq, E)
         present : cache
-            Only with ``past``, and of its kind: the next call's ``past``.
+            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
 
         Raises
         ------

@@ -35,7 +35,8 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
+        up.
     deterministic : bool, optional
         Leave dropout out. ``train()``, ``eval()`` and ``nnx.view`` change it, and each call may say otherwise.
     impl : {"auto", "portable", "native"}, default "auto"
@@ -177,7 +178,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         return found
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Set what ``nnx.view`` asks for.
+        """Set the options that ``nnx.view`` passes.
 
         Parameters
         ----------
@@ -215,10 +216,10 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         x : array, shape (..., Lq, E)
             Input of the queries, and of the keys and values unless ``spec.cross``.
         memory : array, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
         past : cache, optional
-            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then have the positions ``P … P + Lq - 1``.
+            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
+            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
             are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
@@ -235,7 +236,7 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         -------
         y : array, shape (..., Lq, E)
         present : cache
-            Only with ``past``, and of its kind: the next call's ``past``.
+            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
 
         Raises
         ------

@@ -18,11 +18,15 @@ class FixedCache(NamedTuple):
     Parameters
     ----------
     keys, values : array, shape (..., Hkv, N, D)
-        What is there so far, and room.
+        The keys and values so far, and room for more.
     length : array of integers, shape () or (...)
-        How many positions are there, for all items or for each: the next keys are written from there on. Prompts of
-        different lengths, padded on the right, are followed by what comes next after
-        ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
+        Number of filled positions, for all items or for each; the next keys are written after them. After prompts that
+        were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
+        then overwrite the padding.
+
+    See Also
+    --------
+    SlidingCache : the last positions of an endless sequence.
 
     Notes
     -----
@@ -49,7 +53,7 @@ class FixedCache(NamedTuple):
     length: Array
 
     def extend(self, k: Array, v: Array, *, xp: Any) -> tuple[Array, Array, FixedCache, Mapping[str, Any]]:
-        """Write the new keys and values behind those that are there; places after them are hidden as the future is."""
+        """Write the new keys and values after the cached ones; the positions after them are hidden."""
         room, n = self.keys.shape[-2], k.shape[-2]
         last = known_values(mx.max(self.length))
         if last is not None and last + n > room:
@@ -76,6 +80,10 @@ class SlidingCache(NamedTuple):
         The last positions, in order; in the beginning, room in front of them.
     length : array of integers, shape ()
         How many of them there are, at most ``keep``.
+
+    See Also
+    --------
+    FixedCache : room for a number of positions.
 
     Examples
     --------

@@ -33,7 +33,8 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
+        up.
     impl : {"auto", "portable", "native"}, default "auto"
         As in :func:`relskew_core.relative_attention`.
     chunk_size : int, optional
@@ -156,10 +157,10 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         x : array, shape (..., Lq, E)
             Input of the queries, and of the keys and values unless ``spec.cross``.
         memory : array, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
         past : cache, optional
-            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then have the positions ``P … P + Lq - 1``.
+            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
+            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
         mask : array, optional
             Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
             are the cached ones and the new ones; of a cache with a ``length`` or ``keep``, all of its places.
@@ -172,7 +173,7 @@ class RelativeMultiheadAttention(ModuleBlock, Module):
         -------
         y : array, shape (..., Lq, E)
         present : cache
-            Only with ``past``, and of its kind: the next call's ``past``.
+            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
 
         Raises
         ------

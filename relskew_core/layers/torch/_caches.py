@@ -17,11 +17,11 @@ class FixedCache(NamedTuple):
     Parameters
     ----------
     keys, values : Tensor, shape (..., Hkv, N, D)
-        What is there so far, and room.
+        The keys and values so far, and room for more.
     length : Tensor of int64, shape () or (...)
-        How many positions are there, for all items or for each: the next keys are written from there on. Prompts of
-        different lengths, padded on the right, are followed by what comes next after
-        ``cache = cache._replace(length=lengths)``: what is generated takes the padding's places.
+        Number of filled positions, for all items or for each; the next keys are written after them. After prompts that
+        were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
+        then overwrite the padding.
 
     See Also
     --------

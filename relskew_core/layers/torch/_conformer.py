@@ -63,20 +63,20 @@ class ConformerAttention(RelativeMultiheadAttention):
     """Multi-head attention with projected sinusoids and two learned biases, as in Transformer-XL and Conformers.
 
     The logit of a query ``q`` at a key ``k`` is ``(q + u) · k + (q + w) · (pos_proj @ R_r)``, with the sinusoids ``R``
-    of the relative position ``r``: nothing in it depends on how long a sequence is. Weights of ESPnet, NeMo, WeNet and
-    transformers are read by :func:`relskew_core.conventions.load_conformer`.
+    of the relative position ``r``, so no weight depends on the length of a sequence.
+    :func:`relskew_core.conventions.load_conformer` reads weights of ESPnet, NeMo, WeNet and transformers.
 
-    With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its chunk and this many before it.
-    Chunk by chunk through :meth:`empty_cache`, the outputs are those of the whole sequence at once, at a cost that does
-    not grow.
+    With ``block_size`` and ``blocks_before`` it is cache-aware: a query sees its chunk and this many chunks before it.
+    Chunk by chunk, with a cache from :meth:`empty_cache`, the outputs are the same as for the whole sequence at once,
+    and every chunk costs the same.
 
     Parameters
     ----------
     spec : BlockSpec
         The block. Its span says how far relative positions may reach; there is no table. ``rel_values``, ``rel_bias``,
-        ``sinks`` and ``cross`` are refused.
+        ``sinks`` and ``cross`` raise an error.
     dropout, impl, chunk_size, device, dtype : optional
-        As of :class:`RelativeMultiheadAttention`.
+        As in :class:`RelativeMultiheadAttention`.
 
     Raises
     ------
@@ -152,7 +152,7 @@ class ConformerAttention(RelativeMultiheadAttention):
         batch : int or tuple of int
             The leading axes of the inputs.
         length, keep : int, optional
-            As of :meth:`RelativeMultiheadAttention.empty_cache`; refused with ``blocks_before``.
+            As in :meth:`RelativeMultiheadAttention.empty_cache`; not allowed with ``blocks_before``.
         dtype : torch.dtype, optional
             Of the keys and values; by default that of ``u``, or of the autocast region.
 

@@ -26,8 +26,8 @@ SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 class MultiheadAttention(TableAttention):
     """``torch.nn.MultiheadAttention`` with relative positions: its arguments, masks, returns and parameters' names.
 
-    Serves as ``self_attn`` and ``multihead_attn`` of torch's transformer layers. Tables start at zero: a checkpoint
-    of torch's module loads with ``strict=False``, and gives what it gave there, until the tables are trained.
+    Use it as ``self_attn`` or ``multihead_attn`` of torch's transformer layers. Tables start at zero: a checkpoint of
+    torch's module loads with ``strict=False`` and gives the same outputs until the tables are trained.
 
     Parameters
     ----------
@@ -35,12 +35,14 @@ class MultiheadAttention(TableAttention):
         As in torch.
     span : Span
         Relative positions of the tables.
-    dropout, bias, kdim, vdim, batch_first, device, dtype : optional
+    dropout, bias, kdim, vdim, batch_first : optional
         As in torch; ``batch_first`` is False by default.
     rel_keys, rel_values, rel_bias, num_buckets, max_distance, shared_table, window : optional
-        Which tables or biases there are, and what a query sees: as in :class:`relskew_core.BlockSpec`.
+        The tables or biases, and which keys a query sees, as in :class:`relskew_core.BlockSpec`.
     impl, chunk_size : optional
         As in :func:`relskew_core.relative_attention`.
+    device, dtype : optional
+        As in torch.
 
     Raises
     ------
@@ -156,7 +158,7 @@ class MultiheadAttention(TableAttention):
         Raises
         ------
         ValueError, TypeError
-            If the module was made with ``add_bias_kv`` or ``add_zero_attn``: keys without a position.
+            If the module was created with ``add_bias_kv`` or ``add_zero_attn``, which add keys without a position.
 
         Examples
         --------
@@ -230,21 +232,21 @@ class MultiheadAttention(TableAttention):
         key_padding_mask : Tensor, shape (N, S) or (S,), optional
             Boolean, ``True`` for keys that are not attended to, or additive.
         need_weights : bool, default True
-            Also return the attention weights, without dropout. They are as large as the product of the lengths: say
-            False where they are not needed.
+            Also return the attention weights, without dropout. They are a matrix by query and key for each head: pass
+            False if you do not need them.
         attn_mask : Tensor, shape (L, S) or (N · H, L, S), optional
             Boolean, ``True`` where a query may **not** attend, or additive.
         average_attn_weights : bool, default True
             Return the mean of the heads' weights.
         is_causal : bool, default False
-            Attend causally. ``attn_mask``, where given, is taken for the causal mask that it then must be.
+            Attend causally. If ``attn_mask`` is passed as well, it must be the causal mask, and is not read.
 
         Returns
         -------
         y : Tensor, shaped as ``query``
             A query that may see no key gets the bias of the output projection, where torch gives NaN.
         weights : Tensor or None, shape (N, L, S), or (N, H, L, S) unless averaged
-            ``None`` unless they are needed. Inputs without N have weights without N.
+            ``None`` unless ``need_weights``. Inputs without the axis N give weights without it.
 
         Raises
         ------
@@ -283,7 +285,7 @@ class MultiheadAttention(TableAttention):
         return y, weights.mean(dim=-3) if average_attn_weights else weights
 
     def attention_weights(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return the weights of each head, ``(N, H, L, S)``: those of :meth:`forward`, whose options these are."""
+        """Return the weights of each head, ``(N, H, L, S)``; the arguments are those of :meth:`forward`."""
         weights = self.forward(query, key, value, need_weights=True, average_attn_weights=False, **options)[1]
         assert weights is not None
         return weights

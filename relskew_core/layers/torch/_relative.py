@@ -30,16 +30,17 @@ class RelativeMultiheadAttention(CachedAttention):
     """Multi-head attention with relative positions: :func:`relskew_core.attention_block` as a torch module.
 
     Its ``state_dict`` is a weights mapping: ``load_state_dict(init_weights(spec, seed=0, xp=torch))`` loads one, and
-    ``attention_block(x, module.state_dict(), spec)`` computes the same. Trains in memory that grows with the length
-    and not with its square, dropout included. The projections are called as modules, so that what replaces or wraps
-    them takes part: adapters, quantization, hooks, shards.
+    ``attention_block(x, module.state_dict(), spec)`` computes the same. In training, memory grows linearly with the
+    length, with dropout too. The projections are called as modules, so adapters, quantised layers, hooks and shards
+    that replace or wrap them take effect.
 
     Parameters
     ----------
     spec : BlockSpec
         The block.
     dropout : float, default 0.0
-        Share of the attention weights that is zeroed in training, ``0 <= dropout < 1``; the others are scaled up.
+        Fraction of the attention weights that is set to zero in training, ``0 <= dropout < 1``; the others are scaled
+        up.
     impl : {"auto", "portable", "native"}, default "auto"
         As in :func:`relskew_core.relative_attention`.
     chunk_size : int, optional
@@ -110,15 +111,16 @@ class RelativeMultiheadAttention(CachedAttention):
         attention : torch.nn.MultiheadAttention
             Its dropout, device, dtype and training mode are taken over as well. Not modified.
         span : Span
-            Of the tables. As they start at zero, the new module computes what the old one did until it is trained.
+            Relative positions of the tables. The tables start at zero, so the new module gives the outputs of the old
+            one until it is trained.
         **options
             Of :class:`relskew_core.BlockSpec`: ``causal``, ``cross``, ``window``, ``shared_table`` …
 
         Raises
         ------
         ValueError, TypeError
-            If the module has what a block has not: ``kdim``, ``vdim``, ``add_bias_kv`` or ``add_zero_attn``; if
-            ``sinks`` are asked for, whose zeros are logits like any other.
+            If the module has ``kdim``, ``vdim``, ``add_bias_kv`` or ``add_zero_attn``, which a block does not support;
+            if ``sinks`` are requested, because sinks of zero would change the outputs.
 
         Examples
         --------
@@ -166,28 +168,28 @@ class RelativeMultiheadAttention(CachedAttention):
             Input of the queries, and of the keys and values unless ``spec.cross``. A nested tensor is attended to
             item by item.
         memory : Tensor, shape (..., Lk, E), optional
-            Input of the keys and values; required if ``spec.cross``, refused otherwise.
+            Input of the keys and values; required if ``spec.cross``, and an error otherwise.
         past : cache, optional
-            What :meth:`empty_cache` or the call before returned, or a pair of keys and values ``(..., Hkv, P, D)``;
-            the queries then have the positions ``P … P + Lq - 1``.
+            The cache that :meth:`empty_cache` or the previous call returned, or a pair of keys and values
+            ``(..., Hkv, P, D)``; the queries then have the positions ``P … P + Lq - 1``.
         mask : Tensor, optional
-            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, keys
-            are the cached ones and the new ones; of a cache with a ``length``, all of its places.
+            Boolean (``True`` = may attend) or additive, broadcasting to ``(..., H, Lq, Lk)``. With ``past``, the keys
+            are the cached ones and the new ones, or all positions of a cache with a ``length``.
         key_padding_mask : Tensor, shape (..., Lk), optional
             Boolean, ``True`` for keys that are padding and not attended to, as in ``nn.MultiheadAttention``.
         offset : int, or ints of the leading axes, optional
-            Position of query 0 where key 0 is at 0, for all items or for each; 0 by default. A cache provides it.
+            Position of query 0, with key 0 at position 0, for all items or for each; 0 by default. A cache provides it.
         segments : Tensor of integers, shape (..., L) or (L,), or a pair of them, optional
-            Packed documents: a query sees the keys of its document. A pair is of queries and keys: with ``past``, of
-            all the keys that a mask speaks of.
+            Packed documents: a query sees the keys of its document. Pass a pair for queries and keys; with ``past``,
+            the second contains all keys, as a mask does.
         positions : pair of Tensor of integers, shapes (..., Lq) and (..., Lk), optional
-            The positions of queries and keys, in any order. Refused with ``past``, which sets them.
+            The positions of queries and keys, in any order. Not allowed with ``past``, which sets them.
 
         Returns
         -------
         y : Tensor, shape (..., Lq, E)
         present : cache
-            Only with ``past``, and of its kind: the next call's ``past``.
+            Only with ``past``, and of the same kind: pass it as ``past`` to the next call.
 
         Raises
         ------
@@ -241,7 +243,8 @@ class RelativeMultiheadAttention(CachedAttention):
         Returns
         -------
         Tensor, shape (..., H, Lq, Lk)
-            As of :func:`relskew_core.attention_weights`. With ``past``, keys are the cached ones and the new ones.
+            As from :func:`relskew_core.attention_weights`. With ``past``, the keys are the cached ones and the new
+            ones.
         """
         check_inputs(x, memory, self.spec)
         past, attend = self._attention(past, mask, key_padding_mask, offset, segments, positions)
