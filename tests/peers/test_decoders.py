@@ -15,16 +15,20 @@ from peers.families import FAMILIES, built
 from relskew_core.export import decoder_to_onnx, generate
 from relskew_core.huggingface import register_attention, replace_attention
 
-LLAMA = built(
-    "LlamaForCausalLM", "LlamaConfig", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=50, max_position_embeddings=64,
-)  # fmt: skip
+
+def llama(layers: int) -> Any:
+    return built(
+        "LlamaForCausalLM", "LlamaConfig", hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+
+
 XLNET = built("XLNetLMHeadModel", "XLNetConfig", vocab_size=50, d_model=24, n_layer=1, n_head=3, d_inner=32)
 GPT2 = built(
     "GPT2LMHeadModel", "GPT2Config", n_embd=24, n_layer=2, n_head=3, vocab_size=50, n_positions=64,
     add_cross_attention=True,
 )  # fmt: skip
-MODELS = {"Llama": LLAMA, "MPT": FAMILIES["MPT"].make, "Bloom": FAMILIES["Bloom"].make, "GPT-2": GPT2}
+MODELS = {"Llama": llama(2), "MPT": FAMILIES["MPT"].make, "Bloom": FAMILIES["Bloom"].make, "GPT-2": GPT2}
 OPTIONS: dict[str, dict[str, Any]] = {"Llama": {"dtype": "float32"}, "MPT": {"in_place": True}}
 STEPS = 40
 
@@ -62,7 +66,7 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
 
 def test_frequencies_are_not_rounded(tmp_path: Path) -> None:
     """Far from the beginning half precision would turn queries and keys by other angles."""
-    model = LLAMA().float()
+    model = llama(1)().float()
     path = decoder_to_onnx(model, tmp_path / "decoder.onnx", dtype="float16", check=False)
     wanted = model.model.rotary_emb.inv_freq.numpy()
     kept = [numpy_helper.to_array(tensor).ravel() for tensor in onnx.load(path).graph.initializer]

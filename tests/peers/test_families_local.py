@@ -164,7 +164,12 @@ def test_a_copy_and_a_pickle(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [("T5 sdpa", (70, 40)), ("UMT5", WINDOW), ("WavLM", WINDOW), ("Parakeet", WINDOW)]
+    ("name", "window"),
+    [
+        ("T5 sdpa", (70, 40)),
+        ("Parakeet", WINDOW),
+        *(pytest.param(name, WINDOW, marks=pytest.mark.slow) for name in ("UMT5", "WavLM")),
+    ],
 )
 @torch.no_grad()
 def test_onnx(name: str, window: tuple[int, int], tmp_path: Path) -> None:
@@ -190,6 +195,7 @@ def test_onnx(name: str, window: tuple[int, int], tmp_path: Path) -> None:
             check(torch.from_numpy(out) * mask, want.last_hidden_state * mask, 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_hour_of_sound(tmp_path: Path) -> None:
     """360,000 frames of 10 ms, 45,000 after the subsampling, in onnxruntime; the original serves the first minute."""
