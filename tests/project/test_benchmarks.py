@@ -195,10 +195,11 @@ class Twice(torch.nn.Module):
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Make small what no option makes small, and what is not installed here."""
     monkeypatch.setattr(models, "WIDTH", 32)
+    monkeypatch.setattr("benchmarks.operator.LAYERS", 1)
     model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
     monkeypatch.setattr(families, "MODELS", {"twice": model, "twice, pixels": replace(model, generating=None)})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
-    monkeypatch.setattr(families.Families, "memory", lambda *_: {"bytes": 2**20})  # a fresh process has other models
+    monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})  # a process for each has a test
     monkeypatch.setattr(runtimes, "FORMS", {name: runtimes.FORMS[name] for name in ("full", "cache")})
     monkeypatch.setattr(runtimes, "RELEASES", [each for each in runtimes.RELEASES if not each.packages][:1])
     monkeypatch.setattr(runtimes, "PROFILES", {"portable": (18, 23)})

@@ -23,7 +23,7 @@ inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to 
 // of them include rows of it that are not wanted, the same number for every block of queries.
 // And a second block of a few queries would go through all keys, and their gradients, once more: windows have 49.
 template <class Stored>
-Index rows_of_blocks(const ProblemOf<Stored> &x) {
+static Index rows_of_blocks(const ProblemOf<Stored> &x) {
     const bool alone = x.queries <= ALONE && x.after >= x.queries && !x.block;
     return x.key_table || alone ? ROWS : ROWS / 2;
 }
