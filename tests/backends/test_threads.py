@@ -102,7 +102,8 @@ CUT = [
 
 @pytest.mark.parametrize("case", CUT, ids=str)
 def test_results_are_the_same_to_the_bit_on_any_number_of_threads_of_any_library(case: dense.Case) -> None:
-    expected = dense.vjp(case.d_out(), case.arrays(), case.call())
+    wide = relative_attention_vjp(case.d_out(), **case.arrays(), **case.call(), impl="portable")
+    expected = {name: x for name, x in wide._asdict().items() if x is not None}
     found = []
     ways: tuple[tuple[Any, int], ...] = ((np.asarray, 1), (np.asarray, 5), (as_torch, 2))
     for library, threads in ways:
