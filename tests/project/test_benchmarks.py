@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import __main__ as cli
-from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runtimes
+from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runner, runtimes
 from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
@@ -129,15 +130,21 @@ def test_calls_take_turns() -> None:
     assert 0 < found["b"]["fastest"] <= found["b"]["median"]
 
 
-def test_what_has_spent_its_time_sits_out() -> None:
-    order: list[str] = []
+def test_what_has_spent_its_time_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, now = list[str](), 0.0
 
-    def call(name: str, work: int) -> Callable[[], None]:
-        return lambda: order.extend([name] * bool(sum(range(work))))
+    def call(name: str, seconds: float) -> Callable[[], None]:
+        def take_time() -> None:
+            nonlocal now
+            now += seconds
+            order.append(name)
 
-    turns({"slow": call("slow", 10**6), "fast": call("fast", 3)}, 0.02, lambda _: "slow")
-    assert order[-1] == "fast"
-    assert order.count("fast") > order.count("slow") >= 2
+        return take_time
+
+    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now, sleep=lambda _: None)
+    monkeypatch.setattr(runner, "time", clock)
+    turns({"slow": call("slow", 3.0), "fast": call("fast", 1.0)}, 5.0, lambda _: "slow")
+    assert order == ["slow", "fast", "fast", "slow", "fast", "fast", "fast"]
 
 
 def tiny(name: str) -> list[str]:
