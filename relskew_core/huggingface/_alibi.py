@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from relskew_core._positions.span import Span
 from relskew_core.huggingface._attend import DropIn, additive, length, refuse_weights, split
 
 
@@ -21,9 +22,9 @@ class _AlibiAttention(DropIn):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         if torch.compiler.is_exporting() or q.shape[-2] == 1:
             mask = bias if mask is None else bias + mask
-        else:  # no matrix of all heads, but one feature more
-            q = torch.cat([q, torch.ones_like(q[..., :1])], -1)
-            k = torch.cat([k, (bias.mT / scale).expand(k.shape[0], -1, -1, -1)], -1)
+        else:  # no matrix of all heads, but one feature more: the bias as it is, which half precision rounds coarsely
+            q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], -1)
+            k = torch.cat([k, bias.mT.expand(k.shape[0], -1, -1, -1)], -1)
         return self.finish(self.attend(q, k, v, mask=mask, scale=scale))
 
 
@@ -48,11 +49,22 @@ class MptRelativeAttention(_AlibiAttention):
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         q, k, v = (split(x, self.n_heads) for x in qkv.chunk(3, dim=2))
+        past = 0
         if past_key_values is not None:
+            past = length(past_key_values.get_seq_length(self.layer_idx))
             k, v = past_key_values.update(k, v, self.layer_idx)
-        bias = position_bias[None, ..., -k.shape[-2] :].to(q.dtype)
         mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
-        return self._attend(q, k, v, bias, mask, self.softmax_scale), None
+        of_keys = position_bias[None, ..., -k.shape[-2] :]
+        if torch.compiler.is_exporting():
+            return self._attend(q, k, v, of_keys.to(q.dtype), mask, self.softmax_scale), None
+        # The model's numbers are float32. Half precision keeps differences between near keys only of small numbers.
+        if q.shape[-2] == 1:
+            bias = (of_keys - of_keys[..., past : past + 1]).to(q.dtype)
+            return self._attend(q, k, v, bias, mask, self.softmax_scale), None
+        before, reach = position_bias[:, 0], position_bias.shape[-1] - 1
+        rel_bias = torch.cat([before, -before[:, :-1].flip(-1)], -1).to(q.dtype)
+        options = {"rel_bias": rel_bias, "span": Span(reach, reach), "offset": past}
+        return self.finish(self.attend(q, k, v, mask=mask, scale=self.softmax_scale, **options)), None
 
 
 class BloomRelativeAttention(_AlibiAttention):

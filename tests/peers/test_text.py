@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from relskew_core import (
     t5_buckets,
     toeplitz,
 )
+from relskew_core.huggingface._alibi import MptRelativeAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
 T5 = "transformers.models.t5.modeling_t5.T5Attention"
@@ -144,6 +146,31 @@ def test_mpt_with_a_cache(heads: int) -> None:
         q, k, v = (split(y, heads) for y in theirs.Wqkv(x[:, :stop]).chunk(3, dim=-1))
         out: Any = relative_attention(q[:, :, start:], k, v, rel_bias=bias, span=span, causal=True, offset=start)
         check(theirs.out_proj(join(out)), want, 1e-6)
+
+
+@torch.no_grad()
+def test_mpt_in_half_precision_far_from_the_end() -> None:
+    """The numbers of keys are large there, and those of neighbours differ by less than bfloat16 keeps of them."""
+    config = peer("transformers.MptConfig")(d_model=16, n_heads=2)
+    modeling = "transformers.models.mpt.modeling_mpt"
+    theirs = randomised(peer(f"{modeling}.MptAttention")(config, layer_idx=0)).bfloat16()
+    ours, exact = MptRelativeAttention(theirs), copy.deepcopy(theirs).double()
+    x, far = randn(1, 9, 16).bfloat16(), 2000
+    alibi = peer(f"{modeling}.build_mpt_alibi_tensor")(2, far)
+    future = torch.arange(far) > torch.arange(9)[:, None]
+
+    def outputs(attention: Any, step: int) -> torch.Tensor:
+        cache, own = (
+            peer("transformers.cache_utils.StaticCache")(config, max_cache_len=far),
+            attention.Wqkv.weight.dtype,
+        )
+        steps = zip(x.to(own).split(step, 1), future.split(step), strict=True)
+        return torch.cat([attention(part, alibi, cache, mask)[0] for part, mask in steps], 1).double()
+
+    wanted = outputs(exact, 9)
+    wrong = (outputs(theirs, 9) - wanted).norm()
+    for step in (9, 1):
+        assert (outputs(ours, step) - wanted).norm() < 1.5 * wrong
 
 
 @pytest.mark.parametrize("memory", [0, 3])
