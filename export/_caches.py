@@ -128,10 +128,10 @@ def _caches(graph: onnx.GraphProto, past: str, present: str) -> list[_Cache]:
         join = made.get(value.name, onnx.NodeProto())
         axes = [one.i for one in join.attribute if one.name == "axis"]
         if join.op_type != "Concat" or axes not in ([2], [-2]) or list(join.input[:1]) != [pasts[common]]:
-            raise ValueError(f"`model` must make {value.name} by a Concat of {pasts[common]} and what is new on axis 2")
+            raise ValueError(f"`model` must make {value.name} by a Concat of {pasts[common]} and new values on axis 2")
         found.append(_Cache(pasts[common], value.name, join))
     if not found:
-        raise ValueError(f"`model` must have outputs {present}… and inputs {past}… of the same endings, got none")
+        raise ValueError(f"`model` must have outputs {present}… and inputs {past}… with the same endings, got none")
     return found
 
 
@@ -249,11 +249,12 @@ class _Writer:
             if len(node.input) < 4 or not node.input[3]:
                 raise ValueError(f"`model` must hide the future by a mask in {node.name} for contrib=True")
             if any(node.output[1:]):
-                raise ValueError(f"`model` must use no more of {node.name} than its result for contrib=True")
+                raise ValueError(f"`model` must use only the first output of {node.name} for contrib=True")
             dims = shapes.get(node.input[0], ())
             if len(dims) != 4 or not dims[1].dim_value or dims[3].dim_value % 8 or not dims[3].dim_value:
                 raise ValueError(
-                    f"`model` must give {node.name} queries (batch, heads, length, D) for contrib=True, 8 dividing D"
+                    f"`model` must give {node.name} queries (batch, heads, length, D) for contrib=True, with D a "
+                    "multiple of 8"
                 )
             calls[node.output[0]] = keys, values, dims[1].dim_value
             served += [keys.present, values.present]
@@ -310,5 +311,5 @@ def _asks_length(node: onnx.NodeProto) -> bool:
     start, end = found.get("start", 0) % 4, found.get("end", 4)
     end = end if end >= 0 else end + 4
     if start <= 2 < end and (start, end) != (2, 3):
-        raise ValueError(f"`model` must ask for a cache's length alone where it asks for it, got {node.name}")
+        raise ValueError(f"`model` must read only axis 2 of a cache's shape, got {node.name}")
     return (start, end) == (2, 3)

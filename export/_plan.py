@@ -193,7 +193,7 @@ def make_plan(
     check_bool("mask", mask)
     check_bool("projections", projections)
     if check_bool("segments", segments) and spec.cross:
-        raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are no one sequence, got cross=True")
+        raise ValueError("`segments=True` excludes `spec.cross`: queries and keys are not one sequence, got cross=True")
     if check_bool("past", past):
         check_past(spec)
     if form.contrib:
@@ -276,7 +276,8 @@ def _table_end(
     if spec.span.beyond == "error":
         if asked is not None and asked > reach:
             raise ValueError(
-                f"`max_length` must be at most {reach + 1}, what the span reaches into the {name}, got {max_length}; "
+                f"`max_length` must be at most {reach + 1}, as far as the span reaches into the {name}, got "
+                f"{max_length}; "
                 "make the table longer or choose beyond='clip' or 'zero'"
             )
         return TableEnd(reach if asked is None else asked, "limited")
@@ -285,8 +286,8 @@ def _table_end(
     if window is not None and window == farthest:
         if window > MOST_ROWS:
             raise ValueError(
-                f"`spec.window` must be at most {MOST_ROWS} with a soft end of the tables, which are stored as long as "
-                f"it, or unbounded, None, got {spec.window}"
+                f"`spec.window` must be at most {MOST_ROWS} with beyond='clip' or 'zero', because tables are stored "
+                f"as long as the window, or be None, got {spec.window}"
             )
         return TableEnd(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
     return TableEnd(reach, spec.span.beyond)

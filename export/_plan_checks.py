@@ -17,7 +17,7 @@ def check_in_place(spec: BlockSpec, profile: Any, past: Any, chunk_size: Any) ->
         raise ValueError(f"`in_place=True` requires `past=True`, got past={past!r}")
     if profile not in ("ort", "ort-contrib"):
         raise ValueError(
-            f"`in_place=True` requires `profile='ort'` or 'ort-contrib': it is made of TensorScatter, got {profile!r}"
+            f"`in_place=True` requires `profile='ort'` or 'ort-contrib': only these have TensorScatter, got {profile!r}"
         )
     if chunk_size is not None:
         raise ValueError(f"`in_place=True` excludes `chunk_size`, got chunk_size={chunk_size!r}")
@@ -43,12 +43,12 @@ def check_contrib(spec: BlockSpec, dtype: np.dtype[Any], mask: bool, chunk_size:
     if dtype == np.float64:
         raise ValueError(f"{wanted} excludes `dtype` float64")
     if spec.head_dim % 8:
-        raise ValueError(f"{wanted} requires a `spec.head_dim` that 8 divides, got {spec.head_dim}")
+        raise ValueError(f"{wanted} requires a `spec.head_dim` that is a multiple of 8, got {spec.head_dim}")
 
 
 def check_past(spec: BlockSpec) -> None:
     """Refuse blocks that have no past."""
     if spec.cross:
-        raise ValueError("`past=True` excludes `spec.cross`: a memory's keys are not appended to, got cross=True")
+        raise ValueError("`past=True` excludes `spec.cross`: a memory does not grow, got cross=True")
     if not spec.causal and spec.block_size is None:
         raise ValueError("`past=True` requires `spec.causal` or `spec.blocks_before`, got causal=False")

@@ -128,7 +128,7 @@ def _link_weights(data: Path, published: Path) -> bool:
     except FileExistsError:
         if published.is_symlink() or not published.is_file() or not filecmp.cmp(data, published, shallow=False):
             name = os.fspath(published)
-            raise FileExistsError(f"`path` needs a name for its weights that another file has: {name!r}") from None
+            raise FileExistsError(f"the weights of `path` need a name that another file has: {name!r}") from None
         os.utime(published)  # no other save may take it for weights that nothing needs
         return False
     return True

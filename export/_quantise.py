@@ -97,9 +97,9 @@ def quantize(
     """
     check_choice("kind", kind, KINDS)
     if (inputs is not None) != (kind == "static"):
-        raise ValueError(f"`inputs` go with kind='static' and with no other, got {describe(inputs)} and kind={kind!r}")
+        raise ValueError(f"`inputs` are only for kind='static', got {describe(inputs)} and kind={kind!r}")
     if inputs is not None and not len(inputs):
-        raise ValueError("`inputs` must be at least one, got none: a range of numbers is made of some")
+        raise ValueError("`inputs` must have at least one entry, got none: ranges are computed from them")
     given = onnx.ModelProto() if isinstance(model, onnx.ModelProto) else onnx.load(os.fspath(model))
     if isinstance(model, onnx.ModelProto):
         given.CopyFrom(model)

@@ -54,8 +54,8 @@ def warn_of_long_calls(x: Operands) -> None:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        "long calls on CPUs take several times as long as they could. "
-        f"Compiled kernels: {told()}. RELSKEW_PURE=1 silences this",
+        "long calls on CPUs take several times as long without the compiled kernels. Compiled kernels: "
+        f"{told()}. Set RELSKEW_PURE=1 to silence this warning",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -186,8 +186,9 @@ def _attention(
     if ends is not None:
         if options.visibility.by_value or pattern.block_size is not None:
             raise ValueError(
-                "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` let "
-                "queries stand anywhere: give a table of a fixed number of rows and its Span, such as Span.full(1000)"
+                "`span` must be of numbers to be exported to ONNX where `positions`, `block_size` or an `offset` "
+                "allow queries at any position: give a table of a fixed number of rows and its Span, such as "
+                "Span.full(1000)"
             )
         reach = Reach(*ends, options.span.beyond, (pattern.left, pattern.right))
     plan = _plan(g, opset, call, operands, options, fitted=reach is not None)

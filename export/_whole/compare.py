@@ -106,8 +106,8 @@ def opened(path: Path, *, operator: bool) -> Any:
     except Exception as error:  # of the runtime's own kind
         if (newer := _TOO_NEW.search(str(error))) is not None:
             raise ValueError(
-                f"`opset` must be at most {newer[2]} for onnxruntime {onnxruntime.__version__}, which checks, "
-                f"got {newer[1]}: check=False is for other runtimes"
+                f"`opset` must be at most {newer[2]} for the check in onnxruntime {onnxruntime.__version__}, got "
+                f"{newer[1]}: check=False is for other runtimes"
             ) from error
         missing = _UNSERVED.search(str(error))
         if missing is None or not _in_bfloat16(path):

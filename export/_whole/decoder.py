@@ -189,7 +189,7 @@ def decoder_to_onnx(
     check_report(report)
     wanted = torch_dtype(dtype)
     if check_bool("operator", operator) and contrib:
-        raise ValueError("`operator=True` excludes `contrib=True`: one of them attends")
+        raise ValueError("`operator=True` excludes `contrib=True`: only one of them can compute attention")
     if memory is not None and genai is not False:
         raise ValueError(f"`memory` excludes `genai`: onnxruntime-genai runs one file, got genai={describe(genai)}")
     opset = _opset(opset, in_place, length, contrib, genai)
@@ -294,11 +294,11 @@ def _opset(opset: int | None, in_place: bool, length: int | None, contrib: bool,
         return 23 if opset is None else opset
     if genai is not False:
         raise ValueError(
-            "`in_place=True` excludes `genai`: onnxruntime-genai gives no `past_length` to a graph, got genai="
+            "`in_place=True` excludes `genai`: onnxruntime-genai passes no `past_length` to a graph, got genai="
             f"{describe(genai)}"
         )
     if opset is not None and checked_opset(opset) < IN_PLACE_OPSET:
-        raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}`, of TensorScatter, or newer, got {opset}")
+        raise ValueError(f"`in_place=True` requires `opset={IN_PLACE_OPSET}` or newer, for TensorScatter, got {opset}")
     if length is not None:
         check_int("length", length, minimum=1)
     return IN_PLACE_OPSET if opset is None else opset

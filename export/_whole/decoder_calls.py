@@ -66,7 +66,7 @@ class Causal(nn.Module):
         if "past_key_values" not in signature and not takes_all:
             raise TypeError(
                 "`model` must keep its past in `past_key_values`, a cache of keys and values, got "
-                f"{type(model).__name__}, which takes none: torch_to_onnx writes it without a past"
+                f"{type(model).__name__}, which has no such argument: torch_to_onnx exports it without a past"
             )
 
     def forward(
@@ -129,7 +129,7 @@ def empty_past(model: nn.Module, past: Callable[[int], Any] | None) -> Callable[
     ]
     if not layers:
         raise ValueError(
-            "`past` must be given where the model has no `empty_cache` and no causal RelativeMultiheadAttention: a "
+            "`past` must be given because the model has no `empty_cache` and no causal RelativeMultiheadAttention: a "
             "function that returns for a batch one pair of keys and values (batch, heads, 0, D) a layer"
         )
     return lambda batch: [layer.empty_cache(batch) for layer in layers]
@@ -153,7 +153,7 @@ def example(
             f"`model` must return logits (batch, length, vocabulary), got {describe(logits)} for tokens (2, 3)"
         )
     if _check_caches("the past that `model` returns", present, batch, length) != given:
-        raise ValueError("`model` must return as many caches as it is given, of the same heads and widths")
+        raise ValueError("`model` must return as many caches as it is given, with the same heads and widths")
     return torch.zeros((batch, 2), dtype=torch.int64, device="cpu"), present, *memory
 
 

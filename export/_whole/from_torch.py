@@ -194,7 +194,7 @@ def torch_to_onnx(
             check=compare if check else None,
         )
     for case in unchecked:
-        warnings.warn(f"the exported graph takes what `model` refuses, unchecked: {case}", stacklevel=2)
+        warnings.warn(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}", stacklevel=2)
     if report is not None:
         reasons = reasons_of(leaves, varies, chance, asked=vary is not None)
         file = "" if target is None else target.name

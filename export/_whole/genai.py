@@ -27,7 +27,7 @@ def check_config(folder: Path, genai: Any, overwrite: bool) -> None:
     if not ends or not all(type(token) is int and token >= 0 for token in ends):
         raise ValueError(
             "`genai` must have the token that ends a text, such as genai={'eos_token_id': 2}, or a list of them: "
-            f"onnxruntime-genai stops at token 0 where no other is named, got {describe(genai)}"
+            f"onnxruntime-genai stops at token 0 unless another one is named, got {describe(genai)}"
         )
     if os.path.lexists(folder / NAME) and not overwrite:
         raise FileExistsError(f"`path` has a {NAME} next to it, pass overwrite=True to replace it: {str(folder)!r}")

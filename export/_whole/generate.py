@@ -108,12 +108,12 @@ def generate(
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
         encoded = EncoderDecoder(model, providers)
         if memory is not None:
-            raise ValueError(f"`memory` must be None where `model` is an encoder–decoder, got {describe(memory)}")
+            raise ValueError(f"`memory` must be None because `model` is an encoder–decoder, got {describe(memory)}")
         rows, seen, batched = encoded.prompt(prompt, mask)
         steps = encoded.steps(rows, seen, n, made)
     else:
         if mask is not None:
-            raise ValueError(f"`mask` must be None where `model` is a decoder, got {describe(mask)}")
+            raise ValueError(f"`mask` must be None because `model` is a decoder, got {describe(mask)}")
         given = _tokens("prompt", prompt, 2)
         rows, batched = np.atleast_2d(given), given.ndim == 2
         if not rows.size:
@@ -204,7 +204,7 @@ class _Decoder:
         """Compute what every step takes of a memory, by the graph next to the decoder's."""
         if not self._of_memory:
             if memory is not None:
-                raise ValueError(f"`memory` must be None where the decoder attends to none, got {describe(memory)}")
+                raise ValueError(f"`memory` must be None because the decoder attends to none, got {describe(memory)}")
             return
         if memory is None:
             raise ValueError("`memory` must be given: the decoder attends to one, got None")

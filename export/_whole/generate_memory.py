@@ -44,7 +44,7 @@ def results_for_memory(
         raise FileNotFoundError(f"`model` must have the graph of its memory next to it, {path.name!r}, got none")
     session = with_library(path, providers)
     if written_with is None or session.get_modelmeta().custom_metadata_map.get(SET) != written_with:
-        raise ValueError(f"`model` must lie next to the graph of its memory, got {path.name!r}, written with another")
+        raise ValueError(f"`model` must have the graph of its own memory, got {path.name!r}, written for another")
     inputs = session.get_inputs()
     arrays = [np.asarray(x) for x in (given if isinstance(given, tuple | list) else [given])]
     fits = len(arrays) == len(inputs) and all(

@@ -41,9 +41,7 @@ def split_off(model: onnx.ModelProto, inputs: Sequence[str]) -> tuple[onnx.Model
     crossing = [name for node in first for name in node.output if name in needed]
     crossing = [*(name for name in inputs if name in needed), *crossing]
     if not crossing:
-        raise ValueError(
-            f"`memory` must have a part in what `model` gives, got a model that reads none of {list(inputs)}"
-        )
+        raise ValueError(f"`memory` must affect the outputs of `model`, got a model that reads none of {list(inputs)}")
     renamed = {name: f"{MADE}{number}" for number, name in enumerate(crossing)}
     known = {value.name: value for value in (*graph.value_info, *graph.input)}
     between = []

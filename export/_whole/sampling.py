@@ -29,7 +29,7 @@ class Sampler:
             raise ValueError(f"`temperature` must be at least 0, got {temperature}")
         for name, value in (("top_k", top_k), ("top_p", top_p), ("seed", seed)):
             if value is not None and not temperature:
-                raise ValueError(f"`{name}` needs `temperature` above 0: without one nothing is drawn, got {value!r}")
+                raise ValueError(f"`{name}` needs `temperature` above 0: without it, nothing is sampled, got {value!r}")
         if top_p is not None and not 0 < check_real("top_p", top_p) <= 1:
             raise ValueError(f"`top_p` must be above 0 and at most 1, got {top_p}")
         return cls(

@@ -60,7 +60,7 @@ def check_known_sizes(name: str, array: Any) -> None:
         raise ValueError(
             f"`{name}` must have numbers for its heads, length and width, and symbols of jax.export for its leading "
             f"axes alone, got {describe(array)}: export a program for each length, or one for the longest whose "
-            "`mask` or `segments` hide what is padding"
+            "`mask` or `segments` hide the padding"
         )
 
 

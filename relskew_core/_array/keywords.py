@@ -64,7 +64,7 @@ def explains(function: Any = None, *, hint: str = "") -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if hint and len(args) > most:
-            raise TypeError(f"{name}() got more arguments than it has places for{hint}")
+            raise TypeError(f"{name}() got too many positional arguments{hint}")
         for keyword in kwargs:
             if keyword not in known:
                 refuse_unknown(name, keyword, known, hint)

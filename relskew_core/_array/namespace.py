@@ -115,7 +115,7 @@ def _namespace(name: str, array: Array) -> Namespace:
     if "MaskedArray" in kinds:  # counts for a plain array, whose mask nothing would heed
         raise TypeError(f"`{name}` must be an array that is not masked, got {describe(array)}")
     if "matrix" in kinds:  # which always has two axes
-        raise TypeError(f"`{name}` must be an array, such as numpy.asarray makes of a matrix, got {describe(array)}")
+        raise TypeError(f"`{name}` must be an array, such as numpy.asarray(matrix), got {describe(array)}")
     try:
         return _conforming(array)
     except TypeError:

@@ -32,7 +32,7 @@ class Growing(NamedTuple):
     def of(cls, past: Any, spec: BlockSpec) -> Growing:
         """Return a caller's pair of keys and values as a cache."""
         if spec.cross:
-            raise ValueError("`past` must be None because `spec.cross` is True: a memory's keys are not appended to")
+            raise ValueError("`past` must be None because `spec.cross` is True: a memory does not grow")
         if not isinstance(past, (tuple, list)) or len(past) != 2:
             raise TypeError(f"`past` must be a pair (keys, values) of arrays, got {describe(past)}")
         return cls(*past)

@@ -175,5 +175,5 @@ class ModuleBlock:
         weight = getattr(self.k_proj, "kernel", None)
         weight = self.k_proj.weight if weight is None else weight[...]
         if not is_floating(weight, xp=self.xp):
-            raise ValueError(f"`dtype` must be given where `k_proj` has none that is floating, got {describe(weight)}")
+            raise ValueError(f"`dtype` must be given because `k_proj` has no floating dtype, got {describe(weight)}")
         return weight

@@ -133,5 +133,5 @@ def check_endless(span: Span) -> None:
         further = "repeated" if span.beyond == "clip" else "zero, as if nothing were nearer,"
         raise ValueError(
             f"`span.beyond` must be 'error', got {span.beyond!r}: beyond {-span.left} … {span.right} the bias would be "
-            f"{further} where its formula goes on; Span.causal(n) or Span.full(n) of the longest length has it all"
+            f"{further} and not follow its formula: use Span.causal(n) or Span.full(n) for the longest length"
         )

@@ -259,7 +259,7 @@ def _logits(q: Array, tables: Sequence[Array | None], spans: Sequence[Span | Non
     named = dict(zip(grids.tables, tables, strict=True))
     xp = namespace_of_arrays({"q": q}, named)
     if all(table is None for table in tables):
-        raise ValueError("`tables` must have a table for one axis at least, got None")
+        raise ValueError("`tables` must have a table for at least one axis, got None")
     if q.ndim < 2 or q.shape[-2] != grids.n_queries:
         sides = " · ".join(map(str, grids.queries))
         raise ValueError(f"`q` must have shape (..., {sides}, D) for the grid {grids.queries}, got {describe(q)}")

@@ -64,8 +64,8 @@ class Grids:
         if matters and not all(same_length(n * step, m * other) for n, step, m, other in sides):
             zeros, further = found.offset, "(b, c)" if count == 2 else f"{count} numbers"
             raise ValueError(
-                f"`offset` must be given where the grids differ: {zeros} if both begin at one place, {further} for "
-                "queries that begin so much further along each axis, got offset=None for "
+                f"`offset` must be given where the grids differ: {zeros} if both begin at the same place, {further} "
+                "for queries that begin that much further along each axis, got offset=None for "
                 f"q_grid={queries} and k_grid={keys}"
             )
         return found
@@ -215,5 +215,6 @@ def check_axes(name: str, value: Any, grids: Grids, *, needed: bool = False) -> 
     """Refuse what is not a sequence with a member for each axis; ``None`` is one unless it is ``needed``."""
     if (needed or value is not None) and (not isinstance(value, (tuple, list)) or len(value) != len(grids.queries)):
         raise TypeError(
-            f"`{name}` must be a sequence with one for each of the {len(grids.queries)} axes, got {describe(value)}"
+            f"`{name}` must be a sequence with one entry for each of the {len(grids.queries)} axes, got "
+            f"{describe(value)}"
         )

@@ -48,7 +48,7 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
     """
     outs, lses = _listed("outs", outs), _listed("lses", lses)
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"`outs` and `lses` must be of one length, at least 1, got {len(outs)} and {len(lses)}")
+        raise ValueError(f"`outs` and `lses` must have the same length, at least 1, got {len(outs)} and {len(lses)}")
     xp = namespace_of_arrays({f"outs[{index}]": out for index, out in enumerate(outs)})
     namespace_of_arrays({f"lses[{index}]": lse for index, lse in enumerate(lses)})
     check_companion("lses[0]", lses[0], "outs[0]", outs[0], xp=xp)

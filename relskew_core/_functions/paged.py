@@ -244,8 +244,8 @@ def _check_pages(table: list[list[int]], counts: list[int], k_pages: Array) -> N
     for item, (pages, count) in enumerate(zip(table, counts, strict=True)):
         if not 0 <= count <= len(pages) * size:
             raise ValueError(
-                f"`lengths` must be 0 … {len(pages) * size} for item {item}, what {len(pages)} pages of {size} hold, "
-                f"got {count}"
+                f"`lengths` must be 0 … {len(pages) * size} for item {item}, whose {len(pages)} pages have {size} "
+                f"keys each, got {count}"
             )
         for page in pages[: -(-count // size)]:
             if not 0 <= page < pool:

@@ -201,6 +201,6 @@ def _check_dropout(given: Arguments, *, xp: Namespace) -> tuple[float, Array | N
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and less than 1, got {given.dropout}")
     if dropout and given.seed is None:
-        raise ValueError(f"`seed` must be given where `dropout` is above 0, got seed=None and dropout={dropout}")
+        raise ValueError(f"`seed` must be given because `dropout` is above 0, got seed=None and dropout={dropout}")
     seed = None if given.seed is None else check_seed(given.seed, given.q, xp=xp)
     return dropout, seed if dropout else None

@@ -24,7 +24,8 @@ def default_span(name: str, rows: int, *, causal: bool, n_keys: Any = None, span
     if holds(rows % 2 == 1):
         return Span.full((rows + 1) // 2)
     raise ValueError(
-        f"`{span_name}` must be given for `{name}`: {rows} rows are no full span 2n - 1; Span.full, Span.clipped or "
+        f"`{span_name}` must be given for `{name}`: {rows} rows are not a full span of 2n - 1; Span.full, "
+        "Span.clipped or "
         f"Span(left, right) gives the relative positions of its rows (causal=True takes Span.causal({rows}))"
     )
 

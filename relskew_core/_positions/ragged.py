@@ -131,8 +131,8 @@ class RaggedTables:
         xp, visibility = self.xp, self.visibility
         if visibility.known is None:
             raise TypeError(
-                "`offset` must be known for the gradient of a table: a sequence of ints, or an array that nobody "
-                f"traces, got {describe(visibility.offset_by_item)}"
+                "`offset` must be known for the gradient of a table: a sequence of ints, or an array that is not "
+                f"traced, got {describe(visibility.offset_by_item)}"
             )
         seen = visibility.occurs(self._positions(), xp=xp)[..., None, :, None]
         columns = xp.matrix_transpose(xp.where(seen, windows, 0.0))

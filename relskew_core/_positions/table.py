@@ -126,8 +126,8 @@ class Table:
         columns = xp.take(self.columns, within(places, rows, xp=xp), axis=-1)
         if self.beyond == "error" and not xp.isdtype(self.columns.dtype, "real floating"):
             raise ValueError(
-                "a table of integers with beyond='error' cannot be exported for other lengths, since no number says "
-                f"that it has ended, got {describe(self.columns)}: choose beyond='clip' or 'zero'"
+                "a table of integers with beyond='error' cannot be exported for other lengths, because no integer "
+                f"can mark the end of the table, got {describe(self.columns)}: choose beyond='clip' or 'zero'"
             )
         if self.beyond != "clip":
             there = xp.logical_and(places >= 0, places < rows)

@@ -174,7 +174,7 @@ def export(
     try:
         written = save(model, path, overwrite=overwrite)
     except FileExistsError as error:
-        raise CliError(f"{path} is there already: --overwrite replaces it") from error
+        raise CliError(f"{path} exists already: pass --overwrite to replace it") from error
     chosen = ["--weights", str(weights)] if weights else ["--seed", str(seed)] if seed else []
     chosen += ["--prefix", prefix] if prefix else []
     where = _export.where_to_validate(model, device)

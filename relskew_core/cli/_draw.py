@@ -88,7 +88,7 @@ def skew(
     if not moving:
         return _give(draw_skew(queries, keys), save)
     if save is None or save.suffix.lower() != ".svg":
-        raise CliError("--moving needs --save with a path ending in .svg: only there do pictures move")
+        raise CliError("--moving needs --save with a path ending in .svg: only SVG pictures can be animated")
     output().print(f"wrote {animate_skew(save, queries, keys)}", soft_wrap=True)
     return 0
 
@@ -125,7 +125,7 @@ def weights(
     x, read = _layer.read_input("input", source, spec, queries)
     kept, _ = _layer.read_input("memory", memory, spec, queries) if spec.cross else (None, "")
     if memory is not None and not spec.cross:
-        raise CliError("--memory is what a block with --cross attends to, and this one is not")
+        raise CliError("--memory needs a block with --cross")
     try:
         cells = spec.num_heads * len(x) * len(x if kept is None else kept)
         check_cells(cells, "heads times queries times keys")
@@ -141,7 +141,7 @@ def _segments(text: str, queries: int, past: int, keys: int) -> Any:
 
     lengths = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in lengths) or sum(map(int, lengths)) != keys or past + queries > keys:
-        raise CliError(f"--segments must be the lengths of documents, which hold {keys} keys in all, got {text!r}")
+        raise CliError(f"--segments must be the lengths of documents, {keys} keys in total, got {text!r}")
     of_keys = np.repeat(np.arange(len(lengths), dtype=np.int64), [int(part) for part in lengths])
     return of_keys[past : past + queries], of_keys
 

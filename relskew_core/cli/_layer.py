@@ -25,7 +25,7 @@ def block_of(
     """Return the block that the options or the model name, its weights in float64, and where these are from."""
     if model is not None:
         if given != BlockOptions(embed_dim=None, num_heads=None):  # type: ignore[arg-type]
-            raise CliError("--model says what the block is: no other option of a block may be given")
+            raise CliError("--model defines the block: no other option of a block may be given")
         spec, projections, _ = spec_of_model(model)
         if not projections:
             raise CliError(f"{model}: attends without projections: there are no queries and keys to draw")

@@ -224,7 +224,7 @@ def chosen_libraries(names: tuple[str, ...], *, named: bool) -> list[ArrayLibrar
         if named and one.name in names:
             raise CliError(f"{one.name}: {one.reason}")
     if not found:
-        raise CliError(f"there is no array library: {to_install('numpy')}")
+        raise CliError(f"no array library is installed: {to_install('numpy')}")
     return found
 
 

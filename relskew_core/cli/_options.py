@@ -96,7 +96,7 @@ class SpanOptions:
         if self.length is not None and self.clip is not None:
             raise CliError("--length and --clip exclude each other")
         if self.beyond is not None and self.length is None:
-            raise CliError("--beyond says what serves beyond --length, which must be given too")
+            raise CliError("--beyond says what happens beyond --length, which must be given too")
         if self.clip is not None:
             return Span.clipped(self.clip)
         if self.length is None:
@@ -125,7 +125,7 @@ class CallOptions(SpanOptions):
                 f"--window must be LEFT,RIGHT with whole numbers or nothing for unbounded, got {self.window!r}"
             )
         if any(len(side) > 7 or int(side or 0) > LARGEST for side in sides):
-            raise CliError(f"--window must reach {LARGEST} at most, or be open with nothing, got {self.window!r}")
+            raise CliError(f"--window must reach {LARGEST} at most, or be empty for no limit, got {self.window!r}")
         left, right = (int(side) if side else None for side in sides)
         return left, right
 
@@ -146,7 +146,9 @@ class BlockOptions(CallOptions):
     cross: Annotated[bool, typer.Option("--cross", help="Keys and values come from a memory.")] = False
     rel_values: Annotated[bool, typer.Option("--rel-values", help="A second table, for the values.")] = False
     shared_table: Annotated[bool, typer.Option("--shared-table", help="One table for all heads.")] = False
-    rel_bias: Annotated[bool, typer.Option("--rel-bias", help="A learned bias for each head and relative position.")] = False
+    rel_bias: Annotated[
+        bool, typer.Option("--rel-bias", help="A learned bias for each head and relative position.")
+    ] = False
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
     t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
     num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None
@@ -201,7 +203,7 @@ def _span_of_rows(rows: int, *, causal: bool) -> Span:
     if causal:
         return Span.causal(rows)
     if rows % 2 == 0:
-        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric, and not --causal")
+        raise CliError(f"--length or --clip must be given: a table of {rows} rows is not symmetric")
     return Span.full((rows + 1) // 2)
 
 

@@ -79,7 +79,9 @@ class T5:
         """
         xp = namespace_of_arrays({"table": table})
         if table.ndim != 2 or table.shape[0] != self.num_buckets:
-            raise ValueError(f"`table` must have shape ({self.num_buckets}, H), a row a bucket, got {describe(table)}")
+            raise ValueError(
+                f"`table` must have shape ({self.num_buckets}, H), a row per bucket, got {describe(table)}"
+            )
         return xp.matrix_transpose(_take(table, self._buckets(self.span))), self.span
 
     def store(self, rel_bias: Array, span: Span) -> Array:

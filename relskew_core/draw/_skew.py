@@ -83,7 +83,7 @@ def animate_skew(path: str | os.PathLike[str], n_queries: int = 5, n_keys: int |
     """
     target = check_ending(path)
     if target.suffix.lower() != ".svg":
-        raise ValueError(f"`path` must end in .svg where the picture moves, got {os.fspath(path)!r}")
+        raise ValueError(f"`path` must end in .svg for an animated picture, got {os.fspath(path)!r}")
     moving = moving_skew(*_sizes(n_queries, n_keys, MOVING))
     with whole(target) as unfinished:
         unfinished.write_text(moving, encoding="utf-8")

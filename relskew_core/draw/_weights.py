@@ -50,10 +50,10 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     values = values[None] if values.ndim == 2 else values
     if values.ndim != 3 or not values.size:
         raise ValueError(
-            f"`weights` must have shape (H, Lq, Lk) or (Lq, Lk), and none of them 0, got {describe(weights)}"
+            f"`weights` must have shape (H, Lq, Lk) or (Lq, Lk), with no axis of length 0, got {describe(weights)}"
         )
     if not np.all(values >= 0):
-        raise ValueError("`weights` must be 0 or more, all of them, got a number below or NaN")
+        raise ValueError("`weights` must all be >= 0, got a negative number or NaN")
     chosen = range(len(values)) if heads is None else [_head(head, len(values)) for head in heads]
     check_cells(len(chosen) * values[0].size, "the heads of `weights` that are drawn")
     first = check_int("first_query", first_query)
@@ -68,7 +68,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
 
 def _head(head: int, number: int) -> int:
     if check_int("heads", head, minimum=0) >= number:
-        raise ValueError(f"`heads` must be of the {number} heads 0 … {number - 1}, got {head}")
+        raise ValueError(f"`heads` must be among the {number} heads 0 … {number - 1}, got {head}")
     return head
 
 

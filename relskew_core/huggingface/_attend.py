@@ -136,7 +136,7 @@ def _by_item(q: Tensor, k: Tensor, v: Tensor, *, rel_k: Tensor, **options: Any) 
 def refuse_weights(output_attentions: bool | None) -> None:
     """Refuse to return what is never held."""
     if output_attentions:
-        raise ValueError("`output_attentions` must be False: relative attention never holds the weights")
+        raise ValueError("`output_attentions` must be False: relative attention never materialises the weights")
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

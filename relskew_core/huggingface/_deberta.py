@@ -100,7 +100,7 @@ class DebertaRelativeAttention(DebertaV2RelativeAttention):
 
     def _heads(self, x: Tensor, query_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if query_states is not None:
-            raise ValueError("`query_states` must be None: DeBERTa's first version attends from where it attends to")
+            raise ValueError("`query_states` must be None: DeBERTa version 1 supports self-attention only")
         q, k, v = split(self.in_proj(x), self.num_attention_heads).chunk(3, dim=-1)
         q, v = (y + bias.unflatten(0, (-1, 1, y.shape[-1])) for y, bias in ((q, self.q_bias), (v, self.v_bias)))
         return q, k, v

@@ -101,7 +101,7 @@ class _Columns:
         """Return ``Σ_j w_ij · e_r``."""
         if self.span.beyond == "clip":
             # No family has them: VITS, the only one with a table of values, has zeros beyond its window.
-            raise NotImplementedError("values of a clipped table do not export with symbolic lengths")
+            raise NotImplementedError("values of a clipped table cannot be exported with symbolic lengths")
         wide = pad(self._relative(weights), (self.span.left, self.span.right + 1))
         start = self.n + self.offset
         return wide[..., start : start + self.span.rows] @ table

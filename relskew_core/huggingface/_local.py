@@ -30,8 +30,8 @@ def check_local(parts: Iterable[DropIn]) -> None:
     if refused or not any(part.attends_to_itself() for part in parts):
         why = f"got one for {', '.join(refused)}" if refused else "no encoder of this model has relative positions"
         raise ValueError(
-            f"`window` must be None but for encoders whose positions are those of a sequence, as T5's, MPNet's and the"
-            f" Conformers' are: {why}"
+            "`window` must be None, except for encoders with positions along a sequence, such as T5's, MPNet's and the "
+            f"Conformers': {why}"
         )
 
 

@@ -106,7 +106,7 @@ class _Registered:
         for name in REFUSED:
             if others.get(name) is not None:
                 raise ValueError(
-                    f"`{name}` must be None, got {describe(others[name])}: relskew's attention has no such"
+                    f"`{name}` must be None, got {describe(others[name])}: relskew's attention does not support it"
                 )
         n, m = query.shape[-2], key.shape[-2]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

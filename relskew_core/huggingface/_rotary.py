@@ -63,7 +63,7 @@ def replace_rotary(
     if not rotary or not hasattr(model, "set_attn_implementation"):
         raise ValueError(
             "`model` must be one of transformers with modules of rotary embeddings, such as LlamaRotaryEmbedding, got "
-            f"{type(model).__name__}: where it has none, `register_attention` gives it a bias"
+            f"{type(model).__name__}: for a model without rotary positions, use `register_attention`"
         )
     transformer: Any = model
     transformer.set_attn_implementation(register_attention(name, rel_bias=rel_bias, span=span))

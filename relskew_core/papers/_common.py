@@ -39,7 +39,7 @@ def check_table(name: str, table: Array, x: Array, axes: Mapping[str, int | None
     heads = tuple(table.shape[:-2])
     if heads and heads != tuple(x.shape[-3:-2]):
         form = ", ".join(axes)
-        raise ValueError(f"`{name}` must have shape ({form}) or (H, {form}), H the heads given, got {describe(table)}")
+        raise ValueError(f"`{name}` must have shape ({form}) or (H, {form}), H as elsewhere, got {describe(table)}")
 
 
 def weigh(logits: Array, *, xp: Namespace) -> Array:

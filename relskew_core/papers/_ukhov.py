@@ -88,7 +88,7 @@ def diagonal_logits(q: Array, rel_k: Array, *, n_keys: int | None = None) -> Arr
     _check_rows(rel_k, q)
     longest = (rel_k.shape[-2] + 1) // 2
     if not 1 <= q.shape[-2] <= longest:
-        raise ValueError(f"`q` must have 1 to {longest} rows, T by the 2T-1 rows of `rel_k`, got {describe(q)}")
+        raise ValueError(f"`q` must have 1 to {longest} rows (T for a `rel_k` of 2T-1 rows), got {describe(q)}")
     return diagonal_skew(xp.matmul(q, xp.matrix_transpose(rel_k)), _check_n_keys(n_keys, longest))
 
 
@@ -130,7 +130,7 @@ def diagonal_attention(q: Array, k: Array, v: Array, rel_k: Array) -> Array:
     _check_rows(rel_k, q)
     if not 1 <= k.shape[-2] <= (rel_k.shape[-2] + 1) // 2:
         raise ValueError(
-            f"`k` must have 1 to {(rel_k.shape[-2] + 1) // 2} rows, T by the 2T-1 rows of `rel_k`, got {describe(k)}"
+            f"`k` must have 1 to {(rel_k.shape[-2] + 1) // 2} rows (T for a `rel_k` of 2T-1 rows), got {describe(k)}"
         )
     logits = xp.matmul(q, xp.matrix_transpose(k)) + diagonal_logits(q, rel_k, n_keys=k.shape[-2])
     return xp.matmul(weigh(logits / q.shape[-1] ** 0.5, xp=xp), v)

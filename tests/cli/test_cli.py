@@ -359,7 +359,7 @@ def test_export_passes_on_how_to_write(capsys: pytest.CaptureFixture[str]) -> No
 def test_export_replaces_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert relskew("export", "m.onnx", *BLOCK, "--length", "5") == 0
     before = Path("m.onnx").read_bytes()
-    assert "--overwrite replaces it" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "6")
+    assert "pass --overwrite to replace it" in error_of(capsys, "export", "m.onnx", *BLOCK, "--length", "6")
     assert Path("m.onnx").read_bytes() == before
     assert relskew("export", "m.onnx", *BLOCK, "--length", "6", "--overwrite") == 0
     assert spec_in("m.onnx").span == Span.full(6)

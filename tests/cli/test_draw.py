@@ -73,7 +73,7 @@ def test_segments_are_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     told = drawn(capsys, "call", "--queries", "2", "--past", "2", "--segments", "3,1", "--clip", "1")
     rows = [line.split() for line in told.splitlines() if line.startswith(("2  ", "3  "))]
     assert rows == [["2", "0", "0", "1", "·"], ["3", "·", "·", "·", "1"]]
-    assert "hold 4 keys in all, got '3,2'" in refused(capsys, "call", "--queries", "4", "--segments", "3,2")
+    assert "4 keys in total, got '3,2'" in refused(capsys, "call", "--queries", "4", "--segments", "3,2")
 
 
 def test_a_span_is_drawn_in_every_way_or_in_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +139,10 @@ def test_pictures_become_files(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["call", "--length", "3"], "reaches the relative positions -2 … 2", id="reach"),
         pytest.param(["call", "--segments", "a"], "--segments must be the lengths", id="segments"),
         pytest.param(["weights"], "--embed-dim and --num-heads, or --model", id="no block"),
-        pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be of the 2 heads", id="head"),
+        pytest.param(["weights", *BLOCK, "--clip", "2", "--head", "2"], "`heads` must be among the 2 heads", id="head"),
         pytest.param(["weights", *BLOCK, "--clip", "2", "--input", "x.npy"], "--input x.npy: cannot be read", id="npy"),
         pytest.param(["weights", *BLOCK, "--clip", "2", "--memory", "x.npy"], "--cross", id="memory"),
-        pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model says what the block is", id="both"),
+        pytest.param(["weights", "--model", "m.onnx", "--causal"], "--model defines the block", id="both"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:

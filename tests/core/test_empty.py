@@ -147,7 +147,7 @@ def test_a_matrix_is_refused_by_name() -> None:
     matrix = q.view(np.matrix)
     for name in ("q", "k", "v", "rel_k", "mask", "segments"):
         arrays: dict[str, Any] = {"q": q, "k": q, "v": q, name: matrix}
-        with pytest.raises(TypeError, match=rf"`{name}` must be an array, such as numpy.asarray makes of a matrix"):
+        with pytest.raises(TypeError, match=rf"`{name}` must be an array, such as numpy.asarray.matrix."):
             relative_attention(**arrays, span=Span.causal(3), causal=True)
 
 

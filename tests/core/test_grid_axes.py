@@ -235,5 +235,5 @@ def test_refused() -> None:
     for window, name in wrong:
         with pytest.raises((ValueError, TypeError), match=f"^`{name}` must be an int"):
             relative_attention_2d(q, q, q, **grids, window=window)
-    with pytest.raises(ValueError, match=r"^`tables` must have a table for one axis at least"):
+    with pytest.raises(ValueError, match=r"^`tables` must have a table for at least one axis"):
         relative_logits_nd(q, [None, None], **grids)

@@ -34,7 +34,7 @@ def test_a_ring() -> None:
         ({"positions": (jnp.arange(4), jnp.arange(4))}, "`positions` must be None in a ring"),
         ({"block_size": 2}, "`block_size` must be None in a ring, got int 2"),
         ({"seed": 0, "dropout": 0.5}, "`seed` must be None in a ring"),
-        ({"offset": jnp.asarray(1)}, "`offset` must be an int, one for all"),
+        ({"offset": jnp.asarray(1)}, "`offset` must be an int, the same for all items"),
         ({"layout": "random"}, "`layout` must be"),
         ({"axis_name": 1}, "`axis_name` must be the name of one axis of the mesh, got int 1"),
         ({"mask": jnp.ones((4, 3), bool)}, "`mask` must broadcast"),

@@ -152,10 +152,10 @@ def test_weights_of_other_libraries_and_of_one_head() -> None:
     ("weights", "heads", "message"),
     [
         pytest.param(np.ones(3), None, r"`weights` must have shape \(H, Lq, Lk\) or \(Lq, Lk\)", id="axes"),
-        pytest.param(np.ones((0, 2, 2)), None, "none of them 0", id="empty"),
-        pytest.param(-np.ones((2, 2)), None, "`weights` must be 0 or more", id="negative"),
-        pytest.param(np.full((2, 2), np.nan), None, "`weights` must be 0 or more.*NaN", id="nan"),
-        pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be of the 2 heads 0 … 1, got 2", id="head"),
+        pytest.param(np.ones((0, 2, 2)), None, "no axis of length 0", id="empty"),
+        pytest.param(-np.ones((2, 2)), None, "`weights` must all be >= 0", id="negative"),
+        pytest.param(np.full((2, 2), np.nan), None, "`weights` must all be >= 0.*NaN", id="nan"),
+        pytest.param(np.ones((2, 2, 2)), [2], r"`heads` must be among the 2 heads 0 … 1, got 2", id="head"),
     ],
 )
 def test_what_are_no_weights_is_named(weights: np.ndarray, heads: list[int] | None, message: str) -> None:

@@ -68,7 +68,7 @@ def test_rows_move_under_their_keys(tmp_path: Path) -> None:
 
 
 def test_only_an_svg_moves(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`path` must end in \.svg where the picture moves, got '.*moving\.png'"):
+    with pytest.raises(ValueError, match=r"`path` must end in \.svg for an animated picture, got '.*moving\.png'"):
         animate_skew(tmp_path / "moving.png")
     with pytest.raises(ValueError, match="`n_queries` must be"):
         draw_skew(0)

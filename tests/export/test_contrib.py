@@ -137,7 +137,7 @@ WIDE = BlockSpec(16, 2, Span.causal(9), causal=True)
         (WIDE, {"mask": True}, "excludes `mask`, got True"),
         (WIDE, {"chunk_size": 4}, "excludes `chunk_size`, got 4"),
         (WIDE, {"dtype": "float64"}, "excludes `dtype` float64"),
-        (replace(WIDE, head_dim=12), {}, r"requires a `spec\.head_dim` that 8 divides, got 12"),
+        (replace(WIDE, head_dim=12), {}, r"requires a `spec\.head_dim` that is a multiple of 8, got 12"),
     ],
 )
 def test_refused(spec: BlockSpec, options: dict[str, Any], message: str) -> None:

@@ -173,7 +173,7 @@ def test_the_caches_of_a_model_that_has_none_of_its_own() -> None:
     model = Layers(causal[0], BlockSpec(8, 2, Span.full(9)), BlockSpec(8, 2, Span.clipped(3), cross=True), causal[1])
     caches = empty_past(model, None)(3)
     assert [tuple(x.shape) for pair in caches for x in pair] == [(3, 2, 0, 4)] * 2 + [(3, 4, 0, 2)] * 2
-    with pytest.raises(ValueError, match="`past` must be given where the model has no `empty_cache` and no causal"):
+    with pytest.raises(ValueError, match="`past` must be given because the model has no `empty_cache` and no causal"):
         empty_past(Layers(BlockSpec(8, 2, Span.full(9))), None)
     own: Any = len
     assert empty_past(model, own) is own
@@ -203,8 +203,8 @@ LOGITS, GROWN = torch.zeros(2, 3, 9), torch.zeros(2, 2, 3, 4)
         (torch.zeros(3, 3, 9), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
         (LOGITS.long(), [(GROWN, GROWN)], ValueError, r"logits \(batch, length, vocabulary\)"),
         (None, [(GROWN, GROWN)], TypeError, r"`model` must return \(logits, past\), got tuple of 2"),
-        (LOGITS, [(GROWN, GROWN[:, :1])], ValueError, "as many caches as it is given, of the same heads and widths"),
-        (LOGITS, [(GROWN, GROWN)] * 2, ValueError, "as many caches as it is given, of the same heads and widths"),
+        (LOGITS, [(GROWN, GROWN[:, :1])], ValueError, "as many caches as it is given, with the same heads and widths"),
+        (LOGITS, [(GROWN, GROWN)] * 2, ValueError, "as many caches as it is given, with the same heads and widths"),
         (LOGITS, [GROWN], TypeError, r"the past that `model` returns must be a list with one pair .* got list of 1"),
         (LOGITS, [(GROWN,) * 3], TypeError, r"the past that `model` returns must be a list with one pair"),
         (LOGITS, [], TypeError, r"the past that `model` returns must be a list with one pair"),

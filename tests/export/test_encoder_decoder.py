@@ -250,5 +250,5 @@ def test_folders_that_do_not_fit(made: tuple[Model, Path], tmp_path: Path) -> No
     onnx.save(model, odd)
     with pytest.raises(ValueError, match="`model` must hold three files that encoder_decoder_to_onnx wrote together"):
         generate(tmp_path / "mixed", [1], 1)
-    with pytest.raises(ValueError, match="`mask` must be None where `model` is a decoder"):
+    with pytest.raises(ValueError, match="`mask` must be None because `model` is a decoder"):
         generate(odd, [1], 1, mask=[1])

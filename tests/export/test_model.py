@@ -196,7 +196,7 @@ def test_max_length_trims_the_stored_rows() -> None:
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, what the span reaches into the past"),
+        (CAUSAL, {"max_length": 10}, "`max_length` must be at most 9, as far as the span reaches into the past"),
         (BlockSpec(8, 2, Span(9, 3)), {"max_length": 5}, "`max_length` must be at most 4.* the future"),
         (CAUSAL, {"max_length": 0}, "`max_length` must be an int >= 1"),
         (CROSS, {"past": True}, "`past=True` excludes `spec.cross`"),

@@ -203,9 +203,9 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     ("kind", "given", "message"),
     [
         ("int8", None, "`kind` must be one of 'dynamic'"),
-        ("static", None, "`inputs` go with kind='static'"),
-        ("dynamic", inputs(), "`inputs` go with kind='static'"),
-        ("static", [], "`inputs` must be at least one"),
+        ("static", None, "`inputs` are only for kind='static'"),
+        ("dynamic", inputs(), "`inputs` are only for kind='static'"),
+        ("static", [], "`inputs` must have at least one entry"),
     ],
 )
 def test_wrong_arguments(kind: Any, given: Any, message: str, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_another_file_with_the_name_of_the_weights_is_kept(tmp_path: Path, kind:
     else:
         taken.mkdir()
     before = names(tmp_path / "b")
-    with pytest.raises(FileExistsError, match="needs a name for its weights that another file has") as refusal:
+    with pytest.raises(FileExistsError, match="need a name that another file has") as refusal:
         save(model(), path, external_threshold=0, overwrite=existing)
     assert repr(os.fspath(taken)) in str(refusal.value)
     assert victim.read_text() == "precious"

@@ -358,7 +358,7 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
         generate(onnxruntime.InferenceSession(path), [[1, 2], [7, 8]], 1, memory=given)
     decoder_to_onnx(model, tmp_path / "other.onnx", memory=[states, seen], check=False, opset=24)
     (tmp_path / "other_memory.onnx").rename(tmp_path / "decoder_memory.onnx")
-    with pytest.raises(ValueError, match=r"got 'decoder_memory\.onnx', written with another"):
+    with pytest.raises(ValueError, match=r"got 'decoder_memory\.onnx', written for another"):
         generate(path, [[1, 2], [7, 8]], 1, memory=given)
     (tmp_path / "decoder_memory.onnx").unlink()
     with pytest.raises(FileNotFoundError, match="must have the graph of its memory next to it"):
@@ -407,7 +407,7 @@ def test_nothing_appears_if_the_graph_is_wrong(tmp_path: Path) -> None:
             ValueError,
             r"what `past\(batch\)` returns must hold tensors \(batch, heads, positions, D\), of 2 and 0 positions",
         ),
-        (nn.Linear(1, 1), {}, ValueError, "`past` must be given where the model has no `empty_cache`"),
+        (nn.Linear(1, 1), {}, ValueError, "`past` must be given because the model has no `empty_cache`"),
         (Bare().to("meta"), {}, ValueError, "`model` must be on the CPU"),
         (3, {}, TypeError, "`model` must be a torch.nn.Module, got int 3"),
         (Bare(), {"genai": 1}, TypeError, "`genai` must be False or a mapping"),
@@ -620,7 +620,7 @@ class Choosy(nn.Module):
 def test_lengths_that_the_model_refuses_and_the_graph_takes_are_told() -> None:
     reports: list[ExportReport] = []
     with pytest.warns(
-        UserWarning, match=r"takes what `model` refuses, unchecked: inputs of x \(4,\) \(ValueError: too"
+        UserWarning, match=r"accepts inputs that `model` rejects, unchecked: inputs of x \(4,\) \(ValueError: too"
     ):
         torch_to_onnx(Choosy(), torch.randn(3))
     torch_to_onnx(Choosy(), torch.randn(3), vary={}, check=False, report=reports.append)

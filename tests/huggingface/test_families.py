@@ -154,7 +154,7 @@ def test_windows_are_refused_by_name(name: str) -> None:
     model = torch.nn.ModuleList([STAND_INS[name][0]()])
     parts = list(model.modules())
     kind = next(type(part).__name__ for part in parts if "Attention" in type(part).__name__)
-    with pytest.raises(ValueError, match=r"`window` must be None but for .*: got one for") as error:
+    with pytest.raises(ValueError, match=r"`window` must be None, except for .*: got one for") as error:
         replace_attention(model, window=(2, 1))
     assert kind[:4] in str(error.value)
     assert list(model.modules()) == parts

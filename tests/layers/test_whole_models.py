@@ -232,9 +232,7 @@ def test_heads_without_their_tables_are_named() -> None:
     module = made(SPECS["causal"])
     for name in ("q_proj", "k_proj", "v_proj"):  # what a process is left with
         setattr(module, name, nn.Linear(8, 4, dtype=torch.float64))
-    with pytest.raises(
-        ValueError, match=r"`rel_k` must be distributed as the heads are, of which 1 of 2 are here.*Tab"
-    ):
+    with pytest.raises(ValueError, match=r"`rel_k` must be sharded like the heads, of which 1 of 2 are here.*Tab"):
         module(*inputs(module.spec))
     with pytest.raises(TypeError, match="`TableParallel` is for a RelativeMultiheadAttention, got Linear"):
         TableParallel()._apply(nn.Linear(1, 1), None)  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
         if getattr(given, name) is not None:
             raise ValueError(f"`{name}` must be None in a ring, got {describe(getattr(given, name))}")
     if is_array(given.offset) or not isinstance(given.offset, int | None):
-        raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
+        raise TypeError(f"`offset` must be an int, the same for all items, got {describe(given.offset)}")
     arguments = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
     call = problem(replace(arguments, mask=None))
     size = lax.psum(1, given.axis_name)  # of a number that is known, a number that is known

@@ -50,5 +50,5 @@ def agreed(check: Callable[[], Mapping[str, Any]], like: Any, ranks: Ranks) -> M
                     f"rank {rank}"
                 )
     raise AssertionError(
-        "ranks differ, and in nothing that was compared"
+        "ranks differ, but not in anything that was compared"
     )  # pragma: no cover -- facts that are alike have one digest

@@ -209,13 +209,13 @@ def _facts(given: _Parallel, everyone: list[Ranks]) -> Mapping[str, Any]:
     check_choice("layout", layout, LAYOUTS)
     check_bool("return_lse", given.return_lse)
     if len(everyone) > 1 and method == "heads":
-        raise ValueError("`method` must be 'ring' or 'gather' along a mesh of two axes, of which the second is heads'")
+        raise ValueError("`method` must be 'ring' or 'gather' with a mesh of two axes, (ring, heads)")
     if not isinstance(given.q, Tensor):
         raise TypeError(f"`q` must be a Tensor, got {describe(given.q)}")
     if given.positions is not None:
         raise ValueError("`positions` must be None: they follow from `layout` and `offset`")
     if is_array(given.offset) or not isinstance(given.offset, int | None):
-        raise TypeError(f"`offset` must be an int, one for all, got {describe(given.offset)}")
+        raise TypeError(f"`offset` must be an int, the same for all items, got {describe(given.offset)}")
     if given.block_size is not None and method != "heads":
         raise ValueError(f"`block_size` needs method='heads', whose ranks see whole sequences, got method={method!r}")
     check_choice("tables", given.tables, ("whole", "sharded"))
@@ -236,4 +236,4 @@ def _check_heads(given: _Parallel, ranks: Ranks | None) -> None:
     if given.q.ndim < 3 or heads % ranks.size:
         raise ValueError(f"`q` must have a multiple of {ranks.size} heads to exchange, got {describe(given.q)}")
     if of_keys % ranks.size and ranks.size % of_keys:
-        raise ValueError(f"`k` must have heads that {ranks.size} ranks divide or share, got {describe(given.k)}")
+        raise ValueError(f"`k` must have a multiple or a divisor of {ranks.size} heads, got {describe(given.k)}")

@@ -96,9 +96,7 @@ def _attend(
 ) -> Any:
     """Attend as a module does, to keys that other processes have a share of."""
     if "unfilled" in options or (k.shape[-2] != q.shape[-2] and not module.spec.cross):
-        raise ValueError(
-            "`past` must be None where a sequence is split over processes, each of which has a share of it"
-        )
+        raise ValueError("`past` must be None, because the sequence is split over processes")
     if key_padding_mask is not None:
         segments = _without_padding(check_padding(key_padding_mask, k, xp=xp), segments, q)
     if module.training and module.dropout:

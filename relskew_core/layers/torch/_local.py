@@ -20,7 +20,7 @@ def local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
         table = table.to_local(grad_placements=placements)
     elif q.ndim > 2 and q.shape[-3] != spec.num_heads:
         raise ValueError(
-            f"`{name}` must be distributed as the heads are, of which {q.shape[-3]} of {spec.num_heads} are here: give "
+            f"`{name}` must be sharded like the heads, of which {q.shape[-3]} of {spec.num_heads} are here: give "
             f"the module itself relskew_core.layers.torch.parallel.TableParallel() in its plan, got {describe(table)}"
         )
     return table if table.dtype == q.dtype else table.to(q.dtype)

@@ -304,8 +304,9 @@ class MultiheadAttention(TableAttention):
             return
         if k.shape[-2] > 1:
             raise ValueError(
-                f"`is_causal` must be True, or `attn_mask` be given, where tables end at the query itself, got {span}: "
-                f"or give a span that reaches the future, such as Span({span.left}, {span.left}, {span.beyond!r})"
+                "`is_causal` must be True, or `attn_mask` be given, because the tables end at the query itself, got "
+                f"{span}: or give a span that reaches the future, such as Span({span.left}, {span.left}, "
+                f"{span.beyond!r})"
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:

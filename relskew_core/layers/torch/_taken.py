@@ -27,7 +27,7 @@ def taken_over(kind: Any, attention: nn.MultiheadAttention, span: Span, options:
         found = ", ".join(name for name, here in unlike.items() if here)
         raise ValueError(f"`attention` must have one width and no extra keys, got one made with {found}")
     if options.get("sinks"):
-        raise ValueError("`sinks` must be False: no finite ones leave what `attention` computes, got True")
+        raise ValueError("`sinks` must be False: no finite sinks leave the outputs of `attention` unchanged, got True")
     weight, bias = attention.in_proj_weight, attention.in_proj_bias
     spec = BlockSpec(attention.embed_dim, attention.num_heads, span, bias=bias is not None, **options)
     module = kind(spec, dropout=attention.dropout, device=weight.device, dtype=weight.dtype)
