@@ -23,7 +23,7 @@ from relskew_core import (
     t5_buckets,
     toeplitz,
 )
-from relskew_core.huggingface._alibi import MptRelativeAttention
+from relskew_core.huggingface._alibi import BloomRelativeAttention, MptRelativeAttention
 
 LENGTHS = [1, 2, 5, 17, 40]
 T5 = "transformers.models.t5.modeling_t5.T5Attention"
@@ -129,6 +129,16 @@ def test_bloom(heads: int) -> None:
     bias = alibi_bias(heads, span, xp=torch, dtype=torch.float64)
     out: Any = relative_attention(q, k, v, rel_bias=bias, span=span, causal=True)
     check(theirs.dense(join(out)), want, 1e-6)  # Bloom's softmax is float32
+
+
+@torch.no_grad()
+def test_bloom_in_half_precision_far_from_the_beginning() -> None:
+    """The number of a key fits float16, and would not fit divided by the scale."""
+    config = peer("transformers.BloomConfig")(hidden_size=256, n_head=2, hidden_dropout=0.0)
+    theirs = randomised(peer("transformers.models.bloom.modeling_bloom.BloomAttention")(config, layer_idx=0)).half()
+    x, alibi = randn(1, 3, 256).half(), torch.tensor([[[7000, 7004, 7008]]]).half().expand(2, -1, -1)
+    given = x, torch.zeros_like(x), alibi, torch.full((3, 3), -6e4).triu(1)[None, None].half()
+    check(BloomRelativeAttention(theirs)(*given)[0].double(), theirs.double()(*(y.double() for y in given))[0], 3e-3)
 
 
 @pytest.mark.parametrize("heads", [2, 3, 4, 6])
