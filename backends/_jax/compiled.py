@@ -15,7 +15,6 @@ import jax
 import jax.ffi
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,6 +28,7 @@ from relskew_core.backends._jax.explicit import explicitly_split, split_by_compi
 from relskew_core.backends._jax.foreign import SHARED, by_kernels, known, pulled
 from relskew_core.backends._jax.loops import Ranges
 from relskew_core.backends._jax.offsets import nearer, step_of
+from relskew_core.backends._jax.tangent import Primitive
 from relskew_core.backends._numpy import compiled as of_numpy
 
 Arrays = tuple[Array, ...]

@@ -12,6 +12,8 @@ def integer(xp: Namespace) -> Any:
     """Return the dtype; small and unsigned integers, of which calls take sums and differences, would wrap."""
     if xp.__name__.endswith("torch"):  # whose compiler would trace an array
         return xp.int64
+    if xp.__name__ == "jax.numpy":  # which would compile a program for an array
+        return xp.result_type(int)
     return xp.asarray(0).dtype
 
 

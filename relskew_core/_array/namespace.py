@@ -123,7 +123,12 @@ def _namespace(name: str, array: Array) -> Namespace:
 
 
 def _conforming(array: Array) -> Namespace:
-    """Return the array's namespace: NumPy itself from 2.1 on, whose wrapper would import all of it, F2PY too."""
+    """Return the array's namespace: NumPy itself from 2.1 on, whose wrapper would import all of it, F2PY too.
+
+    An array of JAX is asked itself: array_api_compat makes another one, which JAX compiles a program for.
+    """
+    if hasattr(array, "aval") and array_api_compat.is_jax_array(array):
+        return array.__array_namespace__()
     own = array_api_compat.is_numpy_array(array) and hasattr(sys.modules["numpy"], "__array_namespace_info__")
     namespace = array_api_compat.array_namespace(array, use_compat=False if own else None)
     if namespace.__name__ == "mlx.core":

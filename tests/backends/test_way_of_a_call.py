@@ -141,6 +141,26 @@ def test_a_first_long_call_of_torch_imports_no_compiler() -> None:
     assert not found - known
 
 
+FIRST_OF_JAX = """
+import sys
+import jax, jax.numpy as jnp
+q, table = jnp.ones((1, 2, 512, 16)), jnp.ones((512, 16))
+before = {name for name in sys.modules if "pallas" in name}
+from relskew_core import relative_attention
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: print(event))
+relative_attention(q, q, q, table, causal=True).block_until_ready()
+print(*{name for name in sys.modules if "pallas" in name} - before)
+"""
+
+
+@needs_kernels
+@pytest.mark.no_cover
+def test_a_first_call_of_jax_compiles_nothing_and_imports_no_language_of_kernels() -> None:
+    pytest.importorskip("jax")
+    run = subprocess.run([sys.executable, "-c", FIRST_OF_JAX], capture_output=True, text=True, check=True)
+    assert run.stdout == "\n"
+
+
 @pytest.mark.no_cover
 @pytest.mark.skipif(not hasattr(np, "__array_namespace_info__"), reason="NumPy before 2.1 needs a wrapper")
 @pytest.mark.parametrize("impl", ["portable", "auto"])
