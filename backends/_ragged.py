@@ -1,4 +1,4 @@
-"""A ragged batch on CPUs as calls of their own, one for all items after one another that have the same offset.
+"""A ragged batch on CPUs as separate calls, one for all items after one another that have the same offset.
 
 The windows of an item's tables are at offset 0 already: what may be seen is moved there as well.
 """

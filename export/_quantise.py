@@ -62,7 +62,7 @@ def quantize(
         activations, whose scale is computed in each call. ``"static"``: ``QuantizeLinear`` and ``DequantizeLinear``
         with scales from ``inputs``, as accelerators need them, with weights in 7 bits of an int8.
     inputs : sequence of mapping of str to array, optional
-        Representative inputs by name, only for ``"static"``.
+        Representative inputs, with their names as keys, only for ``"static"``.
     overwrite : bool, default False
         Whether an existing file may be replaced.
 

@@ -106,7 +106,7 @@ def write(
 
 @contextmanager
 def unpublished(model: onnx.ModelProto, target: Path, external_threshold: int) -> Iterator[tuple[Path, Path | None]]:
-    """Write a model, and what it keeps outside, to a temporary directory beside its target, flushed and checked."""
+    """Write a model, and what it keeps outside, to a temporary directory next to its target, flushed and checked."""
     check_int("external_threshold", external_threshold, minimum=0)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer):
         raise ValueError("`model` must hold its weights, got external data: load the model with its data first")

@@ -28,9 +28,9 @@ class _Chain(NamedTuple):
 
 
 def multiply_in_bits(model: onnx.ModelProto, least: int) -> None:
-    """Store tables of at least so many numbers in 8 bits, columns first, where queries alone are multiplied by them.
+    """Store tables of at least this many numbers in 8 bits, columns first, where queries alone are multiplied by them.
 
-    Each query is rounded with a scale of its own, so that no query changes what another one gets.
+    Each query is rounded with a separate scale, so that no query changes what another one gets.
     """
     graph = model.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if len(tensor.dims) == 1}

@@ -191,7 +191,7 @@ def pull_back(
     try:
         return _pull_back((d_out, out, lse, d_lse), x, call, library, learned)
     except BufferError:
-        pass  # whose traceback would keep the gradients that were made, as large as a mask, beside new ones
+        pass  # whose traceback would keep the gradients that were made, as large as a mask, next to new ones
     given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
     return _pull_back(given, operands_of([*map(library.in_rows, x)]), call, library, learned)
 

@@ -16,7 +16,7 @@ from relskew_core.backends._path import PORTABLE, Path
 
 
 def instead(call: Problem) -> Path:
-    """Return the portable kernels, with a gradient of their own."""
+    """Return the portable kernels, with a custom gradient."""
     return Path(attention, PORTABLE.attention_vjp)
 
 

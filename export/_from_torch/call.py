@@ -173,7 +173,7 @@ def stored_table(g: TracedEmitter, plan: GraphPlan, stored: Value | None, name: 
 
 
 def shape_of(x: Any, name: str) -> Shape:
-    """Return the shape of a tensor of the graph, with a symbol of its own for each length that is not known."""
+    """Return the shape of a tensor of the graph, with a separate symbol for each unknown length."""
     return tuple(size if isinstance(size, int) else f"{name}_{axis}" for axis, size in enumerate(x.shape))
 
 

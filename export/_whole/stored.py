@@ -48,5 +48,5 @@ def store_once(model: onnx.ModelProto) -> None:
 
 
 def _digest(content: bytes | memoryview) -> bytes:
-    """Return what stands for a content: all of them at once are as large as the model."""
+    """Return a hash to compare contents by, since keeping all contents would take as much memory as the model."""
     return hashlib.sha256(content).digest()

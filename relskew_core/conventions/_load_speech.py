@@ -104,7 +104,7 @@ def load_conformer(state: Mapping[str, Array], *, num_heads: int, prefix: str = 
     num_heads : int
         Number of heads.
     prefix : str, default ""
-        Where the attention stands in it: ``"encoder.encoders.0.self_attn."``.
+        The prefix of the attention in it: ``"encoder.encoders.0.self_attn."``.
 
     Returns
     -------

@@ -30,7 +30,7 @@ def draw_weights(weights: Any, *, heads: Sequence[int] | None = None, first_quer
     Returns
     -------
     Picture
-        A colour stands for the same weight in every panel; a note gives the scale.
+        A colour means the same weight in every panel; a note gives the scale.
 
     See Also
     --------

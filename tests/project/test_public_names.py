@@ -105,7 +105,7 @@ def test_every_argument_is_documented(member: Any) -> None:
         assert not missing, f"{member.__name__} does not document {sorted(missing)}"
 
 
-@pytest.mark.parametrize("name", ["relative_attention", "relative_logits", "attention_block", "BlockSpec"])
+@pytest.mark.parametrize("name", relskew_core.__all__)
 def test_arguments_are_documented_in_their_order(name: str) -> None:
     function = getattr(relskew_core, name)
     section = (inspect.getdoc(function) or "").partition("Parameters\n----------\n")[2].partition("\n\n")[0]

@@ -44,7 +44,7 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     """Attend as :func:`relskew_core.relative_attention` does, to a sequence that is split over processes.
 
     Each rank passes its shard of the positions of ``q``, ``k`` and ``v`` (:func:`shard_sequence`) and gets its shard of
-    the output. Tables are whole on every rank, and the gradient on each rank is a part of theirs: sum it over the
+    the output. Tables are whole on every rank, and the gradient on each rank is a part of the whole: sum it over the
     group, like those of all other parameters of a model that is trained on split sequences.
 
     Parameters
