@@ -29,7 +29,8 @@ TARGETS = {target.name: target for target in command.load_targets()}
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_passes(name: str) -> None:
-    result = turn(TARGETS[name], 3, examples=5 if name == "files" else 20)
+    """A few examples; ``.ci/run`` gives them a minute."""
+    result = turn(TARGETS[name], 3, examples=5)
     assert result.failure is None
     assert result.examples >= 5
 
