@@ -4,7 +4,7 @@
 #   make example        a small Music Transformer learns tunes, goes on with one as MIDI, WAV and picture, and as ONNX
 #   make example-full   five kinds of positions on Bach's chorales, where music21 is installed; remakes the page's table
 #   make web            the example's tune goes on in a browser, with onnxruntime-web; needs Node
-#   make docs           the site, in site/html: all pages, tutorials that run, a reference; without network
+#   make docs           the site, in site/html: all pages, tutorials with their outputs, a reference; without network
 #   make test           every test
 #   make coverage       the same, and which lines they reach; a third slower
 #   make test-peers     the same numbers as other code bases, which it installs

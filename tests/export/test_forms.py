@@ -51,7 +51,7 @@ def test_onnxruntime(form: Any, profile: Any) -> None:
 def test_portable_runtimes(form: Any) -> None:
     """Each form in onnxruntime, and a third of them in runtimes that are slower to start."""
     spec, options, weights = made(form)
-    runtimes = ["onnxruntime", *(["reference", "openvino"] if turn(form) == "portable" else [])]
+    runtimes: list[Any] = ["onnxruntime", *(["reference", "openvino"] if turn(form) == "portable" else [])]
     model = to_onnx(spec, weights, profile="portable", **options)
     report = validate(model, spec, weights, runtimes=runtimes, batches=(2,))
     assert report.ok, report.table()

@@ -64,8 +64,8 @@ class Grid(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         grids: dict[str, Any] = {"q_grid": tuple(q.shape[2:4]), "k_grid": tuple(q.shape[2:4])}
         q, k = q.flatten(2, 3), k.flatten(2, 3)
-        both: dict[str, Any] = {"rel_bias": BOTH, "return_lse": True}
-        near: Any = relative_attention_2d(q, k, k, *BY_HEAD[:2], **grids, **both, window=((1, 2), (0, None)))
+        both: dict[str, Any] = {**grids, "rel_bias": BOTH, "window": ((1, 2), (0, None))}
+        near: Any = relative_attention_2d(q, k, k, *BY_HEAD[:2], **both, return_lse=True)
         shifted: Any = relative_attention_2d(q, k, k, **grids, rel_bias=BOTH, neighborhood=(1, 1))
         deep: dict[str, Any] = {name: (1, *sides) for name, sides in grids.items()}
         of_three: Any = relative_attention_nd(q, k, k, (None, *BY_HEAD[:2]), **deep, rel_bias=BOTH[..., None, :, :])
