@@ -197,12 +197,12 @@ def pull_back(
 
 
 def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library, learned: bool) -> dict[str, Any]:
-    lent, found = library.lent, dict[str, Any]()
+    lent, found, dtype = library.lent, dict[str, Any](), wide(x.q.dtype, xp=library.xp)
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
             make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # which the kernels add to
-            found[name] = make(array.shape, dtype=wide(array.dtype, xp=library.xp))
+            found[name] = make(array.shape, dtype=dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
     kernels.pull_back(*call[:3], *arrays, *integers, *lent(given), *gradients, *_threads(call, library))

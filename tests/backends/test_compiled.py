@@ -204,6 +204,30 @@ def test_a_mask_that_hides_whole_items_has_gradients_of_what_it_leaves(dtype: st
             close(getattr(of_arrays, name), x, name)
 
 
+@pytest.mark.parametrize("lowest", [False, -np.inf], ids=["boolean", "additive"])
+def test_keys_that_an_expanded_mask_hides_are_not_read(lowest: float) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((2, 3, n, 8)).astype(np.float32) for n in (70, 600, 600, 70))
+    ends = np.asarray([[5, 600], [0, 90]])
+    places = np.arange(600)
+    hidden = (places < ends[:, :1]) | (places >= ends[:, 1:])
+    of_keys = ~hidden if lowest is False else np.where(hidden, lowest, rng.standard_normal(600)).astype(np.float32)
+    mask = np.broadcast_to(of_keys[:, None, None], (2, 3, 70, 600))
+    expected = relative_attention_vjp(d_out, q, k, v, mask=mask, impl="portable")
+    out = relative_attention(q, k, v, mask=mask, impl="portable")
+    k[hidden[:, None].repeat(3, 1)] = v[hidden[:, None].repeat(3, 1)] = np.nan
+    close(relative_attention(q, k, v, mask=mask, impl="native"), out, "out")
+    close(relative_attention(q[..., :2, :], k, v, mask=mask[..., :2, :], offset=0), out[..., :2, :], "few queries")
+    found = relative_attention_vjp(d_out, q, k, v, mask=mask, impl="native")
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    of_items = torch.from_numpy(np.ascontiguousarray(of_keys))[:, None, None].expand(-1, 3, 70, -1)
+    of_tensors: Any = relative_attention(*tensors, mask=of_items)
+    of_tensors.backward(torch.from_numpy(d_out))
+    for name, tensor in zip("qkv", tensors, strict=True):
+        close(getattr(found, name), getattr(expected, name), name)
+        close(tensor.grad.numpy(), getattr(expected, name), f"{name}, torch")
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 40, 40), (1, 3, 40, 40), (2, 1, 40, 40)])
 def test_a_bias_by_pair_has_one_gradient_at_a_time(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a cotangent has to be copied first, as that of a sum, what was made for it before is gone."""

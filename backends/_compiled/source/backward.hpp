@@ -45,7 +45,8 @@ struct Backward {
     Tasks &tasks;
     const Index room;                              // for keys
     const Index width, rel_width, value_width;     // of padded rows
-    const Index most, margin, logits_row, height;  // rows of a block, and zeros around a row of weights
+    const Index most, margin, logits_row, height;  // rows of a block, and room around a row of weights …
+    const Index zeros_before, zeros_after;         // … for zeros, which skewed products read, or those of HIGH rows
     Queries queries;
     const Span span;
     Relative relative, relative_values;
@@ -74,9 +75,11 @@ struct Backward {
           rel_width(padded(x.rel_width)),
           value_width(padded(x.value_width)),
           most(rows_of_blocks(x)),
-          margin(x.rel_k || x.rel_v || x.bias || x.key_table ? most + LANES : padded(HIGH + LANES)),
+          margin(has_tables(x) ? most + LANES : padded(HIGH + LANES)),
           logits_row(std::min(KEYS, padded(x.keys, PANEL)) + 2 * margin),
           height(std::min(most, padded(padded(x.queries, HIGH)))),
+          zeros_before(has_tables(x) ? margin : 0),
+          zeros_after(has_tables(x) ? margin : HIGH),
           queries(x),
           span(Span::of(x)),
           relative(x.rel_k, x.bias, span, x.rel_width),
@@ -107,6 +110,8 @@ struct Backward {
                d_q.make(tasks.most_queries_of_a_group(), x.width) && d_k.make(room, x.width) &&
                d_v.make(room, x.value_width) && make_tables();
     }
+
+    static bool has_tables(const Problem &x) { return x.rel_k || x.rel_v || x.bias || x.key_table; }
 
     bool make_pairs() {
         return key_pairs.make(room, x.width) && (!x.rel_k || table_pairs.make(x.rows, x.rel_width)) &&
@@ -321,7 +326,7 @@ struct Backward {
             const Index rows = std::min<Index>(HIGH, count - m);
             const Seen own = sight.of(m, rows, position + m, start, start + n);
             const Index from = own.low - start, to = own.high - start;
-            if (from < to) multiply_block(m, rows, position, start, from, to);
+            if (from < to) multiply_block(item, head, first, m, rows, position, start, from, to);
             for (Index i = m; i < m + rows; i++) weigh(item, head, first, position, i, start, {from, to}, {low, high});
             if (from < to) mix_queries(m, {ds + m * logits_row, logits_row, rows, position + m, start, from, to});
         }
@@ -368,7 +373,8 @@ struct Backward {
 
     // Write products of queries with keys and with the table, and of the outputs' gradients with values and their
     // table.
-    void multiply_block(Index m, Index rows, Index position, Index start, Index from, Index to) {
+    void multiply_block(Index item, Index head, Index first, Index m, Index rows, Index position, Index start,
+                        Index from, Index to) {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
         const Index origin = relative.origin(start - (position + height - 1));
         const Index of_values = relative_values.origin(start - (position + height - 1));
@@ -379,6 +385,7 @@ struct Backward {
         if (relative_values && !places)
             relative_values.multiply(d_outs.get(), value_width, m, rows, low, high, of_values);
         for (Index j = floored(from, PANEL); j < to; j += PANEL) {
+            MaskRow::fetch(x, item, head, first + m, rows, start + j);
             Real *s = weights.get() + margin + m * logits_row + j, *d = d_logits.get() + margin + m * logits_row + j;
             const Start of_logits = Start::of(relative, places, m, rows, start + j, p, origin, s, logits_row,
                                               static_cast<bool>(x.key_table));
@@ -437,8 +444,8 @@ struct Backward {
         if (lost[m]) row.put_around(0), changed.put_around(0);
         if (changed_by_row && row.low < row.high) changed_by_row.add(m, changed, start);
         if (mixed_by_row && row.low < row.high) mixed_by_row.add(m, row, start);
-        row.clear_around(s + (all.low - margin), s + (all.high + margin));
-        changed.clear_around(d + (all.low - margin), d + (all.high + margin));
+        row.clear_around(s + (all.low - zeros_before), s + (all.high + zeros_after));
+        changed.clear_around(d + (all.low - zeros_before), d + (all.high + zeros_after));
     }
 
     // Add a row of the logits' gradients to the mask's; `first` is the key of column 0.

@@ -219,6 +219,7 @@ struct Forward {
             Real *s = logits + m * logits_row;
             const auto with_keys = [&](auto a) {
                 for (Index j = floored(low - start, PANEL); j < high - start; j += PANEL) {
+                    MaskRow::fetch(x, item, head, first + m, rows, start + j);
                     const Start from = Start::of(relative, places, m, rows, start + j, p, origin, s + j, logits_row,
                                                  static_cast<bool>(x.key_table));
                     multiply_panel(high - start - j, rows, queries.depth(), a,

@@ -56,7 +56,7 @@ struct Padding {
 private:
     template <class T>
     static bool is_of_keys(const Array<T> &mask) {
-        return mask && mask.sizes[1] == 1 && mask.sizes[2] == 1 && mask.sizes[3] > 1;
+        return mask && mask.head == 0 && mask.row == 0 && mask.sizes[3] > 1;
     }
 };
 

@@ -42,6 +42,14 @@ struct MaskRow {
         return row;
     }
 
+    // Ask for the entries of PANEL keys: a mask by query and key is read once, from far away, in pieces of rows.
+    static void fetch(const Problem &x, Index item, Index head, Index query, Index rows, Index key) {
+        for (Index i = query; x.added.row && i < query + rows; i++)
+            __builtin_prefetch(x.added.of(item, head, i) + key * x.added.column);
+        for (Index i = query; x.seen.row && i < query + rows; i++)
+            __builtin_prefetch(x.seen.of(item, head, i) + key * x.seen.column);
+    }
+
     // Whether it leaves a key to be seen.
     bool leaves(Index key) const { return seen ? seen[key * step] != 0 : added[key * step] != -INF; }
 
