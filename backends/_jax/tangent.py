@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,10 @@ from relskew_core.backends._jax.loops import Ranges
 Arrays = tuple[Array, ...]
 Results = tuple[Array, Array | None]
 
-Primitive: Any = type(jax.lax.add_p)
-"""``jax.extend.core.Primitive``, without ``jax.extend``, which imports Pallas: a fifth of a second."""
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive as Primitive
+else:  # the same class without `jax.extend`, which imports Pallas: a fifth of a second
+    Primitive = type(jax.lax.add_p)
 
 
 class Passes(NamedTuple):
