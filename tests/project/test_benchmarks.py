@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks import __main__ as cli
 from benchmarks import calls, contenders, families, first, gpu_graphs, graphs, models, runner, runtimes
 from benchmarks.contenders import CONTENDERS, MEMORY_LIMIT, prepare
+from benchmarks.family_parts import Model
 from benchmarks.page import END, mark, pivot, put
 from benchmarks.problem import Shape, make_inputs, reference
 from benchmarks.record import Record, machine
@@ -191,8 +192,12 @@ FEW = {
 class Twice(torch.nn.Module):
     """A model that holds so much more than it is given."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ones(x.shape[0], 2**18) * 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (torch.ones(x.shape[0], 2**18) * 2, {"y": self.one * 2 * torch.ones(x.shape[0], 2**18)})
 
     def generate(self, **options: Any) -> int:
         return int(options["max_new_tokens"])
@@ -203,8 +208,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Make small what no option makes small, and what is not installed here."""
     monkeypatch.setattr(models, "WIDTH", 32)
     monkeypatch.setattr("benchmarks.operator.LAYERS", 1)
-    model = families.Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
-    monkeypatch.setattr(families, "MODELS", {"twice": model, "twice, pixels": replace(model, generating=None)})
+    model = Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
+    monkeypatch.setattr(families, "MODELS", {"twice": model, "pixels": replace(model, generating=None, lengths=(5,))})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
     monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})  # a process for each has a test
     monkeypatch.setattr(runtimes, "FORMS", {name: runtimes.FORMS[name] for name in ("full", "cache")})
