@@ -57,6 +57,13 @@ MODELS: dict[str, Model] = {
         built("XLNetModel", "XLNetConfig", None, d_model=WIDTH, n_head=HEADS, n_layer=2, d_inner=1024, vocab_size=100),
         tokens,
     ),
+    "Funnel": Model(
+        built(
+            "FunnelModel", "FunnelConfig", None, d_model=WIDTH, n_head=HEADS, d_head=64, d_inner=1024, vocab_size=100,
+            block_sizes=[1, 1, 1], num_decoder_layers=1,
+        ),
+        tokens,
+    ),
     "FastSpeech2-Conformer": fastspeech2(),
     "Parakeet": parakeet(),
     "MPNet": Model(

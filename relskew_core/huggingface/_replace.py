@@ -28,6 +28,7 @@ from relskew_core.huggingface._conformer import (
     Wav2Vec2RelativeAttention,
 )
 from relskew_core.huggingface._deberta import DebertaRelativeAttention, DebertaV2RelativeAttention
+from relskew_core.huggingface._funnel import FunnelRelativeAttention, FunnelRelativeStructure
 from relskew_core.huggingface._grids import SamRelativeAttention, VitDetRelativeAttention
 from relskew_core.huggingface._inkling import InklingRelativeAttention
 from relskew_core.huggingface._local import check_local, checked_window, make_local
@@ -82,6 +83,8 @@ DROP_INS: tuple[type[DropIn], ...] = (
     MptRelativeAttention,
     BloomRelativeAttention,
     XLNetRelativeSkew,
+    FunnelRelativeStructure,
+    FunnelRelativeAttention,
     InklingRelativeAttention,
     BeitRelativeBias,
     BeitRelativeAttention,
@@ -105,7 +108,7 @@ DROP_INS: tuple[type[DropIn], ...] = (
 NEAREST = {
     ("LayoutLM",): "`conventions.T5` has these buckets",
     ("WindowAttention",): "`conventions.Swin` reads the table",
-    ("Funnel", "Gemma4Audio"): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
+    ("Gemma4Audio",): "Transformer-XL's positions, by `conventions.TRANSFORMER_XL`",
 }
 """What is nearest to models that are refused, by their parts."""
 

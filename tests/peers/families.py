@@ -271,6 +271,22 @@ def torchvision_swin(block: str, merging: str) -> Callable[[], Any]:
     ))  # fmt: skip
 
 
+def funnel(**options: Any) -> Family:
+    still = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
+    make = built(
+        "FunnelModel", "FunnelConfig", vocab_size=50, block_sizes=[1, 1, 1], num_decoder_layers=1, d_model=24, n_head=3,
+        d_head=8, d_inner=16, **still, **options,
+    )  # fmt: skip
+    return Family(in_float32(make), in_segments, 6, lengths=(6, 7, 30), gate=1e-5)
+
+
+def in_segments(length: int) -> Given:
+    """A ``<cls>`` of every segment, then two segments."""
+    kinds = (torch.arange(length) > length // 2).long().expand(2, length).clone()
+    kinds[:, 0] = 2
+    return {**tokens(length), "token_type_ids": kinds}
+
+
 FAMILIES: dict[str, Family] = {
     "T5": text_to_text("T5", "eager"),
     "T5 sdpa": text_to_text("T5"),
@@ -333,6 +349,9 @@ FAMILIES: dict[str, Family] = {
     "XLNet": Family(XLNET, tokens),
     "XLNet memory": Family(XLNET, with_memory),
     "XLNet two streams": Family(in_float32(XLNET), two_streams, lengths=(2, 7, 30), gate=1e-5),
+    "Funnel": funnel(),
+    "Funnel factorized": funnel(attention_type="factorized"),
+    "Funnel of one kind": funnel(separate_cls=False, pool_q_only=False),
     "FastSpeech2-Conformer": Family(fastspeech2, tokens),
     "MPNet": Family(
         built(

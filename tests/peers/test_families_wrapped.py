@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 WRAPPED = [
     "T5 sdpa", "DeBERTa-v2", "MPNet", "SAM sdpa", "ViTDet", "SeamlessM4T", "SeamlessM4T-v2", "Donut's Swin",
     "MaskFormer's Swin", "CLAP's Swin", "Swin2SR", "SpeechT5", "Granite Speech", "LayoutLMv3", "UDOP", "ProphetNet",
-    "Falcon", "Nemotron", "Gemma 3n", "Phi-4", "Data2VecVision", "timm's Swin", "torchvision's Swin",
+    "Falcon", "Funnel", "Nemotron", "Gemma 3n", "Phi-4", "Data2VecVision", "timm's Swin", "torchvision's Swin",
 ]  # fmt: skip
-QUERIES = ["q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value"]
+QUERIES = ["q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value", "q_head"]
 
 
 def outputs(model: Any, family: Family) -> list[Tensor]:
