@@ -27,6 +27,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "short": ("short.Short", "one token, small batches and short training beside the formula by hand"),
     "first": ("first.First", "first calls of fresh processes, and what XLA takes to compile; needs JAX"),
     "options": ("options.OptionsOfCalls", "options of a call beside the dense masks that people write"),
+    "dense": ("dense.Dense", "biases of layers, neighborhoods and pages beside dense masks and gathered keys"),
     "models": ("models.Models", "whole torch models: training, decoding, graphs of the compiler"),
     "families": ("families.Families", "models of transformers beside themselves replaced; needs transformers"),
     "stream": ("stream.Stream", "a chunk of a streaming Conformer at the beginning and after an hour"),

@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from benchmarks.family_models import MODELS
 from benchmarks.family_parts import TOKENS, tokens
 from benchmarks.page import as_time, pivot
 from benchmarks.record import Record
-from benchmarks.runner import Benchmark, Call, Case, child
+from benchmarks.runner import Benchmark, Call, Case
 from relskew_core.huggingface import replace_attention
 
 GENERATED = 40
@@ -41,6 +39,7 @@ class Families(Benchmark):
     page = "huggingface.md"
     names = ("theirs", "replaced")
     seconds = 1.0
+    forks = True
 
     def cases(self) -> Iterator[Case]:
         for name, model in MODELS.items():
@@ -65,11 +64,6 @@ class Families(Benchmark):
             return torch.no_grad()(call)  # not in inference mode: BEiT keeps tensors for the next call
         wanted = [x for x in model.parameters() if x.requires_grad]
         return lambda: torch.autograd.grad(_first(call()).float().square().mean(), wanted, allow_unused=True)
-
-    def memory(self, name: str, case: Case, contender: str) -> Case:
-        """Measure in a fork of this process: importing transformers takes longer than the call."""
-        with ProcessPoolExecutor(1, get_context("fork")) as pool:
-            return {"bytes": pool.submit(child, self, case, contender).result()["bytes"]}
 
     def asks(self, case: Case) -> set[str]:
         longest = case["task"] == FORWARD and case["length"] == MODELS[case["model"]].lengths[-1]

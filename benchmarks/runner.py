@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -75,6 +77,8 @@ class Benchmark:
     """Whether turns wait for other libraries' threads."""
     pairs = False
     """Whether each contender takes turns with the first one alone, since all at once would need too much memory."""
+    forks = False
+    """Whether memory is measured in forks of this process: where imports take longer than the calls."""
     fallible = False
     """Whether it is a result, too, that a contender fails."""
     small: ClassVar[Case] = {}
@@ -142,7 +146,10 @@ class Benchmark:
 
     def memory(self, name: str, case: Case, contender: str) -> Case:
         """Measure the peak of one call, with its time and error."""
-        return self.apart(name, case, contender)[0]
+        if not self.forks:
+            return self.apart(name, case, contender)[0]
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            return pool.submit(child, self, case, contender).result()
 
     def apart(self, name: str, case: Case, contender: str, **environment: str) -> tuple[Case, str]:
         """Return what a fresh process answers, and all that it said."""

@@ -163,6 +163,7 @@ def tiny(name: str) -> list[str]:
         "short": ("batch=1 heads=2 dim=8", [f"length={each}" for each in (16, 17, 67)] + ["threads=1"], ""),
         "first": ("length=32", ["first=relskew --help", "first=None"], ""),
         "options": ("length=96", [], ""),
+        "dense": ("length=32", [], ""),
         "models": ("size=6", [f"task={each}" for each in models.TASKS], ""),
         "families": ("", [], ""),
         "stream": ("minutes=0", ["runtime=torch"], ""),
