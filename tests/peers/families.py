@@ -277,7 +277,7 @@ def funnel(**options: Any) -> Family:
         "FunnelModel", "FunnelConfig", vocab_size=50, block_sizes=[1, 1, 1], num_decoder_layers=1, d_model=24, n_head=3,
         d_head=8, d_inner=16, **still, **options,
     )  # fmt: skip
-    return Family(in_float32(make), in_segments, 6, lengths=(6, 7, 30), gate=1e-5)
+    return Family(make, in_segments, 6, lengths=(6, 7, 30), gate=1e-5)
 
 
 def in_segments(length: int) -> Given:

@@ -19,17 +19,35 @@ WRAPPED = [
     "MaskFormer's Swin", "CLAP's Swin", "Swin2SR", "SpeechT5", "Granite Speech", "LayoutLMv3", "UDOP", "ProphetNet",
     "Falcon", "Funnel", "Nemotron", "Gemma 3n", "Phi-4", "Data2VecVision", "timm's Swin", "torchvision's Swin",
 ]  # fmt: skip
-QUERIES = ["q", "query", "query_proj", "q_proj", "linear_q", "qkv", "to_q", "query_key_value", "q_head"]
+QUERIES = [
+    "q",
+    "query",
+    "query_proj",
+    "q_proj",
+    "linear_q",
+    "qkv",
+    "to_q",
+    "query_key_value",
+    "q_head",
+    "in_proj",
+    "Wqkv",
+]
 
 
 def outputs(model: Any, family: Family) -> list[Tensor]:
     inputs = given(family, family.lengths[-2], model)
-    mask = inputs.get("attention_mask")
-    found = tensors(model(**inputs))
-    return [x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x for x in found]
+    out = model(**inputs)
+    mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's is subsampled
+    return [x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x for x in tensors(out)]
 
 
-@pytest.mark.parametrize("name", [name for name in WRAPPED if "torchvision" not in name])  # takes weights out of layers
+def every(*but: str) -> list[Any]:
+    """Return one family of each form, and all of them for ``make test-peers-all``."""
+    return [pytest.param(x, marks=() if x in WRAPPED else pytest.mark.slow) for x in FAMILIES if x not in but]
+
+
+# What takes weights out of layers, or has none, takes no LoRA.
+@pytest.mark.parametrize("name", every(*(x for x in FAMILIES if FAMILIES[x].takes_out or "XLNet" in x)))
 def test_lora(name: str) -> None:
     """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
     family = FAMILIES[name]
@@ -57,7 +75,7 @@ def test_lora(name: str) -> None:
             check(gradients[key], gradient, max(100 * family.gate, 1e-7))
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", every())
 def test_checkpointing(name: str) -> None:
     family = FAMILIES[name]
     _, ours = both(family)
@@ -82,7 +100,7 @@ def test_checkpointing(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", every("XLNet two streams"))  # in float32, as the original
 @torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
@@ -95,7 +113,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert mine < 2 * wrong + 0.01
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", every("DeBERTa"))  # the original overflows
 @torch.no_grad()
 def test_autocast(name: str) -> None:
     """Masks have the dtype of the weights, and what is computed has another."""
