@@ -272,7 +272,7 @@ def torchvision_swin(block: str, merging: str) -> Callable[[], Any]:
 
 
 def funnel(**options: Any) -> Family:
-    still = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
+    still: Given = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout"), 0.0)
     make = built(
         "FunnelModel", "FunnelConfig", vocab_size=50, block_sizes=[1, 1, 1], num_decoder_layers=1, d_model=24, n_head=3,
         d_head=8, d_inner=16, **still, **options,
