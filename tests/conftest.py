@@ -27,8 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The matrix, ``tests/core/test_matrix.py``, chooses cases and dtypes itself.
     """
+    without_peers = importlib.util.find_spec("transformers") is None
     tried, chosen, others = Counter[tuple[str, str]](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
+        if without_peers and "from transformers import" in getattr(getattr(item, "dtest", None), "docstring", ""):
+            item.add_marker(pytest.mark.skip("needs transformers; tests/peers/test_families_page.py runs it"))
         given: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
         library = given.get("library")
         if isinstance(library, Library) and library.compiled and "dtype" not in given:

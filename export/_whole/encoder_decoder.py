@@ -105,13 +105,39 @@ def encoder_decoder_to_onnx(
 
     Examples
     --------
-    ::
+    T5, here small and random, as three graphs in a folder:
 
-        model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-small")
-        folder = encoder_decoder_to_onnx(replace_attention(model), "flan-t5-small")
-        tokens = generate(
-            folder, tokenizer("translate English to German: a house").input_ids, 40, stop=1
-        )
+    >>> import tempfile
+    >>> from transformers import T5Config, T5ForConditionalGeneration
+    >>> from relskew_core.export import encoder_decoder_to_onnx, generate
+    >>> from relskew_core.huggingface import replace_attention
+    >>> config = T5Config(
+    ...     d_model=16,
+    ...     d_kv=8,
+    ...     num_heads=2,
+    ...     num_layers=1,
+    ...     d_ff=16,
+    ...     vocab_size=50,
+    ...     decoder_start_token_id=0,
+    ... )
+    >>> model = replace_attention(T5ForConditionalGeneration(config))
+    >>> place = tempfile.TemporaryDirectory()
+    >>> folder = encoder_decoder_to_onnx(model, place.name)
+    >>> sorted(path.name for path in folder.iterdir())
+    ['decoder_model.onnx', 'decoder_with_past_model.onnx', 'encoder_model.onnx']
+
+    Tokens from it, without torch or transformers:
+
+    >>> generate(folder, [3, 4, 5, 6], 5).shape
+    (5,)
+
+    A batch with padding, which ends where the model ends its text:
+
+    >>> inputs, mask = [[3, 4, 5, 6], [7, 8, 0, 0]], [[1, 1, 1, 1], [1, 1, 0, 0]]
+    >>> tokens = generate(folder, inputs, 5, mask=mask, stop=config.eos_token_id)
+    >>> len(tokens)
+    2
+    >>> place.cleanup()
     """
     import torch
 

@@ -94,9 +94,45 @@ def generate(
     --------
     decoder_to_onnx : makes the file.
 
-    Notes
-    -----
-    The example of :func:`decoder_to_onnx` generates tokens.
+    Examples
+    --------
+    Greedily, from a decoder with one attention:
+
+    >>> import tempfile, torch
+    >>> from relskew_core import BlockSpec, Span
+    >>> from relskew_core.export import decoder_to_onnx, generate
+    >>> from relskew_core.layers.torch import RelativeMultiheadAttention
+    >>> class Decoder(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embedding = torch.nn.Embedding(10, 8)
+    ...         self.attention = RelativeMultiheadAttention(
+    ...             BlockSpec(8, 2, Span.causal(16), causal=True)
+    ...         )
+    ...
+    ...     def forward(self, tokens, past):
+    ...         y, cache = self.attention(self.embedding(tokens), past=past[0])
+    ...         return y @ self.embedding.weight.T, [cache]
+    >>> place = tempfile.TemporaryDirectory()
+    >>> path = decoder_to_onnx(Decoder(), f"{place.name}/decoder.onnx", check=False)
+    >>> generate(path, [1, 2, 3], 5).shape
+    (5,)
+
+    Sampled, for a batch of prompts; the seed makes the samples reproducible:
+
+    >>> prompts = [[1, 2, 3], [4, 5, 6]]
+    >>> options = {"temperature": 0.8, "top_k": 5, "seed": 0}
+    >>> tokens = generate(path, prompts, 5, **options)
+    >>> tokens.shape, bool((tokens == generate(path, prompts, 5, **options)).all())
+    ((2, 5), True)
+
+    Each token as soon as it is there, and no step after a token that ends the text:
+
+    >>> streamed = []
+    >>> tokens = generate(path, [1, 2, 3], 8, stop=[7, 9], stream=streamed.append)
+    >>> streamed == tokens.tolist()
+    True
+    >>> place.cleanup()
     """
     sampler = Sampler.of(temperature, top_k, top_p, seed)
     n = check_int("n", n, minimum=0)

@@ -131,7 +131,7 @@ def relative_attention_2d(
     >>> relative_attention_2d(q, q, v, rel_bias=left, **grids)[[1, 3], 0]
     array([1., 3.])
 
-    A window around each query, without any table: its own row alone.
+    A window around each query, without any table; here it is the query's row:
 
     >>> row = ((0, 0), (None, None))
     >>> relative_attention_2d(q, q, v, window=row, **grids)[:, 0]

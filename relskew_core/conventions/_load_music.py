@@ -47,6 +47,21 @@ def load_music_transformer(
     --------
     MUSIC_TRANSFORMER : the tables alone.
     relskew_core.attention_block : runs the block.
+
+    Examples
+    --------
+    The state dict of jason9693's port, of width 8 with two heads and a table of 64 positions:
+
+    >>> import numpy as np
+    >>> state = {"E": np.ones((64, 4))}
+    >>> for name in ("Wq", "Wk", "Wv", "fc"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_music_transformer(state, num_heads=2)
+    >>> spec.span, spec.causal
+    (Span(left=63, right=0, beyond='error'), True)
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
     for first, port in (("in_proj_weight", _gwinndr), ("Wq.weight", _jason9693), ("wq.weight", _spectraldoy)):

@@ -40,6 +40,24 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     --------
     VITS : the tables alone.
     relskew_core.attention_block : runs the block.
+
+    Examples
+    --------
+    The state dict of an attention of width 8 with two heads and a window of four positions on each side:
+
+    >>> import numpy as np
+    >>> state = {"emb_rel_k": np.ones((1, 9, 4)), "emb_rel_v": np.ones((1, 9, 4))}
+    >>> for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_vits(state, num_heads=2)
+    >>> spec.span, weights["rel_k"].shape
+    (Span(left=4, right=4, beyond='zero'), (9, 4))
+
+    The block runs with them in every array library:
+
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
     names = {name: name for name in PROJECTIONS}
@@ -82,6 +100,21 @@ def load_wav2vec2_bert(
     --------
     load_conformer : sinusoids instead of clipped distances.
     relskew_core.attention_block : runs the block.
+
+    Examples
+    --------
+    The state dict of an attention of width 8 with two heads, and a table of ``2 + 1 + 1`` distances:
+
+    >>> import numpy as np
+    >>> state = {"distance_embedding.weight": np.ones((4, 4))}
+    >>> for name in ("linear_q", "linear_k", "linear_v", "linear_out"):
+    ...     state |= {f"{name}.weight": np.eye(8), f"{name}.bias": np.zeros(8)}
+    >>> spec, weights = load_wav2vec2_bert(state, num_heads=2, left=2, right=1)
+    >>> spec.span
+    Span(left=2, right=1, beyond='clip')
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
     """
     left, right = check_int("left", left, minimum=0), check_int("right", right, minimum=0)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), R=left + right + 1)

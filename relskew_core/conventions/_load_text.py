@@ -54,6 +54,25 @@ def load_tensor2tensor(
     --------
     SHAW : the tables alone.
     relskew_core.attention_block : runs the block.
+
+    Examples
+    --------
+    The variables of a decoder's attention of width 8 with two heads, in the version of Shaw et al.:
+
+    >>> import numpy as np
+    >>> scope = "body/layer_0/self_attention/multihead_attention/"
+    >>> state = {
+    ...     f"{scope}{name}/kernel": np.eye(8)
+    ...     for name in ("q", "k", "v", "output_transform")
+    ... }
+    >>> for role in ("keys", "values"):
+    ...     state[f"{scope}relative_positions_{role}/embeddings"] = np.ones((33, 4))
+    >>> spec, weights = load_tensor2tensor(state, num_heads=2, causal=True, prefix=scope)
+    >>> spec.span, spec.rel_values
+    (Span(left=16, right=16, beyond='clip'), True)
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
     """
     check_bool("causal", causal)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
@@ -114,6 +133,20 @@ def load_t5(
     --------
     T5 : the table of biases alone.
     relskew_core.attention_block : runs the block.
+
+    Examples
+    --------
+    The state dict of an encoder's first attention, of width 8 with two heads:
+
+    >>> import numpy as np
+    >>> state = {f"{name}.weight": np.eye(8) for name in "qkvo"}
+    >>> state["relative_attention_bias.weight"] = np.ones((32, 2))
+    >>> spec, weights = load_t5(state, num_heads=2, bidirectional=True)
+    >>> spec.rel_bias, weights["rel_bias"].shape
+    (True, (2, 257))
+    >>> from relskew_core import attention_block
+    >>> attention_block(np.ones((1, 20, 8)), weights, spec).shape
+    (1, 20, 8)
     """
     t5 = T5(bidirectional=bidirectional, num_buckets=num_buckets, max_distance=max_distance)
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1), B=num_buckets)

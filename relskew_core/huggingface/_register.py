@@ -56,11 +56,41 @@ def register_attention(name: str = "relskew", *, rel_bias: Bias = "alibi", span:
 
     Examples
     --------
-    ::
+    ALiBi in a new model, here a small random Llama:
 
-        register_attention("alibi")
-        model.set_attn_implementation("alibi")
-        model.generate(**inputs)
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=16,
+    ...     num_attention_heads=2,
+    ...     num_hidden_layers=2,
+    ...     intermediate_size=16,
+    ...     vocab_size=50,
+    ... )
+    >>> model = LlamaForCausalLM._from_config(
+    ...     config, attn_implementation=register_attention()
+    ... )
+    >>> model(torch.arange(6)[None]).logits.shape
+    torch.Size([1, 6, 50])
+
+    A learned bias in a model that exists already, for each head and the last 32 positions:
+
+    >>> learned = torch.nn.Parameter(torch.zeros(2, 32))
+    >>> model.set_attn_implementation(register_attention("learned", rel_bias=learned))
+    >>> model(torch.arange(6)[None]).logits.sum().backward()
+    >>> learned.grad.shape
+    torch.Size([2, 32])
+
+    A bias for each layer:
+
+    >>> biases = torch.nn.ParameterList(torch.zeros(2, 32) for _ in range(2))
+    >>> by_layer = register_attention(
+    ...     "by layer", rel_bias=lambda part: biases[part.layer_idx]
+    ... )
+    >>> model.set_attn_implementation(by_layer)
+    >>> model(torch.arange(6)[None]).logits.sum().backward()
+    >>> [bias.grad is not None for bias in biases]
+    [True, True]
     """
     if isinstance(rel_bias, str):
         check_choice("rel_bias", rel_bias, ("alibi",))

@@ -150,21 +150,37 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
 
     Examples
     --------
-    >>> from torch import nn
-    >>> replace_attention(nn.Linear(2, 2))  # doctest: +ELLIPSIS
+    T5, here small and random; its weights and its results do not change:
+
+    >>> import torch
+    >>> from transformers import T5Config, T5EncoderModel
+    >>> config = T5Config(
+    ...     d_model=16,
+    ...     d_kv=8,
+    ...     num_heads=2,
+    ...     num_layers=2,
+    ...     d_ff=16,
+    ...     vocab_size=50,
+    ...     dropout_rate=0,
+    ... )
+    >>> model = T5EncoderModel(config)
+    >>> before = model(torch.arange(6)[None]).last_hidden_state
+    >>> model = replace_attention(model)
+    >>> torch.allclose(model(torch.arange(6)[None]).last_hidden_state, before, atol=1e-5)
+    True
+
+    Local attention for long inputs, to at most two tokens on each side:
+
+    >>> model = replace_attention(model, window=(2, 2))
+    >>> model(torch.arange(40)[None]).last_hidden_state.shape
+    torch.Size([1, 40, 16])
+
+    A model without relative positions:
+
+    >>> replace_attention(torch.nn.Linear(2, 2))
     Traceback (most recent call last):
         ...
     ValueError: `model` must have relative positions in one of BeitAttention, ..., got Linear with no attention...
-
-    In a model of the library, for fine-tuning on long inputs, and for a window of 128 tokens::
-
-        model = replace_attention(T5ForConditionalGeneration.from_pretrained("t5-small"))
-        model = replace_attention(
-            DebertaV2Model.from_pretrained("microsoft/deberta-v3-base")
-        )
-        encoder = replace_attention(
-            ParakeetEncoder.from_pretrained(name), window=(128, 128)
-        )
     """
     sides = checked_window(window)
     root: Any = nn.ModuleDict({"model": model})

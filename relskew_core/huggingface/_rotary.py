@@ -52,10 +52,33 @@ def replace_rotary(
 
     Examples
     --------
-    ::
+    ALiBi in a small random Llama:
 
-        model = replace_rotary(LlamaForCausalLM(config))
-        model.generate(**inputs)
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     hidden_size=16,
+    ...     num_attention_heads=2,
+    ...     num_hidden_layers=2,
+    ...     intermediate_size=16,
+    ...     vocab_size=50,
+    ... )
+    >>> model = replace_rotary(LlamaForCausalLM(config))
+    >>> model(torch.arange(6)[None]).logits.shape
+    torch.Size([1, 6, 50])
+
+    Tokens are generated as before, with a cache:
+
+    >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, min_new_tokens=4).shape
+    torch.Size([1, 7])
+
+    A learned bias for each head and the last 32 positions:
+
+    >>> learned = torch.nn.Parameter(torch.zeros(2, 32))
+    >>> model = replace_rotary(model, rel_bias=learned, name="learned")
+    >>> model(torch.arange(6)[None]).logits.sum().backward()
+    >>> learned.grad.shape
+    torch.Size([2, 32])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")

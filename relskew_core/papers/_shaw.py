@@ -141,7 +141,20 @@ def shaw_split_logits(q: Array, k: Array, rel_k: Array, *, offset: int | None = 
     transposed and reshaped to bring their position to the front, and the product is reshaped back.
     Time ``O(B·H·n·m·D)``, memory ``O(B·H·n·m + n·m·D)``: one gathered table for all batches and heads.
 
-    Parameters and result are those of :func:`shaw_gather_logits`, but all heads must share ``rel_k``.
+    Parameters
+    ----------
+    q : array, shape (..., n, D)
+        Queries, ``x_i W^Q``.
+    k : array, shape (..., m, D)
+        Keys, ``x_j W^K``; leading axes those of ``q``.
+    rel_k : array, shape (2k+1, D)
+        The paper's ``w^K``, rows of the relative positions ``-k … k``, shared by all heads.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
+
+    Returns
+    -------
+    array, shape (..., n, m)
 
     See Also
     --------
@@ -213,7 +226,20 @@ def shaw_split_values(weights: Array, v: Array, rel_v: Array, *, offset: int | N
     The second term is ``n`` parallel products of ``(B·H, m)`` and ``(m, Dv)``.
     Time ``O(B·H·n·m·Dv)``, memory ``O(n·m·Dv)`` besides the weights and the result.
 
-    Parameters and result are those of :func:`shaw_gather_values`, but all heads must share ``rel_v``.
+    Parameters
+    ----------
+    weights : array, shape (..., n, m)
+        Softmax weights, ``α``.
+    v : array, shape (..., m, Dv)
+        Values, ``x_j W^V``; leading axes those of ``weights``.
+    rel_v : array, shape (2k+1, Dv)
+        The paper's ``w^V``, rows of the relative positions ``-k … k``, shared by all heads.
+    offset : int, optional
+        Absolute position of query 0; the paper has 0, as is the default where there are as many queries as keys.
+
+    Returns
+    -------
+    array, shape (..., n, Dv)
 
     See Also
     --------

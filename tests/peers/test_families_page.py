@@ -1,7 +1,9 @@
-"""The page of the drop-ins: its programs run, and its table of families is the code's."""
+"""The page of the drop-ins: its programs run, as do the docstrings', and its table of families is the code's."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ import pytest
 import torch
 from peers.common import peer
 from peers.families import FAMILIES
+
+from relskew_core.export import encoder_decoder_to_onnx
+from relskew_core.huggingface import register_attention, replace_attention, replace_rotary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
@@ -43,6 +48,19 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "learned" in kinds[2]
     assert "relskew" in kinds[3]
     assert all(bias.grad is not None for bias in names["biases"])
+
+
+SLOW_EXPORT = pytest.param(encoder_decoder_to_onnx, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("function", [replace_attention, register_attention, replace_rotary, SLOW_EXPORT])
+def test_the_examples_of_a_docstring_run(function: Any) -> None:
+    names = vars(inspect.getmodule(function)).copy()
+    (examples,) = doctest.DocTestFinder().find(function, function.__name__, globs=names)
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(examples, out=report.append)
+    assert examples.examples
+    assert not report, "".join(report)
 
 
 @pytest.mark.parametrize("family", sorted({name.split()[0] for name in FAMILIES}))

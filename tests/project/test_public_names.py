@@ -125,3 +125,24 @@ def test_the_groups_of_the_reference_begin_in_the_order_of_the_signature() -> No
 def test_every_name_of_the_core_shows_an_example(name: str) -> None:
     text = inspect.getdoc(getattr(relskew_core, name)) or ""
     assert "\nExamples\n--------\n>>> " in text
+
+
+LARGE = (
+    "relskew_core.paged_attention",
+    "relskew_core.relative_attention",
+    "relskew_core.relative_attention_2d",
+    "relskew_core.relative_attention_nd",
+    "relskew_core.export.encoder_decoder_to_onnx",
+    "relskew_core.export.generate",
+    "relskew_core.huggingface.register_attention",
+    "relskew_core.huggingface.replace_attention",
+    "relskew_core.huggingface.replace_rotary",
+)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_functions_show_three_uses(name: str) -> None:
+    """Each after a sentence that says what it is; those that need transformers run in tests/peers."""
+    module, _, function = name.rpartition(".")
+    examples = (inspect.getdoc(getattr(importlib.import_module(module), function)) or "").partition("\nExamples\n")[2]
+    assert len(re.findall(r"^(?:-+\n|(?!>>>|\.\.\.).*:\n\n)>>> ", examples, re.MULTILINE)) >= 3
