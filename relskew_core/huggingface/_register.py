@@ -154,12 +154,14 @@ class _Registered:
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
         """Return the numbers and their positions."""
         if isinstance(self.rel_bias, str):
-            where = (q.shape[-3], q.device, q.dtype)
+            # At least float32 before the product is rounded: half precision has neither all distances nor all slopes.
+            wide = torch.promote_types(q.dtype, torch.float32)
+            where = (q.shape[-3], q.device, wide)
             if where not in self._slopes:
-                slopes = torch.tensor(alibi_slopes(q.shape[-3]), dtype=q.dtype, device=q.device)
+                slopes = torch.tensor(alibi_slopes(q.shape[-3]), dtype=wide, device=q.device)
                 self._slopes[where] = -slopes[:, None]
             distances = torch.arange(1 - past, future, dtype=torch.int64, device=q.device).abs()
-            return self._slopes[where] * distances, Span(past - 1, future - 1, "clip")
+            return (self._slopes[where] * distances).to(q.dtype), Span(past - 1, future - 1, "clip")
         numbers = self.rel_bias if isinstance(self.rel_bias, Tensor) else self.rel_bias(module)
         span = self.span
         if span is None:
