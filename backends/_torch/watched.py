@@ -85,7 +85,8 @@ def by_itself(arrays: Arrays) -> bool:
 def pulled_back(kernel: Callable[..., Gradients], operator: Operator | None) -> Callable[..., Gradients]:
     """Return what calls a kernel for gradients where it may be called by itself, and else the operator for them.
 
-    The operator's are those of its own results; portable code takes any, also what no operator supports.
+    The operator computes ``out`` and ``lse`` itself; a call that passes them runs in the portable code, as does a call
+    that no operator supports.
     """
 
     def attention_vjp(

@@ -14,8 +14,8 @@ from relskew_core.export._graph.emitter import BOOL, INT64, Emitter, Shape, Valu
 class TracedEmitter(Emitter):
     """Emits into the graph that onnxscript's current evaluator is making, with the operators of one opset.
 
-    The names of values are unique within one call only; the graph builder renames them. Nodes keep theirs,
-    behind the name of the call: runtimes show them in their errors.
+    The names of values are unique within one call only; the graph builder renames them. Nodes keep their
+    names, after the name of the call: runtimes show them in their errors.
     """
 
     def __init__(self, op: Any, dtype: np.dtype[Any], call: str) -> None:

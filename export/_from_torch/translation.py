@@ -101,10 +101,10 @@ def torch_translation_table(
     opset : int, default 23
         The ``opset_version`` of the export, 18 … 24. From 23 on attention is one node where its form allows.
     chunk_size : int, "auto" or None, default "auto"
-        Attend in a ``Loop`` over so many queries at a time where there are more of them, so that memory grows with
-        ``length * chunk_size`` and not with ``length**2``, and keys that no query of a chunk sees cost nothing; calls
-        with blocks, a ``key_table`` or ``return_lse`` have no loop. ``"auto"``: 128, from 257 queries on, for calls
-        without an offset and from opset 23 on; else none. None: no control flow.
+        For more queries than this number, attend in a ``Loop`` over this many at a time: memory grows with
+        ``length * chunk_size`` instead of ``length**2``, and keys that no query of a chunk sees cost nothing. Calls
+        with blocks, a ``key_table`` or ``return_lse`` have no loop. ``"auto"`` is 128 from 257 queries on, for calls
+        without an offset and from opset 23 on, and None otherwise. None: no control flow.
     operator : bool, default False
         Write calls as nodes of the operator library, as :func:`torch_to_onnx` does. Then take the graph from
         ``table.model(program)``, which adds the functions that run if the library is missing.

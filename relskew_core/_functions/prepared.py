@@ -1,8 +1,8 @@
 """Calls of the compiled kernels: checked once for all that are alike, and from then on passed to the kernels directly.
 
-One token is worth some microseconds of arithmetic, and its checks ten times as many. What they find follows from types,
-shapes, dtypes, devices and options alone. So it is remembered under these, and never under an array. Whatever is not
-exactly like a call that has passed every check goes through every check.
+The arithmetic of one token takes some microseconds, and its checks ten times as many. Their results depend only on
+types, shapes, dtypes, devices and options, which are therefore the keys of the cache; arrays never are. A call that
+differs in any of them from the calls that have passed goes through every check.
 """
 
 from __future__ import annotations

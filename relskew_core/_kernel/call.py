@@ -230,7 +230,7 @@ def shape_of_out(x: Operands) -> tuple[int, ...]:
 
 
 def operands_of(arrays: Sequence[Array | None]) -> Operands:
-    """Return arrays, in their order, as the operands that so many are."""
+    """Return arrays, in their order, as the operands of a call, or of a call of grids, by their number."""
     return (Operands if len(arrays) == len(Operands._fields) else GridOperands)(*arrays)
 
 

@@ -30,7 +30,7 @@ from relskew_core.cli._options import (
 
 app = typer.Typer(
     name="relskew",
-    help="Relative-position attention: see what this machine has, check it, export a block to ONNX and validate it.",
+    help="Attention with relative positions: verify this machine, export a block to ONNX, validate it and draw it.",
     cls=Program,
     pretty_exceptions_enable=False,
 )
@@ -111,7 +111,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Every case in every dtype, each on its own line.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Run one block on every array library and ONNX runtime here, against float64."""
+    """Run a block on every installed array library and ONNX runtime, and compare it with float64."""
     from relskew_core.cli import _verify, _verify_table
 
     what = _verify.plan(tuple(library or ()), tuple(dtype or ()), tuple(case or ()), every=every)
@@ -132,9 +132,13 @@ def export(
     weights: Weights = None,
     prefix: Prefix = "",
     seed: Seed = None,
-    profile: Annotated[str, typer.Option(help="ort, ort-contrib, portable or trt: its runtimes.")] = "ort",
-    opset: Annotated[int | None, typer.Option(help="ONNX opset; the profile's own by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64; the weights' own.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="Runtimes that the graph is for: ort, ort-contrib, portable or trt.")
+    ] = "ort",
+    opset: Annotated[int | None, typer.Option(help="ONNX opset; by default that of the profile.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16, bfloat16, float32 or float64; by default that of the weights.")
+    ] = None,
     max_length: Annotated[int | None, sized("Trim the table to inputs up to this length.")] = None,
     past: Annotated[bool, typer.Option("--past", help="With a cache of keys and values, for decoding.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="With --past: a cache of one length, opset 24.")] = False,
@@ -142,14 +146,20 @@ def export(
     segments: Annotated[
         bool, typer.Option("--segments", help="With segments as an input: documents in one row do not see each other.")
     ] = False,
-    no_projections: Annotated[bool, typer.Option("--no-projections", help="Attention of q, k and v alone.")] = False,
+    no_projections: Annotated[
+        bool, typer.Option("--no-projections", help="Export attention of q, k and v, without projections.")
+    ] = False,
     chunk_size: Annotated[int | None, sized("Process this many queries in each step of a loop.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where the model will run; cuda takes no loop over chunks of queries.")
+        str | None, typer.Option(help="Where the model will run; cuda exports without a loop over chunks of queries.")
     ] = None,
     functions: Annotated[bool, typer.Option("--functions", help="Fold the graph for viewers into functions.")] = False,
     operator: Annotated[
-        bool, typer.Option("--operator", help="Attention as one node for the operator library, and a function.")
+        bool,
+        typer.Option(
+            "--operator",
+            help="Write attention as one node of the operator library, with a function for other runtimes.",
+        ),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: Json = False,
@@ -249,7 +259,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Plot what was measured into this .svg or .png too.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Compare the published algorithms with relskew in a quick benchmark; benchmarks/ has the large one."""
+    """Compare the published algorithms with relskew in a quick benchmark."""
     from relskew_core.cli import _bench, _bench_plot
     from relskew_core.cli._libraries import chosen_libraries
 
@@ -275,7 +285,7 @@ def demo(
     tune: Annotated[str, typer.Option(help="ah-vous-dirai-je, nun-danket or o-haupt.")] = "ah-vous-dirai-je",
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file too.")] = None,
     model: Annotated[Path, typer.Option(help="Where to write the tune's block.")] = Path("demo-output/melody.onnx"),
-    picture_only: Annotated[bool, typer.Option("--picture-only", help="Show the picture and nothing else.")] = False,
+    picture_only: Annotated[bool, typer.Option("--picture-only", help="Show only the picture.")] = False,
 ) -> int:
     """Verify this machine, show what the skew does to a melody, export its block and validate it."""
     from relskew_core.cli import _demo

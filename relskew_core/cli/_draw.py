@@ -57,10 +57,8 @@ def call(
         int | None, sized("Number of keys; those of the cache and the queries by default.", least=1)
     ] = None,
     past: Annotated[int, sized("Number of cached keys before the first query.", least=0)] = 0,
-    segments: Annotated[
-        str | None, typer.Option(help="Packed documents, one after the other: their lengths, as in 4,3,5.")
-    ] = None,
-    sinks: Annotated[bool, typer.Option("--sinks", help="With a sink beside the keys.")] = False,
+    segments: Annotated[str | None, typer.Option(help="Lengths of packed documents, as in 4,3,5.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="Add an attention sink to the keys.")] = False,
     save: Save = None,
 ) -> int:
     """Draw which keys each query of a call sees, and at which relative position.
@@ -79,7 +77,7 @@ def call(
 def skew(
     queries: Annotated[int, sized("Number of queries.", least=1)] = 4,
     keys: Annotated[int | None, sized("Number of keys; as many as queries by default.", least=1)] = None,
-    moving: Annotated[bool, typer.Option("--moving", help="With --save and .svg: the rows move.")] = False,
+    moving: Annotated[bool, typer.Option("--moving", help="With --save and .svg: animate the rows.")] = False,
     save: Save = None,
 ) -> int:
     """Draw what the skew does: a column for each relative position, then one for each key."""
@@ -105,9 +103,12 @@ def weights(
     seed: Seed = None,
     source: Annotated[
         Path | None,
-        typer.Option("--input", help="What the block reads, (length, width), as .npy; random by default."),
+        typer.Option("--input", help="The input of the block, (length, width), as .npy; random by default."),
     ] = None,
-    memory: Annotated[Path | None, typer.Option(help="With --cross: what it attends to, likewise.")] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="With --cross: the memory that the block attends to, as .npy; random by default."),
+    ] = None,
     queries: Annotated[int, sized("Length of a random input.", least=1, most=1024)] = QUERIES,
     head: Annotated[list[int] | None, typer.Option(help="Only this head; can be repeated.", min=0)] = None,
     save: Save = None,

@@ -21,7 +21,9 @@ from relskew_core.cli._errors import CliError
 Given = TypeVar("Given")
 
 Names = list[str] | None
-Weights = Annotated[Path | None, typer.Option(help="The block's weights: .npz, .safetensors, or a torch .pt.")]
+Weights = Annotated[
+    Path | None, typer.Option(help="A file with the block's weights: .npz, .safetensors, or a torch .pt.")
+]
 LARGEST = 2**20
 """No length, width or distance in the command line is above it."""
 
@@ -84,10 +86,10 @@ class Command(TyperCommand):
 class SpanOptions:
     """The relative positions of the rows of a table."""
 
-    length: Annotated[int | None, sized("The longest input that the tables serve.")] = None
+    length: Annotated[int | None, sized("The longest input that the tables cover.")] = None
     clip: Annotated[int | None, sized("Clip distances at K; farther keys share the edge row.")] = None
     beyond: Annotated[
-        str | None, typer.Option(help="With --length, what keys beyond it get: error (the default), clip or zero.")
+        str | None, typer.Option(help="With --length, for keys beyond it: error (the default), clip or zero.")
     ] = None
     causal: Annotated[bool, typer.Option("--causal", help="Queries cannot see later keys.")] = False
 
@@ -149,11 +151,15 @@ class BlockOptions(CallOptions):
     rel_bias: Annotated[
         bool, typer.Option("--rel-bias", help="A learned bias for each head and relative position.")
     ] = False
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's bias, and no table: for every length.")] = False
-    t5: Annotated[bool, typer.Option("--t5", help="T5's bias by buckets, and no table: for every length.")] = False
+    alibi: Annotated[
+        bool, typer.Option("--alibi", help="ALiBi's bias instead of a table, for inputs of any length.")
+    ] = False
+    t5: Annotated[
+        bool, typer.Option("--t5", help="T5's bias by buckets instead of a table, for inputs of any length.")
+    ] = False
     num_buckets: Annotated[int | None, sized("With --t5: its buckets, 32 by default.")] = None
     max_distance: Annotated[int | None, sized("With --t5: where the last bucket begins, 128 by default.")] = None
-    sinks: Annotated[bool, typer.Option("--sinks", help="An attention sink: one more logit a head.")] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="An attention sink: one additional logit per head.")] = False
     no_rel_keys: Annotated[bool, typer.Option("--no-rel-keys", help="No table for the keys.")] = False
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False
 

@@ -37,7 +37,7 @@ class Wav2Vec2BertRelativeKeyAttention(DropIn):
 
 
 class SeamlessM4Tv2RelativeKeyAttention(Wav2Vec2BertRelativeKeyAttention):
-    """``SeamlessM4Tv2ConformerSelfAttention``, whose model says by a mask of its own which chunks are seen."""
+    """``SeamlessM4Tv2ConformerSelfAttention``, whose model passes a mask of the chunks that are seen."""
 
     replaces = ("SeamlessM4Tv2ConformerSelfAttention",)
     local = False

@@ -205,14 +205,14 @@ def test_the_figures_of_the_readme_are_those_of_the_records() -> None:
     memory = partial(cell, docs("benchmarks.md"), "Peak extra memory, causal, forward", column="L = 4096")
     seconds = partial(cell, docs("benchmarks.md"), "Forward, causal", column="L = 4096")
     theirs, ours, plain = "pad–reshape–slice (Huang)", "relskew on torch", "plain SDPA, no relative positions"
-    before, after = cell(docs("huggingface.md"), "Time and memory", "T5", "memory, longest").split(" → ")
+    before, after = cell(docs("huggingface.md"), "Time and memory", "T5", "MiB, longest").split(" → ")
     figures = [
         memory(row=theirs),
         memory(row=ours),
         *(seconds(row=row).split(" (")[0] for row in (plain, theirs, ours)),
     ]
     section = (ROOT / "README.md").read_text().partition("<!-- figures -->")[2].partition("<!-- end of figures -->")[0]
-    assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, before, after]
+    assert re.findall(r"\d[\d.]* (?:MiB|ms|s)\b", section) == [*figures, f"{before} MiB", f"{after} MiB"]
 
 
 def test_the_ratios_of_the_readme_are_those_of_the_record() -> None:
