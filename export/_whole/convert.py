@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 import torch
@@ -83,7 +83,7 @@ def convert(
     metadata: Mapping[str, str],
     operator: bool = False,
     prefix: str = _PREFIX,
-    chunk_size: int | Literal["auto"] | None = None,
+    chunk_size: int | None = None,
 ) -> Conversion:
     """Export a model; ``axes`` says which of each input vary, ``lengths`` makes names of (input, axis) from all shapes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from relskew_core.cli._errors import CliError, need, reason
 
 FAILURES = 6
 DEVICES = ("cpu", "cuda")
+CPU_CHUNK = 128
 ADVICE = {
     "file": "the file is broken or incomplete: copy it again, with the .data file beside it if there is one",
     "standard": "some nodes are not of the standard: only runtimes that know their domain run this file",
@@ -116,11 +117,11 @@ def _signature(value: Any) -> str:
     return f"{value.name} ({dims})"
 
 
-def chunk_of(device: str | None) -> Literal["auto"] | None:
+def chunk_of(device: str | None, spec: BlockSpec) -> int | None:
     """Return how many queries a graph for a device attends with at a time: what docs/export.md measures as fastest."""
     if device not in (None, *DEVICES):
         raise CliError(f"--device must be {' or '.join(DEVICES)}, got {device!r}")
-    return None if device == "cuda" else "auto"
+    return CPU_CHUNK if device == "cpu" and spec.block_size is None else None
 
 
 def where_to_validate(model: Any, device: str | None) -> list[str]:

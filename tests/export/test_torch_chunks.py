@@ -89,28 +89,6 @@ def test_past_a_table(tmp_path: Any) -> None:
         run.run(None, {"x": random(1, 2, 17, 4).numpy()})
 
 
-def test_chosen() -> None:
-    """From 257 queries on, where there is no past and the opset is one for runtimes with control flow."""
-
-    class Call(nn.Module):
-        def __init__(self, offset: int) -> None:
-            super().__init__()
-            self.offset = offset
-
-        def forward(self, x: Any) -> Any:
-            bias, offset = x[0, :, :13, 0], self.offset
-            return relative_attention(x[..., offset:, :], x, x, rel_bias=bias, span=CLIP, offset=offset)
-
-    def chunks(offset: int, opset: int = 23, **options: Any) -> bool:
-        made = torch_to_onnx(Call(offset), random(1, 2, 300, 4), opset=opset, check=opset == 23, **options)
-        return any(node.op_type == "If" for node in made.graph.node)
-
-    assert chunks(0)
-    assert not chunks(3)
-    assert not chunks(0, opset=18)
-    assert not chunks(0, chunk_size=None)
-
-
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="`chunk_size` must be"):
         torch_translation_table(chunk_size=0)
