@@ -219,7 +219,7 @@ def test_keys_that_an_expanded_mask_hides_are_not_read(lowest: float) -> None:
     close(relative_attention(q, k, v, mask=mask, impl="native"), out, "out")
     close(relative_attention(q[..., :2, :], k, v, mask=mask[..., :2, :], offset=0), out[..., :2, :], "few queries")
     found = relative_attention_vjp(d_out, q, k, v, mask=mask, impl="native")
-    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    tensors: Any = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     of_items = torch.from_numpy(np.ascontiguousarray(of_keys))[:, None, None].expand(-1, 3, 70, -1)
     of_tensors: Any = relative_attention(*tensors, mask=of_items)
     of_tensors.backward(torch.from_numpy(d_out))

@@ -773,7 +773,7 @@ def test_a_version_that_the_runtime_does_not_run(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Opset 28 is under development and ... support for domain ai.onnx is till opset 26.")
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
-    with pytest.raises(ValueError, match=r"`opset` must be at most 26 for onnxruntime .*, got 28"):
+    with pytest.raises(ValueError, match=r"`opset` must be at most 26 for the check in onnxruntime .*, got 28"):
         torch_to_onnx(nn.Linear(3, 4), torch.ones(2, 3), opset=28)
 
 
