@@ -93,5 +93,5 @@ def test_a_window_longer_than_any_length_is_none(window: tuple[int, int], profil
 
 def test_no_table_is_lengthened_without_end() -> None:
     spec = BlockSpec(8, 2, Span.clipped(2), window=(2**30, 1))
-    with pytest.raises(ValueError, match=r"`spec.window` must be at most 16777216 .* or be None, got \(1073741824, 1\)"):
+    with pytest.raises(ValueError, match=r"`spec.window` must be at most 16777216 .* or be None, got "):
         to_onnx(spec, init_weights(spec, seed=0))
