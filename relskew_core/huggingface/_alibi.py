@@ -55,10 +55,11 @@ class MptRelativeAttention(_AlibiAttention):
             k, v = past_key_values.update(k, v, self.layer_idx)
         mask = None if attention_mask is None else additive(~attention_mask, q.dtype)
         of_keys = position_bias[None, ..., -k.shape[-2] :]
-        if torch.compiler.is_exporting():
+        exporting = torch.compiler.is_exporting()
+        if exporting and q.dtype.itemsize > 2:
             return self._attend(q, k, v, of_keys.to(q.dtype), mask, self.softmax_scale), None
         # The model's numbers are float32. Half precision keeps differences between near keys only of small numbers.
-        if q.shape[-2] == 1:
+        if not exporting and q.shape[-2] == 1:
             bias = (of_keys - of_keys[..., past : past + 1]).to(q.dtype)
             return self._attend(q, k, v, bias, mask, self.softmax_scale), None
         before, reach = position_bias[:, 0], position_bias.shape[-1] - 1

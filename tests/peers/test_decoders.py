@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -85,3 +87,16 @@ def test_what_is_no_such_decoder(make: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=said):
         decoder_to_onnx(model, tmp_path / "decoder.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_mpt_in_half_precision_far_from_the_end(tmp_path: Path) -> None:
+    """Its bias by key is more than a hundred there, of which half precision has every eighth."""
+    options: dict[str, Any] = {"d_model": 16, "n_heads": 8, "n_layers": 1, "vocab_size": 50, "max_seq_len": 512}
+    model = built("MptForCausalLM", "MptConfig", **options)().half()
+    tokens = torch.randint(50, (1, 300), generator=torch.Generator().manual_seed(1))
+    wanted = copy.deepcopy(model).double()(tokens).logits.numpy()
+    path = decoder_to_onnx(replace_attention(model), tmp_path / "decoder.onnx", check=False)
+    past = dict.fromkeys((f"past_key_values.0.{name}" for name in ("key", "value")), np.zeros((1, 8, 0, 2), np.float16))
+    logits, *_ = onnxruntime.InferenceSession(path).run(None, {"input_ids": tokens.numpy(), **past})
+    assert np.linalg.norm(logits - wanted) < 2e-3 * np.linalg.norm(wanted)
