@@ -221,7 +221,7 @@ def test_proximal_bias() -> None:
 
 @pytest.mark.parametrize("function", [partial(alibi_bias, 2), proximal_bias], ids=["ALiBi", "proximal"])
 @pytest.mark.parametrize(
-    ("beyond", "further"), [("clip", "repeated where"), ("zero", "zero, as if nothing were nearer, where")]
+    ("beyond", "further"), [("clip", "repeated and not"), ("zero", "zero, as if nothing were nearer, and not")]
 )
 def test_a_formula_goes_on_where_a_span_would_not(function: Any, beyond: Any, further: str) -> None:
     with pytest.raises(

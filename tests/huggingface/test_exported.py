@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[Any, type[nn.Module], tuple[Tensor, ...], list[tuple[int
         lambda: conformer("Wav2Vec2ConformerSelfAttention"), Encoding,
         (x(), x(2, 1, 1, LENGTH), x(1, ROWS, E)), [(0, 1), (0, 3), (1,)]
     ),
-    "mpt": (mpt, Encoding, (x(), x(HEADS, 1, LENGTH)), [(0, 1), (2,)]),
+    "mpt": (mpt, Encoding, (x(), torch.arange(1.0 - LENGTH, 1.0) / 8 * x(HEADS, 1, 1)), [(0, 1), (2,)]),  # ALiBi
     "bloom": (
         bloom, Encoding, (x(), x(), x(2 * HEADS, 1, LENGTH), x(2, 1, 1, LENGTH)), [(0, 1), (0, 1), (0, 2), (0, 3)]
     ),
