@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -141,10 +141,7 @@ def _pages(_: str, longest: int, ours: bool) -> tuple[Callable[[], Tensor], list
     q, span = torch.randn(REQUESTS, HEADS, 1, DIM), Span.causal(longest)
     bias = alibi_bias(HEADS, span, like=q)
     if ours:
-        call: Any = lambda: paged_attention(  # noqa: E731
-            q, *pool, rel_bias=bias, span=span, page_table=page_table, lengths=lengths
-        )
-        return call, []
+        return partial(paged_attention, q, *pool, rel_bias=bias, span=span, page_table=page_table, lengths=lengths), []
 
     def gathered() -> Any:
         k, v = (x[page_table].flatten(1, 2).transpose(1, 2) for x in pool)
