@@ -9,10 +9,10 @@ import os
 import platform
 import sys
 import sysconfig
-import warnings
 
 from relskew_core._array.extras import compile_line, where_to_run
 from relskew_core._array.namespace import is_compiling, on_cpu
+from relskew_core._array.warned import warn_caller
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
 
@@ -53,9 +53,8 @@ def warn_of_long_calls(x: Operands) -> None:
 
 @functools.cache
 def _warn() -> None:
-    warnings.warn(
+    warn_caller(
         "long calls on CPUs take several times as long without the compiled kernels. Compiled kernels: "
         f"{told()}. Set RELSKEW_PURE=1 to silence this warning",
         RuntimeWarning,
-        stacklevel=2,
     )

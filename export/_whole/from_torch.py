@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from relskew_core._array.checks import check_bool, describe
+from relskew_core._array.warned import warn_caller
 from relskew_core.export._publish import check_target, target_path
 from relskew_core.export._save import write
 from relskew_core.export._validate.report import Check
@@ -163,7 +163,7 @@ def torch_to_onnx(
 
     chance = [] if vary is not None else fixed_by_chance(flat, converted.shapes, varies.never)
     for text in explained(chance, names, leaves, varies.frames):
-        warnings.warn(text, stacklevel=2)
+        warn_caller(text)
     unchecked: list[str] = []
     checks: list[Check] = []
 
@@ -194,7 +194,7 @@ def torch_to_onnx(
             check=compare if check else None,
         )
     for case in unchecked:
-        warnings.warn(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}", stacklevel=2)
+        warn_caller(f"the exported graph accepts inputs that `model` rejects, unchecked: {case}")
     if report is not None:
         reasons = reasons_of(leaves, varies, chance, asked=vary is not None)
         file = "" if target is None else target.name

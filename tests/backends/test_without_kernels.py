@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relskew_core import relative_attention
+from relskew_core import BlockSpec, Span, relative_attention
 from relskew_core._array.extras import compile_line
 from relskew_core._kernel.call import Operands
 from relskew_core.backends import _compiled
@@ -41,6 +41,7 @@ def warnings_of(*arguments: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(*arguments, **options)
+    assert all(each.filename == __file__ for each in caught)  # the line of the caller
     return [str(each.message) for each in caught]
 
 
@@ -55,6 +56,16 @@ def test_a_first_long_call_warns(library: str) -> None:
     )
     assert f"`{compile_line()}`" in message
     assert warnings_of(xp, *LONG) == []
+
+
+def test_modules_warn_of_the_line_that_calls_them() -> None:
+    torch = pytest.importorskip("torch")
+    layers = pytest.importorskip("relskew_core.layers.torch")
+    module = layers.RelativeMultiheadAttention(BlockSpec(256, 1, Span.clipped(4))).eval()
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        module(torch.ones(1024, 256))
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_who_wants_none_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ On devices that have a record in ``benchmarks/records`` the kernels have been ve
 from __future__ import annotations
 
 import math
-import warnings
 from functools import cache
 from itertools import count
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from relskew_core._array.warned import warn_caller
 from relskew_core._kernel.backward import attention_vjp as portable_vjp
 from relskew_core._kernel.call import Arguments, Operands, Options
 from relskew_core._kernel.forward import attention as portable
@@ -63,11 +63,10 @@ def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int
         return None
     listed = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
     reason = f"on {device} the fused kernels differ from the portable code in {listed} ({dtype}, {' '.join(features)})"
-    warnings.warn(
+    warn_caller(
         f"relskew: {reason}. The portable code works in their place; please report this with the versions of torch and "
         "Triton and the name of the device.",
         RuntimeWarning,
-        stacklevel=2,
     )
     return reason
 
