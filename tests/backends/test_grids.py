@@ -80,7 +80,7 @@ def with_kernels(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def cases() -> list[tuple[str, str]]:
-    steps = ("pooled keys", "pooled queries")  # which have no bias
+    steps = ("pooled keys", "pooled queries")  # these have no bias
     return [(name, kind) for name in GRIDS for kind in KINDS if kind == "tables" or name not in steps]
 
 
@@ -249,14 +249,14 @@ def test_results_are_the_same_on_any_number_of_threads() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"queries_3": 5}, "another size"),
-        ({"keys_2": 5}, "another size"),
-        ({"keys_2": 0}, "another size"),
-        ({"key_step_3": 0}, "another size"),
-        ({"query_step_2": 2**62}, "another size"),
-        ({"queries_2": -2}, "another size"),
-        ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "another size"),
-        ({"rel_width": 4}, "wide"),
+        ({"queries_3": 5}, "different size"),
+        ({"keys_2": 5}, "different size"),
+        ({"keys_2": 0}, "different size"),
+        ({"key_step_3": 0}, "different size"),
+        ({"query_step_2": 2**62}, "different size"),
+        ({"queries_2": -2}, "different size"),
+        ({"queries_0": 1, "keys_0": 1, "query_step_0": 1, "key_step_0": 1}, "different size"),
+        ({"rel_width": 4}, "width"),
     ],
 )
 def test_sides_that_are_none_of_a_call_are_refused(

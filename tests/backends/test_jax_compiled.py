@@ -99,7 +99,7 @@ def test_results_and_gradients_equal_those_of_the_portable_code(case: dense.Case
         results, pull = jax.vjp(lambda x: attend(**x), given)
         return results, pull(cotangents)[0]
 
-    with jax.enable_x64(not case.labels):  # integers have 32 bits unless it is on
+    with jax.enable_x64(not case.labels):  # integers have 32 bits unless it is enabled
         arguments = *apart(arrays, dtype), (jnp.asarray(narrow(d_out, dtype)), jnp.asarray(narrow(d_lse, dtype)))
         (found, sums), gradients = (jax.jit(both) if way == "jit" else both)(*arguments)
         calls = calls_of(both, *arguments)
@@ -119,7 +119,8 @@ def test_the_function_of_gradients_has_them_too(given: str, way: str) -> None:
                       kv_heads=1, options={"softcap": 4.0, "offset": 2})  # fmt: skip
     arrays, options = case.arrays(), case.call()
     out, lse = attention(**arrays, **options, return_lse=True, impl="portable")
-    results = {"out": out, "lse": lse + np.log(2), "d_lse": np.ones_like(lse)}  # as if there were as much elsewhere
+    # as if an equal share of the weights were elsewhere
+    results = {"out": out, "lse": lse + np.log(2), "d_lse": np.ones_like(lse)}
     more = {name: results[name] for name in given.split()}
 
     def pull(d_out: Any, arrays: Any, more: Any) -> Any:
@@ -307,7 +308,7 @@ def test_every_transformation_goes_through(transformed: Any, way: str) -> None:
 def test_the_backward_pass_takes_the_sums_of_the_forward_pass() -> None:
     x = jax.ShapeDtypeStruct((1, 2, 200, 8), jnp.float32)
     gradient = jax.grad(lambda *x: attention(*x, causal=True).sum(), argnums=(0, 1, 2))
-    assert calls_of(gradient, x, x, x) == 2  # and no third to find them again
+    assert calls_of(gradient, x, x, x) == 2  # and no third call to compute them again
 
 
 @pytest.mark.parametrize("items", [1, 3])
@@ -336,13 +337,13 @@ def test_threads_of_xla_share_a_call(items: int) -> None:
     assert len(found) == 8
     for own in found:
         agree(own, (*expected, expected[0]))
-        jax.tree.map(np.testing.assert_array_equal, own, found[0])  # in the same order every time
+        jax.tree.map(np.testing.assert_array_equal, own, found[0])  # identical at every run
 
 
 def test_eager_calls_compile_nothing() -> None:
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((40, 8)), jnp.float32)
-    attention(table, table, table)  # array_api_compat compiles something at the first array that it meets
+    attention(table, table, table)  # array_api_compat compiles a function for the first array
     for keys in (9, 10):
         q, k, v = (jnp.asarray(rng.standard_normal((2, 2, n, 8)), jnp.float32) for n in (1, keys, keys))
         before = len(COMPILED)
@@ -359,7 +360,7 @@ def test_eager_calls_compile_nothing() -> None:
         agree(gradients[:4], attention_vjp(given[1], given[1], *given[1:], **options)[:4])
     before = len(COMPILED)
     jax.jit(lambda x: x + 1)(1)
-    assert len(COMPILED) > before  # or nothing would have been noticed
+    assert len(COMPILED) > before  # otherwise the check would not notice anything
 
 
 @pytest.mark.parametrize("first", ["jit", "eager"])
@@ -447,7 +448,7 @@ def test_half_precision_is_summed_in_single() -> None:
 def test_calls_that_cannot_be_read_are_refused() -> None:
     x, real = jnp.ones((1, 1, 4, 8), jnp.float32), np.ones(4, np.float64)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    attention(x, x, x)  # from now on XLA knows them
+    attention(x, x, x)  # from here on, XLA has the functions
     given = problem(Arguments(x, x, x))
     numbers = _compiled.call.numbers(given.operands(), given.options)
     there = [name in ("q", "k", "v") for name in (*_compiled.ARRAYS, *_compiled.INTEGERS)]
@@ -471,7 +472,7 @@ def test_calls_that_cannot_be_read_are_refused() -> None:
         ((x, x, x), {"whole": smaller, "real": real}),
         ((x, x, x.astype(jnp.int32)), {"whole": whole, "real": real}),
     ]
-    why = "a call has (other|no) (arrays|numbers)|an array has another type|has another size"
+    why = "the call has (no numbers|the wrong (number of numbers|arrays))|an array has the wrong type|a different size"
     for arrays, named in others:
         with pytest.raises(jax.errors.JaxRuntimeError, match=why):
             call(*arrays, **named)

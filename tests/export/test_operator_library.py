@@ -187,16 +187,20 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"left": 40},
         r"reaches relative positions -40 \.\.\. 0, but this call needs -49 \.\.\. 0",
     ),
-    ({"rel_k": random(3, 64, 16)}, {}, "`rel_k` has another size"),
-    ({"k": random(2, 3, 50, 16)}, {}, "`v` has another size|do not divide"),
+    ({"rel_k": random(3, 64, 16)}, {}, "`rel_k` has a different size"),
+    ({"k": random(2, 3, 50, 16)}, {}, "`v` has a different size|must be a multiple"),
     ({"q": random(4, 50)}, {}, "must be"),
-    ({"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)}, {}, "`mask` excludes `added`"),
-    ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "of queries and of keys"),
+    (
+        {"mask": np.ones((1, 1, 50, 50), bool), "added": random(1, 1, 50, 50)},
+        {},
+        "pass either `mask` or `added`, not both",
+    ),
+    ({"q_segments": np.zeros((1, 50), np.int64)}, {}, "for queries and keys"),
     ({"q_segments": np.zeros((1, 9), np.int64), "k_segments": np.zeros((1, 50), np.int64)}, {}, "length of 50, got 9"),
     ({"sinks": random(3)}, {}, "`sinks` must have a number for each head"),
     ({"offset": np.array([1, 2, 3])}, {}, "`offset` must be one number"),
     ({}, {"beyond": "far"}, "`beyond` must be"),
-    ({}, {"interface": 2}, "a later relskew"),
+    ({}, {"interface": 2}, "a later version of relskew"),
 ]
 
 

@@ -1,7 +1,7 @@
-// The backward pass: blocks of queries against blocks of keys once more, from the log-sum-exp of the forward pass.
+// The backward pass: each block of queries with each block of keys again, from the log-sum-exp of the forward pass.
 //
-// With P the weights and g the gradient of the output: dP = g vᵀ, dS = P ∘ (dP − δ), where δ is the mean of a row of
-// dP, which is g · out, less the gradient of the log-sum-exp. From there every gradient is a product: of P or dS,
+// With P the weights and g the gradient of the output: dP = g vᵀ and dS = P ∘ (dP − δ). δ is the weighted mean of a row
+// of dP, which equals g · out, minus the gradient of the log-sum-exp. Every gradient is then a product with P or dS,
 // transposed or not, in absolute or in relative layout.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Sums of gradients of rows, with rows and columns to spare.
+// Sums of the gradients of rows, padded with extra rows and columns.
 struct Sums {
     Reals at;
     Index row = 0, rows = 0;
@@ -23,7 +23,7 @@ struct Sums {
     void clear() { std::memset(at.get(), 0, rows * row * sizeof(Real)); }
     Real *of(Index j) const { return at.get() + j * row; }
 
-    // Add rows to what is there, if anything is, and begin anew with them.
+    // Add rows to sums, or write them there, and clear them.
     void hand_over(Index first, Index end, Real *to, Index to_row, Index width, bool adds = true) {
         for (Index j = first; j < end; j++, to += to_row) hand_over(of(j), to, width, adds);
     }
@@ -39,14 +39,14 @@ struct Sums {
 };
 
 struct Backward {
-    static constexpr Index KEYS = 256;  // of a block
+    static constexpr Index KEYS = 256;  // keys per block
 
     const Problem &x;
     Tasks &tasks;
-    const Index room;                              // for keys
+    const Index room;                              // capacity for keys
     const Index width, rel_width, value_width;     // of padded rows
-    const Index most, margin, logits_row, height;  // rows of a block, and room around a row of weights …
-    const Index zeros_before, zeros_after;         // … for zeros, which skewed products read, or those of HIGH rows
+    const Index most, margin, logits_row, height;  // rows per block, and the padding of a row of weights:
+    const Index zeros_before, zeros_after;         // zeros that skewed products read, or those of HIGH rows
     Queries queries;
     const Span span;
     Relative relative, relative_values;
@@ -54,16 +54,16 @@ struct Backward {
     Sight sight;
     const Places &places;
     Grid grid;
-    ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights
+    ByRow changed_by_row, mixed_by_row;  // the gradients of the logits, and the weights, by row of the table
     Rows keys, rel_k, key_table;
     JoinedRows key_pairs, table_pairs;
     Rounded rounded_outs, rounded_changes;                               // of a block; of HIGH of its queries
     Turned turned_outs, turned_queries, turned_weights, turned_changes;  // of a block
     Reals key_panels, value_panels, d_outs, weights, d_logits, slopes, d_added;
     Real delta[ROWS];
-    bool lost[ROWS];  // queries that are not finite
+    bool lost[ROWS];  // which queries are not finite
     Sums d_q, d_met, d_k, d_v, d_rel_k, d_rel_v, d_bias, d_key_table, d_mask, d_axis_tables;
-    Real *own_q = nullptr, *own_met = nullptr;  // of these, where those of a block begin
+    Real *own_q = nullptr, *own_met = nullptr;  // where the rows of the block begin in d_q and d_met
     Packed packed;
     Seen task_queries{0, 0};
 
@@ -133,7 +133,7 @@ struct Backward {
                 d_mask.make(x.added.sizes[2] == 1 ? 1 : tasks.most_queries(), x.added.sizes[3] == 1 ? 1 : room));
     }
 
-    // Whether each pair of a query and a key has an entry of the mask for itself.
+    // Whether the mask has a separate entry for each pair of a query and a key.
     bool has_own_mask() const {
         const auto &[items, heads, rows, columns] = x.added.sizes;
         return items == x.items && heads == x.heads && rows == x.queries && columns == x.keys;
@@ -173,7 +173,7 @@ struct Backward {
             keys.take(x.k.of(item, own), x.k.row, packed.first, done, packed.end);
     }
 
-    // Add what a task has found to what those before it have.
+    // Add the sums of a task to those of the tasks before it.
     void hand_over(const Task &task) {
         const Index item = task.item, head = task.head, own = head / x.group(), entry = x.entry(item);
         if (tasks.share_sums() && !tasks.wait(task)) return;
@@ -193,7 +193,7 @@ struct Backward {
         if (x.rel_v) d_rel_v.hand_over(low, high, x.d_rel_v.of(entry, head, low), x.d_rel_v.row, x.value_width);
         if (grid)
             d_axis_tables.hand_over(0, x.axis_rows(), x.d_axis_tables.of(entry, head), x.d_axis_tables.row, x.width);
-        if (x.key_table)  // whose rows come in the opposite order
+        if (x.key_table)  // its rows are in the opposite order
             d_key_table.hand_over(x.rows - high, x.rows - low, x.d_key_table.of(entry, head, high - 1),
                                   -x.d_key_table.row, x.width);
         for (Index c = low; x.bias && c < high; c++)
@@ -202,7 +202,7 @@ struct Backward {
     }
 
     void hand_over_mask(Index item, Index head, Index first, Index end) {
-        const bool column = x.added.sizes[3] == 1;  // of a mask that has one
+        const bool column = x.added.sizes[3] == 1;  // the mask has a single column
         for (Index m = 0; m < std::min(d_mask.rows, task_queries.high - task_queries.low); m++) {
             Real *to = x.d_added.of(item, head, task_queries.low + m) + (column ? 0 : packed.first);
             if (column)
@@ -212,7 +212,8 @@ struct Backward {
         }
     }
 
-    // The rows of tables for the relative positions between a task's queries and keys; edges for those that are beyond.
+    // The rows of the tables for the relative positions between a task's queries and keys; edge rows for positions
+    // beyond.
     Seen rows_of(Seen keys) const {
         if (places) return {0, x.rows};
         const Index low = keys.low - (x.offset + task_queries.high - 1),
@@ -258,15 +259,15 @@ struct Backward {
     void take_pairs(Index count) {
         rounded_outs.take(d_outs.get(), value_width, count, 0, value_width);
         turned_outs.take(d_outs.get(), value_width, count, 0, value_width);
-        queries.pairs.take(queries.same.get(), width, count, 0, width);  // those that are not finite are zeros by now
+        queries.pairs.take(queries.same.get(), width, count, 0, width);  // rows that are not finite are zeros here
         turned_queries.take(queries.same.get(), width, count, 0, width);
     }
 
-    // The columns of a product with values, or pairs of them.
+    // How many columns, or pairs of columns, a product with the values sums over.
     Index depth() const { return queries.in_pairs ? (x.value_width + 1) / 2 : x.value_width; }
 
-    // For arbitrary positions: products with tables are taken once for a block, and so are those that
-    // give the tables' gradients.
+    // For arbitrary positions: compute the products with the tables once per block, and clear the sums for the tables'
+    // gradients.
     void begin_anywhere(Index count) {
         if (!places) return;
         places.multiply(relative, queries.met(), queries.met_row(), count);
@@ -285,7 +286,7 @@ struct Backward {
         if (x.bias) changed_by_row.add_to(d_bias.at.get(), count);
     }
 
-    // A query that is not finite may reach the gradients of what it sees, and of nothing else: 0 · NaN is not 0.
+    // A query that is not finite may only reach the gradients of the keys that it sees: 0 · NaN is not 0.
     void keep_apart(Index count) {
         for (Index m = 0; m < count; m++) {
             Real *own = queries.same.get() + m * width;
@@ -297,7 +298,7 @@ struct Backward {
         }
     }
 
-    // Write the gradients of queries, or add them to those that tasks before have found by other keys.
+    // Write the gradients of the queries, or add them to those from the keys of earlier tasks.
     void write_queries(const Task &task, const Task::Piece &piece) const {
         const auto write = [](Real *to, const Real *from, Index width, Real scale, bool adds) {
             for (Index d = 0; d < width; d++) to[d] = from[d] * scale + (adds ? to[d] : 0);
@@ -358,7 +359,7 @@ struct Backward {
         if (x.bias) add_to_bias(changed);
     }
 
-    // Add, to the gradients of the rows of a table, what pairs of queries make of them.
+    // Add the contribution of pairs of queries to the gradients of the table's rows.
     void spread_pairs(const Weights &changed) {
         const auto [c, stop] = changed.met(span);
         if (c < stop) {
@@ -371,8 +372,8 @@ struct Backward {
         changed.spread_beyond(span, queries.met(), queries.met_row(), rel_width, d_rel_k.at.get(), d_rel_k.row);
     }
 
-    // Write products of queries with keys and with the table, and of the outputs' gradients with values and their
-    // table.
+    // Write the products of the queries with the keys and the table, and of the outputs' gradients with the values and
+    // their table.
     void multiply_block(Index item, Index head, Index first, Index m, Index rows, Index position, Index start,
                         Index from, Index to) {
         const Index p = position + m, low = start + from - (p + rows - 1), high = start + to - p;
@@ -412,7 +413,7 @@ struct Backward {
     }
 
     // Turn a row of products into weights and the gradient of the logits, with zeros around both; `there` are the
-    // columns of products, and `all` those of the block.
+    // columns that have products, and `all` those of the block.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Seen there, Seen all) {
         const Seen seen = Seen::of(x, position + m, position + m);
         Real *s = weights.get() + margin + m * logits_row, *d = d_logits.get() + margin + m * logits_row;
@@ -427,12 +428,12 @@ struct Backward {
             sight.hide(m, row, start);
             const Kept kept = Kept::of(x, item, head, first + m, start);
             const Real origin = lost[m] ? NAN : log_sum == -INF ? INF : log_sum;
-            const bool differs = x.softcap != 0 || rest != 1;  // the mask's gradient from that of the products
+            const bool differs = x.softcap != 0 || rest != 1;  // the mask's gradient differs from that of the products
             const Row uncapped{differs ? d_added.get() + margin : d, row.low, row.high};
             for (Index j = row.start(); j < row.end(); j += LANES) {
                 const Vec weight = exponential(load(s + j) - origin), here = kept ? kept.at(j) * part : splat(1);
                 Vec change = weight * (load(d + j) * here - delta[m]);
-                change = weight == Vec{} ? Vec{} : change;  // what is hidden may be anything
+                change = weight == Vec{} ? Vec{} : change;  // hidden entries may hold anything
                 if (differs) store(uncapped.at + j, change);
                 if (x.softcap != 0) change = weight == Vec{} ? Vec{} : change * load(slopes.get() + margin + j);
                 store(s + j, weight * here);
@@ -448,12 +449,12 @@ struct Backward {
         changed.clear_around(d + (all.low - zeros_before), d + (all.high + zeros_after));
     }
 
-    // Add a row of the logits' gradients to the mask's; `first` is the key of column 0.
+    // Add a row of the logits' gradients to those of the mask; `first` is the key of column 0.
     void add_to_mask(Index item, Index head, Index query, const Row &row, Index first) const {
         const bool is_own = has_own_mask();
         Real *to =
             is_own ? x.d_added.of(item, head, query) : d_mask.of(x.added.sizes[2] == 1 ? 0 : query - task_queries.low);
-        if (x.added.sizes[3] == 1) {  // around the row are zeros
+        if (x.added.sizes[3] == 1) {  // there are zeros around the row
             Vec total{};
             for (Index j = row.start(); j < row.end(); j += LANES) total += load(row.at + j);
             *to += ::sum(total);
@@ -465,7 +466,7 @@ struct Backward {
         for (; j < row.high; j++) to[j] += row.at[j];
     }
 
-    // Keep by how much each logit follows its product through a softcap.
+    // Store the derivative of the softcap for each logit.
     void take_slopes(const Row &row) {
         for (Index j = row.start(); j < row.end(); j += LANES) {
             Vec t = hyperbolic_tangent(load(row.at + j) * (1 / x.softcap));

@@ -1,4 +1,4 @@
-// Calls of few queries: each key and each row of a table is read once for each query, in place.
+// Calls with few queries: each key and each row of a table is read in place, once per query.
 #pragma once
 
 #include <type_traits>
@@ -7,20 +7,20 @@
 
 namespace {
 
-constexpr Index KEYS = 512;  // that are worked on at once
+constexpr Index KEYS = 512;  // keys processed at once
 
-// Write the products of a query with consecutive rows of N vectors each; N = 0: as many as it takes.
+// Write the products of a query with consecutive rows of N vectors each; N = 0: any number of vectors.
 template <int N>
 inline void multiply_rows(const Real *query, const Stored *x, Index row, Index rows, Index width, Real *to) {
     const Index length = N ? N * LANES : width;
     for (Index j = 0; j < rows; j += LANES, x += LANES * row) {
-        const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after it are the last one once more
+        const Index last = std::min<Index>(rows - j, LANES) - 1;  // rows after the last one repeat it
         if (last < LANES / 4) {
             for (Index i = 0; i <= last; i++) to[j + i] = dot(query, x + i * row, width);
             return;
         }
         Vec total[LANES];
-        for (Index i = 0; i < LANES; i++) {  // row after row, as memory likes it
+        for (Index i = 0; i < LANES; i++) {  // row by row, which memory reads fastest
             const Stored *at = x + std::min(i, last) * row;
             total[i] = load(query) * load(at);
             for (Index d = LANES; d < length; d += LANES) total[i] += load(query + d) * load(at + d);
@@ -40,7 +40,7 @@ inline void multiply_rows(const Real *query, const Stored *x, Index row, Index r
         multiply_rows<0>(query, x, row, rows, width, to);
 }
 
-// Add rows of values to an output, times their weights.
+// Add rows of values, multiplied by their weights, to an output.
 inline void mix_rows(const Real *weights, const Stored *v, Index row, Index rows, Index width, Real *out) {
     Index d = 0;
     const auto columns = [&](auto count) {
@@ -64,8 +64,8 @@ inline void mix_rows(const Real *weights, const Stored *v, Index row, Index rows
         for (Index j = 0; j < rows; j++) out[d] += weights[j] * v[j * row + d];
 }
 
-// Some heads of an item, which go through blocks of keys together: what they have in common is in the caches by then.
-// Rows of a table for all heads are multiplied with all of these while they are at hand.
+// Some heads of an item, which go through the blocks of keys together, so that shared rows are still in the cache. Rows
+// of a shared table are multiplied by all heads while they are in the cache.
 struct Few {
     static constexpr Index ROWS_AT_HAND = 64;
 
@@ -162,7 +162,7 @@ struct Few {
         }
     };
 
-    // Write what some heads add to the logits of n keys from the relative position r on.
+    // Write the relative part of the logits of n keys from the relative position r on, for some heads.
     void write_relative(Index head, Index count, Index r, Index n) const {
         const Overlap at = Overlap::of(x, r, n);
         const Index rows = x.rel_k && x.rel_k.head == 0 ? ROWS_AT_HAND : std::max<Index>(at.inside, 1);
@@ -180,7 +180,7 @@ struct Few {
         }
     }
 
-    // Write what an edge row adds to the logits of the keys low … high - 1, which are beyond it.
+    // Write the product with an edge row into the logits of the keys low … high - 1, which are beyond the table.
     void write_edge(Index head, Index h, Index row, Index low, Index high) const {
         if (low >= high) return;
         Real edge = 0;

@@ -1,4 +1,4 @@
-// The forward pass: blocks of queries against blocks of keys, whose logits never leave the cache.
+// The forward pass: each block of queries with each block of keys; the logits never leave the cache.
 #pragma once
 
 #include "grid.hpp"
@@ -7,12 +7,12 @@
 
 namespace {
 
-// What both passes have of the queries of a block, scaled: those for the keys, and those for the table.
-// Pairs of bfloat16 are scaled by a power of two alone, and what they make of keys by the rest.
+// The scaled queries of a block that both passes use: those for the keys, and those for the table. Pairs of bfloat16
+// are only scaled by a power of two, and their products with keys by the rest.
 struct Queries {
     const Problem &x;
-    const bool apart;     // whether these are not the same
-    const bool in_pairs;  // whether their products are made by pairs
+    const bool apart;     // whether the two differ
+    const bool in_pairs;  // whether their products are computed by pairs
     const Real scale, rest;
     const Index row, own_row;
     Reals same, others;
@@ -51,11 +51,11 @@ struct Queries {
     }
 };
 
-// The keys of a head that a thread has packed: those first … end - 1.
+// The keys of a head that a thread has packed: first … end - 1.
 struct Packed {
     Index item = -1, head = -1, first = 0, end = 0;
 
-    // Take other keys, if there is room for them; return up to where they are packed already.
+    // Switch to other keys, if they fit; return the key up to which they are packed already.
     Index take(Index item, Index head, Seen wanted, Index room) {
         const Index low = floored(wanted.low, PANEL);  // whole panels, and whole vectors of labels
         const bool goes_on = item == this->item && head == this->head && first <= low && low <= end &&
@@ -67,7 +67,7 @@ struct Packed {
     }
 };
 
-// Whether rows of keys or values lie apart, and enough queries read them for a copy that has them together.
+// Whether rows of keys or values are not adjacent, and enough queries read them to pay for a compact copy.
 inline bool lie_apart(const Problem &x, const Array<const Stored> &rows, Index width) {
     return rows.row != width && x.queries >= 2 * BLOCK;
 }
@@ -75,7 +75,7 @@ inline bool lie_apart(const Problem &x, const Array<const Stored> &rows, Index w
 // How many keys a task may have, rounded up to whole panels.
 inline Index room_for_keys(const Tasks &tasks) { return padded(tasks.most_keys() + PANEL, PANEL); }
 
-// Write what a query has found, or add it to what the tasks before have found of its other keys: by the log-sum-exp.
+// Write the result of a query, or combine it by the log-sum-exp with that of earlier tasks, which had other keys.
 inline void write_result(const Problem &x, Index item, Index head, Index query, const Softmax &softmax,
                          const Real *from, bool goes_on) {
     Stored *to = x.out.of(item, head, query);
@@ -93,17 +93,18 @@ inline void write_result(const Problem &x, Index item, Index head, Index query, 
     if (log_sum) *log_sum = own;
 }
 
-// All that one thread has while it works.
+// The memory of one thread.
 struct Forward {
-    static constexpr Index KEYS = 512;                                             // of a block
-    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;  // zeros around weights, and room
-    static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read so many entries beside the weights");
+    static constexpr Index KEYS = 512;  // keys per block
+    // zeros around weights, and extra columns
+    static constexpr Index AROUND = std::max(2 * LANES, HIGH), EDGE = 2 * AROUND;
+    static_assert(AROUND >= HIGH - 1, "skewed products of HIGH rows read this many entries next to the weights");
 
     const Problem &x;
     Tasks &tasks;
-    const Index room;                   // for keys
-    const Index value_row, logits_row;  // steps from row to row
-    const Index most, height;           // rows of a block, and of this call's
+    const Index room;                   // capacity for keys
+    const Index value_row, logits_row;  // the steps between rows
+    const Index most, height;           // the largest block, and this call's blocks
     Queries queries;
     const Span span;
     Relative relative;
@@ -159,7 +160,7 @@ struct Forward {
         }
     }
 
-    // Pack what belongs to a head: of the keys, those that some of the queries see.
+    // Pack the tables of a head, and those of its keys that some of the queries see.
     void take_head(const Task &task) {
         const auto [number, item, head, from, to, begins] = task;
         const Index entry = x.entry(item), own = head / x.group();
@@ -239,7 +240,7 @@ struct Forward {
         }
     }
 
-    // Turn a row of products into weights, zeros where it sees nothing.
+    // Turn a row of products into weights, with zeros where the query sees nothing.
     void weigh(Index item, Index head, Index first, Index position, Index m, Index start, Index low, Index high) {
         const Seen seen = Seen::of(x, position + m, position + m);
         Real *s = logits.get() + EDGE + m * logits_row;
@@ -265,7 +266,7 @@ struct Forward {
         for (Index d = 0; d < value_row; d += LANES) store(out + d, load(out + d) * factor);
     }
 
-    // Add the values, times their weights.
+    // Add the values, multiplied by their weights.
     void mix(Index m, const Weights &weights) {
         const Index first = weights.start + weights.low, n = weights.high - weights.low;
         const Real *at = weights.at + weights.low;

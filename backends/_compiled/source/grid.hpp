@@ -1,7 +1,7 @@
-// Keys as the cells of a grid: their logits get the products of a query with a row of one table for each axis.
+// Keys on a grid: their logits get the product of the query with one row of a table for each axis.
 //
-// A block of queries is multiplied with the tables once. What an axis adds is then the same for all keys of a row of
-// the grid, but for the axis that runs fastest, along which numbers are one after the other.
+// A block of queries is multiplied by the tables once. All keys of a grid row then share the terms of the outer axes;
+// along the innermost axis, consecutive keys read consecutive products.
 #pragma once
 
 #include "relative.hpp"
@@ -12,9 +12,9 @@ struct Grid {
     static constexpr Index SIDES = Sizes::SIDES, INNER = SIDES - 1;
 
     const Problem &x;
-    const Index width, outside;  // of a padded row of tables; keys before the grid
-    Index columns[SIDES], rows[SIDES], places[SIDES], row = 0, count = 0, begin = 0;  // where those of a side begin
-    Seen met[SIDES] = {};                                                             // by the queries of a block
+    const Index width, outside;  // the width of a padded row of tables; the number of keys before the grid
+    Index columns[SIDES], rows[SIDES], places[SIDES], row = 0, count = 0, begin = 0;  // where each side begins
+    Seen met[SIDES] = {};  // columns that the queries of a block use
     Reals panels, products, own, terms, changes, changed;
     Rows table;
     Index entry = 0, head = -1;
@@ -31,7 +31,7 @@ struct Grid {
 
     explicit operator bool() const { return static_cast<bool>(x.axis_tables); }
 
-    // For blocks of queries and rows of keys of these sizes.
+    // Allocate for blocks of this many queries and rows of this many keys.
     bool make(Index height, Index keys, bool backward = false) {
         if (!*this) return true;
         panels = reals(row * x.width), products = reals((height + HIGH) * row);
@@ -51,7 +51,7 @@ struct Grid {
         if (changed) table.take(x.axis_tables.of(entry, head), x.axis_tables.row, 0, 0, x.axis_rows());
     }
 
-    // Write the products of the queries of a block, of which `first` is the first.
+    // Write the products of the queries of a block; `first` is its first query.
     void multiply(const Real *queries, Index queries_row, Index first, Index n) {
         if (!*this) return;
         begin = first;
@@ -70,7 +70,7 @@ struct Grid {
         if (changed) std::fill_n(changed.get(), (n + HIGH) * row, 0);
     }
 
-    // Add to a row of logits of query m what its keys get; `key` is the key of column 0.
+    // Add the products to a row of logits of query m; `key` is the key of column 0.
     void add(Index m, const Row &logits, Index key) {
         if (!*this || first_row(INNER, m) < 0) return;
         for (Index side = 0; side < SIDES; side++) {
@@ -90,7 +90,7 @@ struct Grid {
         for (Index j = start; j < end; j += LANES) store(logits.at + j, load(logits.at + j) + load(to + j));
     }
 
-    // Take what a row of the logits' gradients makes of the products of query m.
+    // Collect the gradients of the products of query m from a row of the logits' gradients.
     void take_changes(Index m, const Row &d_logits, Index key) {
         if (!*this || first_row(INNER, m) < 0) return;
         Real *const to = changes.get(), *const along = to + places[INNER];
@@ -112,7 +112,7 @@ struct Grid {
         }
     }
 
-    // Add what the block's changes make of its queries and of the tables to the gradients of both.
+    // Add the contribution of the block to the gradients of its queries and of the tables.
     void pull_back(Index n, const Real *queries, Index queries_row, Real *d_queries, Index d_queries_row, Real *d_table,
                    Index d_table_row) const {
         for (Index side = 0; *this && side < SIDES; side++) {
@@ -127,7 +127,7 @@ struct Grid {
     }
 
 private:
-    // The row of a side's table that query m of the block has for the first key along it, -1 for one outside the grid.
+    // The row of a side's table for query m of the block and the first key along that side; -1 outside the grid.
     Index first_row(Index side, Index m) const {
         Index cell = begin + m - (x.queries - x.cells(&Side::queries));
         if (cell < 0) return -1;
@@ -137,8 +137,8 @@ private:
         return (own.queries - 1 - cell % own.queries) * own.query_step;
     }
 
-    // Visit the parts of a row that are of one row of the grid: where, from which cell of it on, how many keys, and the
-    // numbers of all other sides, -1 for one that is not there.
+    // Visit the parts of a row that lie in one row of the grid: the column, the first cell, the number of keys, and the
+    // columns of the products of all other sides, -1 for a missing side.
     template <class Visit>
     void visit(const Row &logits, Index key, Visit &&visit) const {
         Index j = std::max(logits.low, outside - key), at[INNER], others[INNER];

@@ -1,4 +1,4 @@
-// Numbers of 16 bits: arrays may be made of them, and everything is computed in floats.
+// 16-bit numbers: arrays may hold them, and everything is computed in float.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@ inline To bits_as(From x) {
     return found;
 }
 
-// The higher half of a float.
+// The upper half of a float.
 struct BFloat16 {
     std::uint16_t bits;
 
     BFloat16() = default;
 
-    // Round to the nearest, to even where two are as near.
+    // Round to nearest, ties to even.
     BFloat16(float x) {
         const std::uint32_t own = bits_as<std::uint32_t>(x), nearest = own + 0x7FFF + (own >> 16 & 1);
         bits = static_cast<std::uint16_t>((x == x ? nearest : own | 0x400000) >> 16);
@@ -29,7 +29,7 @@ struct BFloat16 {
 
 // IEEE's binary16: 5 bits of exponent, 10 of mantissa.
 struct Float16 {
-    static constexpr std::uint32_t EXPONENTS = 112u << 23;  // by which those of floats are larger
+    static constexpr std::uint32_t EXPONENTS = 112u << 23;  // the difference from the exponents of float
     static constexpr float LEAST = 0x1p-24f;
     std::uint16_t bits;
 
@@ -38,7 +38,7 @@ struct Float16 {
     Float16(float x) {
         const std::uint32_t own = bits_as<std::uint32_t>(x), size = own & 0x7FFFFFFF;
         const std::uint32_t normal = (size - EXPONENTS + 0xFFF + (size >> 13 & 1)) >> 13;
-        // The terms have LEAST as their last bit.
+        // The last bit of both terms has the value LEAST.
         const std::uint32_t small = bits_as<std::uint32_t>(bits_as<float>(size) + 0.5f) - bits_as<std::uint32_t>(0.5f);
         const std::uint32_t large = size > 0x7F800000 ? 0x7E00 : 0x7C00;
         const std::uint32_t found = size < EXPONENTS + (1u << 23) ? small : size < 0x477FF000 ? normal : large;
@@ -53,7 +53,7 @@ struct Float16 {
     }
 };
 
-// What arrays of some numbers are computed in.
+// The type in which arrays of a type are computed.
 template <class Stored>
 struct Computed {
     using Real = float;

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr Index APART = Index{1} << 30;  // how far apart integers of queries and keys may be
+constexpr Index APART = Index{1} << 30;  // how far apart the integers of queries and keys may be
 
 const Level &best() {
     look_at_processor();
@@ -20,7 +20,7 @@ const Level &best() {
 
 const Level &chosen = best();
 
-// An array by the name that problem.hpp has for it.
+// An array of a call, by its name in problem.hpp.
 const relskew_array *named(const relskew_call &call, const char *name) {
     constexpr struct {
         const char *name;
@@ -42,7 +42,7 @@ Index size_of(const relskew_array &x, int from_last) {
     return x.data && from_last < x.axes ? x.sizes[x.axes - 1 - from_last] : 1;
 }
 
-// Integers of queries and of keys as the kernels have them: in 32 bits, from their least on; keys have some to spare.
+// The integers of queries and keys as the kernels read them: 32 bits, shifted to their minimum; keys are padded.
 class Labels {
     Memory<std::int32_t> of_queries_, of_keys_;
     const relskew_array &q_, &k_;
@@ -53,12 +53,12 @@ public:
     Labels(const relskew_array &q, const relskew_array &k, const char *name) : q_(q), k_(k), name_(name) {}
 
     explicit operator bool() const { return static_cast<bool>(of_keys_); }
-    // Of keys less queries, the least and the greatest difference.
+    // The lowest and the highest difference of a key's and a query's integer.
     Index low = 0, high = 0;
 
     bool read(Index queries, Index keys, Index block, Text &error) {
         if (!q_.data && !k_.data) return true;
-        if (!q_.data || !k_.data) return error.refuse("`%s` are of queries and of keys, or of neither", name_);
+        if (!q_.data || !k_.data) return error.refuse("`%s` must be given for queries and keys, or for neither", name_);
         for (const relskew_array *x : {&q_, &k_}) {
             const Index wanted = x == &q_ ? queries : keys, given = size_of(*x, 0);
             if (x->axes < 1 || x->axes > 2 || given != wanted)
@@ -75,12 +75,12 @@ public:
             });
         }
         first_ = std::min(ends[0][0], ends[1][0]), last_ = std::max(ends[0][1], ends[1][1]);
-        Memory<Index> values;  // where numbers are far apart, their ranks serve as well
+        Memory<Index> values;  // if numbers are far apart, their ranks replace them
         Index count = 0;
         if (last_ - APART >= first_) {
             if (block) return error.refuse("`%s` must be less than 2**30 apart", name_);
             values = memory<Index>(size_of(k_, 1) * keys);
-            if (!values) return error.refuse("there is no memory");
+            if (!values) return error.refuse("not enough memory");
             each(k_, [&](Index, Index, Index value) { values[count++] = value; });
             std::sort(values.get(), values.get() + count);
         }
@@ -95,7 +95,7 @@ public:
         of_queries_ = memory<std::int32_t>(size_of(q_, 1) * queries);
         const Index row = keys + SPARE;
         of_keys_ = memory<std::int32_t>(size_of(k_, 1) * row);
-        if (!of_queries_ || !of_keys_) return error.refuse("there is no memory");
+        if (!of_queries_ || !of_keys_) return error.refuse("not enough memory");
         each(q_, [&](Index item, Index i, Index value) { of_queries_[item * queries + i] = rank(value); });
         each(k_, [&](Index item, Index i, Index value) { of_keys_[item * row + i] = rank(value); });
         return true;
@@ -144,9 +144,9 @@ struct Reader {
             std::copy(from->sizes, from->sizes + 4, view.sizes), std::copy(from->steps, from->steps + 4, view.steps);
             const int last = view.count - 1;
             if (axes.column.kind != Axis::NONE && last >= 0 && view.sizes[last] > 1 && view.steps[last] != 1)
-                return error.refuse("`%s` must have its last axis in one piece", name);
+                return error.refuse("`%s` must be contiguous along its last axis", name);
             if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T))
-                return error.refuse("`%s` lies at an odd address", name);
+                return error.refuse("`%s` must be aligned to its type", name);
         }
         const char *fault = place(view, axes, to);
         return !fault || error.refuse("`%s` %s", name, fault);
@@ -176,7 +176,7 @@ bool seen_positions(const Sizes &x, const Labels &labels, bool causal, Index &lo
     }
     if (low > high || x.keys == 0 || bounds(low).low > bounds(low).high) return false;
     lowest = bounds(high).low - high, highest = bounds(low).high - low;
-    if (x.block) {  // a block's last query looks back furthest, and its first one ahead
+    if (x.block) {  // a block's last query sees furthest back, and its first one furthest ahead
         const Index back = std::max(low, floored(high + 1, x.block) - 1);
         const Index ahead = std::min(high, floored(low + x.block - 1, x.block));
         lowest = std::min(lowest, bounds(back).low - back);
@@ -191,13 +191,13 @@ bool reached(const relskew_call &call, const Sizes &x, const Labels &labels, boo
     if (!tables || call.beyond != RELSKEW_ERROR || !seen_positions(x, labels, causal, low, high)) return true;
     if (-low <= call.left && high <= call.right) return true;
     return error.refuse(
-        "the table reaches relative positions %lld ... %lld, but this call needs %lld ... %lld: make it longer, or let "
-        "it go on with beyond \"clip\" or \"zero\"",
+        "the table reaches relative positions %lld ... %lld, but this call needs %lld ... %lld: use a longer table, or "
+        "set beyond to \"clip\" or \"zero\"",
         static_cast<long long>(-call.left), static_cast<long long>(call.right), static_cast<long long>(low),
         static_cast<long long>(high));
 }
 
-// Numbers of a call, as Python makes them in `_compiled/__init__.py`; whether it is causal.
+// Read the numbers of a call, as `_compiled/__init__.py` does in Python; return whether it is causal.
 template <class Stored>
 bool read_numbers(const relskew_call &call, ProblemOf<Stored> &x) {
     x.items = size_of(call.q, 3), x.heads = size_of(call.q, 2), x.queries = size_of(call.q, 1);
@@ -222,7 +222,7 @@ bool read_numbers(const relskew_call &call, ProblemOf<Stored> &x) {
     return causal;
 }
 
-// One more logit in each row's softmax, without a value.
+// Count the sinks in each row's softmax: one more logit, without a value.
 template <class Stored>
 void count_sinks(const ProblemOf<Stored> &x, const relskew_array &sinks) {
     using Real = typename ProblemOf<Stored>::Real;
@@ -244,7 +244,7 @@ template <class Stored>
 bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     ProblemOf<Stored> x{};
     const bool causal = read_numbers(call, x);
-    if (x.rows < 1) return error.refuse("`left` and `right` must be those of a table with rows");
+    if (x.rows < 1) return error.refuse("`left` and `right` must describe a table with at least one row");
     if (call.block_size < 0) return error.refuse("`block_size` must not be negative");
     Labels segments(call.q_segments, call.k_segments, "segments");
     Labels positions(call.q_positions, call.k_positions, "positions");
@@ -262,13 +262,13 @@ bool attend(const relskew_call &call, const HostTeam &team, Text &error) {
     if (call.sinks.data && !x.lse) {
         x.lse.row = 1, x.lse.head = x.queries, x.lse.item = x.queries * x.heads;
         lse = memory<typename ProblemOf<Stored>::Real>(x.items * x.lse.item);
-        if (!(x.lse.at = lse.get())) return error.refuse("there is no memory");
+        if (!(x.lse.at = lse.get())) return error.refuse("not enough memory");
     }
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain_of_attend(x));
     const auto threads = [&team](void (*work)(void *), void *of, Index count) { team.run(team.of, work, of, count); };
     if (!tasks.make() || !work_off(chosen.of<Stored>().attend, x, tasks, threads, std::max<Index>(1, team.threads)))
-        return error.refuse("there is no memory");
+        return error.refuse("not enough memory");
     if (call.sinks.data) count_sinks(x, call.sinks);
     return true;
 }

@@ -1,4 +1,4 @@
-// Calls of hosts without Python: the structs of relskew.h, checked, on threads of the host's own.
+// Calls from hosts without Python: the structs of relskew.h, checked, on the host's threads.
 #pragma once
 
 #include <cstdarg>
@@ -7,7 +7,7 @@
 #include "../include/relskew.h"
 #include "tasks.hpp"
 
-// The error message; the first one counts.
+// The error message; only the first one is kept.
 class Text {
 public:
     Text(char *at, std::size_t length) : at_(at), length_(length) {
@@ -30,12 +30,12 @@ private:
     bool wrong_ = false;
 };
 
-// Threads that run a function a number of times, or fewer times if there are fewer.
+// Threads that run a function `count` times, or fewer times if there are fewer threads.
 struct HostTeam {
     void (*run)(void *of, void (*work)(void *), void *with, Index count);
     void *of;
     Index threads;
 };
 
-// Compute a call; false if there is something wrong with it.
+// Compute a call; false if an argument is wrong.
 bool attend_for_host(const relskew_call &call, const HostTeam &team, Text &error);

@@ -5,13 +5,13 @@
 
 namespace {
 
-// The table of the keys from its last row to its first: row by row for queries further and further ahead.
+// The table of the keys in reverse: its rows are for queries further and further ahead.
 inline Array<const Stored> turned(Array<const Stored> table, Index rows) {
     if (table) table.at += (rows - 1) * table.row, table.row = -table.row;
     return table;
 }
 
-// A call as a block of its keys sees it, to which a block of queries is what keys are to queries.
+// A call seen from a block of keys, with the roles of queries and keys exchanged.
 inline Problem seen_from_keys(Problem x) {
     x.left = x.rows - 1 - x.left, x.keys = ROWS;
     std::swap(x.before, x.after), std::swap(x.q_positions, x.k_positions);
@@ -19,7 +19,7 @@ inline Problem seen_from_keys(Problem x) {
 }
 
 struct KeySide {
-    static constexpr Index ROW = ROWS + 2 * MARGIN;  // of what is turned around
+    static constexpr Index ROW = ROWS + 2 * MARGIN;  // of the transposed products
 
     const Problem &x;
     const Problem seen;
@@ -28,7 +28,7 @@ struct KeySide {
     Places places;  // of a block of keys, and of the block of queries
     ByRow by_row;
     Reals keys, changed;
-    std::int32_t stands[ROWS + SPARE];  // where the queries do
+    std::int32_t stands[ROWS + SPARE];  // the positions of the queries
 
     explicit KeySide(const Problem &x)
         : x(x),
@@ -56,7 +56,8 @@ struct KeySide {
         places.take(stands);
     }
 
-    // Write the products of the keys start … start + n - 1 with the rows of the table for queries from a position on.
+    // Write the products of the keys start … start + n - 1 with the rows of the table for the queries from a position
+    // on.
     void write(Index item, Index head, Index count, Index position, Index start, Index n, Real *to, Index to_row) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
@@ -83,16 +84,16 @@ struct KeySide {
         for (Index i = 0; i < count; i += PANEL) places.look_up(relative, 0, rows, i, of_key(0) + i, ROW, false);
     }
 
-    // Of what is turned around, a row: zeros are around it.
+    // A row of the transposed gradients, with zeros around it.
     Real *of_key(Index j) const { return changed.get() + MARGIN + j * ROW; }
 
-    // Add what the gradients of logits make of keys and of their table to the gradients of both.
+    // Add the contribution of the logits' gradients to those of the keys and of their table.
     void pull_back(const Rows &keys, Index item, Index count, Index position, Index start, Index n,
                    const Real *d_logits, Index row, Real *d_keys, Index d_keys_row, Real *d_table, Index d_table_row,
                    const Rows &table) {
         for (Index first = 0; first < n; first += ROWS) {
             const Index rows = std::min(ROWS, n - first), key = start + first;
-            for (Index j = 0; j < rows + HIGH; j += LANES)  // past them are zeros, which products may read
+            for (Index j = 0; j < rows + HIGH; j += LANES)  // products may read the zeros after the rows
                 for (Index i = 0; i < padded(count); i += LANES)
                     turn(d_logits + i * row + first + j, row, of_key(j) + i, ROW, LANES, x.rel_scale);
             for (Index j = 0; j < rows + HIGH; j++)  // there is no query
@@ -117,7 +118,7 @@ struct KeySide {
             std::copy_n(x.k.of(item, head / x.group(), first + j), x.width, keys.get() + j * width);
     }
 
-    // Write LANES rows of as many entries as columns, of which some are wanted.
+    // Write LANES transposed rows with one entry per column, of which the first `wanted` are used.
     static void turn(const Real *from, Index from_row, Real *to, Index to_row, Index wanted, Real scale) {
         Vec block[LANES];
         for (Index t = 0; t < LANES; t++) block[t] = load(from + t * from_row) * scale;

@@ -1,4 +1,4 @@
-// Integers of keys and of queries, by which queries see keys: positions or segments.
+// Integers of keys and queries that decide which keys a query sees: positions or segments.
 #pragma once
 
 #include "relative.hpp"
@@ -10,7 +10,7 @@ struct Bounds {
     static constexpr Index LEAST = std::numeric_limits<std::int32_t>::min(),
                            MOST = std::numeric_limits<std::int32_t>::max();
     std::int32_t low = MOST, high = LEAST;
-    bool rises = false;  // whether each is one more than the one before it
+    bool rises = false;  // whether each is one more than its predecessor
 
     static Bounds of(const std::int32_t *x, Index count) {
         Bounds found;
@@ -23,12 +23,12 @@ struct Bounds {
     void take(Bounds others) { low = std::min(low, others.low), high = std::max(high, others.high); }
 };
 
-// A mask that is the same for all queries of an item, as padding is: the keys at both ends that it hides are left out.
+// A mask that is the same for all queries of an item, such as padding: keys that it hides at both ends are skipped.
 struct Padding {
     const Problem &x;
     const bool here;
     Memory<Index> firsts,
-        ends;  // from each key on, the first that is left; and up to it, the last's end
+        ends;  // for each key, the first visible key from it on, and the end of the last one before it
     Index item = -1;
 
     explicit Padding(const Problem &x) : x(x), here(is_of_keys(x.seen) || is_of_keys(x.added)) {}
@@ -60,14 +60,14 @@ private:
     }
 };
 
-// Those of an item's keys and of a block of queries, if there are any.
+// The labels of an item's keys and of a block of queries, if there are any.
 struct Labels {
     const Problem &x;
     const Array<const std::int32_t> of_queries, of_keys;
-    const bool places;  // a query sees those that the pattern says, or else those like its own
+    const bool places;  // positions, which follow the pattern; else segments, which must be equal
     const std::int32_t *keys = nullptr, *queries = nullptr;
     Memory<Bounds> vectors;  // of LANES keys each
-    Bounds all;              // of the keys
+    Bounds all;              // of all keys
 
     Labels(const Problem &x, Array<const std::int32_t> of_queries, Array<const std::int32_t> of_keys, bool places)
         : x(x), of_queries(of_queries), of_keys(of_keys), places(places) {}
@@ -94,7 +94,7 @@ struct Labels {
         if (*this) queries = of_queries.of(item, 0) + first;
     }
 
-    // Which of them a query of the block sees.
+    // The range of labels that a query of the block sees.
     Bounds seen(Index m) const {
         if (!places) return {queries[m], queries[m]};
         const Seen seen = Seen::positions(x, queries[m], queries[m]);
@@ -102,7 +102,7 @@ struct Labels {
         return {held(seen.low), held(seen.high - 1)};
     }
 
-    // Leave out vectors of keys, at both ends, that none of some queries sees.
+    // Skip vectors of keys, at both ends, that none of these queries sees.
     void narrow(Index m, Index rows, Seen &there) const {
         if (!*this) return;
         Bounds seen;

@@ -1,5 +1,4 @@
-// The kernels for one kind of processors and one dtype of arrays: compiled once for each LEVEL and each STORED, see
-// setup.py.
+// The kernels for one kind of processor and one dtype of arrays; setup.py compiles this file for each LEVEL and STORED.
 #include "backward.hpp"
 #include "few.hpp"
 

@@ -36,7 +36,7 @@ struct Passes {
     Kernel<Stored> attend, pull_back;
 };
 
-// The compiled levels, the lowest first, and whether this processor supports them.
+// The compiled levels in ascending order, and whether this processor supports them.
 struct Level {
     const char *name;
     std::tuple<Passes<float>, Passes<double>, Passes<Float16>, Passes<BFloat16>> passes;
@@ -63,8 +63,8 @@ Level levels[] = {
 
 void look_at_processor() {
 #if defined(LEVELS_OF_X86_64)
-    __builtin_cpu_init();        // nothing says that the compiler's own start has come before
-    unsigned a, b, features, d;  // by number: GCC 10 and Clang 16 have no name for f16c
+    __builtin_cpu_init();        // static initializers may run before the compiler's own
+    unsigned a, b, features, d;  // GCC 10 and Clang 16 have no name for f16c, so its bit is read
     const bool halves = __get_cpuid(1, &a, &b, &features, &d) && (features & bit_F16C);
     levels[1].here = halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     levels[2].here = levels[1].here && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&

@@ -1,16 +1,16 @@
-// Queries and keys at arbitrary positions: which column of a product with a table a pair reads is looked up.
+// Queries and keys at arbitrary positions: the column of a product with a table is looked up for each pair.
 #pragma once
 
 #include "labels.hpp"
 
 namespace {
 
-constexpr Index TABLE = Index{1} << 30;  // further than a table reaches that queries look up rows of
+constexpr Index TABLE = Index{1} << 30;  // an upper bound of the reach of tables whose rows are looked up
 
-// How many relative positions there may be in addition to those of a block of keys.
+// How many columns of relative positions arbitrary positions need in addition to those of a block of keys.
 inline Index columns_anywhere(const Problem &x) { return x.k_positions ? x.rows + PANEL : 0; }
 
-// The relative positions that a block of queries distinguishes: lower or higher ones count as these.
+// The relative positions that a block of queries distinguishes; lower and higher ones are clipped to these.
 struct Reach {
     Index low = 0, high = 0;
 
@@ -23,7 +23,7 @@ struct Reach {
 
     Index count() const { return high - low + 1; }
 
-    // Which of them are between a query and LANES keys.
+    // The columns of a query and LANES keys.
     Ints columns(std::int32_t query, const std::int32_t *keys) const {
         const auto held = [](Ints x, Index low, Index high) {
             const Ints least = Ints{} + static_cast<std::int32_t>(low), most = Ints{} + static_cast<std::int32_t>(high);
@@ -31,22 +31,23 @@ struct Reach {
             return x > most ? most : x;
         };
         const Index least = std::max(Bounds::LEAST, query - TABLE), most = std::min(Bounds::MOST, query + TABLE);
-        const Ints near = held(load_ints(keys), least, most);  // whose difference from the query does not wrap
+        // clipped, so that the difference from the query does not wrap
+        const Ints near = held(load_ints(keys), least, most);
         return held(near - query, low, high) - static_cast<std::int32_t>(low);
     }
 
-    // Whether they all count as the lowest, or the highest.
+    // Whether all keys are clipped to the lowest, or the highest, position.
     bool all_low(std::int32_t query, Bounds keys) const { return Index{keys.high} - query <= low; }
     bool all_high(std::int32_t query, Bounds keys) const { return Index{keys.low} - query >= high; }
 
-    // Whether a whole vector of keys reads columns that are one after the other.
+    // Whether a whole vector of keys reads consecutive columns.
     bool holds(std::int32_t query, Bounds keys) const {
         const Index first = Index{keys.low} - query;
         return keys.rises && keys.high - keys.low == LANES - 1 && low <= first && first + LANES - 1 <= high;
     }
 };
 
-// The positions of the keys of an item and of the queries of a block, unless they are consecutive.
+// The positions of an item's keys and of a block of queries, unless they are consecutive.
 struct Places : Labels {
     Reach reach;
 
@@ -60,13 +61,13 @@ struct Places : Labels {
     // Write the products of the block's queries with a table, from the lowest relative position to the highest.
     void multiply(Relative &relative, const Real *met, Index met_row, Index count) const {
         if (!*this || !relative) return;
-        if (!relative.table) count = 1;  // a bias is the same for all
+        if (!relative.table) count = 1;  // a bias is the same for all queries
         for (Index m = 0; m < count; m += HIGH)
             relative.multiply(met, met_row, m, std::min<Index>(HIGH, count - m), reach.low, reach.high + 1,
                               relative.origin(reach.low));
     }
 
-    // Write them for the keys that use these rows: PANEL of them, from `key` on; or add them to what is there.
+    // Write, or add, the products at the columns of PANEL keys from `key` on.
     void look_up(const Relative &relative, Index m, Index rows, Index key, Real *to, Index to_row, bool adds) const {
         const Index origin = relative.origin(reach.low), step = relative.table ? relative.row : 0;
         for (Index i = m; i < m + rows; i++, to += to_row) {
@@ -107,7 +108,7 @@ struct Sight {
         segments.take_queries(item, first), places.take_queries(item, first, count);
     }
 
-    // The keys, of low … high - 1, that some queries of a block may see, the first one at position p.
+    // The keys of low … high - 1 that some queries of a block may see; the first query has the position p.
     Seen of(Index m, Index rows, Index p, Index low, Index high) const {
         Seen seen = Seen::of(x, p, p + rows - 1);
         seen = {std::max(low, seen.low), std::min(high, seen.high)};
@@ -119,13 +120,13 @@ struct Sight {
     void hide(Index m, const Row &row, Index first) const { segments.hide(m, row, first), places.hide(m, row, first); }
 };
 
-// What products of a block begin with, and the step from row to row.
+// The numbers that the products of a block are added to, and the step between their rows.
 struct Start {
     const Real *at;
     Index row;
 
-    // Those of some queries, the first at position p, with PANEL keys from `key` on. Where they are looked up, or added
-    // to the numbers that are already in `to`.
+    // The start for some queries, the first at position p, and PANEL keys from `key` on. Products at arbitrary
+    // positions, and those that `adds` asks for, are added to the numbers in `to`.
     static Start of(const Relative &relative, const Places &places, Index m, Index rows, Index key, Index p,
                     Index origin, Real *to, Index to_row, bool adds = false) {
         if (places && relative) {
@@ -141,11 +142,11 @@ struct Start {
     }
 };
 
-// For each query of a block, the summed weights of all keys that use a row of a table.
+// For each query of a block, the sum of the weights of all keys that use a row of a table.
 struct ByRow {
     const Problem &x;
     const Places &places;
-    const bool alike;  // whether it is enough to have them of all queries together
+    const bool alike;  // whether one sum for all queries together is enough
     Reals at;
     Index row = 0;
 
@@ -155,7 +156,7 @@ struct ByRow {
 
     bool make(Index height) {
         if (!places) return true;
-        row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector takes what is not needed
+        row = padded(x.rows + 2 + HIGH) + LANES;  // the last vector holds columns that are not used
         at = reals(((alike ? 0 : height) + HIGH) * row);
         return static_cast<bool>(at);
     }
@@ -168,7 +169,7 @@ struct ByRow {
         for (Index c = 0; c < places.reach.count(); c += LANES) store(of(m) + c, load(of(m) + c) * factor);
     }
 
-    // Add the weights of a row to those of query m; `first` is the key of column 0.
+    // Add a row of weights to the sums of query m; `first` is the key of column 0.
     void add(Index m, const Row &weights, Index first) {
         const Reach reach = places.reach;
         const std::int32_t p = places.queries[m], last = static_cast<std::int32_t>(reach.count() - 1);
@@ -184,7 +185,7 @@ struct ByRow {
             } else if (reach.holds(p, there)) {
                 Real *sums = to + (there.low - Index{p} - reach.low);
                 store(sums, load(sums) + own);
-            } else {  // many terms add to both ends, where each would wait for the one before: not these
+            } else {  // many keys add to both ends, and each addition would wait for the previous one: skip these
                 const Ints c = reach.columns(p, places.keys + first + j);
                 const Ints lowest = c == 0, highest = (c == last) & ~lowest;
                 low += lowest ? own : Vec{};
@@ -197,7 +198,7 @@ struct ByRow {
         to[last] += sum(high);
     }
 
-    // Add what they make of the rows of a table.
+    // Add the table's rows, multiplied by the sums, to the outputs.
     void mix(Index count, const Rows &table, Real *out, Index out_row) const {
         const auto add = [&](Index first, Index n, const Real *weights) {
             if (n <= 0) return;
@@ -210,7 +211,7 @@ struct ByRow {
             if (is_beyond(side)) add(edge(side), 1, of(0) + last(side));
     }
 
-    // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
+    // Add the queries' rows, multiplied by the sums, to the gradients of the table's rows.
     void spread(Index count, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         if (first_row() < end_row())
             add_product(end_row() - first_row(), count, Matrix{column(first_row()), 1, row}, from, from_row, width,

@@ -1,4 +1,4 @@
-// The module `_kernels`: calls of Python, and the choice between what was compiled for this processor.
+// The Python module `_kernels`: it reads the arguments of calls and chooses the kernels compiled for this processor.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -13,7 +13,7 @@ namespace {
 
 const Level *chosen = nullptr;
 
-// use(name): work with what was compiled for a kind of processors; tests do so.
+// use(name): select the kernels of a kind of processor. Only tests call it.
 PyObject *use(PyObject *, PyObject *name) {
     for (const Level &level : levels) {
         PyObject *own = PyUnicode_FromString(level.name);
@@ -24,10 +24,10 @@ PyObject *use(PyObject *, PyObject *name) {
         chosen = &level;
         Py_RETURN_NONE;
     }
-    return PyErr_Format(PyExc_ValueError, "%R is not compiled, or not for this processor", name);
+    return PyErr_Format(PyExc_ValueError, "%R must be a level that is compiled and that this processor supports", name);
 }
 
-// How a buffer and DLPack call a type of numbers; no buffer has a word for bfloat16.
+// A number type as buffers and DLPack encode it; buffers have no code for bfloat16.
 struct Type {
     char format;
     std::uint8_t code;
@@ -42,7 +42,7 @@ constexpr Type TYPE = std::is_same_v<T, float>          ? Type{'f', 2, sizeof(T)
                       : std::is_same_v<T, std::int32_t> ? Type{'i', 0, sizeof(T)}
                                                         : Type{'?', 6, sizeof(T)};
 
-// The part of DLPack's capsules that is read here.
+// The fields of a DLPack capsule that are read here.
 struct Exchanged {
     void *data;
     std::int32_t device, device_number, axes;
@@ -59,7 +59,7 @@ class Reader {
     Py_buffer buffers_[MOST];
     int count_ = 0;
     PyObject *const *next_;
-    PyObject *opened_ = nullptr;  // whose buffer is the first one already
+    PyObject *opened_ = nullptr;  // the first array, whose buffer is open already
 
 public:
     explicit Reader(PyObject *const *args) : next_(args) {}
@@ -68,7 +68,7 @@ public:
         while (count_) PyBuffer_Release(&buffers_[--count_]);
     }
 
-    // The type of an array, the first that is looked at; what is none is refused when it is read.
+    // The type of the first array. An object that is no array is rejected when it is read.
     Type type_of(PyObject *from) {
         if (PyCapsule_CheckExact(from)) {
             const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
@@ -84,22 +84,22 @@ public:
     PyObject *next() { return *next_++; }
     Index whole() { return PyLong_AsLongLong(next()); }
 
-    // Read None, an object with a buffer, or a capsule of DLPack.
+    // Read None, an object with a buffer, or a DLPack capsule.
     template <class T>
     bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
         PyObject *from = next();
         if (from == Py_None) return need != Need::MUST || refuse(name, "is missing");
-        if (need == Need::NOT) return refuse(name, "has no place in its call");
+        if (need == Need::NOT) return refuse(name, "must be None in this call");
         View view{};
         const Type type = TYPE<std::remove_const_t<T>>;
         if (!(PyCapsule_CheckExact(from) ? read_exchanged(name, from, type, view)
                                          : read_buffer(name, from, type, !std::is_const_v<T>, view)))
             return false;
         if (const char *fault = place(view, axes, to)) return refuse(name, fault);
-        if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T)) return copy(name, "lies at an odd address");
+        if (reinterpret_cast<std::uintptr_t>(view.at) % alignof(T)) return copy(name, "is not aligned to its type");
         const int last = view.count - 1;
         const bool in_rows = axes.column.kind == Axis::NONE || view.sizes[last] < 2 || view.steps[last] == 1 || !to.at;
-        return in_rows || copy(name, "has rows in pieces");
+        return in_rows || copy(name, "is not contiguous along its last axis");
     }
 
 private:
@@ -108,7 +108,7 @@ private:
         return false;
     }
 
-    // Of these a copy would do.
+    // Raise a BufferError: a copy of the array would work.
     static bool copy(const char *name, const char *why) {
         PyErr_Format(PyExc_BufferError, "%s %s", name, why);
         return false;
@@ -117,33 +117,34 @@ private:
     bool read_buffer(const char *name, PyObject *from, Type type, bool writes, View &view) {
         const bool is_open = from == opened_ && !writes;
         Py_buffer &buffer = buffers_[is_open ? 0 : count_];
-        if (!is_open && count_ == MOST) return refuse(name, "is one array too many");
+        if (!is_open && count_ == MOST) return refuse(name, "exceeds the number of arrays that a call can have");
         if (!is_open &&
             PyObject_GetBuffer(from, &buffer, PyBUF_STRIDES | PyBUF_FORMAT | (writes ? PyBUF_WRITABLE : 0))) {
             if (!writes) return false;
             PyErr_Clear();
-            return refuse(name, "is not there to be written to");
+            return refuse(name, "is not writable");
         }
         count_ += !is_open;
         const char *format = buffer.format ? buffer.format : "B";
-        if (*format == '=') format++;  // this machine's own order, at odd addresses
+        if (*format == '=') format++;  // native byte order, without alignment
         const bool same = format[0] == type.format || (format[0] == 'l' && type.format == 'i');
-        if (!same || format[1] || buffer.itemsize != type.size) return refuse(name, "has another type");
+        if (!same || format[1] || buffer.itemsize != type.size) return refuse(name, "has the wrong type");
         if (buffer.ndim > 4) return refuse(name, "has too many axes");
         view.at = buffer.buf, view.count = buffer.ndim;
         for (int i = 0; i < view.count; i++) {
             view.sizes[i] = buffer.shape[i], view.steps[i] = buffer.strides[i] / type.size;
-            if (buffer.strides[i] % type.size && view.sizes[i] > 1) return copy(name, "has steps of parts of numbers");
+            if (buffer.strides[i] % type.size && view.sizes[i] > 1)
+                return copy(name, "has strides that are not multiples of its item size");
         }
         return true;
     }
 
     static bool read_exchanged(const char *name, PyObject *from, Type type, View &view) {
         const auto *own = static_cast<const Exchanged *>(PyCapsule_GetPointer(from, "dltensor"));
-        if (!own) return PyErr_Clear(), refuse(name, "is no array");
+        if (!own) return PyErr_Clear(), refuse(name, "is not an array");
         if (own->code != type.code || own->bits != 8 * type.size || own->lanes != 1)
-            return refuse(name, "has another type");
-        if (own->device != CPU) return refuse(name, "is on another device");
+            return refuse(name, "has the wrong type");
+        if (own->device != CPU) return refuse(name, "is not in the CPU's memory");
         if (own->axes > 4) return refuse(name, "has too many axes");
         if (!own->data && !is_empty(*own)) return copy(name, "has no memory");
         view.at = own->data ? static_cast<char *>(own->data) + own->offset : nullptr, view.count = own->axes;
@@ -155,7 +156,7 @@ private:
     static bool is_empty(const Exchanged &x) { return std::find(x.sizes, x.sizes + x.axes, 0) != x.sizes + x.axes; }
 };
 
-// How many values of each kind a call has, and their names.
+// The names of the values of one kind, as a list.
 struct Names {
     PyObject *list = PyList_New(0);
 
@@ -180,12 +181,12 @@ struct Names {
     }
 };
 
-// Keys and offset, a tuple of the other numbers, the arrays, the integers.
+// Read keys and offset, a tuple of the other numbers, the arrays, and the integers.
 template <class Stored>
 bool read_call(Reader &from, ProblemOf<Stored> &x) {
     x.keys = from.whole(), x.offset = from.whole();
     PyObject *numbers = from.next();
-    if (!PyTuple_Check(numbers)) return PyErr_SetString(PyExc_TypeError, "numbers are a tuple"), false;
+    if (!PyTuple_Check(numbers)) return PyErr_SetString(PyExc_TypeError, "numbers must be a tuple"), false;
     const Py_ssize_t count = PyTuple_Size(numbers);
     Py_ssize_t at = -2;
     x.numbers([&](const char *, auto &number) {
@@ -198,12 +199,12 @@ bool read_call(Reader &from, ProblemOf<Stored> &x) {
         at++;
     });
     if (PyErr_Occurred()) return false;
-    if (at != count) return PyErr_Format(PyExc_TypeError, "%zd numbers are wanted, got %zd", at, count), false;
+    if (at != count) return PyErr_Format(PyExc_TypeError, "expected %zd numbers, got %zd", at, count), false;
     if (x.is_too_large()) return PyErr_NoMemory(), false;
     return x.arrays(from) && x.integers(from);
 }
 
-// How many pairs of queries and keys there are in each task of a head.
+// Return the number of pairs of queries and keys in each task of a head.
 PyObject *cut(const Tasks &tasks) {
     PyObject *found = PyTuple_New(tasks.of_a_head());
     for (Index i = 0; found && i < tasks.of_a_head(); i++) {
@@ -213,13 +214,13 @@ PyObject *cut(const Tasks &tasks) {
     return found;
 }
 
-// Work on a call without the interpreter's lock, which is taken now and then to notice an interrupt.
+// Run a call without the interpreter's lock, which is taken from time to time to check for an interrupt.
 template <class Stored>
 PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader &from) {
     const auto team = reinterpret_cast<Team>(PyLong_AsVoidPtr(from.next()));
     const Index threads = from.whole();
     if (PyErr_Occurred()) return nullptr;
-    const char *wrong = threads < 0 ? "there are no threads" : x.wrong();
+    const char *wrong = threads < 0 ? "threads must not be negative" : x.wrong();
     if (wrong) return PyErr_Format(PyExc_TypeError, "%s", wrong);
     x.narrow();
     Tasks tasks(x, static_cast<bool>(x.k_positions), grain);
@@ -246,11 +247,11 @@ PyObject *work(Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Reader 
 Py_ssize_t forward_count, backward_count;
 
 bool check_count(Py_ssize_t count, Py_ssize_t wanted) {
-    if (count != wanted) PyErr_Format(PyExc_TypeError, "%zd arguments are wanted, got %zd", wanted, count);
+    if (count != wanted) PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, count);
     return count == wanted;
 }
 
-// attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, team, threads); on no threads: see `cut`
+// attend(keys, offset, numbers, *ARRAYS, *INTEGERS, *RESULTS, team, threads); with no threads, see `cut`
 template <class Stored>
 PyObject *attend_of(Reader &from) {
     ProblemOf<Stored> x{};
@@ -266,7 +267,7 @@ PyObject *pull_back_of(Reader &from) {
     return work(chosen->of<Stored>().pull_back, x, grain_of_pull_back(x), from);
 }
 
-// A call's dtype is that of its queries, the first array.
+// The dtype of a call is that of the queries, its first array.
 template <class Visit>
 PyObject *with_type(const Type &type, Visit &&visit) {
     const auto is = [&](const Type &other) {
@@ -297,7 +298,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// What XLA calls, by the addresses that XLA_ATTEND and XLA_PULL_BACK hold.
+// The functions that XLA calls, at the addresses XLA_ATTEND and XLA_PULL_BACK.
 xla::Error *xla_attend(xla::Frame *frame) {
     if (xla::tell_version(frame)) return nullptr;
     return xla::of_doubles(frame) ? xla::attend(chosen->of<double>().attend, frame)
@@ -317,8 +318,8 @@ bool add_address(PyObject *module, const char *name, xla::Handler *handler) {
     return done;
 }
 
-// Declare the names of a call's arguments in their order: WHOLE and REAL numbers, of which keys and offset come first;
-// ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and how many keys INTEGERS have to spare.
+// Declare the names of the arguments of a call in order: WHOLE and REAL numbers, the first of which are keys and
+// offset; ARRAYS, INTEGERS, RESULTS, COTANGENTS and GRADIENTS; and SPARE, the padding of the keys' integers.
 bool declare(PyObject *module) {
     ProblemOf<float> x{};
     Names whole, real, arrays, integers, results, cotangents, gradients;
@@ -334,7 +335,7 @@ bool declare(PyObject *module) {
            gradients.put(module, "GRADIENTS") && !PyModule_AddIntConstant(module, "SPARE", SPARE);
 }
 
-// LEVELS: what this processor can do, the best last.
+// LEVELS: the levels that this processor supports, the best last.
 int start(PyObject *module) {
     look_at_processor();
     Names names;

@@ -1,5 +1,5 @@
-// The part of onnxruntime's C interface that is used: the places of a table of functions that only grows, and the
-// struct that describes an operator, as it has been since version 17 of the interface (release 1.17).
+// The part of onnxruntime's C interface that is used: indices into its append-only table of functions, and the struct
+// that describes an operator, as of version 17 of the interface (release 1.17).
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,18 @@ struct Status;
 struct Operator;
 struct Options;
 struct Domain;
-struct Info;     // of a node, when its kernel is made
+struct Info;     // of a node, when its kernel is created
 struct Context;  // of a node, when it runs
 struct Value;
 struct Shape;  // and type of a tensor
 
-constexpr std::uint32_t VERSION = 17;  // the first with shared threads for operators
+constexpr std::uint32_t VERSION = 17;  // the first that shares its threads with operators
 
 enum Code : int { FAIL = 1, INVALID_ARGUMENT = 2 };
 
 enum Type : int { UNDEFINED = 0, FLOAT32 = 1, INT64 = 7, BOOL = 9, FLOAT16 = 10, FLOAT64 = 11, BFLOAT16 = 16 };
 
-// The functions that are called, by their places in the table.
+// The functions that are called, by their indices in the table.
 class Functions {
     template <class Function>
     Function *place(std::size_t number) const {
@@ -52,13 +52,13 @@ public:
     }
 };
 
-// What a library is given when it is registered.
+// The argument of a library's registration function.
 struct Base {
-    const Functions *(*functions)(std::uint32_t version);  // null where the runtime is older
+    const Functions *(*functions)(std::uint32_t version);  // returns null if the runtime is older
     const char *(*release)();
 };
 
-// An operator for one type of numbers; the first argument is the operator, which may be the start of a larger struct.
+// An operator for one type of numbers. The first argument is the operator, which may be the start of a larger struct.
 struct Operator {
     std::uint32_t version;
     void *(*unused_make)(const Operator *, const Functions *, const Info *);
@@ -72,7 +72,7 @@ struct Operator {
     void (*destroy)(void *kernel);
     int (*input_kind)(const Operator *, std::size_t);  // 0: required, 1: optional
     int (*output_kind)(const Operator *, std::size_t);
-    int (*input_memory)(const Operator *, std::size_t);  // 0: the provider's own
+    int (*input_memory)(const Operator *, std::size_t);  // 0: the memory of the execution provider
     int (*unused_variadic[4])(const Operator *);
     Status *(*make)(const Operator *, const Functions *, const Info *, void **kernel);
     Status *(*run)(void *kernel, Context *);

@@ -1,4 +1,4 @@
-// What a node `relskew::RelativeAttention` has: its inputs, its outputs and what its attributes say.
+// A node `relskew::RelativeAttention`: its inputs, outputs and attributes.
 #pragma once
 
 #include <cmath>
@@ -11,11 +11,11 @@ namespace {
 
 using namespace onnx;
 
-// The inputs of a node in their order; `offset` and the past are no arrays of a call.
+// The inputs of a node in order; `offset` and the past are not arrays of a call.
 struct Input {
     const char *name;
     relskew_array relskew_call::*at;
-    Type type;  // UNDEFINED: the type that the operator is for
+    Type type;  // UNDEFINED: the type of the operator
 };
 enum : std::size_t { Q, K, V, MASK = 8, ADDED, Q_SEGMENTS = 11, K_SEGMENTS, OFFSET = 15, PAST_KEY, PAST_VALUE };
 constexpr Input INPUTS[] = {
@@ -41,7 +41,7 @@ constexpr Input INPUTS[] = {
 constexpr std::size_t INPUT_COUNT = sizeof INPUTS / sizeof *INPUTS, OUTPUT_COUNT = 4;
 enum : std::size_t { OUT, PRESENT_KEY, PRESENT_VALUE, LSE };
 
-constexpr int INTERFACE = 1;  // of the attributes: a node that says a later one is refused
+constexpr int INTERFACE = 1;  // of the attributes: nodes with a later version are rejected
 
 struct RelativeAttention : Operator {
     Type type;
@@ -49,7 +49,7 @@ struct RelativeAttention : Operator {
     Index bytes;
 };
 
-// Calls of the runtime, the first failure of which is kept.
+// Calls of the runtime; the first failure is kept.
 struct Calls {
     const Functions &ort;
     Status *status = nullptr;
@@ -65,19 +65,20 @@ struct Calls {
     bool refuse(const char *why) { return (*this)(ort.make_status()(INVALID_ARGUMENT, why)); }
 };
 
-// A node: what its attributes say.
+// The attributes of a node.
 struct Node {
     const RelativeAttention &of;
     const Functions &ort;
     relskew_call call = relskew_new_call();
     Index heads = 0, kv_heads = 0;  // of arrays (batch, length, heads · width)
-    Index lead = -1;                // which row of longer tables is for r = 0; -1: tables have no other rows
+    Index lead = -1;                // which row of a longer table is r = 0; -1: tables have no extra rows
 
-    bool by_distance = false;  // whether the bias is a number of each head that distances multiply
+    bool by_distance = false;  // whether the bias is one slope per head, multiplied by the distance
 
     bool read(const Info *info, Calls &calls) {
         if (whole(info, "interface", 1) > INTERFACE)
-            return calls.refuse("relskew: the model was written by a later relskew: take the library of that one");
+            return calls.refuse(
+                "relskew: the model was written by a later version of relskew: use the library of that version");
         call.type = of.own_type;
         heads = whole(info, "num_heads", 0), kv_heads = whole(info, "kv_num_heads", 0);
         call.left = whole(info, "left", 0), call.right = whole(info, "right", 0);
@@ -108,7 +109,7 @@ private:
         return is_there(ort.whole()(info, name, &found)) ? found : otherwise;
     }
 
-    // A number of more digits than a float: the nearest one, and what is left.
+    // A number with more digits than a float: the sum of the nearest float and the rest.
     double real(const Info *info, const char *name, double otherwise) const {
         char name_of_rest[32];
         std::snprintf(name_of_rest, sizeof name_of_rest, "%s_rest", name);

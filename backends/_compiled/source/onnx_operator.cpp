@@ -1,4 +1,4 @@
-// `relskew::RelativeAttention` for onnxruntime: what a session loads by `register_custom_ops_library`.
+// `relskew::RelativeAttention` for onnxruntime; a session loads it with `register_custom_ops_library`.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -16,7 +16,7 @@ Index count_processors() {
 #endif
 }
 
-const Index processors = count_processors();  // once: the C library reads a file for it, which takes as long as a token
+const Index processors = count_processors();  // once: the C library reads a file, which takes as long as a token
 
 // One run of a node.
 class Run {
@@ -25,7 +25,7 @@ class Run {
     Context *const context_;
     relskew_call call_;
     relskew_array inputs_[INPUT_COUNT] = {};
-    const Index *offsets_ = nullptr;  // of the items, or one of all
+    const Index *offsets_ = nullptr;  // one for each item, or one for all
     bool differ_ = false, side_by_side_ = false;
 
 public:
@@ -45,7 +45,8 @@ private:
             if (!read(i, inputs_[i])) return false;
             if (INPUTS[i].at && inputs_[i].data) call_.*INPUTS[i].at = inputs_[i];
         }
-        if (inputs_[MASK].data && inputs_[ADDED].data) return calls.refuse("relskew: `mask` excludes `added`");
+        if (inputs_[MASK].data && inputs_[ADDED].data)
+            return calls.refuse("relskew: pass either `mask` or `added`, not both");
         call_.mask_adds = inputs_[ADDED].data != nullptr;
         cut_tables();
         if (call_.sinks.data && call_.sinks.axes == 3) call_.sinks.axes = 1;  // (heads, 1, 1)
@@ -64,7 +65,7 @@ private:
         return true;
     }
 
-    // Leave out the rows before and behind those that the call is for.
+    // Skip the rows of tables before and after those of the call.
     void cut_tables() {
         const Index first = node_.lead - call_.left, rows = call_.left + call_.right + 1;
         for (relskew_array *x : {&call_.rel_k, &call_.rel_v, &call_.key_table, &call_.rel_bias}) {
@@ -74,7 +75,7 @@ private:
         }
     }
 
-    // Read an input, if it is there; (batch, length, heads · width) as the four axes that it has.
+    // Read an input if there is one, (batch, length, heads · width) as four axes.
     bool read(std::size_t number, relskew_array &to) {
         const Value *value = nullptr;
         Shape *shape = nullptr;
@@ -88,7 +89,7 @@ private:
         ort_.free_shape()(shape);
         if (!known) return false;
         static Index nothing;
-        if (!to.data) to.data = &nothing;  // of no numbers
+        if (!to.data) to.data = &nothing;  // an empty array needs an address
         to.axes = static_cast<std::int32_t>(axes), set_steps(to);
         const Index heads = number == Q ? node_.heads : node_.kv_heads;
         if (number > V || axes != 3 || heads < 1 || to.sizes[2] % heads) return true;
@@ -106,7 +107,7 @@ private:
         x = {x.data, 4, {batch, heads, length, width}, {length * all, width, all, 1}};
     }
 
-    // Ask for an output; without data where it has no place.
+    // Request an output; a missing output has no data.
     bool make(std::size_t number, std::initializer_list<Index> sizes, relskew_array &to) {
         Value *value = nullptr;
         to.axes = static_cast<std::int32_t>(sizes.size());
@@ -115,7 +116,7 @@ private:
         return !value || calls(ort_.data()(value, &to.data));
     }
 
-    // Put the new keys and values behind those of the past, in place where there is an offset; all of them are seen.
+    // Append the new keys and values to the past, in place if there is an offset; attention sees all of them.
     bool append(relskew_array (&present)[2]) {
         if (!inputs_[PAST_KEY].data && !inputs_[PAST_VALUE].data) return true;
         if (!offsets_) call_.offset = inputs_[PAST_KEY].sizes[2];
@@ -125,7 +126,8 @@ private:
             const Index count = added.sizes[2], batch = added.sizes[0], heads = added.sizes[1], width = added.sizes[3];
             if (!past.data || past.axes != 4 || past.sizes[0] != batch || past.sizes[1] != heads ||
                 past.sizes[3] != width)
-                return calls.refuse("relskew: a past must have the sizes of what is new, but for its length");
+                return calls.refuse(
+                    "relskew: a past must have the sizes of the new keys and values, except for its length");
             const Index room = past.sizes[2] + (offsets_ ? 0 : count);
             if (!make(PRESENT_KEY + i, {batch, heads, room, width}, present[i])) return false;
             if (!present[i].data) return calls.refuse("relskew: a node with a past must give the present");
@@ -148,7 +150,7 @@ private:
         return calls.refuse(why);
     }
 
-    // The past of a head, if it does not lie there already, and what is new.
+    // Copy the past of a head, unless it is there already, and append the new rows.
     void put(const relskew_array &past, const relskew_array &added, const relskew_array &to, Index item, Index head) {
         const Index bytes = node_.of.bytes, row = to.sizes[3] * bytes, count = added.sizes[2], first = offset(item);
         const auto at = [&](const relskew_array &x, Index i) {
@@ -173,7 +175,7 @@ private:
         if (!made || !make(LSE, {batch, heads, queries}, call_.lse)) return false;
         if (batch == 0 || queries == 0) return true;
         if (side_by_side_) split(call_.out, heads);
-        for (Index first = 0, end; first < batch; first = end) {  // items that go on at the same place
+        for (Index first = 0, end; first < batch; first = end) {  // consecutive items with the same offset
             for (end = differ_ ? first + 1 : batch; end < batch && offset(end) == offset(first);) end++;
             if (!attend(first, end, cached)) return false;
         }
@@ -192,7 +194,7 @@ private:
         cut(some.lse, 3, of_lse), cut(some.mask, 4, some.mask_adds ? bytes : 1);
         for (relskew_array *x : {&some.q_segments, &some.k_segments, &some.q_positions, &some.k_positions})
             cut(*x, 2, sizeof(Index));
-        if (cached) {  // of what is filled
+        if (cached) {  // only the filled part of the cache
             const Index keys = some.offset + some.q.sizes[2];
             some.k.sizes[2] = some.v.sizes[2] = keys;
             for (relskew_array *x : {&some.mask, &some.k_segments})
@@ -205,7 +207,7 @@ private:
         }
         const Memory made(node_.by_distance && some.rel_bias.data ? make_bias(some) : nullptr);
         if (node_.by_distance && some.rel_bias.data && !made)
-            return calls.refuse("relskew: there is no memory for a bias by distance, or it is in half precision");
+            return calls.refuse("relskew: not enough memory for a bias by distance, or the bias is in half precision");
         char why[240] = "relskew: ";
         const std::size_t start = std::strlen(why);
         Text text(why + start, sizeof why - start);
@@ -214,7 +216,7 @@ private:
 
     using Memory = std::unique_ptr<void, Free>;
 
-    // Write down a bias by distance for what a call can see; null if there is no memory, or in half precision.
+    // Materialise a bias by distance for the positions of a call; null if there is no memory, or in half precision.
     void *make_bias(relskew_call &some) const {
         some.left = std::max<Index>(0, some.offset + some.q.sizes[2] - 1);
         some.right = std::max(-some.left, some.k.sizes[2] - 1 - some.offset);
@@ -234,7 +236,7 @@ private:
         return made;
     }
 
-    // Work on the threads of the runtime, which may be fewer.
+    // Run on the threads of the runtime, of which there may be fewer.
     static void on_threads(void *run, void (*work)(void *), void *of, Index count) {
         struct Turns {
             void (*work)(void *);
@@ -252,7 +254,7 @@ private:
 Status *make(const Operator *op, const Functions *ort, const Info *info, void **kernel) {
     Calls calls{*ort};
     void *place = std::malloc(sizeof(Node));
-    if (!place) return ort->make_status()(FAIL, "relskew: there is no memory");
+    if (!place) return ort->make_status()(FAIL, "relskew: not enough memory");
     Node *node = new (place) Node{*static_cast<const RelativeAttention *>(op), *ort};
     if (node->read(info, calls))
         *kernel = node;

@@ -1,12 +1,12 @@
-// Rows as pairs of bfloat16, for processors that multiply these: pairs of columns of what is on the left of a product,
-// and of rows of what is on its right.
+// Rows as pairs of bfloat16, for processors that multiply pairs: pairs of columns of the left factor of a product, and
+// pairs of rows of the right one.
 #pragma once
 
 #include "relative.hpp"
 
 namespace {
 
-// Rows that are rounded, with HIGH rows and a vector to spare; `margin` is how far columns begin before 0.
+// Rounded rows, padded with HIGH rows and a vector; `margin` is how far columns begin before 0.
 struct Rounded {
     Memory<BFloat16> at;
     Index row = 0, margin = 0;
@@ -17,18 +17,18 @@ struct Rounded {
         return static_cast<bool>(at);
     }
 
-    // Take the columns low … high - 1 of some rows, and those after it up to a whole vector.
+    // Round the columns low … high - 1 of some rows, and those after them up to a whole vector.
     void take(const Real *x, Index x_row, Index rows, Index low, Index high) {
         for (Index i = 0; i < rows; i++)
             for (Index j = low; j < high; j += LANES)
                 store_rounded(at.get() + i * row + margin + j, load(x + i * x_row + j));
     }
 
-    // Its rows from one on; those of a skewed view begin a column further each.
+    // The rows from row i on; in a skewed view each begins one column further.
     Paired from(Index i, Index skew = 0) const { return {at.get() + i * row + margin, row + skew, 2}; }
 };
 
-// Rows that are rounded and put together by pairs of rows: of what is made of them, rows are their columns.
+// Rounded rows, interleaved by pairs: transposed, so that rows become the columns of a left factor.
 struct Turned {
     Reals at;
     Index row = 0, margin = 0;
@@ -39,8 +39,8 @@ struct Turned {
         return static_cast<bool>(at);
     }
 
-    // Take the columns low … high - 1 of some rows, and those after it up to a whole vector; of each second row, those
-    // that are `skew` further on.
+    // Round the columns low … high - 1 of some rows, and those after them up to a whole vector; in every second row,
+    // those that are `skew` further on.
     void take(const Real *x, Index x_row, Index rows, Index low, Index high, Index skew = 0) {
         for (Index i = 0; i < rows; i += 2)
             for (Index j = low; j < high; j += LANES)
@@ -48,13 +48,13 @@ struct Turned {
                       paired(load(x + i * x_row + j), i + 1 < rows ? load(x + (i + 1) * x_row + j + skew) : Vec{}));
     }
 
-    // Its columns from one on, in a skewed view those that are so much further on in each row.
+    // The columns from one on; in a skewed view each row begins `skew` further on.
     Paired from(Index column, Index skew = 0) const {
         return {reinterpret_cast<const BFloat16 *>(at.get() + margin + column), 2, 2 * (row + 2 * skew)};
     }
 };
 
-// Put rows of bfloat16 together by pairs, in rows that are padded to whole vectors; rows that are not there are zeros.
+// Interleave rows of bfloat16 by pairs, padded to whole vectors; missing rows are zeros.
 template <class T, class To = Vec>
 void join_pairs(const T *x, Index row, Index rows, Index width, Real *to) {
     if constexpr (PAIRS) {
@@ -74,7 +74,7 @@ void join_pairs(const T *x, Index row, Index rows, Index width, Real *to) {
     }
 }
 
-// Rows of an array, put together by pairs.
+// Rows of an array, interleaved by pairs.
 struct JoinedRows {
     Reals at;
     const Stored *given = nullptr;
@@ -86,14 +86,14 @@ struct JoinedRows {
         return static_cast<bool>(at);
     }
 
-    // Take the rows first … end - 1; those before `from`, an even number of them, have been taken.
+    // Take the rows first … end - 1; those before `from`, an even number, are there already.
     void take(const Stored *all, Index all_row, Index first, Index from, Index end) {
         given = all, given_row = all_row, this->first = first;
         join_pairs(all + from * all_row, all_row, end - from, width, at.get() + (from - first) / 2 * row);
     }
 
-    // Add the product of some rows of weights with the rows low … high - 1, the weights of which are in columns from
-    // `column` on. No others are read: they may be NaN, and 0 · NaN is not 0.
+    // Add the product of some rows of weights with the rows low … high - 1; their weights are in the columns from
+    // `column` on. No other rows are read: they may be NaN, and 0 · NaN is not 0.
     void mix(Index count, const Real *weights, Index weights_row, Paired rounded, Index column, Index low, Index high,
              Real *out, Index out_row) const {
         const auto mix_one = [&](Index j, Index own) {

@@ -1,5 +1,5 @@
-// One call of relative attention, as the kernels get it: numbers, and arrays by address and steps in entries. Each is
-// declared here, by its name and with the sizes of its axes: Python and XLA hand over what is named, in this order.
+// One call of relative attention as the kernels receive it: numbers, and arrays as addresses and strides in entries.
+// Each is declared here, with its name and the sizes of its axes; Python and XLA pass them in this order.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 using Index = std::int64_t;
 
-constexpr Index FAR = Index{1} << 40;  // further than anything is that is seen
-constexpr Index BLOCK = 48;            // queries of a head that are worked on at once, or twice as many
-constexpr Index SPARE = 16;            // integers that keys have to spare, for the longest vectors
+constexpr Index FAR = Index{1} << 40;  // beyond every position that a query sees
+constexpr Index BLOCK = 48;            // queries of a head processed at once, or twice as many
+constexpr Index SPARE = 16;            // padding of the keys' integers, for the longest vectors
 
 template <class T>
 struct Array {
     T *at = nullptr;
-    Index item = 0, head = 0, row = 0, column = 0;  // steps; 0 along an axis of one, which broadcasts
-    Index sizes[4] = {1, 1, 1, 1};                  // of its axes, as it came
+    Index item = 0, head = 0, row = 0, column = 0;  // strides; 0 along an axis of length 1, which broadcasts
+    Index sizes[4] = {1, 1, 1, 1};                  // of its axes, as passed
 
     explicit operator bool() const { return at != nullptr; }
     T *of(Index i, Index h, Index r = 0) const { return at + i * item + h * head + r * row; }
@@ -25,7 +25,8 @@ struct Array {
     bool moved(Index i, Index h, Index other_i, Index other_h) const { return of(i, h) != of(other_i, other_h); }
 };
 
-// How long an axis is: so long; or so long or 1; for each entry of a mapped call, or 1. Or it is none at all.
+// The length of an axis: WHOLE is this length; ANY is this length or 1; OF_ENTRY is that for each entry of a mapped
+// call, or 1; NONE is no axis.
 struct Axis {
     enum Kind { WHOLE, ANY, OF_ENTRY, NONE };
     Index size = 1;
@@ -38,8 +39,8 @@ struct Axes {
 
 enum class Need { MUST, MAY, NOT };
 
-// One side of a grid of queries and of a grid of keys, and how far neighbours are apart, in rows of its table: row c is
-// for the relative position c less that of the first key and the last query.
+// One side of a grid of queries and of a grid of keys, and the distance of neighbours, in rows of the side's table. Row
+// c is for the relative position c minus that of the first key and the last query.
 struct Side {
     Index queries = 0, keys = 0, query_step = 0, key_step = 0;
 
@@ -49,18 +50,19 @@ struct Side {
 struct Sizes {
     Index items, heads, key_heads, queries, keys, width, rel_width, value_width;
     Index rows, left;     // of the tables: row c is for the relative position c - left
-    Index clip;           // whether the edge rows go on, else nothing is beyond them
-    Index before, after;  // a query sees the relative positions -before … after …
-    Index block, behind;  // … of its block of this many positions, and of this many blocks behind; block 0: none
+    Index clip;           // whether edge rows repeat beyond the table; else nothing is added there
+    Index before, after;  // a query sees the relative positions -before … after,
+    Index block, behind;  // and those in its block of this size and in this many blocks behind; block 0: no blocks
     Index offset;         // the position of query 0
     Index mask_adds;      // whether a mask is to be added
-    Index threshold;      // dropout: what the hash of a weight has to reach
-    Index entries = 1;    // of a mapped call: each has an equal number of the items, and its tables
+    Index threshold;      // dropout: the hash of a weight that is kept reaches this
+    Index entries = 1;    // of a mapped call: each has the same number of items, and separate tables
 
     static constexpr Index SIDES = 4;
-    Side sides[SIDES];  // of grids whose cells the last queries and keys are, row by row; sides before the first are 0
+    // of the grids whose cells, row by row, are the last queries and keys; missing sides come first and are 0
+    Side sides[SIDES];
 
-    // How many cells there are of queries, or of keys.
+    // The number of cells of queries, or of keys.
     Index cells(Index Side::*of) const {
         Index count = 1;
         for (const Side &side : sides) count *= std::max<Index>(1, side.*of);
@@ -79,26 +81,26 @@ template <class Stored>
 struct ProblemOf : Sizes {
     using Real = typename Computed<Stored>::Real;
 
-    Real kept;                       // of the weights, the share that dropout keeps
+    Real kept;                       // the share of the weights that dropout keeps
     Real scale, rel_scale, softcap;  // softcap 0: none
 
     Array<const Stored> q, k, v, rel_q, rel_k, rel_v, bias, key_table, added, axis_tables;
     Array<const unsigned char> seen;  // a boolean mask
 
-    // The segments of queries and keys: a query sees the keys of its segment. Their positions, if not one after the
-    // other. Dropout: a weight is kept where the hashes of its query and of its key, joined and stirred, reach the
-    // threshold. Keys have some to spare.
+    // The segments of queries and keys: a query sees the keys of its segment. Their positions, unless consecutive.
+    // Dropout keeps a weight if the mixed hashes of its query and its key reach the threshold. The keys' integers are
+    // padded.
     Array<const std::int32_t> q_segments, k_segments, q_positions, k_positions, query_hashes, key_hashes;
 
     Array<Stored> out;
     Array<Real> lse;
 
-    // What the backward pass is given, and gives.
+    // The inputs and results of the backward pass.
     Array<const Stored> d_out, given_out;
     Array<const Real> given_lse, d_lse;
     Array<Real> d_q, d_k, d_v, d_rel_q, d_rel_k, d_rel_v, d_bias, d_key_table, d_added, d_axis_tables;
 
-    // Visit the numbers: keys and offset first, which change from token to token.
+    // Visit the numbers: keys and offset first, because they change from token to token.
     template <class Visit>
     void numbers(Visit &&visit) {
         visit("keys", keys), visit("offset", offset), visit("items", items), visit("heads", heads);
@@ -119,7 +121,7 @@ struct ProblemOf : Sizes {
         visit("scale", scale), visit("rel_scale", rel_scale), visit("softcap", softcap), visit("kept", kept);
     }
 
-    // Visit the arrays that a call is given, until a visit returns false.
+    // Visit the arrays that a call gets, until a visit returns false.
     template <class Visit>
     bool arrays(Visit &&visit) {
         const Need must = Need::MUST, may = Need::MAY;
@@ -147,7 +149,7 @@ struct ProblemOf : Sizes {
                visit("key_hashes", key_hashes, as(query_hashes), Axes{of_entry(), NONE, NONE, {keys + SPARE}});
     }
 
-    // Visit what the forward pass gives.
+    // Visit the results of the forward pass.
     template <class Visit>
     bool results(Visit &&visit) {
         return visit("out", out, Need::MUST, rows_of(value_width)) && visit("lse", lse, Need::MAY, of_rows());
@@ -161,7 +163,7 @@ struct ProblemOf : Sizes {
                visit("lse", given_lse, Need::MUST, of_rows()) && visit("d_lse", d_lse, Need::MAY, of_rows());
     }
 
-    // Visit what it gives, by the names of what these are gradients of. Those of tables and masks are added to.
+    // Visit the gradients, by the names of the arrays. Those of tables and masks are added to the given arrays.
     template <class Visit>
     bool gradients(Visit &&visit) {
         return visit("q", d_q, Need::MUST, rows_of(width)) &&
@@ -176,7 +178,7 @@ struct ProblemOf : Sizes {
                visit("axis_tables", d_axis_tables, as(axis_tables), for_each_entry(axis_tables, {axis_rows()}));
     }
 
-    // Say what is wrong with the numbers, if anything is: what is computed with them must not overflow.
+    // Return what is wrong with the numbers, or null: no index computed from them may overflow.
     const char *wrong() const {
         constexpr Index LARGEST = Index{1} << 61;
         for (Index size : {items, heads, key_heads, queries, width, value_width, rows, entries})
@@ -185,16 +187,17 @@ struct ProblemOf : Sizes {
             if (far < -LARGEST || far > LARGEST) return "a relative position is too far away";
         if (offset <= -FAR || offset >= FAR) return "the offset is too large";
         if (keys < 0 || rel_width < 0 || block < 0 || behind < 0 || (block && (block > FAR || behind > FAR / block)))
-            return "a number is not one of a call";
-        if (heads % key_heads || items % entries) return "sizes do not divide each other";
-        if (rel_k && !rel_q && rel_width != width) return "queries are not as wide as the table that they meet";
-        if (axis_tables && rel_width != width) return "queries are not as wide as the tables that they meet";
-        if (axis_tables && !sides_fit()) return "the sides of grids are not those of a call";
-        if (k_positions && rows > Index{1} << 30) return "positions meet no such table";
+            return "a number of the call is invalid";
+        if (heads % key_heads || items % entries)
+            return "`heads` must be a multiple of `key_heads`, and `items` of `entries`";
+        if (rel_k && !rel_q && rel_width != width) return "queries and the table must have the same width";
+        if (axis_tables && rel_width != width) return "queries and the tables of the axes must have the same width";
+        if (axis_tables && !sides_fit()) return "the sides of the grids do not fit the call";
+        if (k_positions && rows > Index{1} << 30) return "positions support no table with more than 2**30 rows";
         return nullptr;
     }
 
-    // Whether no memory can hold what the kernels make of the arrays, or only sizes that overflow.
+    // Whether no memory can hold the scratch arrays, or only sizes that overflow.
     bool is_too_large() const {
         const double rows_there = static_cast<double>(queries) + static_cast<double>(keys);
         return static_cast<double>(items) * static_cast<double>(heads) * rows_there *
@@ -202,7 +205,7 @@ struct ProblemOf : Sizes {
                0x1p56;
     }
 
-    // Leave out the rows of tables that no query uses: there may be very many, and the kernels pack all.
+    // Skip the rows of tables that no query uses: there may be very many, and the kernels pack all rows.
     void narrow() {
         const Index lowest = k_positions ? -before : std::max(-before, 1 - offset - queries);
         const Index highest = k_positions ? after : std::min(after, keys - 1 - offset);
@@ -214,7 +217,7 @@ struct ProblemOf : Sizes {
     }
 
 private:
-    // Whether the cells of the grids are queries and keys, and nothing that is computed of them overflows.
+    // Whether the cells of the grids are queries and keys, and no index computed from them overflows.
     bool sides_fit() const {
         Index of_queries = queries, of_keys = keys;
         bool more = true;
@@ -253,15 +256,15 @@ private:
     }
 };
 
-// An array as it was passed, with steps in entries.
+// An array as passed, with strides in entries.
 struct View {
     void *at;
     int count;
     Index sizes[4], steps[4];
 };
 
-// Put a view where it belongs if it is as large as it has to be, else say what is wrong with it. Axes that come first
-// and are 1 long may be missing.
+// Store a view as an array of the call, or return what is wrong with its sizes. Leading axes of length 1 may be
+// missing.
 template <class T>
 const char *place(const View &from, const Axes &axes, Array<T> &to) {
     const Axis *wanted[] = {&axes.item, &axes.head, &axes.row, &axes.column};
@@ -272,7 +275,7 @@ const char *place(const View &from, const Axes &axes, Array<T> &to) {
         if (wanted[i]->kind == Axis::NONE && from.count < 4) continue;
         const Index size = next < 0 ? 1 : from.sizes[next], step = next < 0 ? 0 : from.steps[next];
         if (size != wanted[i]->size && (size != 1 || wanted[i]->kind == Axis::WHOLE))
-            return "has another size than its call says";
+            return "has a different size from the one its call declares";
         *steps[i] = size == 1 ? 0 : step, to.sizes[i] = size;
         empty = empty || size == 0;
         next--;

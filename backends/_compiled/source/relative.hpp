@@ -1,4 +1,4 @@
-// What a block of queries has with a table: products in relative layout, and sums over it.
+// A block of queries and a table: products in relative layout, and sums over them.
 #pragma once
 
 #include <cstdlib>
@@ -7,27 +7,27 @@
 
 namespace {
 
-constexpr Index MARGIN = ROWS + LANES;  // around a row of weights at most: zeros that skewed products read
+constexpr Index MARGIN = ROWS + LANES;  // the most zeros around a row of weights, which skewed products read
 
 using Reals = Memory<Real>;
 
 inline Reals reals(Index count) {
     const Index bytes = padded((count + HIGH * LANES) * static_cast<Index>(sizeof(Real)), 64);
     if (bytes > PTRDIFF_MAX) return nullptr;
-#if defined(_WIN32)  // where `free` takes no memory that was aligned; vectors are loaded from anywhere
+#if defined(_WIN32)  // `free` there does not accept aligned memory; vectors are loaded from any address
     void *at = std::malloc(static_cast<std::size_t>(bytes));
 #else
     void *at = std::aligned_alloc(64, static_cast<std::size_t>(bytes));
 #endif
-#if defined(POISON)  // with NaN, so that what is read before it is written shows
+#if defined(POISON)  // with NaN, so that reading memory before it is written shows
     if (at) std::memset(at, 0xFF, static_cast<std::size_t>(bytes));
 #endif
     return Reals(static_cast<Real *>(at));
 }
 
-inline Reals zeros(Index count) {  // pages of many zeros cost nothing until they are touched
+inline Reals zeros(Index count) {  // zero pages cost nothing until they are written to
     Reals found = memory<Real>(count + HIGH * LANES);
-#if defined(POISON)  // what there is to spare
+#if defined(POISON)  // the padding
     if (found) std::memset(found.get() + count, 0xFF, HIGH * LANES * sizeof(Real));
 #endif
     return found;
@@ -43,10 +43,10 @@ inline bool finite(const T *x, Index width) {
     return nothing == 0;
 }
 
-// Rows of an array, padded to whole vectors. Where labels hide some in the midst of others, those that are not finite
-// are zeros here, and are added only to what queries make of them that see them: 0 · NaN is not 0. A copy only where
-// there are such rows, or no whole vectors, or where rows that are read again and again lie apart, as projections leave
-// those of a head: at steps of 2 KiB few of them fit into a cache.
+// Rows of an array, padded to whole vectors. Where labels hide some rows between others, rows that are not finite are
+// zeros here, and are only added to the queries that see them: 0 · NaN is not 0. The rows are copied only if there are
+// such rows, if they are not whole vectors, or if rows that are read repeatedly are not adjacent, as projections leave
+// those of a head: with strides of 2 KiB few of them fit into a cache.
 struct Rows {
     static const Real *as_it_is(const Real *x) { return x; }
     static const Real *as_it_is(const void *) { return nullptr; }  // numbers that are converted
@@ -65,7 +65,7 @@ struct Rows {
         return (copy || !copied) && (lost || !labelled);
     }
 
-    // Take the rows first … end - 1 of an array; those before `from` have been taken, and are still as they were.
+    // Take the rows first … end - 1 of an array; those before `from` are there already, and unchanged.
     void take(const Stored *all, Index all_row, Index first, Index from, Index end) {
         if (from == first) lost_count = 0, copied = first;
         given = all, given_row = all_row, this->first = first;
@@ -80,7 +80,7 @@ struct Rows {
 
     const Real *of(Index j) const { return is_copy ? copy.get() + (j - first) * row : as_it_is(given + j * given_row); }
 
-    // Add those first … first + n - 1 that are not finite, times the weights of some queries.
+    // Add the rows first … first + n - 1 that are not finite, multiplied by the weights of some queries.
     void add_lost(const Real *weights, Index weights_row, Index count, Index first, Index n, Real *out,
                   Index out_row) const {
         for (Index i = 0; i < lost_count; i++) {
@@ -92,8 +92,8 @@ struct Rows {
     }
 };
 
-// The rows of a table, and the relative positions that occur: row c is for c - left. Of blocks, if there are any,
-// those that are seen from one.
+// The rows of a table, and the relative positions that occur: row c is for c - left. With blocks, the positions that
+// are visible from one block.
 struct Span {
     Index rows, left, before, after;
     bool clip;
@@ -101,19 +101,19 @@ struct Span {
 
     static Span of(const Problem &x) { return {x.rows, x.left, x.before, x.after, x.clip != 0, x.block, x.behind, 0}; }
 
-    // The same seen from the keys: the last row is the first.
+    // The same seen from the keys: the last row comes first.
     Span mirrored() const { return {rows, rows - 1 - left, after, before, clip, block, ahead, behind}; }
 };
 
-// Products of a block of queries with a table, and a bias, in relative layout: what logits start from.
+// Products of a block of queries with a table, and a bias, in relative layout. The logits are added to these.
 struct Relative {
     const Array<const Stored> table, bias;
     const Span span;
     const Index width;
     const Real scale;
     bool in_pairs = false;  // whether the table is packed by pairs
-    Real of_bias = 1;       // what biases are multiplied with
-    Index row = 0;          // the step of `products`
+    Real of_bias = 1;       // the factor of biases
+    Index row = 0;          // the step between rows of `products`
     Reals panels, biases, products;
     Index entry = -1, head = -1;
     Real edges[2][ROWS];
@@ -123,7 +123,7 @@ struct Relative {
 
     explicit operator bool() const { return table || bias; }
 
-    // For blocks of these numbers of rows and columns.
+    // Allocate for blocks of this many rows and columns.
     bool make(Index height, Index columns) {
         if (!*this) return true;
         row = columns + ROWS + 4 * PANEL;
@@ -143,7 +143,7 @@ struct Relative {
         for (Index i = 0; scale != 1 && i < padded(span.rows, PANEL) * width; i++) panels.get()[i] *= scale;
     }
 
-    // Compute the products of the queries of a block with the positions beyond the table.
+    // Compute the products of a block's queries with the edge rows, for positions beyond the table.
     void take_edges(const Real *met, Index met_row, Index count) {
         if (!*this || !span.clip) return;
         for (int side = 0; side < 2; side++) {
@@ -154,8 +154,8 @@ struct Relative {
         }
     }
 
-    // The relative position of column 0, so that panels of the table stay whole, where `lowest` is the least of a
-    // block.
+    // The relative position of column 0, chosen so that panels of the table stay whole; `lowest` is the lowest position
+    // of a block.
     Index origin(Index lowest) const { return floored(lowest + span.left, PANEL) - span.left; }
 
     // Write the products of some queries for the relative positions low … high - 1.
@@ -163,11 +163,11 @@ struct Relative {
         write(Matrix{met + m * met_row, met_row, 1}, m, rows, low, high, origin);
     }
 
-    // The same for rows of queries, as numbers or pairs of them.
+    // The same for rows of queries, as numbers or as pairs.
     template <class A>
     void write(A a, Index m, Index rows, Index low, Index high, Index origin) {
         const Index shift = span.left, have = span.rows, depth = in_pairs ? (width + 1) / 2 : width;
-        const Index start = low + shift, stop = high + shift;  // rows of the table: not all of them are there
+        const Index start = low + shift, stop = high + shift;  // rows of the table, some of which may not exist
         for (Index c = floored(std::max<Index>(0, start), LANES); c < std::min(have, stop);) {
             const bool whole = c % PANEL == 0 && c + LANES < std::min(have, stop);
             const Real *b = panels.get() + floored(c, PANEL) * depth + c % PANEL,
@@ -180,7 +180,7 @@ struct Relative {
             c += whole ? PANEL : LANES;
         }
         for (Index i = m; i < m + rows; i++) {
-            const Index zero = i * row - shift - origin;  // where what is packed would begin
+            const Index zero = i * row - shift - origin;  // where the packed columns would begin
             const auto fill = [&](Index from, Index to, Real x) {
                 std::fill(products.get() + (zero + from), products.get() + (zero + to), x);
             };
@@ -189,19 +189,19 @@ struct Relative {
         }
     }
 
-    // The place of the product of query m, at position p, with a key: row by row a step less than `row` further.
+    // The address of the product of query m, at position p, with a key; the next row is a step shorter than `row` away.
     const Real *at(Index m, Index key, Index p, Index origin) const {
         return *this ? products.get() + m * row + (key - p - origin) : nullptr;
     }
 };
 
-// Some queries, `count` of them from position p on, and the keys start + low … start + high - 1 of which some are seen;
-// `weights` are those of the queries and of the keys from `start` on, zeros around.
+// Some queries, `count` of them from position p on, and the keys start + low … start + high - 1, of which they see
+// some. `weights` are those of the queries and the keys from `start` on, with zeros around.
 struct Weights {
     const Real *at;
     Index row, count, p, start, low, high;
 
-    // The rows of a table that they use, and no others: those may be NaN, and 0 · NaN is not 0.
+    // The rows of a table that they use. No other rows are read: they may be NaN, and 0 · NaN is not 0.
     Seen met(const Span &x) const {
         const Index first = start + low, end = start + high;
         Seen found{first - (p + count - 1), end - p};
@@ -218,7 +218,7 @@ struct Weights {
         return {std::max<Index>(0, low_row), std::min(x.rows, std::min(found.high, x.after + 1) + x.left)};
     }
 
-    // For query i, the summed weight of all keys before the table, or after it.
+    // The sum of the weights of query i over all keys before the table, or after it.
     Real beyond(const Span &x, Index i, int side) const {
         const Index left = p + i - x.left - start, right = left + x.rows;
         Index j = side ? std::max(low, right) : low;
@@ -230,7 +230,7 @@ struct Weights {
         return total;
     }
 
-    // Add what they make of the rows of a table: a product with their skewed view.
+    // Add the rows of a table, multiplied by the weights: a product with their skewed view.
     void mix(const Span &x, const Real *table, Index table_row, Index width, Real *out, Index out_row) const {
         const auto [c, stop] = met(x);
         if (c < stop)
@@ -245,7 +245,7 @@ struct Weights {
                 add_row(beyond(x, i, side), table + (side ? x.rows - 1 : 0) * table_row, width, out + i * out_row);
     }
 
-    // Add, to the gradients of the rows of a table, what they make of the rows that the queries have.
+    // Add the queries' rows, multiplied by the weights, to the gradients of the table's rows.
     void spread(const Span &x, const Real *from, Index from_row, Index width, Real *table, Index table_row) const {
         const auto [c, stop] = met(x);
         if (c < stop)

@@ -1,11 +1,11 @@
-// The steps on a row of logits between the products: softcap, masks, the softmax.
+// The steps on a row of logits between the products: softcap, masks and softmax.
 #pragma once
 
 #include "tile.hpp"
 
 namespace {
 
-// A row of logits, of which the keys low … high - 1 are seen; the numbers around them are overwritten, LANES at most.
+// A row of logits, of which the keys low … high - 1 are visible; up to LANES numbers around them are overwritten.
 struct Row {
     Real *at;
     Index low, high;
@@ -18,7 +18,7 @@ struct Row {
         for (Index j = high; j < end(); j++) at[j] = x;
     }
 
-    // Put zeros between two places where they are not in the row.
+    // Write zeros between two addresses, except inside the row.
     void clear_around(Real *from, Real *to) const {
         if (low >= high) {
             std::fill(from, to, 0);
@@ -29,7 +29,7 @@ struct Row {
     }
 };
 
-// The keys' entries of a mask for one query.
+// The entries of a mask for one query.
 struct MaskRow {
     const Stored *added = nullptr;
     const unsigned char *seen = nullptr;
@@ -42,7 +42,7 @@ struct MaskRow {
         return row;
     }
 
-    // Ask for the entries of PANEL keys: a mask by query and key is read once, from far away, in pieces of rows.
+    // Prefetch the entries of PANEL keys: a mask by query and key is read once, from distant memory, in pieces of rows.
     static void fetch(const Problem &x, Index item, Index head, Index query, Index rows, Index key) {
         for (Index i = query; x.added.row && i < query + rows; i++)
             __builtin_prefetch(x.added.of(item, head, i) + key * x.added.column);
@@ -50,11 +50,11 @@ struct MaskRow {
             __builtin_prefetch(x.seen.of(item, head, i) + key * x.seen.column);
     }
 
-    // Whether it leaves a key to be seen.
+    // Whether the mask leaves a key visible.
     bool leaves(Index key) const { return seen ? seen[key * step] != 0 : added[key * step] != -INF; }
 
     void hide(const Row &row, Index first) const {
-        if (step == 1)  // as compilers make vectors of it
+        if (step == 1)  // a separate loop, which compilers vectorise
             hide(row, first, 1);
         else
             hide(row, first, step);
@@ -83,7 +83,7 @@ inline void finish_logits(const Problem &x, const Row &row, const MaskRow &mask,
     row.put_around(-INF);
 }
 
-// Which weights of a query dropout keeps: relskew_core._kernel.dropout.
+// Which weights of a query dropout keeps, as in relskew_core._kernel.dropout.
 struct Kept {
     const std::int32_t *keys;
     std::int32_t query, threshold;
@@ -104,18 +104,18 @@ struct Kept {
         return widened(x) >= threshold ? splat(1) : Vec{};
     }
 
-    // Put zeros in the place of the weights of a row that are dropped.
+    // Replace the weights of a row that are dropped by zeros.
     void drop(const Row &row) const {
         if (!keys) return;
         for (Index j = row.start(); j < row.end(); j += LANES) store(row.at + j, load(row.at + j) * at(j));
     }
 };
 
-// The softmax of a row as more and more of it is seen.
+// The softmax of a row, accumulated over blocks of keys.
 struct Softmax {
     Real most = -INF, total = 0;
 
-    // Replace logits by weights to be divided by the total; return what earlier weights are to be multiplied by.
+    // Replace logits by weights before the division by the total; return the factor for the weights of earlier blocks.
     Real take(const Row &row) {
         Vec a = splat(-INF);
         for (Index j = row.start(); j < row.end(); j += LANES) a = larger(load(row.at + j), a);

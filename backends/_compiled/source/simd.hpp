@@ -1,5 +1,5 @@
-// Vectors of as many numbers as a processor's registers hold, in the compilers' own extension of the language: the same
-// text for AVX-512, AVX2, SSE and NEON, and for float and double.
+// Vectors as long as a processor's registers, in the vector extension of the compilers: the same code for AVX-512,
+// AVX2, SSE and NEON, and for float and double.
 #pragma once
 
 #include <cmath>
@@ -9,16 +9,16 @@
 
 #include "half.hpp"
 
-#if defined(__F16C__)  // so has every processor with AVX2
+#if defined(__F16C__)  // every processor with AVX2 has it
 #include <immintrin.h>
 #endif
 
 namespace {
 
-using Stored = STORED;  // of which arrays are made: what level.cpp is compiled for
+using Stored = STORED;  // the type of arrays' entries, for which level.cpp is compiled
 using Real = typename Computed<Stored>::Real;
 constexpr bool DOUBLE = sizeof(Real) == 8;
-constexpr bool CONVERTED = !std::is_same_v<Stored, Real>;  // whether arrays are computed with as they are
+constexpr bool CONVERTED = !std::is_same_v<Stored, Real>;  // whether entries are converted before computing with them
 
 #if defined(__AVX512F__)
 constexpr int REGISTER = 64;  // bytes
@@ -30,9 +30,9 @@ constexpr int REGISTER = 16;
 constexpr int LANES = REGISTER / sizeof(Real);
 
 typedef Real Vec __attribute__((vector_size(REGISTER)));
-typedef Real Loose __attribute__((vector_size(REGISTER), aligned(sizeof(Real))));  // anywhere in memory
+typedef Real Loose __attribute__((vector_size(REGISTER), aligned(sizeof(Real))));  // at any address
 typedef std::conditional_t<DOUBLE, std::int64_t, std::int32_t> Ints __attribute__((vector_size(REGISTER)));
-typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as many of them
+typedef std::int32_t Labels32 __attribute__((vector_size(LANES * 4)));  // as many 32-bit integers
 typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint32_t LooseWords __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef std::uint16_t LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
@@ -57,7 +57,7 @@ inline Words load_bits(const Half *p) {
     return __builtin_convertvector(*reinterpret_cast<const LooseHalves *>(p), Words);
 }
 
-// Templates, as there are no such vectors where numbers are doubles.
+// Templates, because these vectors do not exist in kernels of double.
 template <class Half, class To = Vec, std::enable_if_t<std::is_same_v<Half, BFloat16>, int> = 0>
 inline To load(const Half *p) {
     return reinterpret_cast<To>(load_bits(p) << 16);
@@ -82,7 +82,7 @@ inline To load(const Half *p) {
 inline void store(Real *p, Vec x) { *reinterpret_cast<Loose *>(p) = x; }
 inline Vec splat(Real x) { return x - Vec{}; }
 
-// a · b + c, where the lanes of a and b are pairs: that of a the same in all lanes.
+// a · b + c, where the lanes of a and b are pairs, and all lanes use the same pair of a.
 inline Vec add_pairs([[maybe_unused]] const BFloat16 *a, [[maybe_unused]] Vec b, Vec c) {
 #if defined(__AVX512BF16__)
     std::int32_t pair;
@@ -94,7 +94,7 @@ inline Vec add_pairs([[maybe_unused]] const BFloat16 *a, [[maybe_unused]] Vec b,
 #endif
 }
 
-// Pairs of what is nearest to the lanes of two vectors.
+// Pairs of the lanes of two vectors, rounded to nearest.
 inline Vec paired([[maybe_unused]] Vec a, [[maybe_unused]] Vec b) {
 #if defined(__AVX512BF16__)
     const auto bits = [](Vec x) { return __builtin_convertvector((LooseHalves)_mm512_cvtneps_pbh((__m512)x), Words); };
@@ -104,7 +104,7 @@ inline Vec paired([[maybe_unused]] Vec a, [[maybe_unused]] Vec b) {
 #endif
 }
 
-// Round to the nearest.
+// Store after rounding to nearest.
 inline void store_rounded([[maybe_unused]] BFloat16 *p, [[maybe_unused]] Vec x) {
 #if defined(__AVX512BF16__)
     const auto rounded = _mm512_cvtneps_pbh((__m512)x);
@@ -113,7 +113,7 @@ inline void store_rounded([[maybe_unused]] BFloat16 *p, [[maybe_unused]] Vec x) 
 }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// The polynomial with these coefficients, that of the highest power first.
+// The polynomial with these coefficients, the highest power first.
 template <int N>
 inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
     Vec p = x * coefficients[0] + coefficients[1];
@@ -121,7 +121,7 @@ inline Vec polynomial(Vec x, const Real (&coefficients)[N]) {
     return p;
 }
 
-// What e^x is computed by: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most half of it.
+// Constants of e^x: ln 2 in two pieces, and coefficients for (e^r - 1 - r) / r² where |r| is at most ln 2 / 2.
 template <class Real>
 struct Exponential;
 
@@ -143,7 +143,7 @@ struct Exponential<double> {  // the polynomial of least error, 1 ulp
                                               5.0000000000000010e-1};
 };
 
-// e^x of x <= 88: exactly 0 below e^-70, NaN of NaN.
+// e^x for x <= 88: exactly 0 below e^-70, NaN for NaN.
 inline Vec exponential(Vec x) {
     using By = Exponential<Real>;
     Vec held = x < -88 ? splat(-88) : x;
@@ -157,11 +157,11 @@ inline Vec exponential(Vec x) {
 }
 
 inline Vec hyperbolic_tangent(Vec x) {
-    constexpr Real most = DOUBLE ? 20 : 10;  // all beyond is 1
+    constexpr Real most = DOUBLE ? 20 : 10;  // all beyond rounds to 1
     Vec size = x < 0 ? -x : x, s = x * x;
     Vec held = size > most ? splat(most) : size;
     Vec far = 1 - 2 / (exponential(2 * held) + 1), near;
-    if constexpr (DOUBLE)  // of the continued fraction
+    if constexpr (DOUBLE)  // one more step of the continued fraction
         near = polynomial(s, {21, 1260, 10395}) / polynomial(s, {1, 210, 4725, 10395});
     else
         near = polynomial(s, {0.0218694885f, -0.0539682540f, 0.133333333f, -0.333333333f, 1});
@@ -169,7 +169,7 @@ inline Vec hyperbolic_tangent(Vec x) {
     return x < 0 ? -result : result;
 }
 
-// The lanes of two vectors that a function names for each lane; those of b come after those of a.
+// The lanes of two vectors that `of` selects for each lane; the lanes of b follow those of a.
 template <class Of, int... LANE>
 inline Vec picked(Vec a, Vec b, Of of, std::integer_sequence<int, LANE...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -190,13 +190,13 @@ inline Ints numbers(std::integer_sequence<int, LANE...>) {
 }
 inline Ints numbers() { return numbers(std::make_integer_sequence<int, LANES>()); }
 
-// The lanes of two vectors in turn, from lane FIRST on.
+// The lanes of two vectors, interleaved, from lane FIRST on.
 template <int FIRST>
 inline Vec in_turn(Vec a, Vec b) {
     return picked(a, b, [](int n) { return FIRST + n / 2 + (n % 2 ? LANES : 0); });
 }
 
-// The lanes of a vector from lane FIRST on, and around.
+// The lanes of a vector, rotated to begin with lane FIRST.
 template <int FIRST>
 inline Vec rotated(Vec x) {
     return picked(x, x, [](int n) { return FIRST + n; });
@@ -217,14 +217,14 @@ inline Vec largest_in_all(Vec x) {
 inline Real sum(Vec x) { return sum_in_all(x)[0]; }
 inline Real largest(Vec x) { return largest_in_all(x)[0]; }
 
-// Add the halves of two vectors that have the bit STEP in their lanes' numbers, and those that do not: b's and a's.
+// Add, for each lane, two lanes of a or of b that differ in the bit STEP: of b where the lane has this bit, else of a.
 template <int STEP>
 inline Vec sum_of_halves(Vec a, Vec b) {
     return picked(a, b, [](int n) { return n & STEP ? n + LANES : n; }) +
            picked(a, b, [](int n) { return n & STEP ? (n ^ STEP) + LANES : n ^ STEP; });
 }
 
-// Return the sum of each of LANES vectors, in their order.
+// Return the sum of each of LANES vectors, in order.
 template <int STEP = LANES / 2>
 inline Vec sums(Vec *x) {
     if constexpr (STEP > 0) {
@@ -234,7 +234,7 @@ inline Vec sums(Vec *x) {
     return x[0];
 }
 
-// Make columns of LANES rows.
+// Transpose LANES rows.
 inline void transpose(Vec *x) {
     for (int step = LANES; step > 1; step /= 2) {
         Vec y[LANES];

@@ -8,15 +8,15 @@
 
 namespace {
 
-constexpr double WANTED = 512;     // tasks of a call, if they are worth it, for many processors and an even end
-constexpr double MOST = 0x1p28;    // multiplications of a task: some milliseconds
-constexpr double PATIENCE = 0.05;  // seconds between two questions whether to go on
-constexpr Index STEP = 64;         // keys between which a group may be cut: whole panels of every kind of vectors
-constexpr double NEAR = 1 / 16.;   // of a task: so near to a group's end the cut is moved there
+constexpr double WANTED = 512;   // tasks of a call, if it is large enough: many, for many processors and an even finish
+constexpr double MOST = 0x1p28;  // multiplications of a task: some milliseconds
+constexpr double PATIENCE = 0.05;  // seconds between two checks whether to continue
+constexpr Index STEP = 64;         // keys between possible cuts of a group: whole panels of all kinds of vectors
+constexpr double NEAR = 1 / 16.;   // of a task: a cut this near to the end of a group is moved there
 
 }  // namespace
 
-// Count the pairs of queries and keys up to each group, of all groups of a head.
+// Count the pairs of queries and keys up to the end of each group of a head.
 Index Tasks::count_pairs() {
     groups_ = (x_.queries + grain_.queries - 1) / grain_.queries;
     Index total = 0;
@@ -79,7 +79,7 @@ Seen Tasks::seen(Index first, Index end) const {
     return Seen::positions(x_, x_.offset + first, x_.offset + end - 1).within(0, x_.keys);
 }
 
-// Return how many pairs there are of a group's queries and the keys low … high - 1, as they are worked on: by blocks.
+// Return the number of pairs of a group's queries and the keys low … high - 1, counted by whole blocks.
 Index Tasks::pairs(Index group, Index low, Index high) const {
     Index total = 0;
     const Index end = std::min(x_.queries, (group + 1) * grain_.queries);
@@ -91,7 +91,7 @@ Index Tasks::pairs(Index group, Index low, Index high) const {
     return total;
 }
 
-// Return where the task with a number among those of a head begins.
+// Return where a task begins, by its number within a head.
 Place Tasks::place(Index number) const {
     if (number == 0) return {0, 0};
     if (number == each_) return {groups_, 0};
@@ -104,7 +104,8 @@ Place Tasks::place(Index number) const {
     const double before = pairs - static_cast<double>(start), after = static_cast<double>(all[group]) - pairs;
     if (before < NEAR * part) return {group, 0};
     if (after < NEAR * part) return {group + 1, 0};
-    Index low = 0, high = x_.keys / STEP + 1;  // steps of keys before which there are too few pairs, or enough
+    // bounds of the cut, in steps of keys: too few pairs come before the first, and enough before the second
+    Index low = 0, high = x_.keys / STEP + 1;
     while (high - low > 1) {
         const Index middle = (low + high) / 2;
         (static_cast<double>(this->pairs(group, 0, middle * STEP)) < before ? low : high) = middle;
@@ -165,7 +166,7 @@ struct Started {
 void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned) {
     Started own{work, of};
     const auto others = memory<pthread_t>(threads);
-    unsigned count = 0;  // where no more can be started, these few do all
+    unsigned count = 0;  // if no more threads can be started, these do all the work
     while (others && count + 1 < threads && !pthread_create(&others[count], nullptr, Started::run, &own)) count++;
     work(of);
     while (count) pthread_join(others[--count], nullptr);

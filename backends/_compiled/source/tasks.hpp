@@ -1,7 +1,7 @@
-// How a call is cut into tasks, and the threads that work on them.
+// How a call is cut into tasks, and the threads that run them.
 //
-// The cut follows from the sizes of a call alone, and what tasks add to the same sums is added in their order: results
-// are the same to the bit on any number of threads.
+// The cut depends only on the sizes of a call, and contributions to the same sums are added in the order of the tasks:
+// results are identical to the bit for any number of threads.
 #pragma once
 
 #include <pthread.h>
@@ -12,16 +12,16 @@
 
 #include "problem.hpp"
 
-constexpr Index ROWS = 2 * BLOCK;  // queries of a block at most
-constexpr Index ALONE = 64;        // queries up to which a block has all, where none of them sees less than others
-constexpr Index FEW = 4;           // queries up to which nothing is worth packing
-constexpr Index TOGETHER = 8;      // heads that use the rows of a table at the same time, where queries are few
+constexpr Index ROWS = 2 * BLOCK;  // most queries of a block
+constexpr Index ALONE = 64;        // up to this many queries form one block, if none of them sees less than the others
+constexpr Index FEW = 4;           // up to this many queries, packing does not pay
+constexpr Index TOGETHER = 8;      // heads that use the rows of a table at the same time, if there are few queries
 
 inline Index floored(Index n, Index to) { return (n >= 0 ? n : n - to + 1) / to * to; }
 
-// Queries of a block. Lower blocks leave out more of the future. But where keys have a table, the products of a block
-// of them include rows of it that are not wanted, the same number for every block of queries.
-// And a second block of a few queries would go through all keys, and their gradients, once more: windows have 49.
+// Queries of a block. Smaller blocks skip more of the future. But with a table for the keys, each block multiplies rows
+// of it that are not needed, the same number for every block of queries. And a second block of only a few queries would
+// go through all keys, and their gradients, again: windows have 49.
 template <class Stored>
 static Index rows_of_blocks(const ProblemOf<Stored> &x) {
     const bool alone = x.queries <= ALONE && x.after >= x.queries && !x.block;
@@ -34,19 +34,19 @@ struct Free {
 template <class T>
 using Memory = std::unique_ptr<T[], Free>;
 
-// So many zeros, or nothing if there is no room: sizes have 64 bits on every machine, addresses 32 on some.
+// Zeros, or null if there is no memory: sizes have 64 bits on every machine, addresses only 32 on some.
 template <class T>
 static Memory<T> memory(Index count) {
-    count = std::max<Index>(count, 1);  // of none there may be no address
+    count = std::max<Index>(count, 1);  // an empty allocation may have no address
     const bool fits = count <= PTRDIFF_MAX / static_cast<Index>(sizeof(T));
     return Memory<T>(fits ? static_cast<T *>(std::calloc(static_cast<std::size_t>(count), sizeof(T))) : nullptr);
 }
 
-// Which keys some queries of an item see.
+// The keys that some queries of an item see.
 struct Seen {
     Index low, high;
 
-    // The positions that they see, whether there are keys or not.
+    // The positions that they see, whether or not there are keys.
     static Seen positions(const Sizes &x, Index first_position, Index last_position) {
         Index low = first_position - x.before, high = last_position + x.after + 1;
         if (x.block) {
@@ -66,19 +66,19 @@ struct Seen {
     bool none() const { return low >= high; }
 };
 
-// A place in the work of a head: before it are all groups of queries before this one, and of this one's pairs those
-// with keys before `key`.
+// A place in the work of a head: after all groups of queries before this one, and after the pairs of this group with
+// keys before `key`.
 struct Place {
     Index group, key;
 };
 
-// What lies between two places, for some heads of an item, which take the same way through their keys.
+// The work between two places, for some heads of an item, which process their keys in the same order.
 struct Task {
     Index number, item, head;
     Place from, to;
-    bool begins;  // whether no task before has the same keys and values
+    bool begins;  // whether no earlier task has the same keys and values
 
-    // Visit its groups; the one that goes on comes last: by then the tasks before it should be done.
+    // Visit its groups; the one that continues earlier tasks comes last, when they should be done.
     template <class Visit>
     void groups(Visit &&visit) const {
         const Index end = to.group + (to.key > 0);
@@ -86,10 +86,10 @@ struct Task {
         if (from.key) visit(from.group);
     }
 
-    // Which queries of a group belong to a task, and which keys.
+    // The queries of a group that belong to a task, and the keys.
     struct Piece {
         Index first, end, low, high;
-        bool goes_on;  // whether tasks before have other keys of these queries
+        bool goes_on;  // whether earlier tasks have other keys of these queries
     };
 };
 
@@ -98,15 +98,15 @@ struct Grain {
     Index queries;  // of a group
     Index heads;    // of a task
     double cost;    // of a pair of a query and a key, in multiplications
-    double least;   // of a task that is worth being one
+    double least;   // of the smallest worthwhile task
     bool sums;      // whether tasks add to the same sums
-    bool square;    // whether a task costs by its keys, too, so that more queries are better where it is large
+    bool square;    // whether a task also has a cost for each key, so that large tasks should have more queries
 };
 
-// Run a function on a number of threads, this one among them. So does `GOMP_parallel`, which OpenMP's libraries have.
+// Run a function on a number of threads, including this one, as `GOMP_parallel` of OpenMP's libraries does.
 using Team = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
 
-// The same on new threads, which end with it.
+// The same on new threads, which end afterwards.
 void run_on_new_threads(void (*work)(void *), void *of, unsigned threads, unsigned flags);
 
 // The tasks of a call; each thread takes the next one.
@@ -121,18 +121,18 @@ public:
     Index of_a_head() const { return each_; }
     Index heads() const { return grain_.heads; }  // of a task, at most
     bool share_sums() const { return grain_.sums || each_ > 1 || x_.group() > 1; }
-    bool is_cut() const { return is_cut_; }  // whether tasks share queries
+    bool is_cut() const { return is_cut_; }  // whether several tasks have the same queries
     Index most_keys() const { return most_keys_; }
     Index most_queries() const { return most_queries_; }
     Index most_queries_of_a_group() const { return std::min(x_.queries, grain_.queries); }
 
-    // Ask, every now and then, the thread that calls this whether to go on.
+    // Ask regularly, in the thread that calls this, whether to continue.
     void ask(bool (*go_on)(void *), void *of) { go_on_ = go_on, of_ = of, asked_ = now(), caller_ = pthread_self(); }
 
-    // Take the next task; false if there is none, or the call was given up.
+    // Take the next task; false if there is none, or the call was cancelled.
     bool take(Task &task);
 
-    // Wait until the tasks before it are done; false if the call was given up.
+    // Wait until the tasks before this one are done; false if the call was cancelled.
     bool wait(const Task &task) const;
 
     void finish(const Task &task) { done_[task.number].store(true, std::memory_order_release); }
@@ -142,7 +142,7 @@ public:
 
     Task task(Index number) const;
     Task::Piece piece(const Task &task, Index group) const;
-    Seen keys(const Task &task) const;     // that its queries see
+    Seen keys(const Task &task) const;     // the keys that its queries see
     Index pairs(const Task &task) const;   // of queries and keys
     Seen queries(const Task &task) const;  // of its groups
 
@@ -152,7 +152,7 @@ private:
     Grain grain_;
     Index groups_ = 0, units_ = 0, each_ = 1, most_keys_ = 0, most_queries_ = 0;
     bool is_cut_ = false;
-    Memory<Index> ends_;  // of groups: how many pairs there are up to there
+    Memory<Index> ends_;  // the number of pairs up to the end of each group
     Memory<std::atomic<bool>> done_;
     std::atomic<Index> next_{0};
     std::atomic<bool> given_up_{false};
@@ -169,11 +169,11 @@ private:
     Place place(Index number) const;
 };
 
-// Work on the tasks of a call with what one thread needs for it; false if there is no memory.
+// Process tasks of a call with the memory of one thread; false if there is no memory.
 template <class Stored>
 using Kernel = bool (*)(const ProblemOf<Stored> &, Tasks &);
 
-// Where a pass is cut: few queries between blocks of keys, for all heads that use the same rows of a table.
+// Where a pass with few queries is cut: between blocks of keys, for all heads that use the same rows of a table.
 template <class Stored>
 bool is_few(const ProblemOf<Stored> &x) {
     return x.queries <= FEW && !x.k_positions && !x.k_segments && !x.axis_tables;
@@ -198,7 +198,7 @@ Grain grain_of_pull_back(const ProblemOf<Stored> &x) {
     return {3 * rows_of_blocks(x), 1, 2.5 * multiplications(x), 0x1.8p25, sums, true};
 }
 
-// Work on a call that has been cut, on the threads of a team; false if there was no memory, or it was given up.
+// Run a call that has been cut on the threads of a team; false if there was no memory, or it was cancelled.
 template <class Stored, class OnThreads>
 bool work_off(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &tasks, OnThreads team, Index threads) {
     struct Work {
@@ -213,7 +213,7 @@ bool work_off(Kernel<Stored> kernel, const ProblemOf<Stored> &given, Tasks &task
     } work{kernel, given, tasks};
     using Real = typename ProblemOf<Stored>::Real;
     Memory<Real> sums;
-    if (tasks.is_cut() && given.out && !given.lse) {  // by which the results of some of the keys are added up
+    if (tasks.is_cut() && given.out && !given.lse) {  // the log-sum-exp combines the results of several tasks
         Array<Real> &lse = work.x.lse;
         lse.row = 1, lse.head = given.queries, lse.item = given.queries * given.heads;
         sums = memory<Real>(given.items * lse.item);

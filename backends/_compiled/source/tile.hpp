@@ -1,4 +1,4 @@
-// Products of small matrices whose sums stay in registers: what every longer call is made of.
+// Products of small matrices whose sums stay in registers: the core of all longer calls.
 #pragma once
 
 #include <algorithm>
@@ -12,23 +12,23 @@ namespace {
 
 using Problem = ProblemOf<Stored>;
 
-constexpr int PANEL = 2 * LANES;  // columns of a product that are worked on at once …
+constexpr int PANEL = 2 * LANES;  // columns of a product that are computed at once,
 #if defined(HIGH_ROWS) && !defined(__AVX2__)
-constexpr int HIGH = HIGH_ROWS;  // of another processor: 12 is what ARM has, tried on this one
+constexpr int HIGH = HIGH_ROWS;  // set to test the size of another processor: ARM has 12
 #elif defined(__AVX512F__) || defined(__aarch64__)
-constexpr int HIGH = 12;  // … and rows: as many as there are registers for
+constexpr int HIGH = 12;  // and rows, as many as there are registers for
 #else
 constexpr int HIGH = 6;
 #endif
 
-// A matrix whose entry (row, column) is at[row * row_step + column * step], one of the steps being 1: a transposed one,
-// or a skewed one, whose rows are stepped through as if they were an entry shorter or longer.
+// A matrix whose entry (row, column) is at[row * row_step + column * step], where one of the steps is 1. It may be
+// transposed, or skewed: then the step between rows is one entry shorter or longer.
 struct Matrix {
     const Real *at;
     Index row, step;
 };
 
-// c = start + a · b for N rows and V vectors of columns; `start` may be nowhere, or c.
+// c = start + a · b for N rows and V vectors of columns; `start` may be null, or c.
 template <int N, int V, bool TRANSPOSED>
 void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
@@ -47,14 +47,14 @@ void product(Index depth, Matrix a, const Real *b, Index b_row, const Real *star
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
-// A matrix whose entries are pairs of numbers, as are those of what it is multiplied with: (row, column) is at
-// at[row * row_step + column * step].
+// A matrix whose entries are pairs of numbers, like those of the other factor: (row, column) is at[row * row_step +
+// column * step].
 struct Paired {
     const BFloat16 *at;
     Index row, step = 2;
 };
 
-// The same by pairs, of which there are `depth`.
+// The same for `depth` pairs.
 template <int N, int V>
 void product(Index depth, Paired a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
              Index c_row) {
@@ -72,7 +72,7 @@ void product(Index depth, Paired a, const Real *b, Index b_row, const Real *star
         for (int i = 0; i < V; i++) store(c + n * c_row + i * LANES, total[n][i]);
 }
 
-// The same for any number of rows, which is rounded up: a and c have rows to spare.
+// The same for any number of rows, rounded up: a and c have extra rows.
 template <int V, class A>
 void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Real *start, Index start_row, Real *c,
               Index c_row) {
@@ -101,7 +101,7 @@ void multiply(Index rows, Index depth, A a, const Real *b, Index b_row, const Re
     }
 }
 
-// The same for a panel, of whose columns so many are wanted; others may be left out.
+// The same for a panel of which only the first `columns` are needed.
 template <class A>
 void multiply_panel(Index columns, Index rows, Index depth, A a, const Real *b, const Real *start, Index start_row,
                     Real *c, Index c_row) {
@@ -121,7 +121,7 @@ void add_product(Index rows, Index depth, A a, const Real *b, Index b_row, Index
 
 inline Index padded(Index n, Index to = LANES) { return (n + to - 1) / to * to; }
 
-// Lay rows out by panels of PANEL of them, each a column after the other; rows that are not there are zeros.
+// Pack rows into panels of PANEL rows, stored column by column; missing rows are zeros.
 inline void pack(const Stored *x, Index row, Index rows, Index width, Real *panels) {
     const Index whole = width / LANES * LANES;
     for (Index first = 0; first < rows; first += PANEL, panels += PANEL * width)
@@ -139,7 +139,7 @@ inline void pack(const Stored *x, Index row, Index rows, Index width, Real *pane
         }
 }
 
-// Lay rows of bfloat16 out by panels as `pack` does, of pairs of columns; an odd last one is paired with zero.
+// Pack rows of bfloat16 as `pack` does, in pairs of columns; an odd last column is paired with zero.
 template <class T>
 void pack_pairs(const T *x, Index row, Index rows, Index width, Real *panels) {
     const Index pairs = (width + 1) / 2, whole = width / (2 * LANES) * LANES;
@@ -163,7 +163,7 @@ void pack_pairs(const T *x, Index row, Index rows, Index width, Real *panels) {
         }
 }
 
-// Pack rows, by pairs if so asked.
+// Pack rows, by pairs if `in_pairs`.
 template <class T>
 void pack_as(bool in_pairs, const T *x, Index row, Index rows, Index width, Real *panels) {
     if constexpr (PAIRS)

@@ -1,5 +1,5 @@
-// The kernels as XLA calls them, which JAX compiles to: arrays by the typed interface of foreign functions, threads of
-// XLA's own pool. Python brings every array to four axes, dense; see `_jax/foreign.py`.
+// The kernels as functions of XLA, to which JAX compiles: arrays arrive by the typed foreign function interface, and
+// the threads are those of XLA's pool. Python gives every array four dense axes; see `_jax/foreign.py`.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline Error *error(const Frame *frame, int code, const char *message) {
     return frame->offers->make_error(&args);
 }
 
-// Of the interface: the oldest that has all that is used here, and the latest that the oldest supported JAX has.
+// Of the interface: the oldest version with all that is used here, and the latest that the oldest supported JAX has.
 constexpr int MAJOR_VERSION = 0, MINOR_VERSION = 1;
 
 // Report the version of the interface; false if it is not requested.
@@ -30,7 +30,7 @@ inline bool tell_version(Frame *frame) {
     return true;
 }
 
-// Reads the numbers and arrays of a call in the order in which they are declared; what is wrong, if anything is.
+// Reads the numbers and arrays of a call in the order of their declaration; `wrong` is the first error.
 class Reader {
 public:
     const char *wrong = nullptr;
@@ -39,7 +39,7 @@ public:
         const Numbers *whole = attribute("whole", INT64);
         const Numbers *real = attribute("real", FLOAT64);
         if (!whole || !real) {
-            wrong = "a call has no numbers";
+            wrong = "the call has no numbers";
             return;
         }
         wholes = static_cast<const Index *>(whole->data), count = static_cast<Index>(whole->count);
@@ -50,7 +50,7 @@ public:
         if (count-- > 0)
             to = *wholes++;
         else
-            refuse("a call has other numbers");
+            refuse("the call has the wrong number of numbers (stale build?)");
     }
 
     template <class Real>
@@ -58,19 +58,21 @@ public:
         if (real_count-- > 0)
             to = static_cast<Real>(*reals++);
         else
-            refuse("a call has other numbers");
+            refuse("the call has the wrong number of numbers (stale build?)");
     }
 
-    // Read the next array if the next number says that there is one: the results are those that are written to.
+    // Read the next array if the next number says that there is one; results are the arrays that are not constant.
     template <class T>
     bool operator()(const char *name, Array<T> &to, Need need, const Axes &axes) {
         Index there = 0;
         (*this)(name, there);
-        if (wrong || (there ? need == Need::NOT : need == Need::MUST)) return refuse("a call has other arrays");
+        if (wrong || (there ? need == Need::NOT : need == Need::MUST))
+            return refuse("the call has the wrong arrays (stale build?)");
         if (!there) return true;
         constexpr bool given = std::is_const_v<T>;
         Index &next = given ? arguments : results;
-        if (next == (given ? frame->arguments.count : frame->results.count)) return refuse("a call has other arrays");
+        if (next == (given ? frame->arguments.count : frame->results.count))
+            return refuse("the call has the wrong arrays (stale build?)");
         const void *from = given ? frame->arguments.at[next] : frame->results.at[next];
         next++;
         return read(*static_cast<const Buffer *>(from), to, axes);
@@ -100,7 +102,7 @@ private:
 
     template <class T>
     bool read(const Buffer &from, Array<T> &to, const Axes &axes) {
-        if (from.axes != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has another type");
+        if (from.axes != 4 || from.dtype != TYPE<std::remove_const_t<T>>) return refuse("an array has the wrong type");
         View view{from.data, 4, {}, {}};
         for (Index i = 3, step = 1; i >= 0; step *= from.sizes[i--])
             view.sizes[i] = from.sizes[i], view.steps[i] = step;
@@ -118,11 +120,11 @@ private:
 template <class Stored>
 bool read(Reader &from, ProblemOf<Stored> &x, Index &threads) {
     x.numbers(from), from("entries", x.entries), from("threads", threads);
-    if (!from.wrong && x.is_too_large()) from.wrong = "a call is too large";
+    if (!from.wrong && x.is_too_large()) from.wrong = "the call is too large";
     return !from.wrong && x.arrays(from) && x.integers(from);
 }
 
-// The gradients of tables are added to; XLA gives memory that holds anything.
+// Clear the gradients of tables, which the kernels add to: XLA's memory is not initialised.
 template <class Stored>
 void clear_tables(ProblemOf<Stored> &x) {
     const auto clear = [](const auto &gradient) {
@@ -132,7 +134,7 @@ void clear_tables(ProblemOf<Stored> &x) {
     clear(x.d_rel_k), clear(x.d_rel_v), clear(x.d_bias), clear(x.d_key_table);
 }
 
-// Compute a call with the threads of XLA's pool, at most as many as it pays to wake.
+// Compute a call on the threads of XLA's pool, using only as many as pays.
 template <class Stored>
 Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Grain grain, Index threads) {
     x.narrow();
@@ -140,7 +142,7 @@ Error *work(const Frame *frame, Kernel<Stored> kernel, ProblemOf<Stored> &x, Gra
     const Index workers = threads > 1 ? std::min(threads, Team::workers(frame)) : 1;
     const auto team = [frame](Team::Work work, void *of, Index count) { Team::run(frame, work, of, count); };
     const bool done = tasks.make() && work_off(kernel, x, tasks, team, workers);
-    return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: there is no memory");
+    return done ? nullptr : error(frame, NewError::RESOURCE_EXHAUSTED, "relskew: not enough memory");
 }
 
 template <class Stored>
@@ -164,7 +166,7 @@ Error *pull_back(Kernel<Stored> kernel, Frame *frame) {
     return work(frame, kernel, x, grain_of_pull_back(x), threads);
 }
 
-// Whether a call's queries, its first array, are doubles.
+// Whether the queries of a call, its first array, are doubles.
 inline bool of_doubles(const Frame *frame) {
     return frame->arguments.count > 0 && static_cast<const Buffer *>(frame->arguments.at[0])->dtype == FLOAT64;
 }

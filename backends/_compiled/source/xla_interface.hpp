@@ -1,5 +1,5 @@
-// What the kernels use of XLA's interface for foreign functions, version 0.1 and later: how a call comes, and what it
-// may ask of XLA. Only the layout is given; the tests hold it against the header that JAX installs.
+// The part of XLA's foreign function interface, version 0.1 and later, that the kernels use. Only the layout is
+// declared; the tests compare it with the header that JAX installs.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,10 @@
 
 namespace xla {
 
-struct Error;    // XLA's own
-struct Context;  // … as is this
+struct Error;  // opaque, as is Context
+struct Context;
 
-// Most structs begin with their size and a list of extensions, which is empty but where XLA asks for something.
+// Most structs begin with their size and a list of extensions, which is empty unless XLA requests something.
 struct Extension {
     std::size_t size;
     int type;
@@ -30,7 +30,7 @@ struct Metadata {
     std::int64_t state_type;
 };
 
-// XLA asks for metadata before the first call.
+// XLA requests metadata before the first call.
 struct MetadataWanted {
     static constexpr int TYPE = 1;
     Extension base;
@@ -61,7 +61,7 @@ struct Text {
     std::size_t length;
 };
 
-// An attribute of several numbers.
+// An attribute with several numbers.
 struct Numbers {
     static constexpr int TYPE = 1;
     DataType dtype;
@@ -121,7 +121,7 @@ struct Threads {
     std::int64_t *count;
 };
 
-// What XLA offers, by the places of a table, of which some are for what is not used here.
+// The functions that XLA offers, by their place in a table; some places are not used here.
 struct Offers {
     std::size_t size;
     Extension *extensions;

@@ -1,4 +1,4 @@
-// Work on the threads of XLA's own pool.
+// Run a function on the threads of XLA's pool.
 #pragma once
 
 #include <pthread.h>
@@ -14,9 +14,9 @@
 
 namespace xla {
 
-// The turns of one piece of work, which some threads take one after the other. The caller works too, and waits only
-// for turns that another thread has begun: threads of the pool that are busy, maybe with waiting like this one, keep
-// nobody up.
+// The turns of one piece of work, which several threads take one after the other. The caller takes turns too, and only
+// waits for turns that another thread has begun, so busy threads of the pool, which may be waiting in the same way,
+// delay no one.
 class Team {
 public:
     using Work = void (*)(void *);
@@ -50,7 +50,7 @@ public:
 
 private:
     const Work work;
-    void *const of;  // the caller's, who is gone when all turns are over
+    void *const of;  // the caller's memory, which is gone when all turns are over
     const Index count;
     std::atomic<Index> next{0}, users{1};
     Index finished = 0;
