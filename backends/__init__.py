@@ -66,7 +66,7 @@ def path(function: str, call: Problem, impl: Impl) -> Path:
         If ``impl="native"`` and there is no fast path for this call: the message says why.
     """
     check_choice("impl", impl, IMPLS)
-    if impl == "portable":  # dask does not reshape arrays of any blocks
+    if impl == "portable":  # dask does not reshape arrays with arbitrary blocks
         return _instead(call) if library_name(call.xp) == "dask" else PORTABLE
     found = _native(function, call)
     if isinstance(found, Path):
@@ -79,7 +79,7 @@ def path(function: str, call: Problem, impl: Impl) -> Path:
 def prepared(kind: type) -> Any:
     """Return a library's kernels for calls that are prepared, by the type of its arrays; ``None`` without any."""
     if kind not in _prepared:
-        library = kind.__module__.partition(".")[0].removesuffix("lib")  # JAX's arrays are those of jaxlib
+        library = kind.__module__.partition(".")[0].removesuffix("lib")  # JAX's arrays are defined in jaxlib
         kernels = getattr(_module(library), "prepared", None) if library in NATIVE else None
         _prepared[kind] = kernels if kernels is not None and kind in kernels.TYPES else None
     return _prepared[kind]

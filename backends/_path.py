@@ -18,11 +18,11 @@ COMMON = frozenset((*ARRAYS, *OPTIONS))
 class Path:
     """Two kernels, and which calls they take."""
 
-    attention: Callable[..., Any]  # as _kernel.forward.attention
-    attention_vjp: Callable[..., Any]  # as _kernel.backward.attention_vjp
+    attention: Callable[..., Any]  # like _kernel.forward.attention
+    attention_vjp: Callable[..., Any]  # like _kernel.backward.attention_vjp
     knows: frozenset[str] = COMMON
-    half: bool = False  # takes arrays of half precision as they are
-    faster: bool = True  # than the portable kernels, for this call: `impl="auto"` goes by it
+    half: bool = False  # whether it accepts arrays of half precision
+    faster: bool = True  # than the portable kernels, for this call; `impl="auto"` depends on it
 
 
 PORTABLE = Path(forward.attention, backward.attention_vjp)

@@ -107,7 +107,7 @@ class Calls(Benchmark):
         return parts
 
     def draw(self, record: Record) -> None:
-        from benchmarks.plots import draw  # needs matplotlib
+        from benchmarks.plots import draw  # requires matplotlib
 
         draw(record, ROOT / "docs" / "benchmarks")
 

@@ -80,7 +80,7 @@ def asked(call: str, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], d
     span = Span(last, 0 if "causal" in options else last) if reach is None else Span.clipped(reach)
     tables = {name: torch.randn(span.rows, WIDTH, dtype=dtype) for name in options.pop("tables", ("rel_k",))}
     if options.get("mask"):
-        options["mask"] = torch.randn(1, 1, 1, length) < 1.3  # of ten keys, nine
+        options["mask"] = torch.randn(1, 1, 1, length) < 1.3  # about nine of ten keys
     if documents := options.get("segments"):
         options["segments"] = torch.arange(length) * documents // length
     if options.get("positions"):
@@ -105,7 +105,7 @@ class Compiled(Benchmark):
 
     def prepare(self, case: Case, contender: str) -> Call:
         backends.set_numpy_threads(1)
-        threadpool_limits(1, "blas")  # NumPy's own threads spin for a while after their work
+        threadpool_limits(1, "blas")  # NumPy's threads keep spinning for a while after their work
         length, training = case["length"], case["training"]
         q, k, v, _ = drawn(length, length, case["dtype"])
         tables, options = asked(case["call"], length, q.dtype)

@@ -165,10 +165,10 @@ class Contender:
 
     label: str
     function: Callable[[Inputs], Any]
-    kind: Any = "full"  # which reference it is held to: "full", "clipped", "plain", or "" for none
+    kind: Any = "full"  # the reference that it is compared with: "full", "clipped", "plain", or "" for none
     library: str = "torch"
-    floats: Callable[[Shape], float] = lambda _: 0.0  # how many numbers it holds at once, about, where they are many
-    missing: Callable[[], str | None] = lambda: None  # why it cannot run here at all
+    floats: Callable[[Shape], float] = lambda _: 0.0  # roughly how many numbers it holds at once, if many
+    missing: Callable[[], str | None] = lambda: None  # the reason why it cannot run here
 
     @property
     def products(self) -> tuple[float, float]:
@@ -236,7 +236,7 @@ def _x_transformers(length: int, heads: int) -> tuple[Any, Any]:
 def _compiled_flex(shape: Shape) -> Any:
     if shape.device == "cpu":
         return _flex_on_cpus()
-    torch.compiler.reset()  # after some recompilations for other shapes it would stay eager
+    torch.compiler.reset()  # after several recompilations for other shapes it would stay eager
     return torch.compile(flex_attention, dynamic=False)
 
 

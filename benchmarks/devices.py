@@ -15,9 +15,9 @@ from benchmarks.record import Record
 from benchmarks.runner import Benchmark, Call, Case
 
 HEADS, KEY_HEADS, WIDTH, BYTES = 32, 8, 128, 2  # bfloat16
-FORWARD, BACKWARD = 400e12, 300e12  # operations a second that kernels reach
-NEAR, FAR = 450e9, 50e9  # bytes a second of a GPU: inside a node of eight, and between nodes
-REACHED = 0.8  # of each
+FORWARD, BACKWARD = 400e12, 300e12  # operations per second that kernels reach
+NEAR, FAR = 450e9, 50e9  # bytes per second of a GPU: within a node of eight, and between nodes
+REACHED = 0.8  # the share of each that is reached
 NODE = 8
 
 
@@ -29,7 +29,7 @@ class Split:
     ring: int
     heads: int
     table: str  # "shared" or "by head"
-    reach: int | None = None  # of a window and its table, None for all
+    reach: int | None = None  # of a window and its table; None: all keys
 
     @property
     def bandwidth(self) -> float:
@@ -54,7 +54,7 @@ class Split:
         seen = share * (self.length / 2 if self.reach is None else self.reach) / self.rounds
         products, speed = (7, BACKWARD) if backward else (3, FORWARD)
         compute = products * 2 * seen * WIDTH * heads / (REACHED * speed)
-        # Keys and values; backward also their gradients, in float32.
+        # Keys and values; the backward pass also sends their gradients, in float32.
         sent = 2 * share * of_keys * WIDTH * (BYTES + (4 if backward else 0))
         own = self.length // (self.ring * self.heads) * WIDTH * BYTES * (2 if backward else 1)
         exchanged = 2 * (HEADS + KEY_HEADS) * own * (self.heads - 1) / self.heads / (REACHED * NEAR)

@@ -49,7 +49,7 @@ def exported(name: str, width: int, reach: int, label: str) -> tuple[bytes, Case
     """Make a graph, and say what it is like."""
     began = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's exporters warn of what the rows show
+        warnings.simplefilter("ignore")  # torch's exporters warn about what the rows show
         content = form_of(name, width, reach)[2][label]()
     seconds = time.perf_counter() - began
     nodes = sum(len(graph.node) for graph in all_graphs(onnx.load_from_string(content).graph))

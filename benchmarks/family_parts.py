@@ -62,7 +62,7 @@ def built(path: str, configured: str, implementation: str | None = "sdpa", **opt
         if implementation is not None:
             config._attn_implementation = implementation
         for name in vars(config):
-            if "layerdrop" in name:  # a layer that is left out takes no time
+            if "layerdrop" in name:  # a dropped layer takes no time
                 setattr(config, name, 0.0)
         return find(path)(config).eval()
 
@@ -187,7 +187,7 @@ def phi4() -> Model:
         hidden_size=WIDTH, intermediate_size=1024, num_blocks=2, num_attention_heads=HEADS, input_size=16,
         ext_pw_out_channel=WIDTH, depthwise_separable_out_channel=WIDTH, nemo_conv_channels=64, time_reduction=4,
     )  # fmt: skip
-    # It cuts what is longer than 500 positions.
+    # It cuts inputs longer than 500 positions.
     return Model(make, lambda n: {**given(n), "mask": None}, lengths=(64, 128, 256, 480))
 
 
@@ -207,7 +207,7 @@ def clap() -> Model:
         config = find("ClapAudioConfig")(depths=[2, 2], num_attention_heads=[4, 8], hidden_size=192)
         return find("models.clap.modeling_clap.ClapAudioEncoder")(config).eval()
 
-    # Spectrograms of every length are stretched to one of 1024 frames.
+    # Spectrograms of all lengths are resized to 1024 frames.
     return Model(make, lambda n: {"input_features": torch.randn(1, 1, n, 64)}, lengths=(1024,))
 
 

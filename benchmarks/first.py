@@ -75,7 +75,7 @@ class First(Benchmark):
             plain = contender == "plain"
             return jax.nn.dot_product_attention(*x, is_causal=True) if plain else relative_attention(*x, causal=True)
 
-        def call() -> Any:  # a function that is new is traced anew
+        def call() -> Any:  # a new function is traced again
             function = jax.grad(lambda *x: attend(*x).sum(), range(len(x))) if case["training"] else attend
             return jax.jit(lambda *x: function(*x)).lower(*x).compile()
 

@@ -92,7 +92,7 @@ class GPU(Benchmark):
 
     def memory(self, name: str, case: Case, contender: str) -> Case:  # pragma: gpu only
         call: Call = self.prepare(case, contender).alone()
-        call()  # what is compiled first needs memory of its own
+        call()  # the first compilation needs additional memory
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

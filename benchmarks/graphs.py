@@ -168,7 +168,7 @@ def from_torch(model: Textbook, example: int, *, dynamo: bool) -> bytes:
     stream = io.BytesIO()
     axes = {"x": {0: "batch", 1: "length"}, "y": {0: "batch", 1: "length"}}
     options: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": axes}
-    # torch's annotations know of files named by strings alone; streams are documented for this exporter.
+    # torch's annotations only list file names; this exporter documents streams.
     torch.onnx.export(model, (x,), stream, dynamo=False, opset_version=18, **options)  # type: ignore[arg-type]
     return stream.getvalue()
 

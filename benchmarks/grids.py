@@ -93,7 +93,7 @@ def _by_bias(side: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, of_token:
 def _by_products(side: int, q: Tensor, k: Tensor, v: Tensor, high: Tensor, wide: Tensor) -> Tensor:
     """Return what SAM does: products with gathered rows of both tables, written out and added by attention."""
     places = torch.arange(side)
-    apart = places - places[:, None] + side - 1  # the key's less the query's
+    apart = places - places[:, None] + side - 1  # the key's minus the query's
     queries = q.unflatten(-2, (side, side))
     down = torch.einsum("bnhwc,hkc->bnhwk", queries, high[apart])
     right = torch.einsum("bnhwc,wkc->bnhwk", queries, wide[apart])

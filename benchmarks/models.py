@@ -60,7 +60,7 @@ class PadReshapeSlice(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Attend with a table, as the ports of Music Transformer do."""
         n, m = q.shape[2], k.shape[2]
-        # The table's last rows lie as the keys do for one query.
+        # For one query, the table's last rows have the order of the keys.
         relative = q @ self.table[:, -m:].mT if n == 1 else skewed(q @ self.table[:, -n:].mT)
         return attended((q @ k.mT + relative) * q.shape[-1] ** -0.5, v, future(n) if n > 1 else None)
 
@@ -144,7 +144,7 @@ def decode(name: str, prompt: int, new: int = 20) -> Callable[[], None]:
         _, filled = model(tokens, model.empty_cache(prompt + new))
 
     def call() -> None:
-        token, past = tokens[:, -1:], filled  # what earlier calls wrote behind the prompt is written again
+        token, past = tokens[:, -1:], filled  # what earlier calls wrote after the prompt is overwritten
         with torch.inference_mode():
             for _ in range(new):
                 logits, past = model(token, past)

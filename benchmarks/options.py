@@ -133,7 +133,7 @@ class Option:
     call: str
     ours: Callable[[OptionInputs], Any]
     dense: Callable[[OptionInputs], Tensor]
-    exact: bool = True  # both compute the same numbers
+    exact: bool = True  # whether both compute the same numbers
 
 
 OPTIONS = {
@@ -175,7 +175,7 @@ class OptionsOfCalls(Benchmark):
     names = ("ours", "dense")
     tolerance = 1e-5
     seconds = 2.0
-    small: ClassVar[Case] = {"length": 512}  # as long calls go, kernels and all
+    small: ClassVar[Case] = {"length": 512}  # a small call that still takes the path of long ones, with kernels
 
     def cases(self) -> Iterator[Case]:
         for option in OPTIONS:

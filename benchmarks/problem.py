@@ -31,7 +31,7 @@ class Shape:
     block_size: int | None = None  # Music Transformer's local blocks
     window: int | None = None  # keys that a query sees, itself included
     std: float = 1.0  # standard deviation of the logits
-    bias: bool = False  # one number a head and relative position instead of a row
+    bias: bool = False  # one number per head and relative position instead of a row
     by_head: bool = False  # a table for each head
 
     @property
@@ -113,7 +113,7 @@ def reference(shape: Shape, kind: str, count: int = 16) -> Expected:
     k, v = x.k[0].double(), x.v[0].double()
     table, left = (x.clipped, CLIP) if kind == "clipped" else (x.table, shape.span.left)
     outs, d_qs, scale = [], [], shape.dim**-0.5
-    for i in rows.tolist():  # one query at a time: its table rows are as large as the keys
+    for i in rows.tolist():  # one query at a time, because its table rows are as large as the keys
         r = torch.arange(shape.length, device=rows.device) - i
         columns = (r + left).clamp(0, table.shape[-1 if shape.bias else -2] - 1)
         q, d_out = x.q[0, :, i].double(), x.d_out[0, :, i].double()

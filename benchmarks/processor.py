@@ -148,7 +148,7 @@ class Cores(Benchmark):
     page = "compiled.md"
     names = ("1", "2")
     threads = None
-    tolerance = 0.0  # the same to the bit
+    tolerance = 0.0  # bit-identical
 
     def cases(self) -> Iterator[Case]:
         for heads in (1, 8):

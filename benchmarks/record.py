@@ -96,7 +96,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "level": _compiled.kernels.LEVELS[-1] if _compiled.kernels is not None else None,
         "cores": cores,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 2),  # above 0 before the first call: others use the machine too
+        "load_average": round(os.getloadavg()[0], 2),  # above 0 before the first call if others use the machine, too
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES} | {"relskew": relskew_core.__version__},
@@ -127,4 +127,4 @@ def _commit() -> str | None:
         )
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return None  # an installed copy without its history
+        return None  # an installed copy without git history

@@ -51,10 +51,10 @@ class Row:
     median: float | None = None  # seconds
     cpu: float | None = None  # median of the seconds of CPU time
     ratio: float | None = None  # median, over turns, of the CPU time as a multiple of the first contender's
-    bytes: int | None = None  # peak memory of a call above its inputs, results included
-    error: float | None = None  # relative L2, of the result
+    bytes: int | None = None  # peak memory of a call above its inputs, including results
+    error: float | None = None  # relative L2 error of the result
     skipped: str | None = None
-    facts: Case = field(default_factory=dict)  # what else is known
+    facts: Case = field(default_factory=dict)  # further results
 
 
 class Benchmark:
@@ -197,7 +197,7 @@ class Benchmark:
                         row = replace(row, **self.memory(name, case, contender))
                     if row.skipped is None and asked != {"memory"}:
                         call = self.prepare(case, contender)
-                        result = call()  # also warms up
+                        result = call()  # warms up, too
                         error = self.check(case, contender, result, first)
                         row = replace(row, error=error, facts=self.facts(case, contender, result))
                         first = result if first is None else first

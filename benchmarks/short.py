@@ -118,7 +118,7 @@ class Short(Benchmark):
     """Shapes in ways of use: causal, float32, a table for all heads. JAX is compiled."""
 
     page = "short.md"
-    tolerance = 1e-4  # what rounding is, in JAX's products too
+    tolerance = 1e-4  # the size of rounding errors, including JAX's products
     seconds = 1.0
     threads = None
 

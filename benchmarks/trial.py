@@ -67,7 +67,7 @@ def onnx2torch(path: Path) -> Run:
     """Convert a graph to a module of torch."""
     from unittest.mock import MagicMock
 
-    # It imports torchvision for operators of pictures; those of PyPI do not fit every torch.
+    # It imports torchvision for operators on images; PyPI's builds do not fit every torch.
     sys.modules.update(dict.fromkeys(("torchvision", "torchvision.ops", "torchvision.ops._utils"), MagicMock()))
     import torch
 

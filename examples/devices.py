@@ -61,7 +61,7 @@ def train(rank: int, steps: int, mesh: Any) -> None:
     torch.manual_seed(0)
     whole = make_model()
     split = copy.deepcopy(whole)
-    # The whole of what changes: only attention looks at other positions.
+    # The only change: attention looks at other positions.
     parallelize_module(split, mesh, {f"{index}.attention": ContextParallel(layout="zigzag") for index in (1, 2)})
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3) for model in (whole, split)]
     if rank == 0:
@@ -74,7 +74,7 @@ def train(rank: int, steps: int, mesh: Any) -> None:
         own = [shard_sequence(x, mesh, axis=-1, layout="zigzag") for x in (given, wanted)]
         share = loss_of(split, own[0], own[1])
         share.backward()
-        for parameter in split.parameters():  # as data parallelism does
+        for parameter in split.parameters():  # like data parallelism
             distributed.all_reduce(parameter.grad)
         total = share.detach().clone()
         distributed.all_reduce(total)
@@ -96,7 +96,7 @@ def balance(rank: int, processes: int, length: int) -> None:
     layout: Any
     for layout in ("contiguous", "zigzag", "striped"):
         q, k, v = (torch.randn(4, length, 32, requires_grad=True, **FLOAT32) for _ in range(3))
-        for _ in range(2):  # the first one warms up
+        for _ in range(2):  # the first run warms up
             distributed.barrier()
             start = time.thread_time()
             out: Any = context_parallel_attention(

@@ -80,7 +80,7 @@ def numpy_attention(q: Any, k: Any, v: Any, rel_k: Any, *, mask: Any = None, see
     """Return ``relative_attention`` of tensors of TensorFlow, computed and differentiated by NumPy."""
     import tensorflow as tf
 
-    if q.dtype == tf.bfloat16:  # which NumPy does not have
+    if q.dtype == tf.bfloat16:  # which NumPy does not support
         q, k, v, rel_k = (tf.cast(x, tf.float32) for x in (q, k, v, rel_k))
         return tf.cast(numpy_attention(q, k, v, rel_k, mask=mask, seed=seed, **options), tf.bfloat16)
     given = {name: x for name, x in (("mask", mask), ("seed", seed)) if x is not None}

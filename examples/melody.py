@@ -7,7 +7,8 @@ import numpy as np
 
 from relskew_core import relative_logits, skew
 
-# "Ah ! vous dirai-je, maman", a French folk tune in print since 1761: two lines, a middle sung twice, the two lines.
+# "Ah ! vous dirai-je, maman", a French folk tune in print since 1761: two lines, a middle that is sung twice, and the
+# two lines again.
 LINES = "C C G G A A G  F F E E D D C"
 MIDDLE = "G G F F E E D"
 tune = f"{LINES} {MIDDLE} {MIDDLE} {LINES}".split()
@@ -17,8 +18,8 @@ n = len(tune)
 pitches = sorted(set(tune))
 q = np.asarray([[float(note == pitch) for pitch in pitches] for note in tune], dtype=np.float64)
 
-# One table row for each relative position r = -(n-1) … 0: how often, of the notes of each pitch that have a note |r|
-# before them, that one has the same pitch. Nothing is learned: it is counted from the tune.
+# One row for each relative position r = -(n-1) … 0: of the notes of each pitch that have a note |r| before them, the
+# share for which that note has the same pitch. Nothing is learned: the shares are counted from the tune.
 table = np.zeros((n, len(pitches)), dtype=np.float64)
 for row, r in enumerate(range(-(n - 1), 0)):
     later, earlier = q[-r:], q[:r]
@@ -30,7 +31,7 @@ before = q @ table.T
 # After it: note i against note j = i + r. The same numbers; the column has become a diagonal.
 after = relative_logits(q, table, n_keys=n, causal=True)
 
-# `skew` alone moves the numbers so; the columns of the future are zeros here, for nobody sees them.
+# `skew` alone moves the numbers in the same way; the columns of the future are zeros here, because no note sees them.
 both_sides = np.concatenate([before, np.zeros((n, n - 1), dtype=np.float64)], axis=1)
 np.testing.assert_allclose(np.tril(skew(both_sides)), after, atol=1e-15)
 

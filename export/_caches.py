@@ -162,7 +162,7 @@ class _Writer:
     def nodes(self) -> Iterator[onnx.NodeProto]:
         """Yield the nodes in order."""
         started = False
-        # The nodes stay where they are until the new ones are collected.
+        # The graph's list of nodes is replaced only after the new ones are collected.
         for node in self._graph.node:
             cache = self._joins.get(node.output[0])
             if cache is not None:
@@ -187,7 +187,7 @@ class _Writer:
         yield _node("Expand", [PAST_LENGTH, _name("batch")], "starts")
         if not self._contrib:
             return
-        # GroupQueryAttention lets a cache grow whose buffer is not shared; TensorScatter fails where one is full.
+        # GroupQueryAttention lets a cache grow if its buffer is not shared; TensorScatter fails if one is full.
         self._store("none", np.zeros(1, np.uint8))
         self._store("one", np.ones(1, np.int64))
         self._store("scalar", np.zeros(0, np.int64))
@@ -196,7 +196,8 @@ class _Writer:
             yield _node("Concat", [_name("batch"), _name(length)], f"{name}_shape", axis=0)
             yield _node("Expand", [_name("none"), _name(f"{name}_shape")], name)
         yield _node("TensorScatter", [_name("room"), _name("fresh"), _name("starts")], "written", axis=1)
-        # Shapes of the same names let onnxruntime write into the room; else it copies it, and warns at every step.
+        # Equal symbolic shapes let onnxruntime write into the cache's buffer; otherwise it copies it, and warns at
+        # every step.
         rows = self._dims(first.past)[0]
         for name in ("room", "written"):
             shape = (rows.dim_param or rows.dim_value or None, CACHE_LENGTH)
@@ -265,7 +266,7 @@ class _Writer:
 
     def _grouped(self, node: onnx.NodeProto, keys: _Cache, values: _Cache, heads: int) -> Iterator[onnx.NodeProto]:
         """Yield GroupQueryAttention in place of Attention, with the heads side by side as it wants them."""
-        # The -1 fails with an empty batch, with which GroupQueryAttention would end the process.
+        # The -1 fails for an empty batch, for which GroupQueryAttention would end the process.
         self._store("side_by_side", np.array([0, 0, -1], dtype=np.int64))
         self._store("apart", np.array([0, 0, heads, -1], dtype=np.int64), f"{heads}")
         operands = []

@@ -132,11 +132,14 @@ def to_onnx(
     >>> [value.name for value in model.graph.input], len(model.graph.node)
     (['x'], 20)
 
-    With a cache as input and output, and the attention alone, without projections:
+    With a cache as input and output:
 
     >>> cached = to_onnx(spec, init_weights(spec, seed=0), past=True)
     >>> [value.name for value in cached.graph.input]
     ['x', 'past_key', 'past_value']
+
+    The attention alone, without projections:
+
     >>> tables = {"rel_k": init_weights(spec, seed=0)["rel_k"]}
     >>> core = to_onnx(spec, tables, projections=False)
     >>> [value.name for value in core.graph.input]
@@ -164,11 +167,11 @@ def to_onnx(
         in_place=in_place,
         segments=segments,
     )
-    # One weight after the other: besides those that are given, the model alone holds them all.
+    # One weight at a time: apart from the given weights, only the model holds them all.
     layout = graph_layout(plan, ((key, round_weight(key, array, plan.dtype)) for key, array in arrays.items()))
     g = Emitter(plan.dtype)
     places = (_block if plan.projections else _core)(g, plan, layout, operator=operator)
-    # The types of a function's values can be written down since version 10.
+    # IR version 10 introduced the types of a function's values.
     ir_version = max(plan.ir_version, 10) if functions or operator else plan.ir_version
     model = g.model(name, plan.opset, ir_version, summary(plan))
     model.graph.doc_string += f" Weights: SHA-256 {digest(model)}."
@@ -213,7 +216,7 @@ def _core(g: Emitter, plan: GraphPlan, layout: Iterator[StoredWeight], *, operat
     )
     given = _optional_inputs(g, plan)
     stored = _stored(g, layout)
-    # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
+    # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
     scale = g.constant(np.full(spec.head_dim, spec.head_dim**-0.5, dtype=np.float64), g.dtype)
     scaled = g.compute("Mul", [q, scale], "q/scaled", q.shape)
     projected = Projected(scaled, k, v)
@@ -228,7 +231,7 @@ def _stored(g: Emitter, layout: Iterator[StoredWeight]) -> dict[str, Value]:
     stored = {}
     for weight in layout:
         stored[weight.key] = g.initializer(*weight)
-        del weight  # before the next one is made
+        del weight  # free it before the next one is made
     return stored
 
 

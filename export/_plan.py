@@ -55,14 +55,14 @@ class GraphPlan:
     mask: bool
     left: TableEnd
     right: TableEnd
-    local: bool  # blocks folded into the batch; else one dense attention
-    chunk_size: int | None  # queries of one turn of a loop; None: all at once
-    projections: bool  # the whole block from x to y, or attention of q, k and v alone
-    in_place: bool  # caches of fixed length, written where each row of the batch ends
-    guarded: bool  # the lengths are checked before the tables are read, so that no window needs to
-    looped: bool  # attention goes over chunks, as chunk_size asks; not so in the branch for short inputs
-    segments: bool = False  # a query sees its own segment
-    in_parts: bool = False  # what Attention cannot do is asked for: softcap, the log-sum-exp
+    local: bool  # blocks are folded into the batch; else one dense attention
+    chunk_size: int | None  # queries per turn of a loop; None: all at once
+    projections: bool  # the whole block from x to y; else attention of q, k and v
+    in_place: bool  # caches have a fixed length, and are written at the end of each row of the batch
+    guarded: bool  # lengths are checked before the tables are read, so that no window has to check them
+    looped: bool  # attention loops over chunks of chunk_size; false in the branch for short inputs
+    segments: bool = False  # a query sees the keys of its segment
+    in_parts: bool = False  # softcap or the log-sum-exp is required, which Attention does not support
 
     @property
     def ir_version(self) -> int:
@@ -143,21 +143,21 @@ class GraphPlan:
             and not self.in_parts
             and not self.spec.sinks
             and not self.spec.rel_values
-            and self.dtype != np.float64  # Attention in double: scale is a float32, is_causal does not load
+            and self.dtype != np.float64  # Attention in double has a float32 scale and does not load with is_causal
         )
 
     @property
     def causal_attribute(self) -> bool:
         """Whether Attention's ``is_causal`` does the causality: self-attention only, where runtimes agree on it."""
-        # With a cache of fixed length the operator could not determine the positions of the queries; and which of them
-        # see nothing must be known outside.
+        # With a cache of fixed length the operator cannot determine the positions of the queries; and which queries see
+        # no key must be computed outside it.
         square = self.one_sided and not self.local and not self.in_place and not self.dead_rows
         return self.fused and self.profile.causal_attribute and square
 
     @property
     def masked_value(self) -> float:
         """The logit of a key that a query may not see."""
-        if self.fused and self.dead_rows:  # no mask makes other keys as low
+        if self.fused and self.dead_rows:  # a mask cannot lower other keys as far
             return -np.inf
         return -65504.0 if self.dtype == np.float16 else -1e30
 
@@ -204,7 +204,7 @@ def make_plan(
             raise ValueError(
                 f"`chunk_size` excludes `spec.block_size`, which bounds memory itself, got block_size={spec.block_size}"
             )
-    if not (spec.has_tables or spec.rel_bias):  # no position counts, however far
+    if not (spec.has_tables or spec.rel_bias):  # positions have no effect, however far
         spec = replace(spec, span=Span.full(ENDLESS))
     spec = _with_window_of_lengths(spec)
     window_left, window_right = spec.window or (None, None)
@@ -218,8 +218,8 @@ def make_plan(
             f"`past=True` without `spec.causal` requires a table that reaches {farthest_right} into the future, as far "
             f"as blocks do, got one that reaches {right.rows}: make it, or `max_length`, longer"
         )
-    # A short table, or a short max_length, lets only lengths run whose blocks are visible as a whole: then there is
-    # nothing to fold. A mask is as large as a dense attention anyway, and a cache has few queries.
+    # If the table or max_length is short, only lengths run whose blocks are entirely visible, so there is nothing to
+    # fold. A mask is as large as dense attention anyway, and with a cache there are few queries.
     limited = "limited" in (left.past_edge, right.past_edge)
     few = spec.blocks_before is None or spec.blocks_before <= MOST_BLOCKS
     local = spec.block_size is not None and few and not (limited or mask or past)
@@ -289,5 +289,5 @@ def _table_end(
                 f"`spec.window` must be at most {MOST_ROWS} with beyond='clip' or 'zero', because tables are stored "
                 f"as long as the window, or be None, got {spec.window}"
             )
-        return TableEnd(window, "hidden")  # the table is lengthened to the window, so that its end can hide the rest
+        return TableEnd(window, "hidden")  # the table is extended to the window, so that its end can hide the rest
     return TableEnd(reach, spec.span.beyond)

@@ -16,14 +16,14 @@ class Profile:
 
     name: str
     opset: int
-    fused: bool = False  # one Attention node, or its parts
-    slice_window: bool = False  # the window of the table by Slice, or by Gather
-    pads: bool = False  # the edges of a window by Pad, or by Expand and Concat
-    causal_attribute: bool = False  # Attention's is_causal, or causality in the mask
-    cache_inputs: bool = False  # Attention's past_key and past_value, or Concat
-    branches: bool = False  # an If between inputs of one chunk and longer ones, or a loop over one chunk
-    by_head: bool = False  # chunks of one key head after the other, or of all heads at once
-    contrib: bool = False  # onnxruntime's own GroupQueryAttention
+    fused: bool = False  # one Attention node; else separate nodes
+    slice_window: bool = False  # the window of the table by Slice; else by Gather
+    pads: bool = False  # the edges of a window by Pad; else by Expand and Concat
+    causal_attribute: bool = False  # Attention's is_causal; else causality in the mask
+    cache_inputs: bool = False  # Attention's past_key and past_value; else Concat
+    branches: bool = False  # an If between inputs of one chunk and longer ones; else a loop even for one chunk
+    by_head: bool = False  # chunks of one key head at a time; else of all heads at once
+    contrib: bool = False  # onnxruntime's GroupQueryAttention
 
 
 PROFILES = {
@@ -53,9 +53,9 @@ PROFILES = {
 }
 
 NEWEST_OPSET = 28
-EXPORTER_OPSET = 24  # the newest that torch's exporter writes; what it writes is the same up to NEWEST_OPSET
-IN_PLACE_OPSET = 24  # of TensorScatter
-IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that brought these opsets; later ones need no more than 10
+EXPORTER_OPSET = 24  # the newest opset that torch's exporter writes; its nodes are the same up to NEWEST_OPSET
+IN_PLACE_OPSET = 24  # the first opset with TensorScatter
+IR_VERSIONS = {18: 8, 19: 9, 20: 9}  # of the releases that introduced these opsets; later opsets need at most 10
 
 
 def checked_opset(opset: object) -> int:

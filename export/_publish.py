@@ -24,9 +24,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".relskew-saving"
-# How long a reader that has seen a model may take to open its weights, which another model has replaced meanwhile.
+# How long a reader of a model may take to open its weights while another model replaces it.
 _GRACE = 60.0
-# Where there are no locks: longer than any save.
+# Without locks: longer than any save takes.
 _DAY = 86400.0
 
 
@@ -73,7 +73,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise OSError(error.errno, f"`path` cannot be written: {error.strerror}", os.fspath(target)) from error
     try:
-        with _locked(folder):  # for as long as this process lives
+        with _locked(folder):  # until this process ends
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -101,7 +101,7 @@ def publish(new: Path, data: Path | None, target: Path, overwrite: bool) -> None
     sync_directory(target.parent)
     for old in replaced:
         with contextlib.suppress(OSError):
-            os.utime(old)  # the time at which it was replaced
+            os.utime(old)  # records when it was replaced
     _remove_replaced(target)
 
 
@@ -129,7 +129,7 @@ def _link_weights(data: Path, published: Path) -> bool:
         if published.is_symlink() or not published.is_file() or not filecmp.cmp(data, published, shallow=False):
             name = os.fspath(published)
             raise FileExistsError(f"the weights of `path` need a name that another file has: {name!r}") from None
-        os.utime(published)  # no other save may take it for weights that nothing needs
+        os.utime(published)  # so that no other save takes it for unused weights
         return False
     return True
 
@@ -145,14 +145,14 @@ def _move_if_free(new: Path, target: Path) -> None:
             raise _taken(target) from None
         os.replace(new, target)
     else:
-        new.unlink()  # onnx reads no weights that have two names
+        new.unlink()  # onnx rejects weights that have two hard links
 
 
 def weights_of(target: Path) -> list[Path]:
     """Return the files of weights that a save of ``target`` wrote next to it, and that it names now."""
     try:
         model = onnx.load(os.fspath(target), load_external_data=False)
-    except Exception:  # there is none, or what is there need not be a model
+    except Exception:  # it is missing, or it is not a model
         return []
     names = {
         entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
@@ -172,7 +172,7 @@ def _remove_replaced(target: Path) -> None:
         if named is None or path in needed or not _idle(path, _GRACE):
             continue
         with contextlib.suppress(OSError):
-            # The name follows from the content; a foreign file with a similar name does not.
+            # The name follows from the content; a foreign file with a similar name is kept.
             if stat.S_ISREG(path.lstat().st_mode) and _digest(path).startswith(named[1]):
                 path.unlink()
 
@@ -188,7 +188,7 @@ def _remove_stale(parent: Path) -> None:
         with contextlib.suppress(OSError):
             status = folder.lstat()
             ours = stat.S_ISDIR(status.st_mode) and (os.name != "posix" or status.st_uid == os.geteuid())
-            # The time as well as the lock: other machines' locks may not show on a network's file system.
+            # Check the time as well as the lock: locks of other machines may not be visible on a network's file system.
             if ours and _idle(folder, _GRACE, inside=True):
                 with _locked(folder) as locked:
                     if locked or _idle(folder, _DAY, inside=True):

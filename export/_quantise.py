@@ -106,7 +106,7 @@ def quantize(
     opset = max((entry.version for entry in given.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < OLDEST:
         raise ValueError(f"`model` must have opset {OLDEST}, which has scales along an axis, got {opset}")
-    for index, node in enumerate(given.graph.node):  # tools identify nodes by their names
+    for index, node in enumerate(given.graph.node):  # quantisation tools identify nodes by name
         node.name = node.name or f"unnamed_{index}"
     _move(given)
     with _quietly():
@@ -149,7 +149,7 @@ def _quietly() -> Iterator[None]:
     level, handlers = root.level, list(root.handlers)
     logging.disable(logging.WARNING)
     try:
-        with np.errstate(invalid="ignore"):  # of ranges with infinities, which nothing takes
+        with np.errstate(invalid="ignore"):  # ranges with infinities, for which there is no quantised form
             yield
     finally:
         logging.disable(disabled)
@@ -210,7 +210,7 @@ def _masked(model: onnx.ModelProto) -> Iterator[str]:
     seen = set()
 
     def of_product(node: onnx.NodeProto | None) -> bool:
-        while node is not None and node.op_type in MOVED[1:]:  # Concat may join what hides
+        while node is not None and node.op_type in MOVED[1:]:  # Concat may combine hidden entries with others
             node = makers.get(node.input[0])
         return node is not None and node.op_type == "MatMul"
 
@@ -239,7 +239,7 @@ def _tables(model: onnx.ModelProto) -> None:
         large = tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims) >= LEAST
         if large and found and all(found):
             axes = {axis % rank for one in found for axis in one}
-            if whole := {0, rank - 1} - axes:  # where scales may be
+            if whole := {0, rank - 1} - axes:  # the axes along which scales may vary
                 cut[name] = 0 if 0 in whole else -1
     for part in all_graphs(graph):
         _cut_as_int8(part, cut)

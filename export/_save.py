@@ -15,7 +15,7 @@ from onnx import TensorProto
 from relskew_core._array.checks import check_bool, check_int, describe
 from relskew_core.export._publish import check_target, publish, target_path, temporary_folder
 
-# A protobuf holds less than 2 GiB; the nodes and names need some of it.
+# A protobuf is limited to 2 GiB; the nodes and names need some of it.
 _PROTOBUF_LIMIT = 2**31 - 2**24
 _SMALLEST_EXTERNAL = 1024
 _ALIGNMENT = 4096  # lets runtimes map the tensors into memory

@@ -24,7 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 SCALED = "(in, out), scaled by head_dim**-0.5"
 ROWS = 256
 
-# One protobuf message; a little is left for the tensor's name and shape.
+# One protobuf message, less some space for the tensor's name and shape.
 TENSOR_LIMIT = 2**31 - 2**16
 
 
@@ -99,7 +99,7 @@ def graph_layout(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> 
                 f"got {weight.array.nbytes / 2**30:.2f} GiB of {weight.array.dtype.name}"
             )
         yield weight
-        del weight  # before the next one is made
+        del weight  # free it before the next one is made
 
 
 def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Iterator[StoredWeight]:
@@ -108,7 +108,7 @@ def _laid_out(plan: GraphPlan, weights: Iterable[tuple[str, np.ndarray]]) -> Ite
     where = f"relative position 0 is at {plan.lead}"
     if spec.rel_bias == "alibi":
         slopes = np.asarray(alibi_slopes(spec.num_heads), np.float64)[:, None]
-        if plan.endless:  # in float32 at least, as distances are: half precision does not have all of them
+        if plan.endless:  # at least float32, like distances: half precision cannot represent all of them
             dtype = np.dtype(np.float32) if plan.dtype.itemsize == 2 else plan.dtype
             yield StoredWeight(
                 "rel_bias", -slopes.astype(dtype), "(head, 1), minus the slope, which distances multiply"
@@ -164,7 +164,7 @@ def _host_copy(array: Any) -> Any:
     for step in ("detach", "cpu"):  # torch
         if hasattr(array, step):
             array = getattr(array, step)()
-    if dtype_name(array.dtype) == "bfloat16" and hasattr(array, "float"):  # torch has no bfloat16 in NumPy
+    if dtype_name(array.dtype) == "bfloat16" and hasattr(array, "float"):  # NumPy has no bfloat16 for torch
         return array.view(sys.modules["torch"].int16).numpy().view(DTYPES["bfloat16"])
     if hasattr(array, "__cuda_array_interface__"):  # CuPy
         return array.get()

@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from relskew_core import _folders as _folders  # before anything that needs them
+from relskew_core import _folders as _folders  # before any import that needs the folders
 from relskew_core._block.block import attention_block
 from relskew_core._block.spec import BlockSpec
 from relskew_core._block.weights import init_weights

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 TOLERANCES = {"float64": 1e-12, "float32": 2e-6, "float16": 3e-3, "bfloat16": 2e-2}
 """Largest relative L2 error by element type."""
 
-_TABLES = {"rel_k": "rel_keys", "rel_v": "rel_values"}  # and what of the spec says that it is
+_TABLES = {"rel_k": "rel_keys", "rel_v": "rel_values"}  # and the field of the spec that enables it
 
 
 class Reference(NamedTuple):
@@ -88,7 +88,7 @@ def reference_attention(
     chosen = np.arange(q.shape[2], dtype=np.int64) if queries is None else queries
     out = np.zeros((*q.shape[:2], len(chosen), q.shape[3]), dtype=np.float64)
     allowed = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
-    # A sink is a logit without a value; e^-inf where there is none.
+    # A sink is a logit without a value; e^-inf if there is none.
     sinks = np.asarray(tables["sinks"] if spec.sinks else [-np.inf], np.float64)[:, None]
     largest = 0.0
     for place, i in enumerate(chosen):
@@ -106,7 +106,7 @@ def reference_attention(
         top = np.where(np.isfinite(top), top, 0.0)
         share = np.exp(logits - top, where=shown, out=np.zeros_like(logits))
         total = share.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
-        share /= np.maximum(total, np.finfo(np.float64).tiny)  # zeros where nothing is seen
+        share /= np.maximum(total, np.finfo(np.float64).tiny)  # zeros for queries that see nothing
         out[:, :, place] = np.einsum("bhk,bhkd->bhd", share, values[:, :, seen] + rel_v)
     return Reference(out, k, v, largest)
 

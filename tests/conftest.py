@@ -13,13 +13,13 @@ import pytest
 from benchmarks import runner
 from libraries import LIBRARIES, Library
 
-# What runs once, on a few numbers, is compiled in a third of the time, here and in the processes that tests start.
+# Code that runs once on a few numbers is compiled in a third of the time, here and in subprocesses of tests.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 if importlib.util.find_spec("jax") is not None:
     import jax
 
-    jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless asked before its first array
+    jax.config.update("jax_enable_x64", True)  # JAX has no float64 unless it is enabled before the first array
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +78,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
     if reason is not None:
         pytest.skip(reason)
     if row.compiled:
-        # Coverage more than doubles the time of their tracers; what they trace, NumPy runs line by line.
+        # Coverage more than doubles the time of their tracers, and NumPy runs the same lines.
         request.node.add_marker("no_cover")
     with row.setting():
         yield row

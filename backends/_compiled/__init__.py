@@ -66,13 +66,14 @@ class Library(NamedTuple):
     """
 
     xp: Namespace
-    lent: Callable[[Sequence[Any]], Iterable[Any]]  # of arrays and None
-    in_rows: Callable[[Any], Any]  # an array, or a copy of it as the kernels need it
-    empty: Callable[..., Any]  # of a shape, and the name of a dtype
+    lent: Callable[[Sequence[Any]], Iterable[Any]]  # arrays, or None for missing ones, as the kernels accept them
+    in_rows: Callable[[Any], Any]  # an array, or a copy that is contiguous along its last axis
+    empty: Callable[..., Any]  # makes an array of a shape and the name of a dtype
     zeros: Callable[..., Any]
     threads: Callable[[], int]
-    team: Callable[[], int] = int  # the address of what runs a function on the library's own threads, 0 if nothing does
-    shared: int = 2**22  # multiplications for which it pays to start another thread
+    # the address of a function that runs work on the library's threads, 0 if there is none
+    team: Callable[[], int] = int
+    shared: int = 2**22  # multiplications from which on another thread pays
 
 
 def missing() -> str | None:
@@ -111,11 +112,12 @@ def serves_kind(x: Operands, options: Options, known: frozenset[str] = KNOWN) ->
         return False
     if 0 in (*x.q.shape, *x.k.shape, x.v.shape[-1]):
         return False
-    if x.k_positions is not None and (options.visibility.block_size or 0) >= APART:  # positions are of blocks' first
+    # positions are relative to the first of a block
+    if x.k_positions is not None and (options.visibility.block_size or 0) >= APART:
         return False
     if x.k_positions is None or not has_tables(x):
         return True
-    # A longer table would have many rows that a query multiplies in vain.
+    # A query would multiply many rows of a longer table in vain.
     return options.span.rows <= min(1024 + 4 * x.k.shape[-2], LONGEST)
 
 
@@ -191,7 +193,7 @@ def pull_back(
     try:
         return _pull_back((d_out, out, lse, d_lse), x, call, library, learned)
     except BufferError:
-        pass  # whose traceback would keep the gradients that were made, as large as a mask, next to new ones
+        pass  # its traceback would keep these gradients, which may be as large as a mask, next to new ones
     given = tuple(map(library.in_rows, (d_out, out, lse, d_lse)))
     return _pull_back(given, operands_of([*map(library.in_rows, x)]), call, library, learned)
 
@@ -201,7 +203,7 @@ def _pull_back(given: tuple[Any, ...], x: Operands, call: Call, library: Library
     for name in GRADIENTS:
         array = getattr(x, name)
         if array is not None and (name != "mask" or learned):
-            make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # which the kernels add to
+            make = library.empty if KINDS[name] is Kind.SEQUENCE else library.zeros  # the kernels add to these
             found[name] = make(array.shape, dtype=dtype)
     integers = _integers(x, call.options, library) if call.labelled else NO_INTEGERS
     arrays, gradients = lent(_arrays(x)), lent([found.get(name) for name in GRADIENTS])
@@ -215,7 +217,8 @@ def of_call(found: dict[str, Any], operands: Operands, *, xp: Namespace) -> dict
     Each is taken out of what was found: where they are rounded, there are never twice as many.
     """
     mask, own = found.get("mask"), operands.mask
-    if mask is not None and own is not None and mask.shape[0] > 1:  # it may broadcast along some of the batch axes
+    # the mask may broadcast along some of the batch axes
+    if mask is not None and own is not None and mask.shape[0] > 1:
         mask = mask.reshape((*operands.q.shape[:-3], *mask.shape[1:]))
         found["mask"] = sum_to(mask, own.shape[:-2], xp=xp)
         del mask

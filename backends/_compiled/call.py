@@ -80,8 +80,8 @@ class Call(NamedTuple):
     options: Options
     work_per_key: int
     before: int  # how far back a query sees
-    keys_seen: int  # at most, by one query
-    labelled: bool  # whether queries and keys have integers: places, documents, or what dropout goes by
+    keys_seen: int  # the most keys that one query sees
+    labelled: bool  # whether queries and keys have integers: positions, segments, or hashes for dropout
 
     @classmethod
     def of(cls, x: Operands, options: Options) -> Call:
@@ -117,4 +117,4 @@ class Call(NamedTuple):
     def work(self) -> int:
         """About how many multiplications it is."""
         keys, seen = self.keys, self.keys_seen
-        return self.work_per_key * (keys if keys < seen else seen)  # quicker than `min`
+        return self.work_per_key * (keys if keys < seen else seen)  # faster than `min`

@@ -46,7 +46,8 @@ def warn_of_long_calls(x: Operands) -> None:
     if _compiled.kernels is not None or is_compiling() or os.environ.get("RELSKEW_PURE") == "1":
         return
     lengths = (*x.q.shape, x.k.shape[-2])
-    is_long = all(isinstance(length, int) for length in lengths) and math.prod(lengths) >= LONG  # traced ones have none
+    # traced lengths have no value
+    is_long = all(isinstance(length, int) for length in lengths) and math.prod(lengths) >= LONG
     if is_long and on_cpu(x.q):
         _warn()
 

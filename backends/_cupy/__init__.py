@@ -78,7 +78,7 @@ def on_current_stream(like: Array) -> Iterator[None]:  # pragma: gpu only
 
     number, pointer = like.device.id, _cupy().cuda.get_current_stream().ptr
     with torch.cuda.device(number):
-        # 0 is the default stream of both and 1 another name of it; torch takes 2, the default stream of each thread
+        # 0 is the default stream in both and 1 an alias of it; in torch, 2 is the default stream of each thread
         stream = torch.cuda.ExternalStream(pointer) if pointer > 1 else torch.cuda.default_stream(number)
         with torch.cuda.stream(stream):
             yield
@@ -96,7 +96,7 @@ def _tensor(x: Array) -> Any:
 
     if min(x.strides, default=0) < 0:
         x = x.copy()
-    if x.dtype == bool:  # older DLPack has no booleans
+    if x.dtype == bool:  # older versions of DLPack have no booleans
         return from_dlpack(x.view("uint8")).view(torch.bool)
     return from_dlpack(x)
 

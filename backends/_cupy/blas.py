@@ -44,7 +44,7 @@ class BatchedCall:
     tables: Tables
     batch: int
     heads: int
-    group: int  # query heads of a key head
+    group: int  # query heads per key head
     q: Array  # (P, Lq, D)
     k: Array  # (P / group, Lk, D)
     v: Array
@@ -93,7 +93,7 @@ def _attend(call: BatchedCall, chunk: Chunk, out: Array, lse: Array) -> None:
     pitch = chunk.width - (n > 1)
     logits = device.view(relative, chunk.spare, (programs, n, m), (n * chunk.width, pitch, 1))
     there = _write_relative(call, chunk, call.rel_q[:, queries], relative)
-    for member in range(call.group):  # the heads that share keys lie evenly apart
+    for member in range(call.group):  # heads that share keys are evenly spaced
         own = slice(member, None, call.group)
         device.multiply(options.scale, call.q[own, queries], call.k[:, keys].swapaxes(1, 2), float(there), logits[own])
     device.softmax(relative, lse, call.mask, _numbers(call, chunk, pitch))
@@ -131,7 +131,7 @@ def _write_relative(call: BatchedCall, chunk: Chunk, rel_q: Array, x: Array) -> 
         _fill(edges, zeros)
     if bias is not None:
         by_head = _spread(bias, chunk, call)
-        by_batch = x.reshape(call.batch, call.heads, *x.shape[1:])  # contiguous: a view
+        by_batch = x.reshape(call.batch, call.heads, *x.shape[1:])  # a view, because x is contiguous
         if rel_k is None:
             by_batch[...] = by_head
         else:

@@ -18,7 +18,7 @@ from relskew_core._positions.pairs import Pairs, Rows, Run
 from relskew_core.backends import _cupy, _numpy
 from relskew_core.backends._path import PORTABLE, Path
 
-arrays_of: Any = dask.array  # whose functions have no types
+arrays_of: Any = dask.array  # its functions have no types
 delayed: Any = untyped_delayed
 
 HEADS, LENGTH, WIDTH = -3, -2, -1

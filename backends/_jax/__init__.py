@@ -80,7 +80,7 @@ def _prepared(operands: Operands, options: Options) -> tuple[Operands, Options, 
     options, documents = replace(options, visibility=options.visibility.bounded()), documents_of(operands)
     size = options.chunk_size
     if size is None:
-        cpu = jax.default_backend() == "cpu"  # under jit arrays are on no device yet
+        cpu = jax.default_backend() == "cpu"  # under jit, arrays are not on a device yet
         size = chunk_size(operands, options, documents, cpu=cpu)
         size = min(size, LARGEST_ON_CPUS) if cpu else size
     ranges = Ranges.of(options, size, documents)

@@ -40,7 +40,7 @@ LOGITS = 2**14
 
 def serves(x: Operands, options: Options) -> bool:
     """Whether this is the faster way, and all that a call asks for is known here."""
-    if axes_of(x) or explicitly_split(x):  # the loops give what they make the types that such arrays want
+    if axes_of(x) or explicitly_split(x):  # the loops create arrays with the types that these require
         return False
     if unknown(x, options, KNOWN) or any(map(is_symbol, x.q.shape)) or 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return False
@@ -64,7 +64,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
     visible = _visible(options, x, layout)
     logits = _logits(x, x.k[..., keys, :], options, layout)
     if options.softcap is not None:
-        if visible is not None:  # a slope of NaN would be no zero
+        if visible is not None:  # 0 times a slope of NaN is not 0
             logits = jnp.where(visible, logits, 0.0)
         logits = capped(logits, options, xp=jnp)
     if x.mask is not None and x.mask.dtype != bool:
@@ -77,7 +77,7 @@ def _attend(x: Operands, options: Options) -> tuple[Array, Array | None]:
     if x.mask is not None or options.visibility.some_query_sees_nothing():
         dead = largest == -math.inf
         largest = jnp.where(dead, 0.0, largest)
-    shifted = logits - largest  # as `softmax`, in the order that the compiler makes the least of
+    shifted = logits - largest  # like `softmax`, in the order that the compiler optimises best
     weights = jnp.where(shifted < NEGLIGIBLE, 0.0, jnp.exp(shifted))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if dead is None else jnp.where(dead, 1.0, total)
@@ -131,7 +131,8 @@ def _product(q: Array, table: Array, span: Span, layout: Layout) -> Array:
     places = _places(span, layout)
     if places[-1] - places[0] == len(places) - 1 or 2 * table.shape[-2] > len(places):
         return jnp.matmul(q, jnp.matrix_transpose(_rows(table, span, layout)))
-    return _taken(jnp.matmul(q, jnp.matrix_transpose(table)), places, -1)  # of a short table, what is there
+    # few rows: multiply all of them, and select columns
+    return _taken(jnp.matmul(q, jnp.matrix_transpose(table)), places, -1)
 
 
 def _rows(table: Array, span: Span, layout: Layout) -> Array:
@@ -146,7 +147,7 @@ def _places(span: Span, layout: Layout) -> list[int]:
 def _taken(x: Array, places: list[int], axis: int) -> Array:
     """Return places of an axis, zeros for what is past its end."""
     count = x.shape[axis]
-    if places[-1] - places[0] == len(places) - 1 and places[-1] < count:  # they follow one another
+    if places[-1] - places[0] == len(places) - 1 and places[-1] < count:  # the places are consecutive
         return lax.slice_in_dim(x, places[0], places[-1] + 1, axis=x.ndim + axis)
     taken = jnp.take(x, np.minimum(places, count - 1), axis=axis)
     if max(places) < count:
@@ -158,7 +159,7 @@ def _taken(x: Array, places: list[int], axis: int) -> Array:
 def _absolute(x: Array, layout: Layout) -> Array:
     """Relative layout, of the columns that some query sees (..., n, columns), to absolute layout (..., n, m)."""
     n, m = x.shape[-2], layout.end - layout.first
-    width = max(layout.width, m + (n > 1))  # rows after the first read one column earlier
+    width = max(layout.width, m + (n > 1))  # in each further row, the skew reads one column earlier
     wide = pad_last(x, layout.seen.start, width - layout.seen.stop, xp=jnp)
     return skew_from(wide, n_keys=m, first=n - 1, xp=jnp)
 

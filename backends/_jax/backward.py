@@ -37,7 +37,7 @@ def _attention_vjp(options: Options, cotangents: Cotangents, operands: Operands,
     tables = {name: table for name in TABLES if (table := getattr(call, name, None)) is not None}
     like = {
         "q": operands.q,
-        "k": jnp.matrix_transpose(operands.k),  # to transpose weights would be a copy
+        "k": jnp.matrix_transpose(operands.k),  # transposing the weights instead would copy them
         "v": jnp.matrix_transpose(operands.v),
         "rel_q": operands.rel_q,
         "mask": operands.mask if operands.mask is not None and operands.mask.dtype != bool else None,
@@ -73,7 +73,7 @@ def _step(
     new = {"v": _add(sums.v, chunk.seen(d_v), {-1: place.first})}
     if call.rel_v is not None:
         d_weights = d_weights + chunk.absolute(jnp.matmul(d_rows, chunk.columns(call.rel_v)))
-        d_weights = jnp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that no query sees
+        d_weights = jnp.where(weights == 0, weights, d_weights)  # hidden pairs may read rows that no query sees
         new["rel_v"] = _add_columns(chunk, call.rel_v, sums.rel_v, d_rows, chunk.relative(of_values))
     d_weights = chunk.kept(d_weights)
 
@@ -140,7 +140,7 @@ def _add(total: Array, piece: Array, starts: dict[int, Array | int]) -> Array:
 
 def _add_columns(chunk: TracedChunk, table: Columns, total: Array, x: Array, relative: Array) -> Array:
     """Add ``Σ_i x_i relative_i`` to the chunk's columns of a table's gradient, summed over all that share the table."""
-    if table.columns.ndim == 2:  # one product over everything that shares the table
+    if table.columns.ndim == 2:  # one product for all heads and items that share the table
         x, relative = (jnp.reshape(y, (math.prod(y.shape[:-1]), y.shape[-1])) for y in (x, relative))
     piece = sum_to(jnp.matmul(jnp.matrix_transpose(x), relative), total.shape[:-2], xp=jnp)
     return _add(total, piece, {-1: chunk.column(table)})

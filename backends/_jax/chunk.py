@@ -34,7 +34,7 @@ class ScannedCall:
     rel_v: Columns | None
     rel_bias: Columns | None
     key_table: Columns | None
-    drawn: tuple[Array, Array] | None  # with dropout, hashes of queries (..., H, Lq, 1) and of keys (Lk,)
+    drawn: tuple[Array, Array] | None  # with dropout: hashes of queries (..., H, Lq, 1) and of keys (Lk,)
 
     @classmethod
     def of(cls, operands: Operands, options: Options, ranges: Ranges | None) -> ScannedCall:
@@ -72,7 +72,7 @@ class TracedChunk:
             q_positions=self._label(operands.q_positions, place.start, loop.n),
             k_positions=self._label(operands.k_positions, place.first, loop.m),
         )
-        chunk = Chunk(0, loop.n, 0, loop.m, loop.low[0], loop.width, loop.spare)  # as if it were the first one
+        chunk = Chunk(0, loop.n, 0, loop.m, loop.low[0], loop.width, loop.spare)  # laid out like the first chunk
         self.layout = placed(chunk, self._labels, call.options, xp=jnp)
         self.visible = self._visible()
 
@@ -96,7 +96,7 @@ class TracedChunk:
         """Cut (..., keys, D) to the chunk's, zeros for those that none of its queries may see."""
         rows = lax.dynamic_slice_in_dim(x, self.place.first, self.loop.m, axis=x.ndim - 2)
         rows = jnp.matrix_transpose(self.seen(jnp.matrix_transpose(rows)))
-        if self.visible is None or self.visible.ndim == 2:  # one pattern for all: every key of the range is seen
+        if self.visible is None or self.visible.ndim == 2:  # one pattern for all: every key of the range is visible
             return rows
         return jnp.where(jnp.any(self.visible, axis=-2)[..., None], rows, 0.0)
 

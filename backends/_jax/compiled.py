@@ -44,7 +44,7 @@ def serves(x: Operands, options: Options) -> bool:
     if jax.default_backend() != "cpu" or not _compiled.serves_kind(x, options) or not known():
         return False
     if any(labels is not None and labels.dtype != jnp.int32 for labels in (x.k_segments, x.k_positions)):
-        return False  # they may be traced, and not fit
+        return False  # the values may be traced, and may not fit into 32 bits
     if x.k_positions is None:
         return True
     fit = 2 * step_of(options) * (x.q.shape[-2] + x.k.shape[-2]) < _compiled.APART
@@ -111,7 +111,7 @@ def _given(names: tuple[str, ...], arrays: Arrays) -> tuple[Operands, Cotangents
 def _types(*arrays: Any, names: tuple[str, ...], options: Options, maps: int) -> list[Any]:
     there = dict(zip(names, arrays, strict=True))
     q, lead = there["q"], there["q"].shape[:maps]
-    if "d_out" in there:  # mapped gradients of tables are each item's own
+    if "d_out" in there:  # under vmap, each item has separate gradients of tables
         return [x.update(shape=(*lead, *x.shape[maps:])) for x in map(there.get, pulled(there)) if x is not None]
     rows, spread = q.shape[:-1], q.sharding
     out = q.update(shape=(*rows, there["v"].shape[-1]))
@@ -182,7 +182,7 @@ def _lowered(ctx: mlir.LoweringRuleContext, *arrays: Any, **parameters: Any) -> 
 
 def _has_the_whole(context: Any) -> bool:
     """Whether every device has the whole of the arrays that it sees, and the process that lowers runs it, too."""
-    if context.lowering_parameters.for_export:  # whoever loads it may have no kernels
+    if context.lowering_parameters.for_export:  # the machine that loads the export may have no kernels
         return False
     axes = context.axis_context
     mesh = getattr(axes, "mesh", None)

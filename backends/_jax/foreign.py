@@ -52,7 +52,7 @@ def by_kernels(given: Operands, cotangents: Cotangents | None, options: Options,
     """Return the results of a call whose arrays have ``maps`` mapped axes in front; with cotangents its gradients."""
     lead, shared = given.q.shape[:maps], [x for name in SHARED if (x := getattr(given, name)) is not None]
     apart = cotangents is not None or any(math.prod(x.shape[:maps]) > 1 for x in shared)
-    entries = math.prod(lead) if shared and apart else 1  # split the items, each with its tables
+    entries = math.prod(lead) if shared and apart else 1  # split the items, so that each has its tables
     x = Operands(*(_in_four_axes(name, given, maps) for name in Operands._fields))
     drawn = _drawn(given, options, maps) if options.dropout else (None, None)
     of_kernels = {**x._asdict(), **dict(zip(("query_hashes", "key_hashes"), drawn, strict=True))}
@@ -90,7 +90,7 @@ def _in_four_axes(name: str, given: Operands, maps: int) -> Array | None:
     if KINDS[name] is Kind.SEQUENCE:
         return jnp.reshape(x, (-1, *x.shape[-3:]))
     mapped, core = x.shape[:maps], x.shape[maps:]
-    if KINDS[name] is Kind.LABEL:  # of each item; the keys have some to spare for whole vectors
+    if KINDS[name] is Kind.LABEL:  # one per item; keys are padded to whole vectors
         x = jnp.reshape(x, (*mapped, *(1,) * (q.ndim - 2 - x.ndim), *core))
         x = jnp.reshape(jnp.broadcast_to(x, (*q.shape[:-3], core[-1])), (-1, 1, 1, core[-1]))
         return jnp.pad(x, ((0, 0),) * 3 + ((0, _compiled.kernels.SPARE),)) if name.startswith("k_") else x

@@ -100,7 +100,7 @@ def _joined(x: Array) -> Array:
 def _skewed(k: Array, columns: Array, n: int) -> Array:
     runs = jnp.reshape(columns, (*columns.shape[:-1], -1, n))
     windows = jnp.concat([runs[..., :-1, :], runs[..., 1:, :]], axis=-1)  # (..., D, blocks, 2n)
-    windows = jnp.flip(jnp.moveaxis(windows, -2, -3), axis=-3)  # the first block's keys have the last window
+    windows = jnp.flip(jnp.moveaxis(windows, -2, -3), axis=-3)  # the first block of keys uses the last window
     return _joined(skew_from(jnp.matmul(_cut(k, n), windows), n_keys=n, first=n, xp=jnp))
 
 

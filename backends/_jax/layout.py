@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     first: int
     end: int
     width: int  # columns, at least as many as keys
-    row: int  # of the tables, for the first column: not always one that they have
+    row: int  # of the tables, for the first column; it may be outside the tables
     seen: slice  # the columns that some query sees
 
     @classmethod

@@ -20,7 +20,7 @@ def may_be(arrays: Sequence[Array]) -> bool:
     """Whether arrays are there, whole, on one CPU."""
     device = None
     for x in arrays:
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):  # as what is made of arrays inside `jax.jit`
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):  # arrays made inside `jax.jit` are tracers
             return False
         devices = x.sharding.device_set
         if len(devices) != 1 or (device is not None and device not in devices):

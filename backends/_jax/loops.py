@@ -30,10 +30,10 @@ class ChunkPlace(NamedTuple):
     """The position of a chunk: in a plan one entry for each chunk, in a loop one traced integer each."""
 
     start: Array  # first query
-    fresh: Array  # first query that no chunk before has had: the last chunk may overlap the one before
+    fresh: Array  # first query that no earlier chunk has: the last chunk may overlap its predecessor
     first: Array  # first key
-    seen_first: Array  # keys that some query of the chunk may see …
-    seen_end: Array  # … up to this one
+    seen_first: Array  # keys that some query of the chunk may see,
+    seen_end: Array  # up to this one
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["first", "end"], meta_fields=["longest"])
@@ -41,9 +41,9 @@ class ChunkPlace(NamedTuple):
 class Ranges:
     """The keys of each chunk's documents, where they are known: numbers that a compiled loop is given."""
 
-    first: Array  # of each chunk
+    first: Array  # one for each chunk
     end: Array
-    longest: int  # at least as many keys as any chunk sees: a power of two, or every batch would be compiled anew
+    longest: int  # at least the keys of any chunk: a power of two, so that not every batch is compiled separately
 
     @classmethod
     def of(cls, options: Options, size: int, documents: Documents | None) -> Ranges | None:
@@ -73,9 +73,9 @@ class Loop:
     m: int
     spare: int
     width: int
-    low: tuple[int, int]  # the least and the greatest relative position of a chunk's first table column
-    overlap: bool  # whether some queries of a chunk are not fresh
-    unseen: bool  # whether some keys of a chunk are seen by none of its queries
+    low: tuple[int, int]  # the lowest and the highest relative position of a chunk's first table column
+    overlap: bool  # whether some queries of a chunk were in the chunk before it
+    unseen: bool  # whether no query of a chunk sees some of its keys
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def reach(options: Options) -> tuple[int, int]:
     low, high = options.positions()
     if not options.visibility.by_value:
         return low, high
-    left, right = options.span.left, options.span.right  # beyond them nothing is looked up
+    left, right = options.span.left, options.span.right  # nothing beyond these is looked up
     return max(-left, min(low, right)), max(-left, min(high, right))
 
 

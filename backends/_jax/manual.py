@@ -24,7 +24,8 @@ def varying(tree: Any, axes: frozenset[str]) -> Any:
 def _axes(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
     manual = getattr(kind, "manual_axis_type", None)
-    axes: frozenset[str] = getattr(kind, "vma", frozenset()) if manual is None else manual.varying  # `vma` before 0.10
+    # the name before JAX 0.10
+    axes: frozenset[str] = getattr(kind, "vma", frozenset()) if manual is None else manual.varying
     return axes
 
 
@@ -32,4 +33,5 @@ def _cast(x: Any, missing: tuple[str, ...]) -> Any:
     if not missing:
         return x
     names: Any = lax
-    return names.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else names.pvary(x, missing)  # before 0.8.2
+    # before JAX 0.8.2
+    return names.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else names.pvary(x, missing)

@@ -89,7 +89,7 @@ def nearer(x: Operands, options: Options, *, maps: int = 0, xp: Any) -> Operands
     order = xp.argsort(all_of_item, axis=-1)
     ordered = xp.take_along_axis(all_of_item, order, axis=-1)
     distances = ordered.view(xp.uint32)
-    distances = distances[..., 1:] - distances[..., :-1]  # they are right without a sign
+    distances = distances[..., 1:] - distances[..., :-1]  # correct even for unsigned integers, which wrap
     distances = xp.where(distances > step, step + (distances - step) % size, distances).astype(xp.int32)
     places = xp.concat([ordered[..., :1] % size, distances], axis=-1).cumsum(axis=-1, dtype=xp.int32)
     places = xp.take_along_axis(places, xp.argsort(order, axis=-1), axis=-1)

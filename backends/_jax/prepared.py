@@ -15,7 +15,8 @@ from relskew_core.backends._jax import compiled as kernels
 from relskew_core.backends._jax import lent
 from relskew_core.backends._numpy import compiled as of_numpy
 
-with jax.ensure_compile_time_eval():  # or a first array inside `jax.jit` would make this a tracer
+# if the first array is made inside `jax.jit`, the type would otherwise be a tracer's
+with jax.ensure_compile_time_eval():
     TYPES = frozenset((type(jax.device_put(np.float32(0))), NoneType))
 """Of arguments: arrays that are there. One that is traced has another type."""
 

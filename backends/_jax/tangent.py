@@ -27,7 +27,7 @@ Results = tuple[Array, Array | None]
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive as Primitive
-else:  # the same class without `jax.extend`, which imports Pallas: a fifth of a second
+else:  # the same class without `jax.extend`, which imports Pallas in a fifth of a second
     Primitive = type(jax.lax.add_p)
 
 
@@ -36,7 +36,7 @@ class Passes(NamedTuple):
 
     attention: Callable[[Operands, Options, Ranges | None], Results]
     pull_back: Callable[[Cotangents, Operands, Options, Ranges | None], Gradients]
-    keeps_sums: bool = False  # whether the log-sum-exp saves the backward pass something
+    keeps_sums: bool = False  # whether the backward pass uses the log-sum-exp
 
 
 LOOPS = Passes(forward.attention, backward.attention_vjp)
@@ -58,7 +58,7 @@ def _pushed(
     out, sums = attention(primals[0], asked, primals[1], passes)
     results = out, (sums if options.return_lse else None)
     known, tree = jax.tree.flatten((*primals, sums if passes.keeps_sums else None, results))
-    back = LOOPS if "mask" in names else passes  # the kernels give no gradient of a mask
+    back = LOOPS if "mask" in names else passes  # the kernels compute no gradient of a mask
     change = Change(options, back, tuple(names), tree)
     pushed = tangent_p.bind(
         *known, *(moved[name] for name in names), change=change, results=len(jax.tree.leaves(results))
@@ -73,7 +73,7 @@ class Change:
     options: Options
     passes: Passes
     names: tuple[str, ...]
-    known: Any  # the tree of operands, ranges, kept log-sum-exp and results
+    known: Any  # the tree of operands, ranges, the saved log-sum-exp and results
 
     def push(self, known: Arrays, tangents: Arrays) -> Arrays:
         """Return the changes of the results."""

@@ -24,7 +24,7 @@ def attention(operands: Operands, options: Options, *, xp: Any) -> tuple[Array, 
     """Return the output (..., H, Lq, Dv) and, if asked for, the log-sum-exp (..., H, Lq)."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     visibility: Any = options.visibility
-    if isinstance(visibility, RaggedVisibility):  # what is mapped has to be an argument
+    if isinstance(visibility, RaggedVisibility):  # only arguments are mapped
         given["offset"] = visibility.offset_by_item
 
     def taken(offset: Array | None = None, **arrays: Array) -> tuple[Operands, Options]:

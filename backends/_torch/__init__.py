@@ -48,7 +48,7 @@ def _on_cpus(call: Problem) -> Path | str:
     reason = _ragged.refusal(options) if is_ragged else None
     if is_watched(call.given):
         attend, reason = operator.attention, reason or _compiled.missing()
-        # It would be compiled anew for every value of a softcap that is learned.
+        # A learned softcap would be compiled again for every value.
         knows -= {"softcap"} if varies(options.softcap) else set()
     else:
         reason = reason or _compiled.refusal(x, options, knows)
@@ -71,11 +71,12 @@ def instead(call: Problem) -> Path:
     There an operator is what the ONNX translation converts, at any length, and what DTensors have rules for.
     """
     operands = call.given
-    # No operator takes offsets per item, or part in these.
+    # No operator supports offsets per item, or takes part in these transformations.
     ragged_batch = isinstance(call.options.visibility, RaggedVisibility)
     if ragged_batch or differentiates_by_function() or has_tangents(operands):
         return PORTABLE
-    # A DTensor's rules are for operators; and what others transform is one step on CPUs, with kernels or without.
+    # The rules of a DTensor are for operators; and under other transformations, attention on CPUs is one step, with or
+    # without kernels.
     one_step = operands.q.device.type == "cpu" and _compiled.missing() is not None and is_watched(operands)
     if one_step or torch.compiler.is_exporting() or hasattr(operands.q, "placements"):
         return Path(recomputed.attention, pulled_back(recomputed.attention_vjp, recomputed.OPERATOR))

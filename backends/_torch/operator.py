@@ -238,7 +238,7 @@ class Operator:
         operands, options = self.parts(args)
         names = ctx.wanted.split()
         with torch.enable_grad():
-            # Views: what is given twice, as k and as v, has two gradients.
+            # Views, because an array that is passed twice, as k and as v, has two gradients.
             operands = Operands(*(None if x is None else x.view_as(x) for x in operands))
             d_out, d_lse = (None if x is None else x.view_as(x) for x in (d_out, d_lse))
             gradients = PORTABLE(d_out, operands, options, d_lse=d_lse)
@@ -265,7 +265,7 @@ class Operator:
         operands, dims = Operands(*args[:COUNT]), Operands(*in_dims[:COUNT])
         rows = names_of(Kind.SEQUENCE)
         apart = [name for name in Operands._fields if name not in rows and name != "mask"]
-        # Not one for all, or drawn by item: item by item.
+        # If mapped arrays are not shared, or dropout draws per item, run each item separately.
         if operands.seed is not None or any(getattr(dims, name) is not None for name in apart):
             items = [self.op(*_item(args, in_dims, index)) for index in range(info.batch_size)]
             outs, lses = zip(*items, strict=True)
@@ -276,7 +276,7 @@ class Operator:
                 return None
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        # Labels that differ by item are repeated along the new axis; those that all items share broadcast.
+        # Labels that differ by item are repeated along the new axis; shared ones broadcast.
         labels = operands._asdict()
         by_item = [x for x in names_of(Kind.LABEL) if labels[x] is not None and labels[x].shape[:-1].numel() > 1]
         moved = {name: batched(getattr(operands, name), getattr(dims, name)) for name in (*rows, *by_item)}
@@ -285,7 +285,7 @@ class Operator:
             q_axes = operands.q.ndim - (dims.q is not None)
             moved["mask"] = mask.reshape(mask.shape[0], *(1,) * (q_axes + 1 - mask.ndim), *mask.shape[1:])
         out, lse = self.op(*operands._replace(**moved), *args[COUNT:])
-        if lse.ndim < 2:  # not asked for
+        if lse.ndim < 2:  # it was not requested
             lse = lse.new_empty((info.batch_size, 0))
         return (out, lse), (0, 0)
 

@@ -51,7 +51,7 @@ def main(
 
 def run(steps: int, n: int, out: Path, seed: int, console: Console) -> None:
     """Do all of it."""
-    torch.set_num_threads(1)  # models this small gain nothing by more
+    torch.set_num_threads(1)  # more threads do not speed up such small models
     music = melodies()
     console.print(f"{len(music.learned)} tunes to learn from, {len(music.held_out)} held out, crops of {CROP} eighths")
     models, curves = {}, {}

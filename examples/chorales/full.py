@@ -49,7 +49,7 @@ def main(
     if find_spec("music21") is None:
         console.print("This reads the chorales of music21, which is not installed: .venv/bin/pip install music21")
         raise typer.Exit(2)
-    torch.set_num_threads(1)  # models this small gain nothing by more
+    torch.set_num_threads(1)  # more threads do not speed up such small models
     try:
         music = chorales()
         measured = measure(music, steps, 60 * minutes, seeds)
@@ -102,7 +102,7 @@ def measure(music: Music, steps: int, seconds: float, seeds: int) -> dict[str, A
     for done, (kind, seed) in enumerate(kinds):
         torch.manual_seed(seed)
         model = Decoder(kind)
-        if not done:  # on a model that is thrown away
+        if not done:  # on a model that is discarded
             steps = min(steps, affordable(Decoder(kind), music, seconds / len(kinds)))
         with progress(f"learning: {kind}", steps) as tell:
             train(model, music, steps, seed=seed, tell=tell)

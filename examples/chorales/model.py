@@ -24,9 +24,9 @@ class Size:
     width: int = 64
     heads: int = 4
     layers: int = 2
-    hidden: int = 224  # of the feed-forward parts of the relative model; the others make up for its tables
-    reach: int = 64  # distances that have a row of their own; further ones share the last
-    window: int = 128  # a query sees so many positions before it
+    hidden: int = 224  # of the feed-forward parts of the relative model; those of the others make up for its tables
+    reach: int = 64  # distances with a separate row; further ones share the last row
+    window: int = 128  # the number of positions before it that a query sees
 
 
 def positions(kind: str, size: Size) -> tuple[Span, dict[str, Any]]:
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.kind, self.size = kind, size
         self.embedding = nn.Embedding(SYMBOLS, size.width)
-        nn.init.normal_(self.embedding.weight, std=size.width**-0.5)  # it is the output's weight, too
+        nn.init.normal_(self.embedding.weight, std=size.width**-0.5)  # the output layer shares this weight
         self.layers = nn.ModuleList([Layer(kind, size, dropout) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
 

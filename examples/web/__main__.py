@@ -29,7 +29,7 @@ class Page(SimpleHTTPRequestHandler):
 
     def translate_path(self, path: str) -> str:
         """Say where a file is."""
-        here = Path(super().translate_path(path))  # has taken ".." away
+        here = Path(super().translate_path(path))  # the base class has removed ".."
         inside = here.relative_to(HERE) if here.is_relative_to(HERE) else Path()
         if inside.parts[:1] == ("ort",):
             return str(RUNTIME.joinpath(*inside.parts[1:]))

@@ -74,7 +74,7 @@ def _in_chunks(g: TracedEmitter, operands: Operands, options: Options, size: int
     batch, heads, _, width = call.out_shape
     sizes = g.index("Shape", [call.q], "chunks/leading", (2,), start=0, end=2)
     wide = g.length(call.v, 3, "chunks/width")
-    # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
+    # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     by_turn = g.dims("chunks/by_turn_shape", count, sizes, step, wide)
     stacked = g.compute("Reshape", [turns, by_turn], "chunks/by_turn", ("turns", batch, heads, "chunk", width))
     shape = (batch, heads, "turns", "chunk", width)

@@ -22,7 +22,7 @@ class TracedEmitter(Emitter):
         super().__init__(dtype, scope=f"{call}/")
         self._op = op
         self._tensors: dict[str, Any] = {}
-        self.aligned = False  # whether the keys are known to be those of the past and one for each query
+        self.aligned = False  # whether there is one key for each position of the past and for each query
 
     @contextmanager
     def within(self, scope: str) -> Iterator[None]:
@@ -122,7 +122,7 @@ class InnerEmitter(TracedEmitter):
 
     def adopt(self, tensor: Any, name: str, shape: Shape, dtype: np.dtype[Any] | None = None) -> Value:
         """Make a tensor known under a name that none has around the loop."""
-        if tensor.name is None:  # names in a body and around it may not be the same
+        if tensor.name is None:  # names must be unique across a body and the graph around it
             tensor.name = f"{self.path('')}{name}"
         return super().adopt(tensor, f"{self.scope}{name}", shape, dtype)
 

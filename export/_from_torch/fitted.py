@@ -75,7 +75,7 @@ class FittedWindow(TableWindow):
         inside = g.index("Equal", [row, self._index], "window/inside", (self.symbol,), BOOL)
         misses = g.index("Not", [inside], "window/outside", (self.symbol,), BOOL)
         if reach.beyond == "error":
-            # The first column is never read.
+            # The skew never reads the first column.
             conditions = [("Greater", first)]
             conditions += [
                 (op, sign * far)
@@ -90,7 +90,7 @@ class FittedWindow(TableWindow):
     def _bias(self) -> Value | None:
         if self._tables.rel_bias is not None or self._tables.rel_k is not None:
             return super()._bias()
-        # No table makes logits, and yet the one of values may be too short.
+        # No table adds logits here, but the table of values may still be too short.
         shape = (1, 1, self.symbol)
         sizes = self._g.dims("window/no_bias_shape", 1, 1, self._g.length(cast("Value", self._r), 0, "window/columns"))
         nothing = self._g.compute("Expand", [self._g.constant(0.0, self._g.dtype), sizes], "window/no_bias", shape)

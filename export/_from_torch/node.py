@@ -125,7 +125,7 @@ def write_node(
     results = [made[0].name, *(f"none/{name}" for name in OUTPUTS[1:-1]), made[1].name]
     results = results if options.return_lse else results[:1]
     overload = functions.add(body.function(names, results, opset, attributes))
-    node = op.Identity(operands.q).producer()  # whose place and results the node has
+    node = op.Identity(operands.q).producer()  # an example node with the right results
     node.op_type, node.domain, node.overload, node.name = NAME, DOMAIN, overload, "relskew/compute/attention"
     node.version = None
     node.resize_inputs(len(names))

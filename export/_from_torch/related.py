@@ -37,7 +37,7 @@ class Skewed:
         reach: Reach | None = None,
     ) -> None:
         lengths = call.lengths
-        # There may be fewer keys than the offset, and no window of the keys' table fails on its own.
+        # There may be fewer keys than the offset, and no window of the keys' table detects that.
         if operands.key_table is not None or (not call.aligned and lengths.past != 0):
             plan = replace(plan, guarded=True)
             lengths = guarded(g, plan, lengths)
@@ -145,7 +145,7 @@ class LookedUp:
             weights = g.compute("Where", [self._there, weights, zero], "relative/weights_within", self._pairs)
         sizes = g.index("Shape", [self._call.q], "relative/columns_sizes", (3,), start=0, end=3)
         wide = g.dtype
-        if g.dtype.itemsize == 2:  # onnxruntime has no such sums of half precision
+        if g.dtype.itemsize == 2:  # onnxruntime has no sums of half precision here
             wide = FLOAT32
             weights = g.compute("Cast", [weights], "relative/to_float32", weights.shape, wide, to=element_type(wide))
         empty = g.compute(
@@ -301,7 +301,7 @@ def stored_tables(g: TracedEmitter, plan: GraphPlan, operands: Operands) -> Stor
 
 def scaled(g: TracedEmitter, x: Value, scale: float, name: str) -> Value:
     """Return ``scale · x``."""
-    # A number for each of D: onnxruntime folds a lone number into the products, as a float32 also in float64.
+    # One factor for each of D: onnxruntime folds a scalar into the products, and as a float32 even in float64.
     return g.compute("Mul", [x, g.constant(np.full(int(x.shape[-1]), scale, dtype=np.float64), g.dtype)], name, x.shape)
 
 

@@ -83,7 +83,7 @@ class TranslationTable(dict[Callable[..., Any], Callable[..., Any]]):
             add_functions(made, self._functions)
             read_side_by_side(made)
         if made.functions:
-            made.ir_version = max(made.ir_version, 10)  # since which functions of one name have overloads
+            made.ir_version = max(made.ir_version, 10)  # the first version with overloads of functions
         return made
 
 
@@ -142,7 +142,7 @@ def torch_translation_table(
     from relskew_core.backends._torch.recomputed import OPERATOR as RECOMPUTED
 
     op = onnxscript.values.Opset("", opset)
-    calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each graph, so far
+    calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many calls each graph has had
 
     def attention(*args: Any) -> tuple[Any, Any]:
         graph = args[0].graph
@@ -177,7 +177,8 @@ def _attention(
     pattern = options.visibility
     call = TracedCall(g, operands, pattern.offset)
     g.aligned = call.aligned
-    # No window of a table is before all keys, or, seen from a key, before all queries; nor do blocks elsewhere.
+    # Graphs have no window of a table before all keys, or before all queries (for a table of the keys), and no blocks
+    # there.
     before_keys = isinstance(pattern.offset, int) and pattern.offset < 0
     before_queries = operands.key_table is not None and pattern.offset != 0
     if before_keys or (not call.aligned and (before_queries or pattern.block_size is not None)):
@@ -236,7 +237,7 @@ def _plan(
     by_position = not pattern.by_value
     for name in "qkv":
         x = getattr(operands, name)
-        widths = () if name == "v" else x.shape[-1:]  # values of weights alone are as wide as there are keys
+        widths = () if name == "v" else x.shape[-1:]  # the values of `attention_weights` are as wide as there are keys
         if not all(isinstance(size, int) for size in (x.shape[-3], *widths)):
             raise ValueError(
                 f"`{name}` must have a fixed number of heads and a fixed width to be exported to ONNX, got shape "
@@ -247,7 +248,7 @@ def _plan(
     spec = CallSpec(
         heads * width,
         heads,
-        options.span if tables and not fitted else Span(0, 0, "zero"),  # where no table is, none ends
+        options.span if tables and not fitted else Span(0, 0, "zero"),  # without a table no position is out of reach
         num_kv_heads=int(operands.k.shape[-3]),
         causal=pattern.right == 0,
         cross=fitted or not (by_position and call.aligned),
@@ -259,14 +260,14 @@ def _plan(
         rel_bias=operands.rel_bias is not None,
     )
     form = PROFILES["ort" if opset >= PROFILES["ort"].opset else "portable"]
-    # onnxruntime's Attention takes no scale that is not positive.
+    # onnxruntime's Attention only supports positive scales.
     in_parts = options.return_lse or options.softcap is not None or options.scale <= 0
-    # A query may see nothing at all; and what is hidden is hidden after the softcap, and counts for no log-sum-exp.
+    # A query may see no key; hidden keys must be hidden after the softcap, and must not count in the log-sum-exp.
     masked = in_parts or not by_position or operands.mask is not None or operands.q_segments is not None
-    # So may a query before all keys, where an offset is no length but made of some.
+    # A query before all keys may see none either, if the offset is computed from lengths.
     masked = masked or not (isinstance(pattern.offset, int) or call.aligned)
     plan = make_plan(spec, g.dtype, mask=masked or fitted)
-    # Runtimes disagree on is_causal where there are more keys than queries.
+    # Runtimes disagree on is_causal if there are more keys than queries.
     form = replace(form, causal_attribute=form.causal_attribute and call.square)
     plain = operands.key_table is None and operands.rel_q is None and options.scale == options.rel_scale
     local = plan.local and call.square and plain and q.shape[-1] == operands.v.shape[-1]
@@ -278,8 +279,8 @@ def _with_additive(g: TracedEmitter, plan: GraphPlan, call: TracedCall, logits: 
     added = call.additive
     if added is None:
         return logits
-    # A key at the lowest number is seen, if no other is: it must stay above what hides, and onnxruntime's Attention
-    # takes the lowest number for hidden itself.
+    # A key at the lowest number is visible if no other key is. It must stay above the number that hides keys, and
+    # onnxruntime's Attention treats the lowest number as hidden.
     low = -3e4 if g.dtype == np.float16 else max(plan.masked_value / 10, -1e38)
     added = g.compute("Max", [added, g.constant(low, g.dtype)], "mask/finite", added.shape)
     return g.compute("Add", [logits, added], "mask/add", broadcast(logits.shape, added.shape))

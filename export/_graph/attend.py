@@ -94,6 +94,7 @@ def _grouped(
     batch = g.dim(g.length(queries, 0, "batch"))
     totals = g.index("Expand", [g.dim(inputs.lengths.keys), batch], "attention/totals", (queries.shape[0],))
     lasts = g.index("Sub", [totals, g.constant([1])], "attention/lasts", totals.shape)
-    # The operator divides by the batch, and ends the process where it is empty: the first of nothing fails before.
+    # The operator divides by the batch size, and ends the process if it is 0: this Gather of the first item fails
+    # before it.
     total = g.index("Gather", [totals, g.constant(0)], "attention/total", (), axis=0)
     return attend_grouped(g, plan, inputs.projected, bias, inputs.past, lasts, total)

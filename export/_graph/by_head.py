@@ -33,7 +33,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
             None if heads.sinks is None else take(heads.sinks, 0, query_heads, "head/sinks"),
         )
         mask = inputs.mask
-        if mask is not None:  # a mask for all heads stays as it is
+        if mask is not None:  # a mask for all heads is not split
             final = body.minus(body.length(mask, 1, "head/mask_heads"), 1, "head/mask_final")
             first = body.index("Min", [query_heads.first, body.dim(final)], "head/mask_first")
             mask = body.cut(mask, 1, first, query_heads.stop, "mask_head", "head/mask")
@@ -44,7 +44,7 @@ def attend_by_head(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: 
     turns = g.loop(count, "heads", turn)
     batch, length = heads.queries.shape[0], inputs.lengths.query_symbol
     width = group * spec.head_dim
-    # Said again for onnx's reference evaluator, which joins a loop's results along their first axis.
+    # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     stack = g.dims("heads/by_turn_shape", spec.num_kv_heads, -1, inputs.lengths.queries, width)
     stacked = g.compute("Reshape", [turns, stack], "heads/by_turn", (spec.num_kv_heads, batch, length, width))
     shape = (batch, length, spec.num_kv_heads, width)

@@ -19,8 +19,9 @@ class Chunks(NamedTuple):
 
     size: Value
     number: Value
-    last: Value  # where the last one starts
-    condition: Value | None  # which keys the last one sees, where the same columns from the end serve the others
+    last: Value  # where the last chunk starts
+    # which keys the last chunk sees; the other chunks use the same columns, counted from the end
+    condition: Value | None
 
 
 def chunks_of(g: Emitter, plan: GraphPlan, inputs: AttentionInputs) -> Chunks:
@@ -79,7 +80,7 @@ def attend_chunks(g: Emitter, plan: GraphPlan, inputs: AttentionInputs, heads: H
 
     turns = g.loop(g.scalar(count, "chunks/count_scalar"), "chunks", chunk)
     iterations, batch, _, width = turns.shape
-    # onnx's reference evaluator joins a loop's results along their first axis instead of stacking them: say the shape.
+    # The reshape gives the shape to onnx's reference evaluator, which joins a loop's results along their first axis.
     stack = g.dims("chunks/by_turn_shape", count, -1, size, int(width))
     stacked = g.compute("Reshape", [turns, stack], "chunks/by_turn", (iterations, batch, "chunk", width))
     shape = (batch, iterations, "chunk", width)
@@ -102,7 +103,7 @@ def _keys_of(g: Emitter, plan: GraphPlan, lengths: Lengths, start: Value, end: V
     if plan.left.past_edge == "hidden":
         position = g.plus(lengths.past, start, "chunk/first_position")
         reach = g.minus(position, plan.left.rows, "chunk/first_reach")
-        # A query beyond the end of a memory sees none of it; one key is kept so that no axis is empty.
+        # A query beyond the end of a memory sees none of it; one key remains, so that no axis is empty.
         final = g.minus(lengths.keys, 1, "chunk/final_key")
         positive = g.index("Max", [g.dim(reach), g.constant([0])], "chunk/first_positive")
         first = g.index("Min", [positive, g.dim(final)], "chunk/first")

@@ -50,7 +50,8 @@ class Emitter:
         self._infos: list[onnx.ValueInfoProto] = []
         self._nodes: list[onnx.NodeProto] = []
         self._lengths: dict[tuple[Any, ...], Value] = {} if outer is None else dict(outer._lengths)
-        # Tensors are put where they stay, since each copy of a large model counts. Loops and branches share them.
+        # Tensors are written into the final model at once, since each copy of a large model counts. Loops and branches
+        # share them.
         self._model: onnx.ModelProto = onnx.ModelProto() if outer is None else outer._model
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Value] = {} if outer is None else outer._constants
         self._names: set[str] = set() if outer is None else outer._names

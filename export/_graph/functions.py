@@ -94,7 +94,7 @@ def _fold(
         DOMAIN, name, named, outputs, [*stored, *nodes], imports, list(attributes), value_info=infos
     )
     call = helper.make_node(name, inputs, outputs, name=path, domain=DOMAIN, **attributes)
-    # The call takes the place of the last of the nodes: what it needs is made before, what needs it comes after.
+    # The call replaces the last of the nodes: nodes before it produce its inputs, and nodes after it read its outputs.
     last = max(index for index, node in enumerate(graph.node) if node.name not in kept_names)
     before = [node for node in graph.node[: last + 1] if node.name in kept_names]
     after = list(graph.node[last + 1 :])

@@ -37,7 +37,7 @@ def at_most(g: Emitter, length: Dim, limit: Dim, name: str, reach: str) -> Value
         stored = _ramp(g, g.plus(limit, 1, f"guard/{name}_limit_after"), f"{name}_limit", f"{name}_limit_and_1")
     cut = g.index("Slice", [stored, g.constant([0]), g.dim(after)], f"guard/{name}_stored", (symbol,))
     counted = _ramp(g, after, name, symbol)
-    # Unlike a reshape of so little, which OpenVINO leaves out, a maximum of unequal lengths fails in every runtime.
+    # A Max of unequal lengths fails in every runtime; OpenVINO removes a small reshape that should fail.
     both = g.index("Max", [cut, counted], f"guard/{name}_both{reach}", (symbol,))
     return g.index("Gather", [both, g.constant([-1])], f"guard/{name}", axis=0)
 

@@ -48,7 +48,7 @@ def attend_in_place(
         lowest = g.constant(plan.masked_value, g.dtype)
         seen = g.compute("Greater", [bias, lowest], "visible/by_position", bias.shape, BOOL)
         if condition is not None:
-            # Without a table of logits positions hide from all heads alike, and a mask perhaps not.
+            # Without a table of logits, positions hide the same keys from all heads; a mask may not.
             of_heads = bias.shape[1] if bias.shape[1] == spec.num_heads else "visible_heads"
             shape = (bias.shape[0], of_heads, *bias.shape[2:])
             seen = g.compute("And", [seen, condition], "visible/all", shape, BOOL)
@@ -102,8 +102,8 @@ class _Rows:
         self._n = n = g.length(queries, 2, "query_length")
         first, pasts = g.constant([0]), self._past
         if not plan.profile.contrib:
-            # Of an empty batch the longest past is 0; by itself a maximum of nothing is the lowest number, with which
-            # the check of the columns fails: GroupQueryAttention would end the process.
+            # For an empty batch the longest past is 0. The maximum of nothing is the lowest number, with which the
+            # check of the columns fails and GroupQueryAttention would end the process.
             pasts = g.index("Concat", [first, pasts], "cache/pasts_and_0", ("batch_and_1",), axis=0)
         self._longest = longest = g.index("ReduceMax", [pasts, first], "cache/longest_past", keepdims=1)
         self.total = g.plus(longest, n, "cache/total")
@@ -122,7 +122,7 @@ class _Rows:
         if whole.shape[0] == 1:
             sizes = g.dims("relative/rows_shape", batch, 1, 1, 1)
             whole = g.compute("Expand", [whole, sizes], "relative/rows", ("batch", *whole.shape[1:]))
-        # As wide as no row of the skew needs more; GroupQueryAttention hides the future itself.
+        # Wide enough for every row of the skew; GroupQueryAttention hides the future itself.
         other = g.plus(self._longest, 1, "relative/longest_and_1") if plan.profile.contrib else self.total
         width = g.plus(self.total, other, "relative/width")
         placed = self._placed(whole, width, self._past, plan.masked_value, "relative")
@@ -162,7 +162,7 @@ class _Rows:
             count = g.index("Min", [g.dim(count), g.dim(room)], "cache/columns_in_room")
         elif plan.left.past_edge != "limited":
             return x
-        # onnxruntime leaves out a reshape between equal symbolic shapes, and takes a lone unknown length for a -1.
+        # onnxruntime removes a reshape between equal symbolic shapes, and treats a single unknown length as -1.
         shape = (*x.shape[:3], "total_and_1")
         return g.compute(
             "Reshape", [x, g.dims("relative/named_shape", 0, 0, self._n, count)], f"relative/named{plan.reach}", shape

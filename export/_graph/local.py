@@ -77,7 +77,8 @@ class _Blocks:
         if not before:
             return self.of_queries(x, f"{name}_folded")
         filled = self._filled(x, name, front=True)
-        # As many cuts as blocks and those before the first: a reshape cannot infer it with an empty batch.
+        # There is one cut for each block and for each block before the first; a reshape cannot infer it for an empty
+        # batch.
         all_cuts = g.plus(self._count, before, "blocks/count_and_before")
         cut_shape = g.dims(f"blocks/{name}_cut_shape", 0, all_cuts, self._size, width)
         shape: Shape = (x.shape[0], "blocks", "block", width)

@@ -91,7 +91,7 @@ def attributes_of_block(plan: GraphPlan) -> dict[str, Any]:
         "window_right": _side(spec.window[1] if spec.window else None),
         "block_size": spec.block_size or 0,
         "blocks_before": plan.blocks_before if spec.block_size else -1,
-        "scale": 1.0,  # the queries are scaled by their weights
+        "scale": 1.0,  # the projection already scales the queries
         "rel_scale": 1.0,
     }
 

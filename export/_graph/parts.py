@@ -63,7 +63,7 @@ class AttentionInputs:
     past: Present | None = None
     condition: Value | None = None
     sinks: Value | None = None
-    heads: HeadRange | None = None  # which the tables are read for; None: all
+    heads: HeadRange | None = None  # the heads whose tables are read; None: all
 
 
 def split_heads(g: Emitter, x: Value, heads: int, head_dim: int, name: str, *, transposed: bool = False) -> Value:
@@ -141,7 +141,7 @@ def keys_and_values(
 class Softmax(NamedTuple):
     """A softmax over keys: its weights in the graph's type, and what it was made of, in float32 at least."""
 
-    weights: Value  # zeros where no key may be seen
+    weights: Value  # zero where no key is visible
     logits: Value
     shares: Value
 
@@ -150,7 +150,7 @@ class Softmax(NamedTuple):
 
         The largest share is 1 over the sum of the exponentials, which saves a second pass of them.
         """
-        # Not the axis -1: onnxruntime does not count it from behind where the batch is empty.
+        # Axis 3 and not -1: onnxruntime does not count from the end if the batch is empty.
         shape, dtype, last = (*self.logits.shape[:3], 1), self.logits.dtype, g.constant([3])
         top = g.compute("ReduceMax", [self.logits, last], "attention/largest_logit", shape, dtype)
         share = g.compute("ReduceMax", [self.shares, last], "attention/largest_share", shape, dtype)
@@ -158,7 +158,7 @@ class Softmax(NamedTuple):
         total = g.compute("Sub", [top, log_share], "attention/log_sum", shape, dtype)
         if lowest is None:
             return total
-        bound = g.constant(np.asarray(lowest, g.dtype), dtype)  # rounded like the logits that it bounds
+        bound = g.constant(np.asarray(lowest, g.dtype), dtype)  # rounded like the logits that it limits
         dead = g.compute("LessOrEqual", [top, bound], "attention/dead", shape, BOOL)
         nothing = g.constant(-np.inf, dtype)
         return g.compute("Where", [dead, nothing, total], "attention/log_sum_of_seen", shape, dtype)
@@ -204,7 +204,7 @@ def hide(g: Emitter, plan: GraphPlan, logits: Value, condition: Value) -> Value:
     """Return ``logits`` where ``condition``, else what no softmax sees."""
     hidden = g.constant(plan.masked_value, g.dtype)
     if g.dtype.itemsize == 2 or plan.dead_rows or logits.shape[1] == 1 or condition.shape == logits.shape:
-        # A hidden half-precision logit may have overflowed, so it is replaced; for one head that is cheaper.
+        # A hidden logit of half precision may have overflowed, so it is replaced; for one head, Where is cheaper.
         return g.compute(
             "Where", [condition, logits, hidden], "attention/mask", broadcast(logits.shape, condition.shape)
         )
@@ -222,7 +222,7 @@ def grouped_product(g: Emitter, plan: GraphPlan, x: Value, y: Value, count: Dim,
         return g.compute("MatMul", [x, y], name, shape)
     batch = x.shape[0]
     rows: Shape = (batch, spec.num_kv_heads, "group_queries", x.shape[3])
-    # A zero keeps the dimension at its place, the first and the last one here.
+    # A 0 keeps the size of the first and of the last axis.
     together = g.times(count, spec.num_heads // spec.num_kv_heads, "attention/group_queries")
     group = g.dims("attention/group_shape", 0, spec.num_kv_heads, together, 0)
     grouped = g.compute("Reshape", [x, group], f"{name}/group", rows)

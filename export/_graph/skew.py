@@ -24,7 +24,7 @@ def skew(
     by_queries = g.dims("skew/rows_shape", 0, 0, columns, n)
     rows = g.compute("Reshape", [x, by_queries], f"skew/rows{reach}", (batch, heads, x.shape[3], n_symbol))
     out: Shape = (batch, heads, n_symbol, lengths.key_symbol)
-    if one_sided and n == m:  # a square: its rows have the new length already
+    if one_sided and n == m:  # the rows of a square already have the new length
         return g.cut(rows, 2, 1, INT64_MAX, n_symbol, "skew/drop")
     dropped = g.cut(rows, 2, 1, INT64_MAX, "later_rows", "skew/drop")
     if one_sided:

@@ -24,7 +24,7 @@ def visible(
     Where a query may see no key at all, the condition must say it all, hidden ends of the table included.
     """
     symbols: Shape = (lengths.query_symbol, lengths.key_symbol)
-    if plan.in_place:  # every row of the batch has another position
+    if plan.in_place:  # the rows of the batch have different positions
         symbols = (lengths.row_symbol, 1, *symbols)
     conditions: list[Value] = []
     positions = _KeyAndQueryPositions(g, plan, lengths)
@@ -32,7 +32,7 @@ def visible(
     def compare(op_type: str, keys: Value, bounds: Value, name: str) -> None:
         conditions.append(g.compute(op_type, [keys, bounds], f"visible/{name}", symbols, BOOL))
 
-    # A cache in place has both in its relative logits.
+    # The relative logits of a cache in place contain both already.
     if plan.one_sided and not plan.causal_attribute and not plan.in_place:
         compare("LessOrEqual", positions.keys, positions.queries, "causal")
     if plan.spec.block_size is not None:

@@ -108,7 +108,7 @@ class TableWindow:
         if not plan.one_sided:
             before = g.plus(lengths.queries, lengths.past, "window/before")
             after = g.minus(lengths.keys, lengths.past, "window/after")
-            # As many columns before as there are queries, and keys from there on; the other way round behind a past.
+            # As many columns before the window as there are queries, and keys after it; with a past it is the reverse.
             symbols = (lengths.query_symbol, lengths.key_symbol)[:: 1 if lengths.past == 0 else -1]
         if plan.endless:
             limits = [g.scalar(g.minus(0, before, "window/first"), "window/start"), g.scalar(after, "window/end")]
@@ -124,7 +124,7 @@ class TableWindow:
             end = g.index("Min", [g.dim(last), g.constant([plan.columns])], "window/end")
             repeats[1] = g.minus(last, end, "window/repeats_after")
         if soft[0] and plan.guarded and not plan.one_sided:
-            # Behind a long past all of a window may lie before the first column, which then is taken alone.
+            # Behind a long past, all of a window may be before the first column, which is then repeated alone.
             others = g.minus(g.plus(before, after, "window/count"), 1, "window/others")
             repeats[0] = g.index("Min", [g.dim(repeats[0]), g.dim(others)], "window/repeats_of_first")
             end = g.index("Max", [g.dim(end), g.constant([1])], "window/end_behind_first")
@@ -204,7 +204,7 @@ class TableWindow:
             return g.compute("Gather", [table, self._index], f"window/{name}", tuple(shape), axis=axis)
         assert self._bounds is not None
         bounds, axes = self._bounds, [axis]
-        if self._heads is not None and axis == 1 and table.shape[0] != 1:  # what is one for all stays so
+        if self._heads is not None and axis == 1 and table.shape[0] != 1:  # tables shared by all heads are not split
             shape[0] = self._heads.size
             bounds, axes = self._bounds_with_heads, [0, 1]
         return g.compute("Slice", [table, *bounds, g.constant(axes)], f"window/{name}", tuple(shape))

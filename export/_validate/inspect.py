@@ -23,7 +23,7 @@ from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Source
 from relskew_core.export._weights import DTYPES, graph_layout, read_weights, round_weight
 
-# The checker takes what one protobuf holds.
+# The checker accepts one protobuf.
 _CHECKED = 2**31 - 1
 
 
@@ -33,7 +33,7 @@ class Subject:
 
     source: Source
     plan: GraphPlan
-    weights: Mapping[str, np.ndarray]  # rounded to the graph's element type
+    weights: Mapping[str, np.ndarray]  # rounded to the element type of the graph
     outputs: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ def _load(model_or_path: Any) -> Source:
         return Source(model_or_path, None)
     path = os.fspath(model_or_path)
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-        # onnx reads another file, up to there.
+        # onnx would read another file, whose name ends there.
         if any(entry.key == "location" and "\0" in entry.value for entry in tensor.external_data):
             raise ValueError(f"the location of {tensor.name}'s data has a NUL character")
     onnx.checker.check_model(path)
@@ -160,7 +160,7 @@ def _other_interface(model: onnx.ModelProto, plan: GraphPlan) -> str:
             problems.append(f"{kind} {', '.join(shapes)}, expected {', '.join(wanted)}")
             continue
         for name, shape in wanted.items():
-            # Symbols may have any name; sizes that are not symbols must be there.
+            # Symbols may have any name; fixed sizes must match.
             fits = len(shapes[name]) == len(shape) and all(
                 isinstance(want, str) or have == want for have, want in zip(shapes[name], shape, strict=False)
             )

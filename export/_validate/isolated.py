@@ -18,7 +18,7 @@ from typing import IO, Any
 from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.run import Request, run
 
-# The paths go along, so that the child imports what its parent did.
+# The child gets the parent's sys.path, so that it imports the same modules.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from relskew_core.export._validate.isolated import answer; answer()"
@@ -48,7 +48,7 @@ def run_isolated(
         timer = threading.Timer(seconds, stop)
         timer.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died early: what it left says why
+            with contextlib.suppress(BrokenPipeError):  # it ended early, and its output says why
                 pickle.dump((request, memory), given)
                 given.flush()
             for line in answers:
@@ -83,7 +83,7 @@ def _ending(status: int, errors: IO[bytes]) -> str:
 def answer() -> None:
     """Answer the parent's request, in the child: every check is a line of JSON, since nothing of it can be trusted."""
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what runtimes print is no answer
+    os.dup2(2, 1)  # the output of runtimes is not part of the answer
     request, memory = pickle.load(sys.stdin.buffer)
     _limit_memory(memory)
     threading.Thread(target=_end_with_parent, daemon=True).start()

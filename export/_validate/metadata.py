@@ -32,7 +32,7 @@ def read_metadata(model: onnx.ModelProto) -> tuple[Metadata, str]:
         text = written.get(f"relskew.{name}") or ""
         try:
             return parse(text) if text else None
-        except Exception as error:  # a file may say anything
+        except Exception as error:  # a file may contain anything
             problems.append(f"relskew.{name} is {text[:60]!r} ({type(error).__name__}: {str(error)[:100]})")
             return None
 

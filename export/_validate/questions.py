@@ -15,11 +15,12 @@ from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import Feeds, Runner, UnavailableError, refuses_empty_batch
 from relskew_core.export._validate.trials import Trial, make_inputs
 
-# Rows of a long input that the reference works out; each costs a pass over all keys.
+# Rows of a long input that are compared; the reference needs a pass over all keys for each.
 _ROWS = 96
-# Rounding a logit of size s moves its weight by s * eps, in any implementation: tolerances grow with it from here on.
+# Rounding a logit of size s changes its weight by s * eps in any implementation: above this size, tolerances grow with
+# it.
 _ORDINARY_LOGIT = 16.0
-# A hidden key's logit, lowered by 60 only, would still weigh more than a visible one's.
+# A hidden key whose logit is only 60 lower would still outweigh a visible one.
 _LARGE_LOGIT, _LARGEST_FACTOR = 256.0, 64.0
 
 
@@ -76,7 +77,8 @@ class Questions:
         feeds = make_inputs(plan, trial, seed)
         if not trial.large_logits:
             return feeds
-        # Logits grow with the square of the inputs: large for every weight, yet within the type.
+        # Logits grow with the square of the inputs: choose inputs that make logits large for any weights, but within
+        # the type.
         _, largest_logit = expected_outputs(self._subject, feeds)
         factor = min(max((_LARGE_LOGIT / max(largest_logit, 1e-6)) ** 0.5, 1.0), _LARGEST_FACTOR)
         return make_inputs(plan, trial, seed, factor=factor)
@@ -119,7 +121,7 @@ class Questions:
         feeds = make_inputs(plan, trial, seed=0)
         label = f"{trial}, in pieces"
         keys, values = feeds["past_key"], feeds["past_value"]
-        # Queries that see ahead see what is there: pieces are whole blocks then.
+        # Queries that see ahead must see whole blocks, so the pieces are whole blocks.
         block = 1 if plan.spec.causal or plan.spec.block_size is None else plan.spec.block_size
         pieces, start, size = [], 0, 1
         _, largest_logit = expected_outputs(self._subject, feeds, _sample(trial.queries, 0))
@@ -152,11 +154,11 @@ class Questions:
         if result.dtype != self._subject.plan.dtype:
             self._add(name, case, False, f"dtype {result.dtype}, expected {self._subject.plan.dtype}")
             return
-        true = wanted.astype(np.float64)  # whose norm half precision could not hold
+        true = wanted.astype(np.float64)  # half precision could not hold its norm
         difference = result.astype(np.float64) - true
         error = float(np.linalg.norm(difference) / max(float(np.linalg.norm(true)), 1e-30))
         largest = float(np.max(np.abs(difference), initial=0.0))
-        atol = self._atol * tolerance / self._tolerance  # as much wider as the tolerance, where logits are large
+        atol = self._atol * tolerance / self._tolerance  # widened like the tolerance if logits are large
         far = f", more than atol {atol:g}" if largest > atol else ""
         self._add(
             name, case, error <= tolerance and not far, f"largest difference {largest:.2e}{far}", error, tolerance
@@ -176,7 +178,7 @@ class Questions:
 
 def expected_outputs(subject: Subject, feeds: Feeds, rows: np.ndarray | None = None) -> tuple[list[np.ndarray], float]:
     """Return the outputs by definition, ``y`` of all or some queries and the presents, and the largest logit's size."""
-    if not all(map(len, feeds.values())):  # an empty batch has what one item has, and no item of it
+    if not all(map(len, feeds.values())):  # an empty batch has the inputs of one item, without the item
         one = {name: x if len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for name, x in feeds.items()}
         outputs, _ = expected_outputs(subject, one, rows)
         return [x[:0] for x in outputs], 0.0

@@ -101,7 +101,7 @@ class Report:
                     runtime,
                     provider,
                     str(len(group)),
-                    # NaN is the worst of errors.
+                    # NaN counts as the largest error.
                     f"{max(errors, key=lambda error: (error != error, error)):.1e}" if errors else "",
                     f"{min(gates):.0e}" if gates else "",
                     f"{wrong} wrong" if wrong else "ok",

@@ -14,7 +14,7 @@ from relskew_core.export._validate.report import Check
 from relskew_core.export._validate.runtimes import WITH_OPERATOR, Provider, Runtime, opener, provider_name
 from relskew_core.export._validate.trials import Trial, empty_batch, make_trials
 
-# Longest input fed in pieces.
+# Longest input that is passed in pieces.
 _DECODED = 64
 
 
@@ -47,7 +47,7 @@ def run(request: Request, tell: Callable[[Check], None], progress: Callable[[str
                 _in_runtime(subject, runtime, provider, trials, request, tell, progress)
                 if provider_name(provider) == "CPUExecutionProvider" and has_operator(subject.source.model):
                     _in_runtime(subject, WITH_OPERATOR, provider, trials, request, tell, progress)
-    except Exception as error:  # a validation that stops half-way must not look like one that passed
+    except Exception as error:  # a validation that stops early must not look like one that passed
         tell(Check("validation", "", "", "", False, detail=reason(error)))
 
 
@@ -88,7 +88,7 @@ def _in_runtime(
         progress(f"{runtime}: {trial}")
         questions.trial(trial, seed)
     whole = sorted({trial.queries for trial, _ in trials if trial.fits and trial.past == 0})
-    if subject.plan.past and whole:  # lengths that were asked for may all be too long
+    if subject.plan.past and whole:  # all requested lengths may be too long
         progress(f"{runtime}: decoding in pieces")
         questions.decoding(max([length for length in whole if length <= _DECODED] or whole[:1]))
     if runner.empty_batch and request.batches is None and (empty := empty_batch(trials)) is not None:

@@ -55,7 +55,7 @@ class Runner:
     unoptimised: Callable[[Feeds], list[np.ndarray]] | None = None
     misplaced: tuple[str, ...] = ()
     detail: str = ""
-    empty_batch: bool = False  # whether it is asked for one: kernels of devices need not take it
+    empty_batch: bool = False  # whether to try an empty batch: kernels of devices need not support it
 
 
 def open_onnxruntime(source: Source, provider: Provider, library: str | None = None) -> Runner:
@@ -69,13 +69,13 @@ def open_onnxruntime(source: Source, provider: Provider, library: str | None = N
     if name not in runtime.get_available_providers():
         raise UnavailableError(f"{name} is not available here, only {', '.join(runtime.get_available_providers())}")
     if name == "CUDAExecutionProvider":
-        options.setdefault("use_tf32", "0")  # on by default, and good for three digits only
-        with contextlib.redirect_stdout(sys.stderr):  # it prints what it misses
-            runtime.preload_dlls()  # those of pip's packages, which no loader would find
+        options.setdefault("use_tf32", "0")  # on by default, with only three correct digits
+        with contextlib.redirect_stdout(sys.stderr):  # it prints the libraries that are missing
+            runtime.preload_dlls()  # those of pip's packages, which the loader does not find
 
     def session(level: Any) -> Any:
         settings = runtime.SessionOptions()
-        settings.log_severity_level = 4  # failures arrive as exceptions; what must fail would fill the screen
+        settings.log_severity_level = 4  # failures are raised as exceptions; expected ones would fill the screen
         settings.graph_optimization_level = level
         if library is not None:
             settings.register_custom_ops_library(library)
@@ -93,7 +93,7 @@ def open_onnxruntime(source: Source, provider: Provider, library: str | None = N
         _onnxruntime_call(runtime, plain),
         misplaced,
         "; ".join([placed, *(f"{key}={value}" for key, value in used.items())]),
-        # GroupQueryAttention divides by the batch, which ends the process.
+        # GroupQueryAttention divides by the batch size, which ends the process for an empty batch.
         name == "CPUExecutionProvider" and not _has_operator(source.model, "GroupQueryAttention"),
     )
 
@@ -109,7 +109,7 @@ def _has_operator(model: onnx.ModelProto, op_type: str) -> bool:
 
 def refuses_empty_batch(error: Exception) -> str:
     """Return which operator of onnxruntime raised, if it is one that takes no empty batch in any graph."""
-    *_, last = str(error).split("while running ")  # loops run others
+    *_, last = str(error).split("while running ")  # loops nest this message
     found = re.match(r"Attention(?= node)|(Fused)?MatMul(?= node.*cannot broadcast on dim 0)", last, re.DOTALL)
     return "" if found is None else found[0]
 
@@ -125,7 +125,7 @@ def _placement(session: Any, name: str) -> tuple[tuple[str, ...], str]:
             misplaced += [
                 f"{node.name or node.op_type} on {assignment.ep_name}"
                 for node in nodes
-                if "relskew/shape/" not in node.name  # a runtime that unfolds functions puts their names in front
+                if "relskew/shape/" not in node.name  # runtimes that inline functions add their names as prefixes
             ]
     if not counts.get(name):
         misplaced.append(f"no node on {name}")
@@ -152,7 +152,7 @@ def _ort_value(runtime: Any, array: np.ndarray) -> Any:
 def _from_ort_value(value: Any) -> np.ndarray:
     if value.data_type() != "tensor(bfloat16)":
         return np.asarray(value.numpy())
-    # onnxruntime has no NumPy type for bfloat16: read the two-byte numbers where they lie.
+    # onnxruntime has no NumPy type for bfloat16: read its 16-bit numbers from memory.
     raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
     return np.frombuffer(raw, BFLOAT16).reshape(value.shape())
 
@@ -180,7 +180,7 @@ def _attention() -> type:
         one = [x if x is None or len(x) else np.zeros((1, *x.shape[1:]), x.dtype) for x in given]
         return tuple(x[:0] for x in own._run(self, *one, **attributes))
 
-    return type("Attention", (own,), {"_run": run})  # its name is the name of the operator
+    return type("Attention", (own,), {"_run": run})  # the class must have the operator's name
 
 
 def open_openvino(source: Source, provider: Provider) -> Runner:
@@ -188,7 +188,7 @@ def open_openvino(source: Source, provider: Provider) -> Runner:
     del provider
     openvino = _import("openvino")
     core = openvino.Core()
-    # Some processors would compute in bfloat16 unasked.
+    # Some processors would otherwise compute in bfloat16.
     compiled = core.compile_model(core.read_model(source.content()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def run(feeds: Feeds) -> list[np.ndarray]:

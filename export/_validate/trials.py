@@ -12,14 +12,14 @@ from relskew_core.export._plan import GraphPlan
 LENGTHS = (1, 2, 3, 7, 8, 16, 33)
 BATCHES = (1, 2, 3)
 PASTS = (0, 1, 7)
-# Largest chunk that inputs are made longer than; the dense attention up to it is as large as its square.
+# Inputs exceed chunks only up to this size: dense attention below it grows with its square.
 LARGEST_CHUNK = 1024
-# How far past a soft end one length goes: what is wrong in some of the positions there, no edge shows.
+# How far past a soft end one length goes, because errors may affect only some of the positions there.
 FAR = 257
 DRAWN = 8
 LONGEST_DRAWN = 1024
 LARGER_BATCHES = (4, 8)
-# Inputs with large logits reveal -60 in place of a hidden key's -1e30; they are short, and three are enough.
+# How many inputs have large logits, which reveal -60 in place of a hidden key's -1e30; they are short.
 LARGE = 3
 
 
@@ -54,7 +54,7 @@ def make_trials(
     """Return the inputs to try, each once and with the seed of its numbers, the ones that must fail last."""
     sweep = dict.fromkeys(_sweep(plan, lengths, batches or BATCHES))
     seeds = {trial: index for index, trial in enumerate(sweep)}
-    if plan.dtype.itemsize >= 4:  # half types round large logits to nothing that could be compared
+    if plan.dtype.itemsize >= 4:  # half precision rounds large logits too coarsely to compare
         short = [trial for trial in seeds if trial.fits and trial.queries <= max(LENGTHS)]
         short.sort(key=lambda trial: (-trial.keys, trial.batch))
         large = dict.fromkeys(
@@ -122,7 +122,7 @@ def _sweep_of_memories(plan: GraphPlan, lengths: Sequence[int] | None, batches: 
 def _sweep_of_sequences(plan: GraphPlan, lengths: Sequence[int] | None, batches: Sequence[int]) -> Iterator[Trial]:
     end = longest(plan)[0]
     for length in _tried(plan, lengths, end):
-        # Long inputs are slow, in the reference most of all: one batch shows what is to see.
+        # Long inputs are slow, above all in the reference, so they are tried with one batch size.
         for batch in batches if length <= max(LENGTHS) or lengths is not None else batches[:1]:
             for past in PASTS if plan.past else (0,):
                 if lengths is not None or end is None or past + length <= end:
@@ -148,7 +148,7 @@ def _drawn(plan: GraphPlan, batches: Sequence[int] | None, random: np.random.Gen
         top = limit if end is None else min(end, LONGEST_DRAWN)
         if random.random() < 0.5:
             return int(random.integers(top)) + 1
-        return int(np.exp(random.uniform(0, np.log(top + 1))))  # as many between 8 and 16 as between 64 and 128
+        return int(np.exp(random.uniform(0, np.log(top + 1))))  # uniform on a logarithmic scale
 
     for _ in range(DRAWN):
         keys = draw(keys_end)
@@ -199,12 +199,12 @@ def make_inputs(plan: GraphPlan, trial: Trial, seed: int, *, factor: float = 1.0
             (trial.batch, spec.num_heads, trial.queries, keys),
             (1, 1, trial.queries, keys),
         )
-        # Of few keys all may have logits far below zero: there a hidden key shows.
+        # If few keys are visible, all may have logits far below zero, and a hidden key shows.
         feeds["mask"] = random.random(shapes[seed % len(shapes)]) < (0.2 if trial.large_logits else 0.7)
     if plan.segments:
         keys = trial.keys if trial.cache is None else trial.cache
         drawn = random.integers(3, size=(trial.batch, keys))
-        # Documents one after the other, or labels in no order, whose distance from each other says nothing.
+        # Consecutive documents, or labels in no order, whose numerical distance has no meaning.
         feeds["segments"] = np.cumsum(drawn == 0, axis=1) if seed % 2 else 7 * drawn - 7
     if plan.past:
         shape = (trial.batch, spec.num_kv_heads, trial.past if trial.cache is None else trial.cache, spec.head_dim)

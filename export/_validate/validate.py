@@ -114,6 +114,26 @@ def validate(
     >>> report = validate(to_onnx(spec, weights), spec, weights, runtimes=["reference"])
     >>> report.ok
     True
+
+    A file, and the result for each check; another table would fail:
+
+    >>> import tempfile
+    >>> from relskew_core.export import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save(to_onnx(spec, weights), f"{folder}/model.onnx")
+    ...     other = {**weights, "rel_k": weights["rel_k"] + 1}
+    ...     report = validate(path, spec, other, runtimes=["reference"])
+    >>> report.ok, next(check.name for check in report.checks if not check.ok)
+    (False, 'weights')
+
+    A graph with a cache, tried at one length, with the name of each case before it is tried:
+
+    >>> names = []
+    >>> cached = to_onnx(spec, weights, past=True)
+    >>> quick = {"lengths": [4], "batches": [2], "runtimes": ["reference"]}
+    >>> report = validate(cached, spec, weights, **quick, progress=names.append)
+    >>> report.ok, len(names) > 1
+    (True, True)
     """
     checks: list[Check] = []
     told = progress or (lambda case: None)
@@ -168,7 +188,7 @@ def _portable(request: Request) -> Request:
     """Return a request whose weights are NumPy arrays, converted from any library and device."""
     check_spec(request.spec)
     if not isinstance(request.weights, Mapping):
-        return request  # refused where they are read
+        return request  # reading the model reports the error
     return replace(request, weights={key: to_numpy(key, array) for key, array in request.weights.items()})
 
 
@@ -176,5 +196,5 @@ def _memory_limit(asked: int | None, request: Request) -> int | None:
     if asked is not None:
         return check_int("memory_limit", asked, minimum=1)
     if any(provider_name(provider) != "CPUExecutionProvider" for provider in request.providers):
-        return None  # drivers of devices map far more than they fill
+        return None  # drivers of devices map far more memory than they use
     return 2**33 + 16 * sum(array.nbytes for array in request.weights.values())

@@ -29,7 +29,7 @@ def in_dtype(model: AnyModule, dtype: torch.dtype | None) -> AnyModule:
     """
     if dtype is None:
         return model
-    # What is cast is never held twice, and what is shared stays shared.
+    # Each tensor is cast once and then released, and shared tensors stay shared.
     known: dict[int, Any] = {}
     exact = _frequencies(model)
     for value in (*model.parameters(), *model.buffers()):

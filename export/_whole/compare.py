@@ -33,7 +33,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 def runner(path: Path, names: Sequence[str], *, operator: bool = False) -> Run:
     """Return what runs the file at ``path`` on the tensors that its inputs are called, with the operator library."""
     session = opened(path, operator=operator)
-    taken = {value.name for value in session.get_inputs()}  # not those that no output depends on
+    taken = {value.name for value in session.get_inputs()}  # inputs on which no output depends are missing
 
     def run(inputs: Sequence[Tensor], case: str) -> Arrays:
         given = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in taken}
@@ -76,10 +76,10 @@ def runner_in_place(path: Path, names: Sequence[str], length: int | None, *, ope
             binding.bind_cpu_input(name, array)
         for name, output, past in zip(names[1 : len(outputs)], outputs[1:], pasts, strict=True):
             batch, heads, _, width = past.shape
-            # Zeros cost no memory until they are written to, however long a cache is.
+            # The pages of zeros use no memory until they are written to, however long the cache is.
             buffer = np.zeros((batch, heads, length or total + 5, width), past.dtype)
             buffer[:, :, :filled] = past
-            buffer[:, :, filled : total + 5] = 7  # what nothing may see
+            buffer[:, :, filled : total + 5] = 7  # entries that no query may see
             held = onnxruntime.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(name, held)
             binding.bind_ortvalue_output(output, held)
@@ -98,12 +98,12 @@ def opened(path: Path, *, operator: bool) -> Any:
     except ModuleNotFoundError as error:
         raise needs_extra("the check of an export", "onnxruntime", error) from error
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # some cases must fail
+    options.log_severity_level = 4  # some cases are expected to fail
     if operator:
         options.register_custom_ops_library(str(custom_ops_library()))
     try:
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # of the runtime's own kind
+    except Exception as error:  # runtimes raise their own exception types
         if (newer := _TOO_NEW.search(str(error))) is not None:
             raise ValueError(
                 f"`opset` must be at most {newer[2]} for the check in onnxruntime {onnxruntime.__version__}, got "
@@ -128,7 +128,7 @@ def _told(case: str) -> Iterator[None]:
     """Say for which case a runtime fails."""
     try:
         yield
-    except Exception as error:  # of the runtime's own kind
+    except Exception as error:  # runtimes raise their own exception types
         raise RuntimeError(f"the exported graph fails where `model` does not, for {case}: {error}") from error
 
 
@@ -176,7 +176,7 @@ def check_equal(
 
 
 def _relative_error(given: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
-    known = np.isfinite(right)  # runtimes differ in what becomes of a softmax of nothing
+    known = np.isfinite(right)  # runtimes differ in the softmax of an empty row
     x, y = (np.where(known, array, 0).astype(np.float64) for array in (given, right))
     norm = np.linalg.norm(y)
     return float(np.linalg.norm(x - y) / norm) if norm else float(np.abs(x).max(initial=0))

@@ -68,7 +68,7 @@ class Conversion:
 
     model: onnx.ModelProto
     shapes: list[tuple[Any, ...]]
-    reach: int | None  # positions that the tables allow, the past included
+    reach: int | None  # the number of positions that the tables allow, including the past
 
 
 def convert(
@@ -119,9 +119,9 @@ def convert(
     store_once(made)
     for entry in (*made.opset_import, *(one for function in made.functions for one in function.opset_import)):
         if entry.domain == "":
-            entry.version = max(entry.version, opset)  # no operator in the graph differs between them
+            entry.version = max(entry.version, opset)  # all operators in the graph are the same in both opsets
     oldest: int = onnx.helper.find_min_ir_version_for(made.opset_import, ignore_unknown=True)
-    # Older runtimes refuse newer ones unread; functions need version 10.
+    # Older runtimes reject newer IR versions; functions need version 10.
     made.ir_version = max(min(made.ir_version, oldest), 10 if made.functions else 0)
     return Conversion(made, shapes, reach)
 

@@ -212,7 +212,7 @@ def decoder_to_onnx(
     vary, may_vary = torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO
     cached, added = range(1, 1 + count), range(1 + count, len(input_names))
     called = {(0, 0): "batch", (0, 1): "length", **{(index, 2): "past_length" for index in cached}}
-    # Those that have the length of the first one have its name, too.
+    # Axes with the same length as the first one share its name.
     of_memory = {(index, 1): f"{input_names[index]}_length" if index > added[0] else "memory_length" for index in added}
     converted = convert(
         flat,
@@ -253,7 +253,7 @@ def decoder_to_onnx(
                     flat, run, output_names, draw, reach=length or reach, tolerance=tolerance, grouped=contrib,
                     checks=checks,
                 )  # fmt: skip
-                if in_place and length is None:  # else that was the end
+                if in_place and length is None:  # with a length, check_decoder has filled it
                     check_full(flat, run, draw)
 
     config = None

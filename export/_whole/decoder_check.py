@@ -65,7 +65,7 @@ def check_decoder(
         try:
             wanted = results_of(flat, prompt)
             break
-        except Exception:  # what else the model is made of does not go so far
+        except Exception:  # another part of the model may not support this length
             length = prompt[0].shape[1]
             if length < 4:
                 raise

@@ -193,7 +193,7 @@ def encoder_decoder_to_onnx(
         )
     except BaseException:
         if made:
-            with contextlib.suppress(OSError):  # something else lies there by now
+            with contextlib.suppress(OSError):  # another file has taken its place
                 home.rmdir()
         raise
     if report is not None:

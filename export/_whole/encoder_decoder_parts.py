@@ -112,7 +112,7 @@ def _encoder(model: Any, source: Tensor, mask: Tensor) -> Encoder:
     wanted = plain(source, padded)
     try:
         found = wide(source, padded)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # of a shape that it does not broadcast
+    except (TypeError, ValueError, IndexError, RuntimeError):  # the shape does not broadcast
         return plain
     return wide if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) else plain
 

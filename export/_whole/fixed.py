@@ -59,7 +59,7 @@ def _takes_more(flat: Flat, leaves: Sequence[Tensor], group: Sequence[Axis]) -> 
     ]
     try:
         flat(*longer)
-    except Exception:  # code of the caller, which ran for the example: whatever it raises now is because of the length
+    except Exception:  # the caller's code ran for the example, so an exception here comes from the length
         return False
     return True
 

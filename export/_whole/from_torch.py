@@ -145,7 +145,7 @@ def torch_to_onnx(
     if not leaves:
         raise ValueError(f"`inputs` must hold a tensor, got {describe(inputs)}")
     with evaluating(flat), torch.no_grad():
-        flat(*leaves)  # gives the names of the results
+        flat(*leaves)  # records the names of the results
     names = _names("input_names", input_names, flat.input_names)
     results = _names("output_names", output_names, flat.output_names, names)
     varies = varying(flat) if vary is None else Varying(_axes(leaves, names, vary), frozenset(), {})
@@ -272,7 +272,7 @@ def _cases(leaves: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]) -> Itera
     sizes = [dict(zip(shape, value.shape, strict=True)) for shape, value in zip(shapes, leaves, strict=True)]
     shown = {symbol: size for given in sizes for symbol, size in given.items() if getattr(symbol, "is_Symbol", False)}
     symbols = sorted(shown, key=str)
-    # What is equal in the example stays so: torch does not always derive that it must be.
+    # Sizes that are equal in the example stay equal: torch does not always derive that they must be.
     changes: tuple[Callable[[int], int], ...] = (lambda size: 1, lambda size: max(1, size - 1), lambda size: size + 1)
     for change in changes if symbols else ():
         choice = {symbol: change(shown[symbol]) for symbol in symbols}

@@ -278,7 +278,7 @@ class _Decoder:
                 binding.bind_cpu_input(PAST_LENGTH, np.array([filled], np.int64))
             for name, cache in caches.items():
                 binding.bind_ortvalue_input(name, cache)
-            for name in names:  # anew: the lengths of what grows are others
+            for name in names:  # bind them again, because the lengths of the caches change
                 if name in kept:
                     binding.bind_ortvalue_output(name, kept[name])
                 else:
@@ -297,7 +297,7 @@ class _Decoder:
 def _tokens(name: str, given: Any, most_axes: int) -> Array:
     try:
         array = np.asarray(given)
-    except ValueError:  # rows of different lengths
+    except ValueError:  # the rows have different lengths
         raise ValueError(f"`{name}` must hold rows of one length, got {describe(given)}") from None
     if not array.size:
         array = array.astype(np.int64)

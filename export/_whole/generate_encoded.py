@@ -83,7 +83,8 @@ class EncoderDecoder:
             fed = {"encoder_attention_mask": seen, "input_ids": value(tokens)}
             session = self._later if caches else self._first
             fed |= caches or {"encoder_hidden_states": memory}
-            taken = {one.name for one in session.get_inputs()}  # a graph without cross-attention reads no mask
+            # a graph without cross-attention has no input for the mask
+            taken = {one.name for one in session.get_inputs()}
             results = session.run_with_ort_values(None, {name: x for name, x in fed.items() if name in taken})
             names = [one.name for one in session.get_outputs()]
             for name, result in zip(names[1:], results[1:], strict=True):

@@ -26,7 +26,7 @@ def split_off(model: onnx.ModelProto, inputs: Sequence[str]) -> tuple[onnx.Model
     of_memory, others = set(inputs), given - set(inputs)
     first: list[onnx.NodeProto] = []
     later: list[onnx.NodeProto] = []
-    fixed: list[onnx.NodeProto] = []  # depends on no input: both may need it
+    fixed: list[onnx.NodeProto] = []  # these depend on no input, and both graphs may need them
     for node in graph.node:
         read = set(names_read([node]))
         if read & others:

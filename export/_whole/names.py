@@ -59,7 +59,7 @@ def name_nodes(model: Any, prefix: str) -> None:
         for index, value in enumerate(node.outputs):
             if id(value) not in fixed:
                 value.name = node.name if index == 0 else free(f"{node.name}/{index}")
-    for value in made:  # folded from others
+    for value in made:  # constants folded from others
         if value.uses() and value.name not in results:
             value.name = free(f"{value.uses()[0].node.name}/constant")
     for holder in (model, model.graph, *nodes, *_values(model, nodes)):
@@ -71,10 +71,11 @@ def name_lengths(model: Any, names: Mapping[str, str]) -> None:
     import onnx_ir
 
     def renamed(size: Any) -> int | str | None:
-        if isinstance(size, int) or size.value is None:  # equal names say equal lengths: one not known has none
+        # equal names mean equal lengths, so an unknown length gets no name
+        if isinstance(size, int) or size.value is None:
             return size if isinstance(size, int) else None
         text = _SYMBOL.sub(lambda match: names.get(match[0], match[0]), size.value)
-        if "(" not in text:  # torch writes a sum in one order or the other
+        if "(" not in text:  # torch writes the terms of a sum in either order
             text = " + ".join(sorted(text.split(" + ")))
         return names.get(text, text)
 

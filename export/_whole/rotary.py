@@ -15,7 +15,7 @@ def expand_rotary(model: Any) -> None:
         return ir.node("Constant", [], attributes={"value": ir.tensor(np.array(numbers, np.int64), name=name)})
 
     for node in list(model.graph):
-        if node.op_type != "RotaryEmbedding" or node.domain or any(node.inputs[3:]):  # those are by position
+        if node.op_type != "RotaryEmbedding" or node.domain or any(node.inputs[3:]):  # position ids select these rows
             continue
         x, *caches = node.inputs[:3]
         if any(cache.shape is not None and cache.shape[0] != 1 for cache in caches):

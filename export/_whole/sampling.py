@@ -43,13 +43,13 @@ class Sampler:
         """Return one token for each row of ``logits (batch, vocabulary)``."""
         if not self.temperature:
             return np.argmax(logits, axis=1)
-        order = np.argsort(-logits, axis=1, kind="stable")  # the likeliest first
+        order = np.argsort(-logits, axis=1, kind="stable")  # the most likely tokens first
         sorted_logits = np.take_along_axis(logits, order, axis=1)[:, : self.top_k].astype(np.float64)
         shares = np.exp((sorted_logits - sorted_logits[:, :1]) / self.temperature)
         shares /= shares.sum(axis=1, keepdims=True)
         before = np.cumsum(shares, axis=1) - shares
         if self.top_p is not None:
-            shares[before >= self.top_p] = 0  # the likeliest ones that together reach it stay
+            shares[before >= self.top_p] = 0  # keep the most likely tokens that together reach top_p
         ends = np.cumsum(shares, axis=1)
         drawn = self.random.random((len(logits), 1)) * ends[:, -1:]
         places = np.minimum((ends <= drawn).sum(axis=1), (shares > 0).sum(axis=1) - 1)

@@ -18,7 +18,7 @@ def store_once(model: onnx.ModelProto) -> None:
     """Leave out tensors that others equal, as they are or transposed; a ``Transpose`` makes the latter."""
     large = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) >= SMALLEST]
     results = {value.name for value in model.graph.output}
-    # Results stay; those of the state dict keep their names.
+    # Results stay; tensors of the state dict keep their names.
     large.sort(key=lambda tensor: (tensor.name not in results, tensor.name.endswith("/constant")))
     shapes = {(tensor.data_type, tuple(tensor.dims)) for tensor in large}
     kept: dict[tuple[int, tuple[int, ...], bytes], str] = {}

@@ -14,7 +14,8 @@ def autocast(arrays: dict[str, Any]) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return arrays
-    devices = [x.device.type for x in arrays.values() if isinstance(x, torch.Tensor)]  # torch 2.8 compiles no `next`
+    # torch 2.8 does not compile `next`
+    devices = [x.device.type for x in arrays.values() if isinstance(x, torch.Tensor)]
     if not devices or not _casts(torch, devices[0]):
         return arrays
     dtype, lower = torch.get_autocast_dtype(devices[0]), (torch.float32, torch.float16, torch.bfloat16)
@@ -31,4 +32,4 @@ def undisturbed(x: Any) -> AbstractContextManager[Any]:
 
 
 def _casts(torch: Any, device: str) -> bool:
-    return device != "meta" and bool(torch.is_autocast_enabled(device))  # torch refuses to be asked about meta
+    return device != "meta" and bool(torch.is_autocast_enabled(device))  # torch raises an error for meta

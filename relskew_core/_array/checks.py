@@ -39,7 +39,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:
     if isinstance(value, bool):
         raise TypeError(f"`{name}` must be an int, got {describe(value)}{static_hint(name, value)}")
     try:
-        # A number that torch traces can be compared; an index would make a constant of it.
+        # `operator.index` would turn a size that torch traces into a constant.
         symbolic = type(value) is int or type(value).__name__ == "SymInt"
         result = value if symbolic else operator.index(value)
     except TypeError:
@@ -93,9 +93,10 @@ def check_real(name: str, value: Any, *, positive: bool = False) -> float:
         raise TypeError(f"`{name}` must be a Python int or float, got {describe(value)}{static_hint(name, value)}")
     try:
         number = value if type(value) is float else float(value)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int larger than any float
         number = math.inf
-    if not -math.inf < number < math.inf or (positive and number <= 0):  # as torch.compile can ask of unknown numbers
+    # a form that torch.compile supports for unknown numbers
+    if not -math.inf < number < math.inf or (positive and number <= 0):
         raise ValueError(f"`{name}` must be a finite number{' > 0' if positive else ''}, got {describe(value)}")
     return number
 
@@ -126,7 +127,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def describe(value: Any) -> str:
     """Name what came, in one line: an array by type, dtype and shape, anything else by type and value."""
     shape, dtype, kind = getattr(value, "shape", None), getattr(value, "dtype", None), type(value).__name__
-    if shape is not None and dtype is not None and not callable(shape):  # a module of arrays has functions of that name
+    if shape is not None and dtype is not None and not callable(shape):  # array modules have functions with these names
         return f"{kind} of dtype {dtype} and shape {tuple(shape)}"
     if isinstance(value, CONTAINERS) and not _is_short(value):
         return f"{kind} of {len(value)}"

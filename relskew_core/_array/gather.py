@@ -15,10 +15,11 @@ def gather(x: Array, index: Array, *, xp: Namespace) -> Array:
     """Return ``x[..., h, i, index[..., 0, i, j]]``: (..., H, n, w) and (..., 1, n, m) to (..., H, n, m)."""
     n, m = index.shape[-2:]
     heads, width = x.shape[-3], x.shape[-1]
-    lead = index.shape[:-3] if index.ndim >= x.ndim else x.shape[:-3]  # one has none, or both the same
+    # one of them has no leading axes, or both have the same
+    lead = index.shape[:-3] if index.ndim >= x.ndim else x.shape[:-3]
     x = xp.broadcast_to(x, (*lead, heads, n, width))
     index = xp.broadcast_to(index, (*lead, 1, n, m))
-    if hasattr(xp, "gather") and heads:  # torch, which copies short rows slowly
+    if hasattr(xp, "gather") and heads:  # torch, where copying short rows is slow
         own = index[..., 0, :, :]
         return xp.stack([xp.gather(x[..., head, :, :], -1, own) for head in range(heads)], axis=-3)
     rows = xp.reshape(_heads_last(x, xp=xp), (math.prod(lead) * n * width, heads))
@@ -38,7 +39,8 @@ def scatter_add(s: Array, index: Array, width: int, *, xp: Namespace) -> Array:
         )
     if not hasattr(xp, "bincount"):
         return xp.stack([xp.sum(xp.where(index == c, s, 0.0), axis=-1) for c in range(width)], axis=-1)
-    length = "length" if "jax" in xp.__name__ else "minlength"  # JAX's sizes are never those of values
+    # JAX has an argument for a size that does not depend on values
+    length = "length" if "jax" in xp.__name__ else "minlength"
     by_head = [
         xp.bincount(places, weights=xp.reshape(s[..., head, :, :], (-1,)), **{length: size}) for head in range(heads)
     ]

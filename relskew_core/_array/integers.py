@@ -10,9 +10,9 @@ from relskew_core._array.typing import Array, Namespace
 
 def integer(xp: Namespace) -> Any:
     """Return the dtype; small and unsigned integers, of which calls take sums and differences, would wrap."""
-    if xp.__name__.endswith("torch"):  # whose compiler would trace an array
+    if xp.__name__.endswith("torch"):  # its compiler would trace an array
         return xp.int64
-    if xp.__name__ == "jax.numpy":  # which would compile a program for an array
+    if xp.__name__ == "jax.numpy":  # JAX would compile a program for an array
         return xp.result_type(int)
     return xp.asarray(0).dtype
 
@@ -47,7 +47,7 @@ def shifted(x: Array, by: int, *, xp: Namespace) -> Array:
     by = max(2 - 2 * end, min(by, 2 * end - 2))
     last = (end - 1 if by > 0 else -end) - by
     x = xp.where(x > last if by > 0 else x < last, last, x)
-    half = by // 2 if abs(by) >= end else 0  # what is added has to be an integer of that dtype as well
+    half = by // 2 if abs(by) >= end else 0  # each number that is added must fit the dtype, too
     return (x + half if half else x) + (by - half)
 
 

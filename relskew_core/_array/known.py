@@ -53,13 +53,13 @@ def known_values(x: Array) -> Any:
     """Return an array's numbers in lists as deep as its axes, ``None`` where reading them would cost something."""
     if is_torch(x):
         torch = sys.modules["torch"]
-        if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # else a fake tensor
+        if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # otherwise it is a fake tensor
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return None
     if not on_cpu(x):
         return None
-    try:  # under jit JAX would trace any other operation on a known array
+    try:  # under jit, JAX would trace any other operation on a known array
         return x.tolist() if hasattr(x, "tolist") else None
-    except ValueError:  # MLX's, while it compiles or maps
+    except ValueError:  # raised by MLX while it compiles or maps
         return None

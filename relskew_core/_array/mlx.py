@@ -13,7 +13,7 @@ from relskew_core._array.typing import Array
 
 
 def __getattr__(name: str) -> Any:
-    if name == "softmax":  # in float64 as precise as float32
+    if name == "softmax":  # in float64, MLX's is only as precise as float32
         raise AttributeError(name)
     return getattr(mx, "bool_" if name == "bool" else name)
 

@@ -50,7 +50,7 @@ def check_companion(name: str, array: Array, first_name: str, first: Array, *, x
             f"`{name}` must be of the array library of `{first_name}`, {known}{hint}, got {describe(array)}"
         )
     here, there = device(first), device(array)
-    if here != there and None not in (here, there):  # JAX's to say
+    if here != there and None not in (here, there):  # if one is None, JAX reports the mismatch
         raise ValueError(f"`{name}` must be on the device of `{first_name}`, {here}, got one on {there}")
 
 
@@ -102,7 +102,7 @@ def is_compiling() -> bool:
 
 def _namespace(name: str, array: Array) -> Namespace:
     if is_torch(array):
-        from array_api_compat import torch as namespace  # a plain import would make the package's name a local one
+        from array_api_compat import torch as namespace  # a plain import would assign to a local name
 
         if array.is_nested:
             raise TypeError(
@@ -112,9 +112,9 @@ def _namespace(name: str, array: Array) -> Namespace:
             )
         return namespace
     kinds = {kind.__name__ for kind in type(array).__mro__}
-    if "MaskedArray" in kinds:  # counts for a plain array, whose mask nothing would heed
+    if "MaskedArray" in kinds:  # passes for a plain array, but its mask would be ignored
         raise TypeError(f"`{name}` must be an array that is not masked, got {describe(array)}")
-    if "matrix" in kinds:  # which always has two axes
+    if "matrix" in kinds:  # always has two axes
         raise TypeError(f"`{name}` must be an array, such as numpy.asarray(matrix), got {describe(array)}")
     try:
         return _conforming(array)

@@ -41,7 +41,8 @@ def known_seed(seed: Any) -> int:
 def _is_key(seed: Any) -> bool:
     """Whether something is a key of JAX, of the new kind or of the old one."""
     jax = sys.modules.get("jax")
-    if jax is None or is_torch(seed) or not isinstance(seed, jax.Array):  # torch compiles no such look at its tensors
+    # torch does not compile this check for tensors
+    if jax is None or is_torch(seed) or not isinstance(seed, jax.Array):
         return False
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return bool(seed.ndim == 0)

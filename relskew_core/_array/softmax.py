@@ -24,8 +24,8 @@ def softmax(logits: Array, *, dead_rows: bool, lse: bool, xp: Namespace) -> tupl
     shifted = logits - largest
     negligible, native = shifted < NEGLIGIBLE, getattr(xp, "softmax", None)
     if native is not None:
-        # torch: its exp can be wrong by 1e-4 once per process on several threads (pytorch#188792), its softmax is not.
-        # Rows that see nothing are finite on the way, so that gradients stay finite as well.
+        # On torch, exp can be wrong by 1e-4 once per process on several threads (pytorch#188792); softmax is not. Rows
+        # that see nothing are finite before the softmax, so that gradients stay finite, too.
         nothing = -math.inf if dead is None else xp.where(dead, xp.zeros_like(largest), -math.inf)
         weights = native(xp.where(negligible, nothing, shifted), -1)
         # The largest weight is 1 / sum, which gives the sum without a second pass.
@@ -47,5 +47,5 @@ def share_of(part: Array, whole: Array, *, xp: Namespace) -> Array:
     native = getattr(xp, "softmax", None)
     if native is None:
         return xp.exp(difference)
-    pair = native(xp.stack([difference, xp.zeros_like(difference)], axis=-1), -1)  # torch's exp may be wrong, see below
+    pair = native(xp.stack([difference, xp.zeros_like(difference)], axis=-1), -1)  # torch's exp can be wrong, see below
     return pair[..., 0] / pair[..., 1]

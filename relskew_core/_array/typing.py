@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-# The array API standard has no nominal array type: these names document, they do not restrict.
+# The array API standard has no nominal array type: these names only document.
 Array: TypeAlias = Any
 Namespace: TypeAlias = Any
 

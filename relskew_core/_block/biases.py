@@ -42,7 +42,7 @@ def with_bias(
         if slopes is None:
             slopes = cast(xp.asarray(alibi_slopes(spec.num_heads), dtype=xp.float32, device=device(q)), q.dtype, xp=xp)
         span = spec.span
-        if not spec.has_tables:  # the numbers of as many positions as the call has, however many
+        if not spec.has_tables:  # these layers have biases for as many positions as the call has
             left, right = (
                 reach if end == ENDLESS - 1 else min(reach, end)
                 for reach, end in zip(_reach(q.shape[-2], k.shape[-2], **seen), (span.left, span.right), strict=True)
@@ -61,7 +61,7 @@ def _reach(n: int, m: int, *, offset: Any = None, positions: Any = None, **_: An
     if positions is not None:
         (first_query, last_query), (first_key, last_key) = (_bounds(x, 0, m - 1) for x in positions)
         return max(last_query - first_key, 0), max(last_key - first_query, 0)
-    if type(offset).__name__ == "SymInt":  # of torch, which would keep what is asked of it as a condition
+    if type(offset).__name__ == "SymInt":  # torch would make a guard of any condition on it
         return n - 1 + offset, m - 1
     first, last = _bounds(0 if offset is None else offset, 0, m - 1)
     return max(n - 1 + last, 0), max(m - 1 - first, 0)

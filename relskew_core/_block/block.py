@@ -140,7 +140,7 @@ def project_heads(
     )
     seen: dict[str, Any] = {"window": spec.window}
     if memory is not None:
-        seen["offset"] = 0  # unless the caller says more: a memory begins where the input begins
+        seen["offset"] = 0  # by default a memory begins where the input begins
     if cache is not None:
         k, v, cache, more = cache.extend(k, v, xp=xp)
         seen.update(more)

@@ -68,7 +68,7 @@ def init_weights(spec: BlockSpec, *, seed: int | Array, xp: Any = None, dtype: A
             weight = xp.zeros(shape, dtype=xp.float32)
         else:
             bits = xp.asarray(_random_words(prod(shape), f"relskew/{seed}/{key}"), dtype=xp.int32)
-            # Whole numbers in ±2^22, which float32 holds exactly: the one rounding is that of the product.
+            # Whole numbers within ±2^22, which float32 represents exactly: only the product rounds.
             centred = xp.astype((bits & (2**23 - 1)) - 2**22, xp.float32)
             weight = xp.reshape(centred * (uniform_bound(spec, key) * 2**-22), shape)
         weights[key] = weight if dtype is None else xp.astype(weight, dtype)

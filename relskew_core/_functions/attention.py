@@ -196,7 +196,7 @@ class _Cotangent:
 
 
 @dataclass(eq=False)
-class Backward(Arguments, _Cotangent):  # the fields of the last base come first
+class Backward(Arguments, _Cotangent):  # the fields of the last base class come first
     """What a caller gives to be differentiated."""
 
     _: KW_ONLY
@@ -260,6 +260,24 @@ def relative_attention_vjp(given: Backward) -> Gradients:
     array([[-0.44444444],
            [-0.36111111],
            [ 0.80555556]])
+
+    The output and log-sum-exp of the forward pass save computing them again:
+
+    >>> out, lse = relative_attention(q + 1, k, v, rel_k, causal=True, return_lse=True)
+    >>> kept = {"out": out, "lse": lse}
+    >>> again = relative_attention_vjp(
+    ...     np.ones((3, 1)), q + 1, k, v, rel_k, causal=True, **kept
+    ... )
+    >>> bool((again.v == gradients.v).all())
+    True
+
+    A bias has a gradient, too; that of an array that was not passed is ``None``:
+
+    >>> biased = relative_attention_vjp(
+    ...     np.ones((3, 1)), q, k, v, rel_bias=np.zeros(3), causal=True
+    ... )
+    >>> biased.rel_bias, biased.rel_k
+    (array([-0.44444444, -0.36111111,  0.80555556]), None)
     """
     return pull_back(given)
 
@@ -271,9 +289,9 @@ def pull_back(given: Backward, part: Part = WHOLE) -> Gradients:
     path = backends.path("attention_vjp", call, given.impl)
     operands = call.operands(half=path.half)
     for name, x in cotangents.items():
-        if x is not None:  # log-sum-exps come in the dtype of the accumulation
+        if x is not None:  # log-sum-exps have the dtype of the accumulation
             cotangents[name] = call.operand(x, half=path.half)
-    if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # those that count sinks
+    if call.sinks is not None and (cotangents["out"] is None or cotangents["lse"] is None):  # it must count the sinks
         forward = backends.path("attention", call, "auto" if given.impl == "native" else given.impl)
         with undisturbed(call.given.q):
             out, lse = forward.attention(call.operands(half=forward.half), call.options, xp=call.xp)

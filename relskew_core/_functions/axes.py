@@ -37,7 +37,8 @@ def axis_logits(
         part = along[(..., *(slice(None) if other == axis else None for other in grids.axes))]
         total = part if total is None else part + total
     assert total is not None
-    total = xp.broadcast_to(total, (*total.shape[:-count], *grids.keys))  # heads of a table may lead, one without q's
+    # a table may have a heads axis that q does not have
+    total = xp.broadcast_to(total, (*total.shape[:-count], *grids.keys))
     return xp.reshape(total, (*q.shape[:-1], grids.n_keys))
 
 
@@ -45,7 +46,7 @@ def axis_bias(bias: Array, spans: Sequence[Span], grids: Grids, *, xp: Namespace
     """Return a bias of all axes together by query and key, ``(…, R_0, R_1, …)`` to ``(…, queries, keys)``."""
     count = len(grids.queries)
     lead = tuple(bias.shape[:-count])
-    for axis in grids.axes:  # which is the first of those that are left; two take its place, at the end
+    for axis in grids.axes:  # the axis is the first of the remaining ones; its two new axes are appended
         n, m, low = grids.queries[axis], grids.keys[axis], -(grids.queries[axis] - 1 + grids.offset[axis])
         row = bias_between(moved(bias, len(lead), -1, xp=xp), spans[axis], low, low + n + m - 2, xp=xp)
         bias = diagonals(row, n, m, xp=xp)
@@ -112,7 +113,7 @@ def _hidden_beyond(span: Span, seen: Surroundings) -> Span:
 def _along(x: Array, table: Array, span: Span, grids: Grids, axis: int, *, xp: Namespace) -> Array:
     """Relative logits along one axis, (..., H, a, n, D) -> (..., H, a, n, m), where ``a`` are the others."""
     n, m, q_step, k_step = grids.queries[axis], grids.keys[axis], grids.q_step[axis], grids.k_step[axis]
-    if table.ndim == 3:  # by head: the heads come before the other axes, which share them
+    if table.ndim == 3:  # by head: the other axes share the heads
         table = table[(slice(None), *(None,) * (len(grids.queries) - 1), ...)]
     first, places = n * q_step, extent(m, k_step)
     low = -(first + grids.offset[axis])

@@ -82,6 +82,20 @@ def relative_logits_2d(
            [ -1.,   0.,   9.,  10.],
            [-10.,  -9.,   0.,   1.],
            [-11., -10.,  -1.,   0.]])
+
+    A single query in the second row, as when an image is generated cell by cell:
+
+    >>> grids = {"q_grid": (1, 1), "k_grid": (2, 2)}
+    >>> relative_logits_2d(np.ones((1, 1)), 10 * rows, rows, **grids, offset=(1, 0))
+    array([[-10.,  -9.,   0.,   1.]])
+
+    A larger grid with the same tables, clipped at distance 1:
+
+    >>> from relskew_core import Span
+    >>> spans = {"span_h": Span.clipped(1), "span_w": Span.clipped(1)}
+    >>> grids = {"q_grid": (3, 3), "k_grid": (3, 3)}
+    >>> relative_logits_2d(np.ones((9, 1)), 10 * rows, rows, **grids, **spans)[0]
+    array([ 0.,  1.,  1., 10., 11., 11., 10., 11., 11.])
     """
     grids = Grids.of(q_grid, k_grid, offset, q_step, k_step, axes=2)
     return _logits(q, (table_h, table_w), (span_h, span_w), grids)
@@ -141,6 +155,23 @@ def relative_logits_nd(
     >>> grids = {"q_grid": (2, 1, 2), "k_grid": (2, 1, 2)}
     >>> relative_logits_nd(np.ones((4, 1)), [10 * rows, None, rows], **grids)[0]
     array([ 0.,  1., 10., 11.])
+
+    One axis, which is a sequence; the table is clipped:
+
+    >>> from relskew_core import Span
+    >>> sequence = {"q_grid": (4,), "k_grid": (4,), "spans": [Span.clipped(1)]}
+    >>> relative_logits_nd(np.ones((4, 1)), [rows], **sequence)[0]
+    array([0., 1., 1., 1.])
+
+    Keys that are pooled by 2 along time, so that neighbours are two frames apart:
+
+    >>> pooled = {"q_grid": (4,), "k_grid": (2,), "k_step": (2,), "spans": [Span.full(4)]}
+    >>> frames = np.arange(-3.0, 4.0)[:, None]
+    >>> relative_logits_nd(np.ones((4, 1)), [frames], **pooled)
+    array([[ 0.,  2.],
+           [-1.,  1.],
+           [-2.,  0.],
+           [-3., -1.]])
     """
     return _logits(q, tables, spans, Grids.of(q_grid, k_grid, offset, q_step, k_step))
 

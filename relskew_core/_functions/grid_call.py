@@ -76,7 +76,7 @@ class GridCall:
         dtype = q.dtype
         if mask is not None:
             mask = check_mask(mask, q, k, xp=xp)
-        arrays = (q, k, v, rel_bias, prefix_bias, mask, *self.tables)  # sums are made here as within one call
+        arrays = (q, k, v, rel_bias, prefix_bias, mask, *self.tables)  # the dtype of sums must be that within one call
         q, k, v, rel_bias, prefix_bias, mask, *tables = widened(arrays, dtype, xp=xp)
         factor, related = (cast(x, q.dtype, xp=xp) if is_array(x) else x for x in (factor, related))
         unmet = [None if any(prefix) else prefix_bias, related if all(table is None for table in tables) else None]
@@ -168,7 +168,8 @@ class GridCall:
         like: Any = grid if self.prefix_bias is None else self.prefix_bias
         lead = (1,) if grid is None else tuple(grid.shape[:-1])
         if self.prefix_bias is not None and self.prefix_bias.ndim == 2 and len(lead) == 1:
-            lead = (self.prefix_bias.shape[0], *lead)  # the heads differ outside the grid, if not inside
+            # without a heads axis inside the grid, heads may still differ outside it
+            lead = (self.prefix_bias.shape[0], *lead)
             grid = None if grid is None else xp.broadcast_to(grid, (*lead, cells))
 
         def columns(which: int | None, count: int) -> Array:
@@ -231,7 +232,7 @@ def _chunks(
 ) -> Iterable[tuple[int, int]]:
     """Return which rows of the first axis are worked on together, as ranges."""
     height, inner = grids.queries[0], math.prod(grids.queries[1:])
-    if exported(*grids.queries, *grids.keys, *q.shape):  # a program has as many chunks for any size
+    if exported(*grids.queries, *grids.keys, *q.shape):  # a program has the same number of chunks for all sizes
         return [(0, height)]
     if chunk_size is not None:
         step = max(1, chunk_size // inner)
@@ -242,5 +243,5 @@ def _chunks(
         row: int = math.prod(q.shape[:-2]) * inner * (before + reach * math.prod(grids.keys[1:]))
         step = max(1, SCRATCH_BYTES // (4 * max(1, row)))
         if reach < grids.keys[0]:
-            step = max(1, min(step // 2, reach))  # as many rows more are seen as there are queries' rows
+            step = max(1, min(step // 2, reach))  # a chunk of `reach` rows sees about twice as many
     return pairwise([*range(0, height, step), height])

@@ -95,7 +95,8 @@ class GridPair:
             found.append(total)
         last = [sum((n - 1) * step for n, step in zip(sizes, self._steps, strict=True)) if cells else 0
                 for sizes in zip(*(side[:2] for side in self.sides), strict=True)]  # fmt: skip
-        far = max(last[0] + span.right, last[1] + span.left + span.right - 1)  # of keys before the grid
+        # of keys before the grid: beyond all cells
+        far = max(last[0] + span.right, last[1] + span.left + span.right - 1)
         outside = far - span.right + 1, far
         queries, keys = (
             xp.concat([xp.full((count,), place, dtype=xp.int32, device=device(like)), x])
@@ -146,13 +147,13 @@ def attend(
         name: xp.astype(x, xp.int32)
         for name in ("q_positions", "k_positions")
         if (x := getattr(operands, name)) is not None
-    }  # as the kernels take those that are small
+    }  # in the dtype of the kernels
     operands = operands._replace(**labels)
     if tables:
         operands = GridOperands(*operands, axis_tables=grids.axis_tables(tables, spans, q, xp=xp))
         own: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Options)}
         own["rel_scale"] = rel_scale
-        if factors:  # which may be part of the queries for the keys already
+        if factors:  # these may be part of the queries for the keys already
             operands = operands._replace(rel_q=call.operand(q * by_head(rel_scale, q), half=kernels.HALF))
             own["rel_scale"] = 1.0
         options = GridOptions(**own, sides=grids.sides)

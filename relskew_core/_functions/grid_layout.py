@@ -32,7 +32,7 @@ class Grids:
     offset: Sides
     q_step: Sides
     k_step: Sides
-    tables: Sequence[str]  # what an error calls the table and the span of each axis
+    tables: Sequence[str]  # the names of each axis' table and span in errors
     spans: Sequence[str]
 
     @classmethod

@@ -41,9 +41,10 @@ _known: dict[Hashable, Windows | None] = {}
 class Windows:
     """What is known of calls of a kind."""
 
-    index: array[int]  # which number of the bias each pair has; a library may bind its arrays to where they were made
+    # the entry of the bias for each pair; an `array` because libraries may bind theirs to a device or trace
+    index: array[int]
     before: int  # axes before those of queries and keys
-    shape: tuple[int, ...]  # of these
+    shape: tuple[int, ...]  # of the axes before
     axes: int
     xp: Namespace
 
@@ -52,7 +53,7 @@ class Windows:
         """Return what a call says that has passed every check, ``None`` if its kind is not one of these."""
         q, k, v, bias = arrays
         kernels, count, xp = backends.prepared(type(q)), len(grids.queries), namespace_of_arrays({"q": q})
-        if wide(q.dtype, xp=xp) != q.dtype:  # for which sums are made in a wider dtype
+        if wide(q.dtype, xp=xp) != q.dtype:  # sums in these dtypes are accumulated in a wider one
             return None
         call = problem(Arguments(q, k, v), return_lse=False)
         if kernels.call_of(call.operands(half=kernels.HALF), call.options) is None:
@@ -123,7 +124,7 @@ def kind_of(arrays: tuple[Any, ...], given: Mapping[str, Any]) -> Hashable | Non
         return None
     try:
         shapes = [tuple(x.shape) for x in arrays]
-    except RuntimeError:  # nested tensors have none
+    except RuntimeError:  # raised by nested tensors
         return None
     if len(shapes[0]) < 3 or shapes[0][-3] * shapes[0][-2] * shapes[1][-2] > grid_kernels.SMALL:
         return None

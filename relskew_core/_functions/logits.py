@@ -98,13 +98,22 @@ def relative_logits(
     array([[ 0.,  1.,  2.],
            [-1.,  0.,  1.],
            [-2., -1.,  0.]])
+
+    One query at position 2, as when decoding:
+
     >>> relative_logits(q[:1], table, n_keys=3, offset=2)
     array([[-2., -1.,  0.]])
+
+    Keys times a table, as in DeBERTa:
+
     >>> relative_logits(
     ...     np.asarray([[1.0], [10.0], [100.0]]), table, n_queries=2, offset=0, side="key"
     ... )
     array([[  0.,  10., 200.],
            [ -1.,   0., 100.]])
+
+    Positions in any order, such as the pitches of notes:
+
     >>> pitches = np.asarray([60, 62, 60])
     >>> relative_logits(q, table, positions=(pitches, pitches))
     array([[ 0.,  2.,  0.],
@@ -137,9 +146,9 @@ def relative_logits(
     offset = default_offset(length, q.shape[-2]) if offset is None else offset
     own = Pattern(right=0 if causal else None).of(q, length, offset, xp=xp)
     replace(own, n_queries=length, n_keys=q.shape[-2]).check_reach("table", span)
-    # Seen from a key, queries are what keys are to a query, with past and future changed over.
+    # Seen from a key, queries are what keys are to a query, with past and future exchanged.
     mirrored, back = Span(span.right, span.left, span.beyond), (0, None) if causal else None
-    # Of integers that have a sign, which those of the caller may not have.
+    # Signed integers, which those of the caller may not be.
     negative = -own.offset_by_item if isinstance(own, RaggedVisibility) else -own.offset
     return xp.matrix_transpose(_logits(q, xp.flip(table, axis=-2), mirrored, length, negative, back, xp=xp))
 
@@ -191,7 +200,7 @@ def _logits(
     q, table = widened((q, table), dtype, xp=xp)
     low = -(n + visibility.offset)  # a spare column, for the skew
     high = low + n + m - 1
-    if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
+    if isinstance(visibility, RaggedVisibility):  # hidden entries are zero already
         windows = RaggedTables(visibility, span, xp)
         table, span, visibility = windows.of(table), windows.window_span, Visibility(n, m)
     if q.ndim == 2 and table.ndim == 3:
@@ -280,7 +289,7 @@ def relative_values(
     visibility.check_reach("table", span)
     dtype = weights.dtype
     weights, table = widened((weights, table), dtype, xp=xp)
-    if isinstance(visibility, RaggedVisibility):  # what is not to be seen is zeros already
+    if isinstance(visibility, RaggedVisibility):  # hidden entries are zero already
         windows = RaggedTables(visibility, span, xp)
         if causal:
             weights = xp.where(visibility.mask(0, n, 0, m, xp=xp, device=device(weights)), weights, 0.0)

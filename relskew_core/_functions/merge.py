@@ -63,5 +63,5 @@ def merge_attention(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array
 def _listed(name: str, arrays: Sequence[Array]) -> list[Array]:
     try:
         return list(arrays)
-    except (TypeError, NotImplementedError):  # the latter is a memoryview's
+    except (TypeError, NotImplementedError):  # the second is raised by a memoryview
         raise TypeError(f"`{name}` must be a sequence of arrays, got {describe(arrays)}") from None

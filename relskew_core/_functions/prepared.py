@@ -45,21 +45,21 @@ _checked: dict[Hashable, Checked] = {}
 class Alike:
     """Facts derived from the names and types of a call's arguments alone; arguments are referred to by index."""
 
-    kernels: Any  # a library's
-    arrays: Callable[[Values], Values]  # those that are there
-    operands: Callable[[Values], Values]  # all that there may be
-    options: Callable[[Values], Any]  # all else, but for the span and the offset
+    kernels: Any  # of a library
+    arrays: Callable[[Values], Values]  # selects the given arrays
+    operands: Callable[[Values], Values]  # selects all possible arrays, with None for missing ones
+    options: Callable[[Values], Any]  # makes all other options, except for the span and the offset
     span: int
     offset: int
     window: int | None
-    mask: int | None  # its place among the arrays
+    mask: int | None  # its index among the arrays
 
     @classmethod
     def of(cls, names: Sequence[str], values: Values) -> Alike | None:
         """Return these facts, ``None`` for calls that cannot be prepared."""
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(values) - 1 or not places.keys() >= REQUIRED:
-            return None  # no call at all
+            return None  # not a valid call
         none = len(values) - 1
         types = {name: type(default) for name, default in DEFAULTS.items()}
         types |= {name: type(values[place]) for name, place in places.items()}
@@ -110,7 +110,7 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
     if is_compiling():
         return None
     values = (*by_place, *by_name.values(), *ABSENT)
-    types = (*by_name, *map(type, values))  # for True equals 1
+    types = (*by_name, *map(type, values))  # types distinguish True from 1
     try:
         alike = _alike[types]
     except KeyError:
@@ -127,7 +127,7 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
     arrays = alike.arrays(values)
     try:
         shapes: list[Any] = [x.shape for x in arrays]
-    except RuntimeError:  # nested tensors have none
+    except RuntimeError:  # raised by nested tensors
         return None
     offset = values[alike.offset]
     q, k, v, *_ = shapes
@@ -138,10 +138,11 @@ def kind_of(by_place: Values, by_name: Mapping[str, Any]) -> Kind | None:
         if alike.mask is not None and shapes[alike.mask][-1:] == count:
             shapes[alike.mask] = (..., *shapes[alike.mask][:-1])
         shapes[1:3] = (k[:-2], k[-1:]) if k == v else (k[:-2], k[-1:], v[:-2], v[-1:])
-        # Without an offset a call of any number of keys passes only where nothing depends on it.
+        # Without an offset, calls with different numbers of queries and keys are only prepared if nothing depends on
+        # it.
         offset = None if offset is None and count != q[-2:-1] else 0
     span = values[alike.span]
-    rows = None if span is None else (span.left, span.right, span.beyond)  # a Span's own hash is slower
+    rows = None if span is None else (span.left, span.right, span.beyond)  # a Span's hash is slower
     kind = (alike, offset, of_window, rows, alike.options(values), *shapes, *map(alike.kernels.about, arrays))
     return kind, values
 
@@ -171,12 +172,12 @@ def remember(kind: Kind, call: Problem, given: Arguments) -> Any:
 class Checked:
     """What is known of calls of a kind."""
 
-    kernels: Any  # a library's
-    problem: Problem  # of whose arrays nothing is kept
+    kernels: Any  # of a library
+    problem: Problem  # holds no arrays
     call: Any  # the description for the kernels
-    as_given: bool  # whether they get the caller's arrays as they are
-    one_query: bool  # wherever it is, and however many keys there are
-    guessed: int  # rows of a table without a span, 0 if there is none
+    as_given: bool  # whether the kernels receive the caller's arrays unchanged
+    one_query: bool  # a single query, at any position and with any number of keys
+    guessed: int  # rows of a table without a span; 0 if there is none
 
     @classmethod
     def of(cls, call: Problem, given: Arguments) -> Checked | None:
@@ -204,13 +205,13 @@ class Checked:
         problem, call = self.problem, self.call
         if self.one_query:
             count = x.k.shape[-2]
-            full = self.guessed == 2 * count - 1  # the table may be that of all keys, then
+            full = self.guessed == 2 * count - 1  # the table may then be a full one
             if full or (call := call.at(count, offset)) is None:
                 return None
         if not (formed or self.as_given):
             own = {name: form(name, getattr(x, name), heads=problem.heads, xp=problem.xp) for name in DIFFERENTIABLE}
             x = replace(problem, given=Operands(**own)).operands(half=self.kernels.HALF)
-            if not self.kernels.TYPES.issuperset(map(type, x)):  # made where JAX is tracing
+            if not self.kernels.TYPES.issuperset(map(type, x)):  # the arrays were made while JAX traces
                 return None
         out, lse = self.kernels.attend(x, call)
         if not self.as_given:

@@ -19,7 +19,7 @@ from relskew_core._positions.span import Span, check_span_given
 Order = Literal["halves", "interleaved"]
 Direction = Literal["past", "future"]
 Method = Literal["linear", "cubic"]
-ORDERS, DIRECTIONS, METHODS = map(get_args, (Order, Direction, Method))  # torch 2.8 compiles no `get_args`
+ORDERS, DIRECTIONS, METHODS = map(get_args, (Order, Direction, Method))  # torch 2.8 does not compile `get_args`
 
 
 @explains

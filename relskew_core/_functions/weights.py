@@ -66,10 +66,24 @@ def attention_weights(given: Any) -> Array:
     array([[1.        , 0.        , 0.        ],
            [0.5       , 0.5       , 0.        ],
            [0.33333333, 0.33333333, 0.33333333]])
+
+    A table changes the weights; here each query prefers the key after it, if there is one:
+
+    >>> from relskew_core import Span
+    >>> rel_k = np.asarray([[0.0], [0.0], [50.0]])  # r = -1, 0, 1
+    >>> attention_weights(q + 1, k, rel_k, Span.clipped(1))[1].round(3)
+    array([0., 0., 1.])
+
+    Packed documents: each query sees its own document:
+
+    >>> attention_weights(q, k, segments=np.asarray([0, 0, 1]))
+    array([[0.5, 0.5, 0. ],
+           [0.5, 0.5, 0. ],
+           [0. , 0. , 1. ]])
     """
     arguments = {field.name: getattr(given, field.name) for field in fields(given)}
     call = problem(Arguments(**arguments, v=given.k).autocast())
-    if exported(given.q.shape[-2], given.k.shape[-2]):  # by the one operator that every length goes through
+    if exported(given.q.shape[-2], given.k.shape[-2]):  # by the operator that supports every length
         return _of_operator(given.k, arguments, xp=call.xp)
     xp, operands, options = call.xp, call.operands(), call.options
     laid = list(chunks(operands, options))
@@ -84,7 +98,7 @@ def attention_weights(given: Any) -> Array:
 def _of_operator(k: Array, arguments: dict[str, Any], *, xp: Namespace) -> Array:
     """Return the weights as the output for values that identify the keys."""
     places = integers(0, k.shape[-2], device=device(k), xp=xp)
-    one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export takes no `eye` of a symbol
+    one_hot = xp.astype(places[:, None] == places, k.dtype)  # torch.export does not support `eye` of a symbol
     each = xp.broadcast_to(one_hot, (*k.shape[:-1], k.shape[-2]))
     out: Array = relative_attention(**arguments, v=each)
     return out

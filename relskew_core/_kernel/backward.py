@@ -111,7 +111,7 @@ def _backward(
             product = tables.rel_v.product(d_out, low, high, xp=xp)
             product = pad_last(product, low - chunk.low, chunk.high - high, xp=xp)
             d_weights = d_weights + chunk.absolute(product, xp=xp)
-            d_weights = xp.where(weights == 0, weights, d_weights)  # hidden pairs may look up rows that no query sees
+            d_weights = xp.where(weights == 0, weights, d_weights)  # hidden pairs may read rows that no query sees
             sums.add_table("rel_v", low, high, relative, d_out)
     if factors is not None:
         d_weights = d_weights * factors

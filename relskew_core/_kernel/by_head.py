@@ -40,9 +40,9 @@ def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespa
 class HeadScales:
     """Factors of the two products, with which queries and ``key_table`` are multiplied before the call."""
 
-    scale: Array | float | None  # what multiplies q
+    scale: Array | float | None  # the factor of q
     rel_scale: Array | float | None  # the factor of the products with rel_k and key_table
-    alike: bool  # one argument is both
+    alike: bool  # whether one argument gave both
     xp: Namespace
 
     @classmethod
@@ -64,7 +64,8 @@ class HeadScales:
         """Return a call whose factors are numbers."""
         changed: dict[str, Any] = {"q": self._times(given.q, self.scale)}
         if given.rel_k is None and given.key_table is None and not self.alike:
-            changed["q"] = depending(changed["q"], [self.rel_scale], xp=self.xp)  # it has nothing to multiply
+            # it scales no product, but gets a gradient of zeros
+            changed["q"] = depending(changed["q"], [self.rel_scale], xp=self.xp)
         if given.rel_k is not None and self._has_own_queries(given):
             changed["rel_q"] = self._times(given.q if given.rel_q is None else given.rel_q, self.rel_scale)
         if given.key_table is not None and self.rel_scale is not None:
@@ -138,7 +139,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array, *, xp: Namespace) -> tuple[
     A sink is attention to one more key, whose value is zero: merged with the rest by the log-sum-exps.
     """
     wide = xp.broadcast_to(xp.astype(sinks, lse.dtype)[:, None], lse.shape)
-    if is_empty(*lse.shape):  # not every library reduces nothing; results depend on the sinks nevertheless
+    if is_empty(*lse.shape):  # not every library reduces empty axes; results still depend on the sinks
         return out * cast(wide[..., None], out.dtype, xp=xp), lse + wide
     shares, total = softmax(xp.stack([lse, wide], axis=-1), dead_rows=True, lse=True, xp=xp)
     assert total is not None

@@ -33,8 +33,8 @@ class LookUpChunk(Chunk):
     """A chunk with the column of the tables that each of its pairs reads."""
 
     index: Array  # (..., 1, n, m)
-    there: Array | None  # which pairs have a column, None if all: where tables count for nothing beyond their ends
-    unreached: Array | None  # which pairs a table should have reached, if they are seen
+    there: Array | None  # which pairs have a column, None if all: outside, tables with beyond="zero" add nothing
+    unreached: Array | None  # which pairs are beyond the table; an error if they are visible
 
     def absolute(self, x: Array, *, xp: Namespace) -> Array:
         """Relative layout (..., n, width) to absolute layout (..., n, m)."""
@@ -75,7 +75,7 @@ def looked_up(chunk: Chunk, queries: Array, keys: Array, span: Span, *, xp: Name
     queries, keys = same_rank(queries, keys)
     numbers = (chunk.start, chunk.stop, chunk.first, chunk.end, chunk.low, chunk.width, chunk.spare)
     first, last = (shifted(queries, end, xp=xp) for end in (chunk.low, chunk.high))
-    nearest = xp.minimum(xp.maximum(keys, first), last)  # keys first: differences of any two integers may wrap
+    nearest = xp.minimum(xp.maximum(keys, first), last)  # keys first: the difference of two arbitrary integers may wrap
     index = nearest - queries - chunk.low
     if span.beyond == "clip":
         return LookUpChunk(*numbers, index, None, None)

@@ -67,7 +67,8 @@ class Arguments:
         by_head = {name: x for name in BY_HEAD if is_array(x := getattr(self, name))}
         arrays = {**self.arrays(), **by_head}
         cast: dict[str, Any] = autocast(arrays)
-        same = all(cast[name] is array for name, array in arrays.items())  # torch 2.8 compiles no `is` of dicts
+        # torch 2.8 does not compile `is` between dicts
+        same = all(cast[name] is array for name, array in arrays.items())
         return self if same else replace(self, **cast)
 
 
@@ -99,14 +100,14 @@ class Operands(NamedTuple):
     rel_k: Annotated[Array | None, Kind.TABLE] = None  # Dr wide; ragged (..., 1 or H, W, Dr)
     rel_v: Annotated[Array | None, Kind.TABLE] = None  # Dv wide; ragged (..., 1 or H, W, Dv)
     rel_bias: Annotated[Array | None, Kind.BIAS] = None  # (1 or H, R); ragged (..., 1 or H, W)
-    rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None where it is q
+    rel_q: Annotated[Array | None, Kind.SEQUENCE] = None  # (..., H, Lq, Dr), None if it is q
     mask: Annotated[Array | None, Kind.MASK] = None  # at least two axes
     key_table: Annotated[Array | None, Kind.TABLE] = None  # D wide, multiplied by the keys; ragged as rel_k
     q_segments: Annotated[Array | None, Kind.LABEL] = None  # a query sees the keys of its segment
     k_segments: Annotated[Array | None, Kind.LABEL] = None
-    q_positions: Annotated[Array | None, Kind.LABEL] = None  # where the pattern goes `by_value`
+    q_positions: Annotated[Array | None, Kind.LABEL] = None  # if positions are `by_value`
     k_positions: Annotated[Array | None, Kind.LABEL] = None
-    seed: Annotated[Array | None, Kind.SEED] = None  # of what `dropout` drops
+    seed: Annotated[Array | None, Kind.SEED] = None  # of dropout
 
     @property
     def axis_tables(self) -> Array | None:
@@ -171,12 +172,12 @@ class Part:
     What a seed drops is drawn by the whole's places.
     """
 
-    of_more: bool = False  # keys: the output is to be merged, and stays in the dtype of the accumulation
-    query: int | None = None  # the position of query 0 in the whole, None where it is the offset
+    of_more: bool = False  # more keys: the output will be merged, so it keeps the dtype of the accumulation
+    query: int | None = None  # the position of query 0 in the whole sequence, None if it is the offset
     key: int = 0  # the position of key 0
     step: int = 1  # from one position to the next
-    head: int = 0  # which head of the whole the first one is …
-    heads: int | None = None  # … and of how many, None where all are here
+    head: int = 0  # the index of the first head among all heads
+    heads: int | None = None  # the number of all heads, None if all are here
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,7 @@ class Options:
     rel_scale: float
     softcap: float | None = checked(check_real, positive=True)
     chunk_size: int | None = checked(check_int, minimum=1)
-    dropout: float = 0.0  # share of the weights that is dropped
+    dropout: float = 0.0  # share of the weights that are dropped
     return_lse: bool = False
     part: Part = Part()
 
@@ -288,7 +289,7 @@ def takes(
         call = functools.wraps(function)(call)
         result = inspect.signature(function).return_annotation
         call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
-        vars(arguments)["__init__"].__qualname__ = function.__name__  # whose name Python's own errors say
+        vars(arguments)["__init__"].__qualname__ = function.__name__  # Python's errors name the function then
         return call
 
     return decorate

@@ -36,7 +36,7 @@ class Chunk:
     end: int
     low: int  # relative position of the first table column
     width: int  # number of table columns
-    spare: int  # columns before that of row 0's first key: the skew reads each row one column earlier
+    spare: int  # columns before that of row 0's first key: in each further row, the skew reads one column earlier
 
     @classmethod
     def of(cls, options: Options, start: int, stop: int, documents: Documents | None = None) -> Chunk:
@@ -48,18 +48,18 @@ class Chunk:
             first = max(first, first_of)
             end = max(first, min(end, end_of))
         lowest, highest = options.positions()
-        if visibility.by_value:  # the table's own columns, which positions are looked up in
+        if visibility.by_value:  # the table's columns, in which positions are looked up
             low, high = (max(-span.left, min(position, span.right)) for position in (lowest, highest))
             return cls(start, stop, first, end, low, high - low + 1, 0)
         n, m = stop - start, end - first
         offset = visibility.offset + start - first
-        spare = n if n > 1 else 0  # rows after the first need one column more than the positions that occur
+        spare = n if n > 1 else 0  # rows after the first need one column more than there are positions
         width = min(max(highest + spare + offset + 1, m + (n > 1)), spare + m)
         return cls(start, stop, first, end, -(spare + offset), width, spare)
 
     def seen(self, options: Options) -> tuple[int, int]:
         """Return the first and the last relative position among the table's columns that some query sees."""
-        if options.visibility.by_value:  # all may be looked up
+        if options.visibility.by_value:  # any position may be looked up
             return self.low, self.high
         lowest, highest = options.positions()
         return max(self.low + (self.spare > 0), lowest), min(self.high, highest)
@@ -80,14 +80,14 @@ class Chunk:
 
     def relative(self, s: Array, *, xp: Namespace) -> Array:
         """Absolute layout (..., n, m) to relative layout (..., n, width)."""
-        # In full width first: narrower rows overlap, and a query's NaN would become its neighbour's.
+        # In full width first: narrower rows overlap, and NaN of one query would reach the next.
         return unskew_from(s, width=self.spare + self.end - self.first, first=self.spare, xp=xp)[..., : self.width]
 
 
 def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
     """Cut the queries into chunks of ``options.chunk_size`` or, if that is ``None``, of the scratch budget."""
     n_queries, documents = options.visibility.n_queries, documents_of(operands)
-    if is_empty(*operands.q.shape[:-2]):  # what there is none of sees nothing, and not every library reduces nothing
+    if is_empty(*operands.q.shape[:-2]):  # an empty chunk sees nothing, and not every library reduces empty axes
         yield Chunk(0, n_queries, 0, 0, 0, 0, 0)
         return
     size = options.chunk_size
@@ -100,7 +100,7 @@ def chunks(operands: Operands, options: Options) -> Iterator[Chunk]:
 
 def is_empty(*sizes: Any) -> bool:
     """Whether nothing is in an array of such sizes, as far as they are known while a program is made for others too."""
-    return not exported(*sizes) and 0 in sizes  # symbols of JAX are not 0
+    return not exported(*sizes) and 0 in sizes  # JAX's symbols are never 0
 
 
 def documents_of(operands: Operands) -> Documents | None:

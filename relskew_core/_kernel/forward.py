@@ -145,7 +145,7 @@ def chunk_visible(operands: Operands, options: Options, chunk: Chunk, *, xp: Nam
 def seen_of(x: Array, chunk: Chunk, visible: Array | None, *, xp: Namespace) -> Array:
     """Return a chunk's keys or values, zeros for those that none of its queries may see."""
     x = x[..., chunk.first : chunk.end, :]
-    if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is seen
+    if visible is None or visible.ndim == 2:  # one pattern for all: every key of the chunk's range is visible
         return x
     return xp.where(xp.any(visible, axis=-2)[..., None], x, 0.0)
 

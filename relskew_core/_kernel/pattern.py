@@ -57,7 +57,7 @@ class Pattern:
         if self.block_size is None:
             return left, right, None, None
         size = min(self.block_size, furthest)
-        # None would be one block.
+        # None would mean one block.
         return left, right, size, None if self.blocks_before is None else min(self.blocks_before, furthest // size)
 
 

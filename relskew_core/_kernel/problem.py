@@ -40,9 +40,9 @@ class Problem:
     given: Operands  # in the caller's dtype
     options: Options
     xp: Namespace
-    dtype: Any  # of the caller's arrays, which the results are returned in
+    dtype: Any  # of the caller's arrays and of the results
     heads: bool  # whether the caller's arrays have a heads axis
-    ragged: RaggedTables | None  # of a batch with an offset for each item
+    ragged: RaggedTables | None  # of a batch with one offset per item
     sinks: Array | None  # (H,)
     scales: HeadScales | None
     _wide: list[Operands] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -114,7 +114,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     check_widths(given)
     positions, offset = _check_positions(given, xp=xp)
     if offset is None and pattern.is_open and all(table is None for table in tables.values()):
-        offset = 0  # nothing depends on it
+        offset = 0  # nothing depends on the offset
     visibility = pattern.of(q, k.shape[-2], offset, by_value=positions is not None, xp=xp)
     for name, table in tables.items():
         if table is not None and positions is not None:
@@ -178,8 +178,8 @@ def _check_positions(given: Arguments, *, xp: Namespace) -> tuple[Pair | None, A
             f"`offset` excludes `positions`, which give the positions of the queries, got {describe(given.offset)}"
         )
     positions = check_labels("positions", given.positions, given.q, given.k, paired=True, xp=xp)
-    # Dropout is drawn by place: the result must not depend on whether positions are found to be consecutive. And blocks
-    # begin where positions are multiples, which an offset from the first key does not say.
+    # Dropout depends on the positions: its result must not change if positions turn out to be consecutive. And blocks
+    # begin at multiples of their size, which cannot be derived from an offset from the first key.
     by_place = given.dropout or given.block_size is not None
     offsets = None if by_place else consecutive_offsets(positions)
     if offsets is None:

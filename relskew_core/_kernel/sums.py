@@ -101,7 +101,7 @@ class GradientSums:
         core = extension.fold(relative, xp=xp)
         if rows is None:
             piece = xp.sum(core, axis=-2, keepdims=True)
-        elif table.columns.ndim == 2:  # one product over everything that shares the table
+        elif table.columns.ndim == 2:  # one product for all heads and items that share the table
             core, rows = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (core, rows))
             piece = xp.matmul(xp.matrix_transpose(rows), core)
         else:

@@ -59,7 +59,7 @@ def check_label(name: str, x: Any, length: int | None, q: Array, *, xp: Namespac
 def check_place(name: str, x: Any, length: int | None, q: Array, *, xp: Namespace) -> Array:
     """Return the positions of queries or keys; traced ones saturate at the limits of their dtype."""
     label, bits = check_label(name, x, length, q, xp=xp), bits_of(integer(xp), xp=xp)
-    furthest = 2**61 if bits == 64 else 2**31 - 1  # all that there are
+    furthest = 2**61 if bits == 64 else 2**31 - 1  # the whole range
     far = [value for row in known_items(x) or () for value in row if not -furthest - 1 <= value <= furthest]
     if far:
         raise ValueError(f"`{name}` must be of integers of at most {furthest} either way, got {far[0]}")
@@ -138,7 +138,7 @@ class Documents:
             return None
         firsts, ends = ([*map(least, *(row[side] for row in rows))] if len(rows) > 1 else rows[0][side]
                         for side, least in enumerate((min, max)))  # fmt: skip
-        for index in range(len(firsts) - 2, -1, -1):  # later queries may reach further back: starts never decrease
+        for index in range(len(firsts) - 2, -1, -1):  # later queries may see further back: make the starts ascend
             firsts[index] = min(firsts[index], firsts[index + 1])
         return cls(firsts, ends)
 

@@ -40,9 +40,9 @@ class Pairs:
     offset: int
     causal: bool
     window: tuple[int | None, int | None] | None
-    low: int  # the lowest relative position of the call …
-    high: int  # … and the highest, with zero between them
-    zero: int  # what relative position of the whole the call's zero is
+    low: int  # the lowest relative position of the call
+    high: int  # and the highest, with zero between them
+    zero: int  # the relative position in the whole sequence of the call's zero
     step: int
 
     @classmethod
@@ -71,7 +71,7 @@ class Pairs:
 class Rows:
     """A part of a table: every ``step``-th row from ``start`` on, between rows for the positions beyond it."""
 
-    before: int  # how many rows are for positions before the first of the table
+    before: int  # the number of rows for positions before the first row of the table
     start: int
     count: int
     step: int
@@ -86,7 +86,7 @@ class Rows:
         """
         first, last = -(zero // step), (span.rows - 1 - zero) // step  # within the table
         if low > last or high < first:
-            low = high = 0  # all of it is one edge
+            low = high = 0  # every position uses one edge row
         if low < first:
             low = max(low, min(first - 1, 0))
         if high > last:

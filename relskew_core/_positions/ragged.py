@@ -32,8 +32,8 @@ FURTHEST = {64: 2**61, 32: 2**30 + 2**29}
 class RaggedVisibility(Visibility):
     """The pattern of a batch whose query ``i`` has the position ``i + offsets[item]``."""
 
-    offset_by_item: Array = None  # integers, the batch's axes
-    known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, where at hand
+    offset_by_item: Array = None  # integers, one for each item of the batch
+    known: tuple[int, ...] | None = field(default=None, compare=False)  # their values in order, if they are known
 
     def each(self) -> list[Visibility]:
         """Return the patterns that occur, one for each different offset that is known."""
@@ -46,7 +46,7 @@ class RaggedVisibility(Visibility):
         if self.known is None:
             return 0, self.n_keys
         ranges = [pattern.keys(start, stop) for pattern in self.each()] or [(0, 0)]
-        # Of lists and without `default`, or torch.compile does not follow.
+        # Lists, and no `default`: torch.compile does not support the alternatives.
         first, end = min([first for first, _ in ranges]), max([end for _, end in ranges])
         return first, max(first, end)
 
@@ -72,14 +72,14 @@ class RaggedVisibility(Visibility):
     def occurs(self, positions: Array, *, xp: Namespace) -> Array:
         """Return which relative positions (..., W) lie between a query and a key that it may see."""
         low, high = self.offset_by_item[..., None], self.offset_by_item[..., None] + (self.n_queries - 1)
-        # The queries that have a key there are at `low` to `high`.
+        # The queries that have a key there have the positions `low` to `high`.
         low, high = xp.maximum(low, -positions), xp.minimum(high, self.n_keys - 1 - positions)
         seen = low <= high
         if self.right is not None:
             seen = xp.logical_and(seen, positions <= self.right)
         if self.left is not None:
             seen = xp.logical_and(seen, positions >= -self.left)
-        if self.block_size is not None:  # a block's last query looks back furthest, and its first one ahead
+        if self.block_size is not None:  # a block's last query sees furthest back, and its first one furthest ahead
             size = self.block_size
             back = xp.where(high // size > low // size, size - 1, high % size)
             ahead = xp.where(high // size > (low - 1) // size, size - 1, size - 1 - low % size)
@@ -154,7 +154,7 @@ def is_ragged(offset: Any) -> bool:
         return True
     try:
         operator.index(offset)
-    except (TypeError, RuntimeError, ValueError):  # JAX traces it; torch maps it, or it is a fake tensor; MLX too
+    except (TypeError, RuntimeError, ValueError):  # JAX traces it, torch maps or fakes it, or MLX does
         return True
     return False
 
@@ -186,7 +186,7 @@ def ragged_offsets(offset: Any, q: Array, *, name: str = "q", xp: Namespace) -> 
 
 def _values(offset: Array, *, xp: Namespace) -> tuple[int, ...] | None:
     """Return an array's values where they can be read at no cost."""
-    standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 traces no `hasattr` of tensors
+    standard = not is_torch(offset) and not hasattr(offset, "tolist")  # torch 2.8 does not trace `hasattr` of tensors
     if standard and on_cpu(offset):
         return tuple(int(value) for value in xp.reshape(offset, (-1,)))
     values = known_values(offset)

@@ -61,7 +61,7 @@ def skew(x: Array) -> Array:
     if x.ndim < 2 or not 1 <= x.shape[-2] <= x.shape[-1]:
         raise ValueError(f"`x` must have shape (..., n, n + m - 1) with n, m >= 1, got {describe(x)}")
     n, width = x.shape[-2:]
-    if exported(n, width):  # with a spare column, one row is not a special case
+    if exported(n, width):  # with a spare column, a single row is no special case
         return skew_from(pad_last(x, 1, 0, xp=xp), n_keys=width - n + 1, first=n, xp=xp)
     return skew_from(x, n_keys=width - n + 1, first=n - 1, xp=xp)
 

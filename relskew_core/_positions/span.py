@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from relskew_core._array.checks import check_choice, check_int, describe
 
 Beyond = Literal["error", "clip", "zero"]
-BEYOND = get_args(Beyond)  # once: torch 2.6 compiles no `get_args`
+BEYOND = get_args(Beyond)  # at import: torch 2.6 does not compile `get_args`
 
 
 @dataclass(frozen=True, slots=True)

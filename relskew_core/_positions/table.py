@@ -35,9 +35,9 @@ class Extension:
     def of(cls, left: int, rows: int, beyond: Beyond, first: int, last: int) -> Extension:
         """Plan the positions ``first … last`` of a table whose column ``c`` holds ``c - left``."""
         low, high = first + left, last + left
-        if high < 0:  # all before the table
+        if high < 0:  # all positions are before the table
             return cls._beyond(0, beyond, last - first + 1)
-        if low >= rows:  # all after it
+        if low >= rows:  # all positions are after it
             return cls._beyond(rows - 1, beyond, last - first + 1)
         start, stop = max(low, 0), min(high + 1, rows)
         before, after = start - low, high + 1 - stop
@@ -97,8 +97,8 @@ class Table:
     columns: Array
     left: int
     beyond: Beyond
-    extension: Extension | None = None  # how the columns came from the caller's table, if they were extended
-    rows: int = 0  # of the caller's table, if they were extended
+    extension: Extension | None = None  # how the columns were extended from the caller's table, if they were
+    rows: int = 0  # of the caller's table, if its columns were extended
 
     def plan(self, first: int, last: int) -> Extension:
         """Plan the positions ``first … last``."""
@@ -114,7 +114,7 @@ class Table:
         if 2 * self.columns.shape[-1] <= last - first + 1:
             return self
         extension = self.plan(first, last)
-        # By rows, as the caller's table lies in memory: by columns they would be copied across it.
+        # By rows, in the memory order of the caller's table; columns would be copied across it.
         rows = xp.matrix_transpose(self.columns[..., extension.start : extension.stop])
         columns = xp.matrix_transpose(extension.widen(rows, axis=-2, xp=xp))
         return Table(columns, -first, "zero", extension, self.columns.shape[-1])

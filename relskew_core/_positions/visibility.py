@@ -25,11 +25,11 @@ class Visibility:
     n_queries: int = field(metadata={"length of": "q"})
     n_keys: int = field(metadata={"length of": "k"})
     offset: int = 0
-    left: int | None = None  # how far back a query sees, None for all of the past
-    right: int | None = None  # how far ahead, None for all of the future; 0 is causal
-    block_size: int | None = None  # a query sees no further ahead than its own block …
-    blocks_before: int | None = None  # … and no further back than this many before it; None is one, and causal
-    by_value: bool = False  # positions are integers of the call, in any order: nothing is known of them here
+    left: int | None = None  # how far back a query sees; None: all of the past
+    right: int | None = None  # how far ahead; None: all of the future; 0: causal
+    block_size: int | None = None  # a query sees no further ahead than the end of its block,
+    blocks_before: int | None = None  # and no further back than this many blocks before it; None: one, and causal
+    by_value: bool = False  # positions are integers of the call, in any order, and unknown here
 
     def first_key(self, position: int) -> int:
         """Return the first key that a query at ``position`` may see."""
@@ -125,7 +125,7 @@ class Visibility:
         if low > high or self.n_keys == 0 or self.first_key(low) > self.last_key(low):
             return None
         back, ahead = [high], [low]
-        if self.block_size is not None:  # a block's last query looks back furthest, and its first one ahead
+        if self.block_size is not None:  # a block's last query sees furthest back, and its first one furthest ahead
             back.append(max(low, (high + 1) // self.block_size * self.block_size - 1))
             ahead.append(min(high, -(-low // self.block_size) * self.block_size))
         return min(self.first_key(p) - p for p in back), max(self.last_key(p) - p for p in ahead)
@@ -159,7 +159,7 @@ class Visibility:
         pattern = self.within(start, stop, first, end)
         queries = integers(start, stop, device=device, xp=xp)[:, None]
         keys = integers(first, end, device=device, xp=xp)[None, :]
-        if pattern.block_size is None:  # of a far offset and a wide window the difference alone is a small number
+        if pattern.block_size is None:  # with a far offset and a wide window, only their difference is a small number
             left = None if pattern.left is None else pattern.left - self.offset
             right = None if pattern.right is None else pattern.right + self.offset
             return Visibility(self.n_queries, self.n_keys, 0, left, right).sees(queries, keys, xp=xp)

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         print(f"relskew: error: {reason(error) if 'pip install' in str(error) else told}", file=sys.stderr)
         return 2
     except Exception as error:
-        # A usage error formats its message with the option that is meant.
+        # A usage error adds the option to its formatted message.
         message: Callable[[], str] | None = getattr(error, "format_message", None)
         told = " ".join((reason(error) if message is None else message()).split())
         if message is not None or told.endswith("must be given"):

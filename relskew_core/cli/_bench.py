@@ -54,7 +54,7 @@ class Load:
 
 
 Method = Callable[[Any, Any, Any, Any], Any]
-# Two questions, each with its table's rows and its answers; the last answer is that of relskew.
+# Two tasks, each with the rows of its table and its methods; relskew's is the last.
 KINDS: dict[str, tuple[Callable[[int], int], dict[str, Method]]] = {
     "causal": (
         lambda length: length,

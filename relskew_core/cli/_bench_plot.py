@@ -13,7 +13,7 @@ from relskew_core.draw._lines import Chart, Line, save_lines
 from relskew_core.draw._picture import check_ending
 
 OURS = "relskew"
-COLOURS = {True: HUES["past"], False: HUES["future"]}  # distinct with every kind of colour vision
+COLOURS = {True: HUES["past"], False: HUES["future"]}  # distinguishable with every kind of colour blindness
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = ("-", "--", ":", "-.")
 

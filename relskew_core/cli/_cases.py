@@ -60,7 +60,7 @@ def inputs(case: Case, dtype: str) -> CaseInputs:
     spec = case.spec
     rng = np.random.default_rng(len(case.name))
     drawn = {key: np.asarray(weight, dtype=np.float64) for key, weight in init_weights(spec, seed=0).items()}
-    # Biases and sinks start at zero, and a forgotten zero cannot be seen.
+    # Biases and sinks start at zero, where an omitted one would not show.
     drawn |= {key: 0.1 * rng.standard_normal(w.shape) for key, w in drawn.items() if starts_at_zero(key)}
     weights = {key: rounded(weight, dtype) for key, weight in drawn.items()}
     x = rounded(rng.standard_normal((BATCH, QUERIES, spec.embed_dim)), dtype)

@@ -79,7 +79,7 @@ def show_table(
         if table.__rich_measure__(console, wide).maximum <= console.width:
             break
     else:
-        for column in table.columns:  # nothing is cut
+        for column in table.columns:  # so that nothing is cut
             column.no_wrap, column.overflow = False, "fold"
     console.print(table)
     if dropped:

@@ -26,7 +26,7 @@ def demo(tune_name: str, *, png: Path | None, model_path: Path, picture_only: bo
     if png is not None:
         if png.suffix.lower() != ".png":
             raise CliError(f"--png must be a path ending in .png, got {png}")
-        need("matplotlib", "plot", "drawing a PNG")  # before the work
+        need("matplotlib", "plot", "drawing a PNG")  # check before the work begins
     ok = True
     if not picture_only:
         need("onnx", "onnx", "the demo")

@@ -20,7 +20,7 @@ NUMBERS = 16
 """More columns are drawn without their numbers."""
 
 SHADES = "·░▒▓█"
-EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: where the next shade begins
+EDGES = (0.12, 0.35, 0.6, 0.85)  # of full brightness: the limits between shades
 
 
 class Spot(NamedTuple):
@@ -98,7 +98,7 @@ def _small(panel: Panel, margin: int, room: int, *, colour: bool) -> list[Text]:
 def _spot(panel: Panel, cell: Cell) -> Spot | None:
     if cell.tone is None:
         return None
-    # A terminal without colours emphasises keys near the query, and large weights.
+    # Without colours, a terminal emphasises keys near the query, and large weights.
     strength = abs(cell.tone) if panel.weights else 1 - 0.8 * abs(cell.tone)
     return Spot(on(LIGHT["paper"], panel.paint(cell)), strength)
 

@@ -83,5 +83,5 @@ def _version(package: str) -> str | None:
 
 
 def _providers() -> list[str]:
-    ort = sys.modules.get("onnxruntime")  # imported by its probe if it can be
+    ort = sys.modules.get("onnxruntime")  # imported by its probe if possible
     return [] if ort is None else list(ort.get_available_providers())

@@ -34,7 +34,7 @@ def block_of(
     else:
         spec = given.spec(load_weights(weights, prefix) if weights else None)
     arrays, origin = chosen_weights(spec, weights, prefix, seed)
-    # As lists, arrays of every library and dtype are alike.
+    # As lists, arrays of all libraries and dtypes are equal.
     lists = {key: x if isinstance(x, np.ndarray) else x.tolist() for key, x in arrays.items()}
     return spec, {key: np.asarray(x, dtype=np.float64) for key, x in lists.items()}, origin
 

@@ -73,7 +73,7 @@ def _torch() -> Iterator[ArrayLibrary | Missing]:
 
     def on(device: str, **more: Any) -> ArrayLibrary:
         def make(array: Any, dtype: str) -> Any:
-            # A copy: torch warns about sharing memory that it may not write to.
+            # A copy, because torch warns about sharing read-only memory.
             return torch.asarray(array, dtype=getattr(torch, dtype), device=device, copy=True)
 
         def to_numpy(tensor: Any) -> Any:
@@ -116,7 +116,7 @@ def _cupy() -> Iterator[ArrayLibrary]:
 
 
 def _on_cupy(cp: Any) -> Iterator[ArrayLibrary]:  # pragma: gpu only
-    cp.cuda.runtime.getDeviceCount()  # raises where there is no device or no driver
+    cp.cuda.runtime.getDeviceCount()  # raises if there is no device or no driver
     pool = cp.get_default_memory_pool()
 
     def finish(result: Any) -> Any:
@@ -127,7 +127,7 @@ def _on_cupy(cp: Any) -> Iterator[ArrayLibrary]:  # pragma: gpu only
         pool.free_all_blocks()
         before = pool.total_bytes()
         finish(call())
-        return int(pool.total_bytes() - before)  # the pool grows to the highest use and keeps it
+        return int(pool.total_bytes() - before)  # the pool grows to the peak and keeps it
 
     def to_numpy(array: Any) -> Any:
         return _float64(array.get())
@@ -148,7 +148,8 @@ def _jax() -> Iterator[ArrayLibrary]:
     def make(array: Any, dtype: str) -> Any:
         return jnp.asarray(array, dtype=dtype)
 
-    # Compiled: eager JAX compiles every operation by itself, which takes longer than everything else here.
+    # Compiled, because eager JAX compiles each operation separately, which takes longer than all other libraries
+    # together.
     more = {"finish": jax.block_until_ready, "compiled": jax.jit, "setting": setting}
     yield ArrayLibrary("jax jit", jax.default_backend(), jax.__version__, ALL, make, _float64, **more)
 
@@ -167,7 +168,7 @@ def _mlx() -> Iterator[ArrayLibrary]:
         return result
 
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    dtypes = ALL if on_cpu else ALL[1:]  # float64 is the CPU's alone
+    dtypes = ALL if on_cpu else ALL[1:]  # only CPUs support float64
     yield ArrayLibrary("mlx", "cpu" if on_cpu else "gpu", mx.__version__, dtypes, make, to_numpy, finish)
 
 
@@ -184,7 +185,7 @@ def _dask() -> Iterator[ArrayLibrary]:
     yield ArrayLibrary("dask", "cpu", dask.__version__, ALL[:2], make, _float64, finish)
 
 
-# Each entry yields the library once a device; its import may fail in as many ways as there are installations.
+# Each entry yields its library once for each device; its import may fail in as many ways as there are installations.
 PROBES: dict[str, Callable[[], Iterator[ArrayLibrary | Missing]]] = {
     "numpy": _numpy,
     "array-api-strict": _strict,
@@ -209,7 +210,7 @@ def libraries(only: tuple[str, ...] = ()) -> tuple[list[ArrayLibrary], list[Miss
                     missing.append(one)
                 else:
                     found.append(one)
-        except Exception as error:  # a broken driver raises what it likes: its reason belongs in the table
+        except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
             missing.append(Missing(name, why_not(name, error)))
     return found, missing
 

@@ -27,7 +27,7 @@ from relskew_core.cli._errors import CliError
 
 F64 = NDArray[np.float64]
 CONTEXT = 3  # a note and the two before it
-GAIN = 6.0  # of the largest content logit and of the largest relative logit
+GAIN = 6.0  # the largest content logit, and the largest relative logit
 NAMES = ("C", "C#", "D", "D#", "E", "F", "F#", "G", "G#", "A", "A#", "B")
 
 
@@ -107,12 +107,12 @@ def melody_block(tune: Melody) -> tuple[F64, BlockSpec, dict[str, Any]]:
     spec = BlockSpec(width + n, 1, Span.causal(n), head_dim=head_dim, causal=True, bias=False)
     weights = {key: np.zeros(shape, dtype=np.float64) for key, shape in spec.weight_shapes().items()}
     from_features, from_places = np.arange(width, dtype=np.int64), np.arange(n, dtype=np.int64)
-    weights["q_proj.weight"][from_features, from_features] = GAIN * head_dim**0.5  # undoes the scale of the logits
+    weights["q_proj.weight"][from_features, from_features] = GAIN * head_dim**0.5  # cancels the scale of the logits
     weights["k_proj.weight"][from_features, from_features] = 1
     weights["v_proj.weight"][from_places, width + from_places] = 1
     weights["out_proj.weight"][width + from_places, from_places] = 1
     table = recurrence(embedded)
-    table /= max(np.max(embedded[-r:] @ table[n - 1 + r]) for r in range(1 - n, 0))  # the largest logit is GAIN
+    table /= max(np.max(embedded[-r:] @ table[n - 1 + r]) for r in range(1 - n, 0))  # makes the largest logit GAIN
     table[-1] = -2 * table.max()
     weights["rel_k"][0, :, :width] = table
     return x[None], spec, weights

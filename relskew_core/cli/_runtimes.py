@@ -75,6 +75,6 @@ def runtimes(only: tuple[str, ...] = ()) -> tuple[list[Runtime], list[Missing]]:
     for name, probe in wanted.items():
         try:
             found += probe()
-        except Exception as error:  # a broken driver raises what it likes: its reason belongs in the table
+        except Exception as error:  # broken drivers raise all kinds of exceptions, which belong in the table
             missing.append(Missing(name, why_not(name, error)))
     return found, missing

@@ -55,7 +55,7 @@ def shown(tune: Melody) -> Shown:
     n = len(tune.notes)
     q = x @ weights["q_proj.weight"].T
     scale = spec.head_dim**-0.5
-    # One head: the leading axis of the table is the heads'. Both layouts hold the same numbers.
+    # One head: the leading axis of the table is that of the heads. Both layouts contain the same numbers.
     before = scale * (q @ weights["rel_k"][0].T)[0]
     after = scale * relative_logits(q, weights["rel_k"], spec.span, n_keys=n, causal=True)[0]
     attention = np.asarray(attention_block(x, weights, spec))[0, :, -n:]
@@ -63,7 +63,7 @@ def shown(tune: Melody) -> Shown:
     hidden = c > i
     return Shown(
         tune,
-        np.where(c < n - 1 - i, np.nan, before),  # would be before the first note: the skew drops it
+        np.where(c < n - 1 - i, np.nan, before),  # would be before the first note, and is dropped by the skew
         np.where(hidden, np.nan, after),
         np.where(hidden, np.nan, attention),
         stripes(tune),

@@ -19,7 +19,7 @@ from relskew_core.cli._runtimes import PROBES as RUNTIME_PROBES
 from relskew_core.cli._runtimes import Runtime, runtimes
 
 REPEATS = 3
-FEW = ("causal", "clip+values")  # between them they use all of the kernels
+FEW = ("causal", "clip+values")  # together they use all kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _row(backend: ArrayLibrary | Runtime, dtype: str, case: Case, given: CaseInp
     try:
         got, seconds, peak = run(backend, dtype, case, given)  # type: ignore[arg-type]
         error = relative_error(got, given.expected)
-    except Exception as failure:  # any exception of a library is the finding
+    except Exception as failure:  # any exception of a library is a result
         return Finding(*about, None, gate, None, None, False, reason(failure))
     if not np.isfinite(error):
         return Finding(*about, None, gate, seconds, peak, False, "a shape differs, or a number is NaN or inf")
@@ -172,7 +172,7 @@ def _on_runtime(runtime: Runtime, dtype: str, case: Case, given: CaseInputs) -> 
     x = given.x.astype(dtype)
     memory = None if given.memory is None else given.memory.astype(dtype)
     past = None if given.past is None else tuple(array.astype(dtype) for array in given.past)
-    # A runtime on a device keeps its memory to itself: the resident memory does not include it.
+    # The memory of a runtime on a device is not part of the resident memory.
     peak_of = None if runtime.device == "cpu" else lambda call: None
     measured = _measured(lambda: call(case, block, x, memory, past), peak_of)
     return [np.asarray(array, dtype=np.float64) for array in measured.value], measured.seconds, measured.peak

@@ -39,7 +39,7 @@ def load_weights(path: Path, prefix: str = "", *, projections: bool = True) -> d
         arrays = reader(path)
     except CliError:
         raise
-    except Exception as error:  # every format has its own ways to be broken
+    except Exception as error:  # each format raises its own exceptions
         raise CliError(f"--weights {path}: cannot be read as {path.suffix}: {reason(error)}") from error
     arrays = _inner(arrays)
     if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):

@@ -56,7 +56,7 @@ class T5:
     def __post_init__(self) -> None:
         check_bool("bidirectional", self.bidirectional)
         check_int("max_distance", self.max_distance, minimum=1)
-        self._buckets(self.span)  # refuses numbers that make no buckets
+        self._buckets(self.span)  # rejects numbers that make no buckets
 
     @property
     def span(self) -> Span:
@@ -151,7 +151,7 @@ class DeBERTa:
         check_int("position_buckets", self.position_buckets, minimum=1)
         if self.max_distance is not None:
             check_int("max_distance", self.max_distance, minimum=1)
-        self._rows(self.span)  # refuses numbers that make no buckets
+        self._rows(self.span)  # rejects numbers that make no buckets
 
     @property
     def span(self) -> Span:

@@ -64,7 +64,7 @@ class Convention:
         check_choice("order", self.order, ("ascending", "descending"))
         check_choice("reach", self.reach, ("past", "odd", "even", "any"))
         check_choice("beyond", self.beyond, ("error", "clip", "zero"))
-        if self.text:  # else the class's own
+        if self.text:  # else the text of the class
             object.__setattr__(self, "__doc__", inspect.cleandoc(self.text))
 
     def __str__(self) -> str:

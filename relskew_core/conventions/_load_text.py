@@ -169,7 +169,7 @@ def _tables(state: State, *, causal: bool) -> tuple[Weights, Span]:
     convention, forms = TENSOR2TENSOR_CAUSAL if causal else TENSOR2TENSOR_UNMASKED, ["R D", "H R D"]
     if any(clipped):
         convention, forms = SHAW, ["R D"]
-        if values is None:  # only version 2 may have a table for keys alone
+        if values is None:  # only version 2 may have a table for the keys alone
             raise state.lacks("relative_positions_values/embeddings")
     table = state.read(keys, *forms)
     rel_k, span = load_named(convention, state.label(keys), table)

@@ -58,7 +58,7 @@ def draw_call(
     """
     n = check_int("n_queries", n_queries, minimum=1)
     if n_keys is None and "positions" not in arguments:
-        arguments = {"offset": 0, **arguments}  # the cache is as long
+        arguments = {"offset": 0, **arguments}  # the cache has the same length
     offset = arguments.get("offset") or 0
     m = n + check_int("offset", offset) if n_keys is None else check_int("n_keys", n_keys, minimum=1)
     check_cells(n * m, "`n_queries` times `n_keys`")

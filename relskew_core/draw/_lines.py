@@ -30,7 +30,7 @@ class Chart(NamedTuple):
     lines: Sequence[Line]
     ticks: Sequence[float]
     text: Callable[[float], str]
-    room: float = 1.0  # from the lowest number to the highest, at least
+    room: float = 1.0  # the least ratio of the ends of the axis
 
 
 def save_lines(
@@ -39,7 +39,8 @@ def save_lines(
     """Draw rows of panels with one legend into a file, whole or not at all."""
     from matplotlib import rc_context
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "relskew"}):  # text as text, and the same file each time
+    # text stays text, and the file is the same each time
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "relskew"}):
         return _save(path, title, rows, note, DARK if dark else LIGHT, GRID["dark" if dark else "light"])
 
 

@@ -51,7 +51,8 @@ class Panel:
     columns: list[str]
     row_axis: str = "query i"
     column_axis: str = "key j"
-    weights: bool = False  # colours from 0 to 1, marked ones below 0, instead of from the past to the future
+    # tones are weights from 0 to 1, marked ones negative; else they run from the past to the future
+    weights: bool = False
 
     def axes(self) -> str:
         """Return the line that names the sides."""

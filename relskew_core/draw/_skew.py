@@ -95,7 +95,7 @@ def moving_skew(n: int, m: int) -> str:
     side = min(52.0, (WIDTH - 2 * PAD - 3 * LETTERS) / (n + m - 1))
     left = (WIDTH - side * (n + m - 1)) / 2 + LETTERS
     top = PAD + 4.2 * LETTERS
-    keys = left + side * (n - 1) / 2  # the square is in the middle, so rows move both ways
+    keys = left + side * (n - 1) / 2  # the square is in the middle, so rows move in both directions
 
     def row(i: int) -> str:
         """Return a row where it is before the skew; what no key is for fades."""

@@ -70,7 +70,7 @@ STYLE = _style()
 
 def png(paints: list[list[Paint]]) -> bytes:
     """Return a pixel for each colour, as the smallest PNG that has transparency."""
-    empty = rgb(HUES["self"])  # seen on either paper
+    empty = rgb(HUES["self"])  # visible on light and dark paper
     rows = (
         b"\0" + b"".join(bytes((*(rgb(HUES[p.hue]) if p.hue in HUES else empty), round(255 * p.cover))) for p in row)
         for row in paints

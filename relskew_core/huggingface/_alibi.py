@@ -22,7 +22,9 @@ class _AlibiAttention(DropIn):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         if torch.compiler.is_exporting() or q.shape[-2] == 1:
             mask = bias if mask is None else bias + mask
-        else:  # no matrix of all heads, but one feature more: the bias as it is, which half precision rounds coarsely
+        # without a matrix of all heads: an extra feature holds the exact bias, which half precision would round
+        # coarsely
+        else:
             q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], -1)
             k = torch.cat([k, bias.mT.expand(k.shape[0], -1, -1, -1)], -1)
         return self.finish(self.attend(q, k, v, mask=mask, scale=scale))
@@ -58,7 +60,7 @@ class MptRelativeAttention(_AlibiAttention):
         exporting = torch.compiler.is_exporting()
         if exporting and q.dtype.itemsize > 2:
             return self._attend(q, k, v, of_keys.to(q.dtype), mask, self.softmax_scale), None
-        # The model's numbers are float32. Half precision keeps differences between near keys only of small numbers.
+        # The model's numbers are float32. In half precision, only small numbers keep the differences between near keys.
         if not exporting and q.shape[-2] == 1:
             bias = (of_keys - of_keys[..., past : past + 1]).to(q.dtype)
             return self._attend(q, k, v, bias, mask, self.softmax_scale), None
@@ -128,9 +130,10 @@ class FalconRelativeAttention(DropIn):
         q, k, v = (x.transpose(1, 2) for x in self.kind._split_heads(self, self.query_key_value(hidden_states)))
         past = 0
         if layer_past is not None:
-            past = length(layer_past.get_seq_length(self.layer_idx))  # a cache of a fixed size has more keys
+            past = length(layer_past.get_seq_length(self.layer_idx))  # a cache of fixed size has more keys
             k, v = layer_past.update(k, v, self.layer_idx)
-        if attention_mask is not None and attention_mask.ndim == 4:  # a caller's: the model has added the bias
+        # a mask passed by the caller, to which the model has added the bias
+        if attention_mask is not None and attention_mask.ndim == 4:
             return self.finish(self.attend(q, k, v, mask=attention_mask)), None
         bias = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
         if attention_mask is not None:

@@ -23,13 +23,13 @@ class DropIn(nn.Module):
     """
 
     replaces: ClassVar[tuple[str, ...]]
-    needs: ClassVar[str | None] = None  # a class that the model must have too
+    needs: ClassVar[str | None] = None  # a class that the model must also contain
     projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     heads: ClassVar[str] = "num_heads"
     drops: ClassVar[str] = "dropout"
-    local: ClassVar[bool] = False  # whether `replace_attention` takes a window for it
-    masks: ClassVar[tuple[str, ...]] = ()  # the parts of models that make a mask of all pairs for it
-    key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that give it a mask of keys alone
+    local: ClassVar[bool] = False  # whether `replace_attention` accepts a window for it
+    masks: ClassVar[tuple[str, ...]] = ()  # the modules that make a mask of all pairs for it
+    key_masks: ClassVar[tuple[str, ...]] = ()  # decoders that pass it a mask of keys alone
 
     window: tuple[int, int] | None = None
 
@@ -37,14 +37,14 @@ class DropIn(nn.Module):
         super().__init__()
         for name, value in vars(theirs).items():
             vars(self)[name] = value.copy() if isinstance(value, (dict, set)) else value
-        self.kind: Any = type(theirs)  # whose other methods it may call
+        self.kind: Any = type(theirs)  # the original class, whose other methods may be called
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if self.window is not None or self.key_masks:  # to transformers, in another process
+        if self.window is not None or self.key_masks:  # pickle must find transformers in another process
             register_masks()
 
-    if TYPE_CHECKING:  # what is the original's own
+    if TYPE_CHECKING:  # attributes of the original
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -72,7 +72,7 @@ class DropIn(nn.Module):
     def share_dropped(self) -> float:
         """Return how much of the weights the module drops in training."""
         share: Any = getattr(self, self.drops)
-        if isinstance(share, nn.Module):  # torch's own, or SEW-D's `StableDropout`
+        if isinstance(share, nn.Module):  # torch's, or SEW-D's `StableDropout`
             share = share.p if hasattr(share, "p") else share.drop_prob
         return float(share)
 
@@ -97,7 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, **options: 
         raise ValueError(f"attention dropout must be less than 1, got {dropout}: it would leave no weight")
     by_item = options.get("rel_k") is not None and options["rel_k"].ndim == 4
     in_bands = _is_banded(**options)
-    # With a translation the operator is kept, except where it would loop over a batch that varies, or hold all pairs.
+    # In exports with a translation the operator is kept, unless it would loop over a dynamic batch, or hold all pairs.
     plain = must_decompose() or (torch.compiler.is_exporting() and (by_item or in_bands))
     if plain and not dropout and "softcap" not in options:
         arrays = {name: options.pop(name) for name in Operands._fields if name in options}

@@ -57,10 +57,10 @@ class _Fold:
 
     def __init__(self, length: int, left: int, right: int) -> None:
         self.length, self.left, self.right = length, left, right
-        self.side = max(8, (max(left, right) + 1) // 2)  # of the keys of a block, most are in the window of a query
+        self.side = max(8, (max(left, right) + 1) // 2)  # a query sees most of the keys of a block
         self.before, self.after = -(-left // self.side), -(-right // self.side)
         self.around = self.side * (self.before + 1 + self.after)
-        # One block too many: torch takes a single one, that of a short example, for an axis that broadcasts.
+        # One extra block, because torch specialises an axis of length 1, as short examples have, to broadcasting.
         self.count = (length + self.side - 1) // self.side + 1
 
     def queries(self, x: Tensor) -> Tensor:

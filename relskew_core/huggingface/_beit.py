@@ -22,7 +22,7 @@ class GridBias:
     """The placeholder of the bias as a matrix, to which models add masks and other biases."""
 
     table: Tensor  # (heads, 2 · height - 1, 2 · width - 1), by query - key
-    outside: Tensor  # (heads, 3): a cell at the class token, the class token at a cell, at itself
+    outside: Tensor  # (heads, 3): from a cell to the class token, from the class token to a cell, and to itself
     grid: tuple[int, int]
     mask: Tensor | None = None
 
@@ -54,7 +54,8 @@ class BeitRelativeBias(DropIn):
         """Return the bias of a grid of cells; the table is resized where it was trained on another one."""
         h, w = (2 * size - 1 for size in self.window_size)
         rows = self.relative_position_bias_table
-        # An oblong table is read as width by height when it is resized: so are those that models were trained with.
+        # transformers reads tables of oblong windows as width by height when it resizes them, and models were trained
+        # with that.
         table = rows[:-3].mT.reshape(1, -1, w, h)
         size = (2 * window_size[0] - 1, 2 * window_size[1] - 1)
         table = interpolate(table, size=size, mode="bilinear")[0]

@@ -113,7 +113,7 @@ class ParakeetRelativeAttention(_ConformerAttention):
         refuse_weights(kwargs.get("output_attentions"))
         if position_embeddings is None:
             raise ValueError("`position_embeddings` must be given for relative positions, got None")
-        if not self.training:  # dropout alone makes rows of each item
+        if not self.training:  # only dropout makes the rows of the items differ
             position_embeddings = position_embeddings[:1]
         mask = attention_mask if self.window else additive(attention_mask, hidden_states.dtype)
         return self._attend(hidden_states, position_embeddings, mask), None

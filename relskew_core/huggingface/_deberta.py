@@ -48,7 +48,8 @@ class DebertaV2RelativeAttention(DropIn):
         q, k, v = self._heads(hidden_states, query_states)
         rows, span = self._rows(k.shape[-2])
         table = self.pos_dropout(rel_embeddings)[: 2 * self.size]
-        few = len(rows) < len(table)  # then these are projected, and else all, of which some serve many positions
+        # then only these rows are projected; otherwise all, some of which serve many positions
+        few = len(rows) < len(table)
         table = table[rows] if few else table
         options: dict[str, Any] = {}
         for name, which in (("rel_k", "c2p"), ("key_table", "p2c")):
@@ -56,7 +57,8 @@ class DebertaV2RelativeAttention(DropIn):
                 projected = split(self._projection(which)(table), q.shape[-3])
                 options[name] = projected if few else projected.index_select(-2, rows)
         terms = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
-        mask = None if attention_mask is None else additive(attention_mask.bool(), q.dtype)  # it may be of floats
+        # the mask may contain floats
+        mask = None if attention_mask is None else additive(attention_mask.bool(), q.dtype)
         out = self.attend(q, k, v, span=span, scale=(q.shape[-1] * terms) ** -0.5, mask=mask, **options)
         return join(out), None
 

@@ -100,7 +100,7 @@ class _Columns:
     def values(self, weights: Tensor, table: Tensor) -> Tensor:
         """Return ``Σ_j w_ij · e_r``."""
         if self.span.beyond == "clip":
-            # No family has them: VITS, the only one with a table of values, has zeros beyond its window.
+            # No family needs them: only VITS has a table of values, which has zeros beyond its window.
             raise NotImplementedError("values of a clipped table cannot be exported with symbolic lengths")
         wide = pad(self._relative(weights), (self.span.left, self.span.right + 1))
         start = self.n + self.offset

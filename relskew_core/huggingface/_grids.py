@@ -38,7 +38,7 @@ class SamRelativeAttention(DropIn):
 
     def __init__(self, theirs: Any) -> None:
         super().__init__(theirs)
-        if "Sdpa" in type(theirs).__name__:  # it drops no weights, whatever the configuration says
+        if "Sdpa" in type(theirs).__name__:  # it never drops weights, even if the configuration does
             self.dropout = 0.0
 
     def forward(self, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, None]:

@@ -35,7 +35,7 @@ class InklingRelativeAttention(DropIn):
         k = self.k_norm(k).transpose(1, 2)
         rel_q = split(self.r_proj(hidden_states), self.num_heads)
         first = key = 0  # positions of the first query and of the first key
-        if past_key_values is not None:  # before what is new is appended
+        if past_key_values is not None:  # read before the new keys are appended
             key = past_key_values.get_mask_sizes(q.shape[-2], self.layer_idx)[1]
             first = length(past_key_values.get_query_offset(self.layer_idx))
             k, v = past_key_values.update(k, v, self.layer_idx)

@@ -17,7 +17,7 @@ MASK_NAME, CAUSAL_NAME = "relskew_keys", "relskew_keys_of_a_decoder"
 
 def mask_keys_alone(part: Any, name: str = MASK_NAME) -> None:
     """Let a part of a model that makes masks make those of keys alone."""
-    if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder writes its own
+    if hasattr(part, "_get_output_attention_mask"):  # Parakeet's encoder makes its own mask
         part._get_output_attention_mask = functools.partial(_keys_of, part)
         return
     register_masks()
@@ -41,7 +41,7 @@ def register_masks() -> None:
 
     def keys_of_a_decoder(*, mask_function: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
         if mask_function is masking.causal_mask_function:
-            return attention_mask  # (batch, keys): two axes, to which no model adds what is by head and pair
+            return attention_mask  # (batch, keys): a mask with two axes contains no bias by head and pair
         mask: Tensor | None = masking.sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **options)
         return mask
 

@@ -30,7 +30,7 @@ class MPNetRelativeEncoder(DropIn):
         self.keep_rows("buckets", BUCKETS)
 
     def attends_to_itself(self) -> bool:
-        return False  # its layers do
+        return False  # its layers add them
 
     def forward(self, *given: Any, **options: Any) -> Any:
         """Do what the encoder does."""

@@ -60,7 +60,8 @@ class ProphetNetRelativeAttention(DropIn):
         keys = torch.arange(m, dtype=torch.int64, device=q.device)
         own = torch.arange(m - n + 1, m + 1, dtype=torch.int64, device=q.device)
         mask = extended_predict_attention_mask
-        # Of several queries, transformers reads the numbers in another order than it writes them: positions come first.
+        # For several queries, transformers reads the numbers in a different order from the one it writes: positions
+        # come first.
         mixed = rel_q[:, 1:].permute(0, 3, 1, 2, 4).reshape(rel_q[:, 1:].shape)
         predicted = self.attend(
             q[:, 1:], *(_with_own(x, y[:, 1:]) for x, y in ((main_k, k), (main_v, v))), rel_q=mixed,

@@ -140,7 +140,7 @@ class _Registered:
                 )
         n, m = query.shape[-2], key.shape[-2]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        # Without a mask a single query is at the end, and several begin where the keys begin.
+        # Without a mask, a single query is at the end, and several queries begin where the keys begin.
         offset = m - n if attention_mask is not None or n == 1 else 0
         offset = length(getattr(attention_mask, "relskew_offset", offset))
         rel_bias, span = self._bias(module, query, max(n + offset, 1), m if not causal else 1)
@@ -154,7 +154,8 @@ class _Registered:
     def _bias(self, module: Any, q: Tensor, past: int, future: int) -> tuple[Tensor, Span]:
         """Return the numbers and their positions."""
         if isinstance(self.rel_bias, str):
-            # At least float32 before the product is rounded: half precision has neither all distances nor all slopes.
+            # At least float32 before the product is rounded: half precision represents neither all distances nor all
+            # slopes.
             wide = torch.promote_types(q.dtype, torch.float32)
             where = (q.shape[-3], q.device, wide)
             if where not in self._slopes:

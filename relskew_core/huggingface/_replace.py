@@ -186,7 +186,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     root: Any = nn.ModuleDict({"model": model})
     parts = list(root.modules())
     names = {type(part).__name__ for part in parts}
-    # All are made before the first takes its place: if one cannot be made, the model stays as it was.
+    # All are made before the first is inserted, so that the model is unchanged if one cannot be made.
     made = {id(part): ours for part in parts if (ours := _drop_in(part, names)) is not None}
     present = [*made.values(), *(part for part in parts if isinstance(part, DropIn))]
     if not present:
@@ -197,7 +197,7 @@ def replace_attention(model: Model, *, window: tuple[int, int] | None = None) ->
     if sides is not None:
         check_local(present)
     for parent in (*parts, *made.values()):
-        for name, child in parent._modules.items():  # a module may be in several places
+        for name, child in parent._modules.items():  # a module may be registered several times
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
     deciding = {name for ours in made.values() for name in ours.key_masks}

@@ -28,7 +28,7 @@ class T5RelativeAttention(DropIn):
     def __init__(self, theirs: Any) -> None:
         super().__init__(theirs)
         far = theirs.relative_attention_max_distance
-        # From there on all positions share a bucket, and in a decoder all of the future does.
+        # From there on all positions share a bucket, and in a decoder the whole future does.
         self.span = Span(far, 0 if theirs.is_decoder else far, "clip")
         if theirs.has_relative_attention_bias:
             buckets = t5_buckets(
@@ -74,7 +74,7 @@ class T5RelativeAttention(DropIn):
 
     def _keys_and_values(self, source: Any, past: Any, *, cross: bool) -> tuple[Tensor, Tensor]:
         """Project, or take from the cache what a first step projected, and append to the cache of the past."""
-        both = hasattr(past, "is_updated")  # a cache for self- and one for cross-attention
+        both = hasattr(past, "is_updated")  # one cache for self-attention and one for cross-attention
         cache = (past.cross_attention_cache if cross else past.self_attention_cache) if both else past
         if cross and both and past.is_updated.get(self.layer_idx):
             layer = cache.layers[self.layer_idx]

@@ -44,7 +44,7 @@ class WavLMRelativeAttention(DropIn):
         bias = self.rel_attn_embed(self.buckets).mT.contiguous() if position_bias is None else position_bias
         gate = self._gate(hidden_states)
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
-        # The gate is a query of width 1, and the bias its table.
+        # The gate is a query of width 1, and the bias is its table.
         options = {"rel_k": bias[..., None], "rel_q": gate, "rel_scale": 1.0, "span": self.span, "mask": mask}
         return self.finish(self.attend(q, k, v, **options)), None, bias
 

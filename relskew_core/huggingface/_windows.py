@@ -64,7 +64,7 @@ class Swinv2RelativeAttention(DropIn):
         """Attend inside windows, ``(batch · windows, cells, width)``; the mask is ``(windows, cells, cells)``."""
         refuse_weights(output_attentions)
         if attention_mask is not None:
-            attention_mask = 2 * attention_mask  # as the model does, which adds it twice
+            attention_mask = 2 * attention_mask  # the model adds the mask twice
         bias = _by_network(self.continuous_position_bias_mlp, self)
         mask = _of_windows(bias, attention_mask, hidden_states.shape[0])
         return (join(self.attend(*_cosines(*self.project(hidden_states), self), mask=mask, scale=1.0)),)
@@ -140,7 +140,7 @@ class ShiftedWindowRelativeAttention(WindowRelativeAttention):
         y: Tensor = self.qkv(x)
         if not hasattr(self, "cpb_mlp"):
             return y
-        (bias,) = self.qkv(x.new_zeros(1, x.shape[-1]))  # of whatever has taken the layer's place
+        (bias,) = self.qkv(x.new_zeros(1, x.shape[-1]))  # works for any layer that has replaced it
         keys = torch.arange(3, dtype=torch.int64, device=x.device).repeat_interleave(bias.shape[0] // 3) == 1
         return y - bias * keys
 

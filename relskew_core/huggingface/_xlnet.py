@@ -61,7 +61,7 @@ class XLNetRelativeSkew(DropIn):
         """Attend with rows for ``r = -keys …``; ``hidden`` is 1 where nothing is seen, ``(n, m, batch, 1)``."""
         keys = k.shape[-2]
         mask = None
-        if seg_mat is not None:  # whether query and key are of the same segment
+        if seg_mat is not None:  # whether query and key are in the same segment
             by_kind = (q + self.r_s_bias[:, None]) @ self.seg_embed.permute(1, 2, 0) * self.scale
             mask = torch.einsum("ijbs,bhis->bhij", seg_mat, by_kind)
         if hidden is not None:

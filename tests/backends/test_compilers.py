@@ -58,7 +58,7 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path.name).symlink_to(path)
     (folder / "Python.h").unlink()
     (folder / "pyconfig.h").unlink()
-    # A header is looked for beside the one that asks for it.
+    # The compiler looks for a header next to the file that includes it.
     shutil.copy(HEADERS / "Python.h", folder)
     (folder / "pyconfig.h").write_text(PYCONFIG)
     return folder

@@ -24,7 +24,8 @@ from relskew_core.backends._cupy import blas, device, softmax
 from served import served
 
 COMPILER = shutil.which("g++")
-CASES = [case for case in served(_cupy.CUBLAS.knows) if "sinks" not in case.by_head]  # which come after the kernels
+# sinks are added after the kernels
+CASES = [case for case in served(_cupy.CUBLAS.knows) if "sinks" not in case.by_head]
 
 SHIM = """
 #include <algorithm>
@@ -81,7 +82,8 @@ class Host(device.Cuda):
                 left = _column_major(at[0], dtype, of_a, m, k, ld_a)
                 right = _column_major(at[1], dtype, of_b, k, n, ld_b)
                 result = _column_major(at[2], dtype, 0, m, n, ld_c)
-                old = factors[1] * result if factors[1] else 0.0  # as BLAS: what is there is not read for a factor of 0
+                # like BLAS: with a factor of 0, old values are not read
+                old = factors[1] * result if factors[1] else 0.0
                 result[...] = factors[0] * (left @ right) + old
 
         return product

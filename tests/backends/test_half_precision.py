@@ -103,7 +103,7 @@ def test_results_and_gradients_equal_those_in_float64_of_the_same_arrays(case: d
 def test_every_number_is_read_and_written_as_it_is(dtype: str, n: int) -> None:
     """Each query sees one key: its value is the result, however large or small; one query's may be no number."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
-    if n > 1:  # processors that multiply bfloat16 take what is less than normal for zero
+    if n > 1:  # bfloat16 multiplication of processors flushes subnormal numbers to zero
         bits = torch.where(bits.isfinite() & (bits.float().abs() >= 2.0**-126), bits, 0)
     v = bits.reshape(1, -1, 1, 32).expand(1, -1, n, 32).contiguous()
     q = torch.zeros(1, v.shape[1], n, 8, dtype=v.dtype)

@@ -52,7 +52,7 @@ def close(actual: Any, expected: Any, tolerance: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["native", "auto"])
-@settings(max_examples=8, deadline=None)  # each is compiled; `make fuzz` tries thousands
+@settings(max_examples=8, deadline=None)  # each example is compiled; `make fuzz` tries thousands
 @given(call=strategies.calls(), seed=strategies.seeds)
 def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
     impl: Any, call: strategies.Call, seed: int
@@ -72,7 +72,7 @@ def test_any_call_and_its_gradient_with_respect_to_output_and_log_sum_exp(
         return results, pull(tuple(jnp.asarray(x) for x in cotangents))[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "TURNS", 2)  # several loops from a few queries on
+        patch.setattr(plans, "TURNS", 2)  # several loops even for few queries
         results, gradients = run(both, on_jax(floating))
     for name, actual, expected in zip(("out", "lse"), results, portable, strict=True):
         close(actual, expected, 1e-12, name)
@@ -139,7 +139,7 @@ def test_keys_of_other_documents_are_left_out_where_segments_are_known(case: den
     assert [loop.m for loop in plans.LoopPlan.of(call.options, size, ranges).loops] == [keys]
     labels = {name: arrays.pop(name) for name in case.labels}
 
-    def both(arrays: Any) -> Any:  # labels that a compiled function closes over are known
+    def both(arrays: Any) -> Any:  # labels in the closure of a compiled function are known
         out, pull = jax.vjp(lambda x: relative_attention(**x, **labels, **case.call(), impl="native"), arrays)
         return out, pull(jnp.asarray(case.d_out()))[0]
 
@@ -193,7 +193,7 @@ def test_positions_that_are_not_known_give_nan_where_a_table_should_have_reached
     with pytest.raises(ValueError, match="`rel_k` reaches the relative positions -3 … 3, but queries see"):
         attend(on_jax(case.arrays()), stands)
     out = np.asarray(run(attend, on_jax(case.arrays()), stands))
-    # The third query sees four keys ahead, the last one none at all: what is hidden needs no row.
+    # The third query sees four keys ahead and the last one none: hidden keys need no row.
     missing: Any = np.isnan(out).all(axis=-1)
     assert missing[0, 0].tolist() == [True, True, True, False, True, True, False]
     assert not out[..., 6, :].any()
@@ -437,8 +437,8 @@ def test_at_once_negligible_weights_are_zeros() -> None:
     ("shape", "options", "loops"),
     [
         ((8, 128, 4), {"causal": True}, False),
-        ((8, 129, 4), {"causal": True}, True),  # more logits of a head
-        ((65, 128, 4), {"causal": True}, True),  # more of all heads
+        ((8, 129, 4), {"causal": True}, True),  # more logits per head
+        ((65, 128, 4), {"causal": True}, True),  # more logits in total
         ((8, 128, 4), {"causal": True, "chunk_size": 32}, True),
         ((8, 128, 4), {"dropout": 0.5, "seed": 0}, True),
         ((8, 128, 4), {"impl": "native"}, True),

@@ -56,5 +56,5 @@ def test_thousands_of_calls_leave_no_memory_behind(way: str) -> None:
     script = SETUP + textwrap.dedent(WAYS[way]) + CALLS
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    # What a library or its allocator keeps now and then; 1,500 small things in every round would be more.
+    # A library or its allocator may keep a little; a leak in each round would be 1,500 small objects.
     assert int(done.stdout) < 2**17

@@ -151,7 +151,7 @@ def test_memory_grows_with_the_length(how: str) -> None:
     assert peaks[1] < 4 * 2048**2 * 4 / 2  # half of the logits
 
 
-# What there is
+# What is available
 
 
 def test_arrays_are_on_the_host_and_there_is_no_native_path() -> None:

@@ -65,13 +65,13 @@ def test_gradients_keep_a_query_that_is_not_finite_to_itself() -> None:
     for name in ("q", "k", "v"):
         assert (np.isnan(getattr(found, name)) <= np.isnan(getattr(expected, name))).all(), name
     assert np.isfinite(np.delete(found.q, 5, axis=-2)).all()
-    assert np.isfinite(found.v[..., 6:, :]).all()  # of keys that the query does not see, though others of its chunk do
+    assert np.isfinite(found.v[..., 6:, :]).all()  # of keys that this query does not see, but others of its chunk do
 
 
 @pytest.mark.parametrize("offset", [0, 2**31 - 40, -(2**33)], ids=str)
 def test_a_seed_drops_the_same_weights_to_the_bit(offset: int) -> None:
     q, k, _, _ = arrays(150)
-    every = np.broadcast_to(np.eye(150), (3, 150, 150))  # the output is the weights
+    every = np.broadcast_to(np.eye(150), (3, 150, 150))  # so the output is the weights
     options: dict[str, Any] = {"offset": offset, "dropout": 0.4, "seed": 5}
     native: Any = relative_attention(q, k, every, **options, impl="native")
     portable: Any = relative_attention(q, k, every, **options, impl="portable")
@@ -82,12 +82,12 @@ def test_a_seed_drops_the_same_weights_to_the_bit(offset: int) -> None:
 
 def test_values_that_no_query_of_the_chunk_sees_may_be_anything() -> None:
     q, k, v, _ = arrays(12)
-    segments = np.asarray([0, 0, 0, 1, 1, 1, 0, 0, 0, 2, 2, 2])  # the second document lies in the range of the first
+    segments = np.asarray([0, 0, 0, 1, 1, 1, 0, 0, 0, 2, 2, 2])  # the second document is within the range of the first
     keys = np.where(segments == 1, 7, segments)
     options: dict[str, Any] = {"segments": (segments, keys), "window": (4, None), "chunk_size": 3}
     expected: Any = relative_attention(q, k, v, **options, impl="portable")
     k[:, 3:6], v[:, 3:6] = np.nan, np.inf
-    v[:, :2] = np.nan  # of the first document, but too far back for those of its queries that share a chunk
+    v[:, :2] = np.nan  # in the first document, but too far back for those of its queries that are in the same chunk
     found: Any = relative_attention(q, k, v, **options, impl="native")
     np.testing.assert_allclose(found[:, 6:], expected[:, 6:], rtol=0, atol=1e-12)
 

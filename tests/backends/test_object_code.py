@@ -100,7 +100,7 @@ def test_the_sums_of_a_product_stay_in_registers(compiler: Compiler, stored: str
         assert loop.count("fmla", "vfmadd") == sums, loop.body
         assert not loop.stored_on_the_stack()
         assert loop.count("st") == 0, loop.body
-        assert loop.count("ld") <= 14, loop.body  # a number of each row, and a pair of vectors
+        assert loop.count("ld") <= 14, loop.body  # one number for each row, and a pair of vectors
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ is here")

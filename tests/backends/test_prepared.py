@@ -75,7 +75,7 @@ def test_one_query_is_one_kind_of_call_wherever_it_stands(library: Callable[...,
             x = q, k, v[..., :width], table
             for more in ({}, {"offset": m + 5}, {"offset": -2}, {"offset": 0}):
                 close(attend(*x, **more), attend(*x, impl="portable", **more))
-    assert len(known) == 2  # one for either width of values
+    assert len(known) == 2  # one for each width of the values
 
 
 @libraries
@@ -88,7 +88,7 @@ def test_one_query_of_any_heads(
     rng = np.random.default_rng(0)
     shapes = [(*lead, 4, 1, 3), *[(*lead, key_heads, 9, 3)] * 2, (4, 64, 3) if by_head else (64, 3)]
     x = [library(rng.standard_normal(shape)) for shape in shapes]
-    for scale in (1.0, 40.0):  # of the latter most weights are negligible
+    for scale in (1.0, 40.0):  # with the second, most weights are negligible
         options: Any = {"span": Span.causal(64), "window": (6, 0), "offset": 8, "scale": scale}
         close(relative_attention(*x, **options), relative_attention(*x, **options, impl="portable"))
     assert len(known) == 2
@@ -110,7 +110,7 @@ def test_a_function_is_called_for_calls_of_unknown_kinds_alone(library: Callable
     options: dict[str, Any] = {"v": v, "rel_k": table, "span": Span.causal(64), "causal": True, "offset": 6}
     call(q, k, **options)
     given, kind = asked.pop()
-    assert (given.q, given.v, given.causal) == (q, v, True)  # the very arrays
+    assert (given.q, given.v, given.causal) == (q, v, True)  # the same array objects
     expected = relative_attention(q, k, **options)
     assert kind[0] in prepared._checked
     close(call(q, k, **options), expected)
@@ -159,7 +159,7 @@ def test_second_gradients() -> None:
 def test_gradients_of_many_cotangents_at_once(which: int) -> None:
     x = tensors(3, 5, grad=True)
     out = attend(*x, return_lse=True)[which]
-    x = x if which == 0 else [x[0], x[1], x[3]]  # no log-sum-exp depends on values
+    x = x if which == 0 else [x[0], x[1], x[3]]  # no log-sum-exp depends on the values
     cotangents = torch.randn(4, *out.shape, dtype=out.dtype)
     found = torch.autograd.grad(out, x, cotangents, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(out, x, cotangent, retain_graph=True) for cotangent in cotangents]
@@ -170,7 +170,7 @@ class Noting(TorchDispatchMode):
     """A mode that notes the names of operators."""
 
     def __init__(self) -> None:
-        parent: Any = super()  # which has no types
+        parent: Any = super()  # has no types
         parent.__init__()
         self.names: set[str] = set()
 
@@ -188,7 +188,7 @@ def test_modes_see_the_backward_pass() -> None:
 
 def test_checkpoints_find_the_same_graph_again() -> None:
     x = tensors(3, 5, grad=True)
-    out = checkpoint(attend, *x, use_reentrant=False)  # the first call of its kind, and then one that is known
+    out = checkpoint(attend, *x, use_reentrant=False)  # the first call of its kind, and then a prepared one
     torch.testing.assert_close(
         torch.autograd.grad(out.sum(), x), torch.autograd.grad(attend(*x, impl="portable").sum(), x)
     )
@@ -529,7 +529,7 @@ def test_one_query_is_not_taken_for_one_of_other_shapes(
     assert len(known) == 1
     if name == "v":
         wrong = (*wrong[:3], width)
-        if wrong == shapes["v"]:  # any width is good
+        if wrong == shapes["v"]:  # values may have any width
             return
     with pytest.raises(ValueError, match=f"`{name}`"):
         attention(**good | {name: rng.standard_normal((*lead, *wrong))})

@@ -194,6 +194,6 @@ assert after[0] == before[0], (before, after)
 assert after[1] - before[1] < 2**21, (before, after)
 print("done")
 """
-    # What is freed stays with `make sanitize` for a while: here, that would be all of it.
+    # `make sanitize` keeps freed memory for a while, which here would be all of it.
     kept_back = "export ASAN_OPTIONS=$ASAN_OPTIONS:quarantine_size_mb=0:thread_local_quarantine_size_kb=0"
     assert run(SETUP + script, shell=kept_back) == "done\n"

@@ -315,7 +315,8 @@ def test_vmap_of_differentiated_attention() -> None:
     torch.testing.assert_close(by_sample.sum(0), actual[3], rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, on first use
+# raised by torch on first use
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["causal", "all tables, by head", "additive mask of shape (2, 7, 7)"])
 def test_torch_func_equals_autograd(name: str) -> None:
     case = BY_NAME[name]
@@ -415,7 +416,7 @@ def test_nothing_but_the_arrays_and_the_results_is_kept_for_the_backward_pass(re
     assert saved
     ours = {x.untyped_storage().data_ptr() for x in given.values()}
     others = [x for x in saved if x.untyped_storage().data_ptr() not in ours]
-    assert {x.shape for x in others} <= {out.shape, out.shape[:-1]}  # the output, which is there anyway, and its sums
+    assert {x.shape for x in others} <= {out.shape, out.shape[:-1]}  # the output, which exists anyway, and its sums
     assert len(others) <= 2
     out.sum().backward()
 

@@ -77,7 +77,7 @@ def test_long_calls_keep_nothing_but_their_inputs() -> None:
 
 @pytest.mark.parametrize("case", CASES[1::4], ids=str)
 def test_the_compiler_takes_every_option(case: dense.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "KEPT", (0, 2**40)[CASES.index(case) // 4 % 2])  # computed anew and kept in turn
+    monkeypatch.setattr(_torch, "KEPT", (0, 2**40)[CASES.index(case) // 4 % 2])  # recompute and keep in turn
     torch.compiler.reset()
     compiled = torch.compile(lambda **given: relative_attention(**given), fullgraph=True, backend="aot_eager")
     found = gradients(case, compiled, return_lse=True)

@@ -74,7 +74,7 @@ def tangent(function: Function, given: tuple[Tensor, ...], place: int, **options
 @every_function
 def test_forward_mode_keeps_every_tangent(function: Function, n: int, dtype: torch.dtype) -> None:
     given = drawn(n, dtype)
-    function(*given)  # which a call alike may remember
+    function(*given)  # equal calls may remember it
     for place in range(len(given)):
         along = given[place]
 
@@ -126,7 +126,7 @@ def test_the_native_path_refuses_forward_mode_by_name() -> None:
     given = drawn(9)
     attend(*given, impl=NATIVE)
     with forward_ad.dual_level():
-        attend(*given, impl=NATIVE)  # without a tangent it does no harm
+        attend(*given, impl=NATIVE)  # without a tangent, native is allowed
     with pytest.raises(ValueError, match="forward mode go through the portable code alone"):
         tangent(attend, given, 0, impl=NATIVE)
 

@@ -64,7 +64,7 @@ def test_tiles_fit_the_device() -> None:
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # which of two defaults holds changes with 3.10
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # the default changes with Triton 3.10
 @pytest.mark.parametrize(
     ("dtype", "width", "terms", "capability"),
     [
@@ -72,7 +72,7 @@ def test_tiles_fit_the_device() -> None:
         (torch.bfloat16, 64, "full", 80),
         (torch.float16, 128, "full", 90),
         (torch.float32, 64, "full", 90),
-        (torch.bfloat16, 128, "everything", 90),  # these two take most shared memory of what there is
+        (torch.bfloat16, 128, "everything", 90),  # the two that need the most shared memory
         (torch.bfloat16, 256, "everything", 86),
     ],
     ids=str,

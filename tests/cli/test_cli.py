@@ -418,7 +418,7 @@ def test_weights_from_a_file_are_the_models(capsys: pytest.CaptureFixture[str], 
     spec = BlockSpec(8, 2, Span.full(5))
     path = Path("weights").with_suffix(ending)
     write_weights(path, {f"layer.0.{key}": weight for key, weight in init_weights(spec, seed=7).items()})
-    # The table says its span itself.
+    # The table determines its span.
     assert relskew("export", "m.onnx", *BLOCK, "--weights", str(path), "--prefix", "layer.0.") == 0
     assert spec_in("m.onnx") == spec
     assert relskew("export", "seed.onnx", *BLOCK, "--length", "5", "--seed", "7") == 0
@@ -596,7 +596,7 @@ def test_bench_measures_methods_that_agree(capsys: pytest.CaptureFixture[str]) -
 
 def test_bench_is_not_fooled_by_one_slow_call() -> None:
     """Of two calls that are alike, each is slow once."""
-    slow = iter([0.0, 0.0, 0.2])  # the first call, that for the memory, and the first turn
+    slow = iter([0.0, 0.0, 0.2])  # the first call, the one that measures memory, and the first turn
 
     def call() -> float:
         end = time.process_time() + next(slow, 0.001)
@@ -608,7 +608,7 @@ def test_bench_is_not_fooled_by_one_slow_call() -> None:
     assert 0.001 <= found["a"].seconds < 0.1
     assert found["b"].value is None
     sleeping = _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=True)
-    assert sleeping["c"].seconds < 0.009  # others may have the processor meanwhile
+    assert sleeping["c"].seconds < 0.009  # others may use the processor meanwhile
     assert _measure.measure_in_turns({"c": lambda: time.sleep(0.01)}, on_cpu=False)["c"].seconds >= 0.01
 
 

@@ -99,9 +99,10 @@ def test_the_table_counts_recurrences_beyond_chance() -> None:
     embedded = features(tune_of(60, 62, 60, 62, 60))
     table = recurrence(embedded)
     assert table.shape == embedded.shape
-    # r = -2: of the notes 3, 4 and 5, the two of pitch 60 have a 60 two notes earlier. Chance is 3 of 5 notes.
+    # r = -2: of the notes 3, 4 and 5, the two with pitch 60 have a 60 two notes earlier. By chance it would be 3 of 5
+    # notes.
     assert table[2, 0] == pytest.approx((2 + 3 / 5) / (2 + 1) - 3 / 5)
-    # r = -1: none has.
+    # r = -1: no note has one.
     assert table[3, 0] == pytest.approx(3 / 5 / (2 + 1) - 3 / 5)
     assert np.all(table[4] == 0)
 
@@ -134,7 +135,7 @@ def test_the_panels_are_what_the_text_says(name: str) -> None:
     seen = (c >= len(rates) - 1 - i) & (c < len(rates) - 1)
     expected = _melody.GAIN * rates / rates[seen].max()
     np.testing.assert_allclose(numbers.before[seen], expected[seen], atol=1e-9)
-    assert np.all(numbers.before[:, -1] < 0)  # a note does not look at itself
+    assert np.all(numbers.before[:, -1] < 0)  # a note does not attend to itself
     logits = np.where(c <= i, _melody.GAIN * embedded @ embedded.T + numbers.after, -np.inf)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     np.testing.assert_allclose(
@@ -148,13 +149,13 @@ def test_the_stripes_are_where_the_melody_repeats_itself(name: str) -> None:
     stripe = numbers.stripes[0]
     rows = np.arange(stripe.first, stripe.first + stripe.length)
     n = len(numbers.tune.notes)
-    # Before the skew: of all columns, that of the repetition is the brightest in those rows.
+    # Before the skew: the column of the repetition is the brightest in those rows.
     columns = np.nanmean(np.where(np.isnan(numbers.before[rows]), -np.inf, numbers.before[rows]), axis=0)
     assert int(np.argmax(columns)) == n - 1 - stripe.lag
-    # After it: the diagonal.
+    # After the skew: the diagonal.
     diagonals = [numbers.after[rows, rows - lag].mean() for lag in range(stripe.first + 1)]
     assert int(np.argmax(diagonals)) == stripe.lag
-    # And that is where the block looks: every note of it but the first few, whose context is another.
+    # The block attends there, too: all notes except the first few, whose context differs.
     looked_at = np.argmax(np.nan_to_num(numbers.attention)[rows], axis=1)
     assert np.array_equal(looked_at[2:], rows[2:] - stripe.lag)
     assert numbers.on_stripe(stripe) > 0.9 > 0.1 > numbers.by_chance(stripe)

@@ -143,7 +143,7 @@ def test_advice_names_the_cause_before_its_consequences(capsys: pytest.CaptureFi
 def test_json_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
     exported("--length", "9", "--seed", "3")
     capsys.readouterr()
-    Path("n.onnx.bak").touch()  # someone else's
+    Path("n.onnx.bak").touch()  # a file of the user
     assert relskew("export", "n.onnx", *BLOCK, "--length", "9", "--seed", "3", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     props = {entry.key: entry.value for entry in onnx.load("m.onnx").metadata_props}

@@ -37,7 +37,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
     return rows
 
 
-# What it compares with
+# The reference
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -66,7 +66,7 @@ def test_numbers_are_rounded_as_torch_rounds() -> None:
     torch = pytest.importorskip("torch")
     values = np.random.default_rng(0).standard_normal(1000) * 10.0 ** np.arange(-20, 20).repeat(25)
     for dtype in ("bfloat16", "float32"):
-        # Through float32, as every library is given them.
+        # Through float32, in which every library gets them.
         expected = torch.from_numpy(values.astype(np.float32)).to(getattr(torch, dtype)).to(torch.float64).numpy()
         assert np.array_equal(_cases.rounded(values, dtype), expected)
     halves = _cases.rounded(values[:600], "float16")
@@ -239,7 +239,7 @@ def test_names_are_checked_before_anything_runs() -> None:
         _verify.plan(("numpyy",))
 
 
-# What it costs
+# Time and memory
 
 
 def test_peak_memory_is_that_of_the_call() -> None:
@@ -247,7 +247,7 @@ def test_peak_memory_is_that_of_the_call() -> None:
         pytest.skip("only Linux tells")
 
     def call() -> int:
-        return int(np.ones(8 * 2**20).sum())  # 64 MiB, touched and freed
+        return int(np.ones(8 * 2**20).sum())  # 64 MiB, written and freed
 
     first, second = (_measure.resident_peak(call) for _ in range(2))
     assert first is not None

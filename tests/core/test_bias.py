@@ -73,7 +73,7 @@ def test_a_bias_must_reach_as_far_as_queries_see(causal: bool) -> None:
 
 
 def test_a_causal_bias_of_which_nothing_is_seen() -> None:
-    for lead in ((), (2,), (3, 2)):  # without a span, causal of its rows
+    for lead in ((), (2,), (3, 2)):  # without a span, a causal one with as many rows
         seen_not = toeplitz(np.ones((*lead, 4)), n_queries=2, n_keys=3, offset=-5, causal=True)
         np.testing.assert_array_equal(seen_not, np.zeros((*lead, 2, 3)))
 
@@ -168,7 +168,7 @@ def test_deberta_buckets_are_the_formula(size: int, furthest: int) -> None:
         step = math.log(far / half) / math.log((furthest - 1) / half) * (half - 1)
         return int(math.copysign(math.ceil(step - 1e-9) + half, distance))
 
-    reach = 3 * furthest if size % 2 == 0 else furthest**2  # an odd size has one bucket more, far out
+    reach = 3 * furthest if size % 2 == 0 else furthest**2  # an odd size has one more bucket, far out
     got = deberta_buckets(Span(reach, reach), position_buckets=size, max_distance=furthest)
     assert list(got) == [min(max(bucket(-r) + size, 0), 2 * size - 1) for r in range(-reach, reach + 1)]
 

@@ -125,7 +125,7 @@ def test_t5_round_trip(furthest: int, heads: int, bidirectional: bool) -> None:
     back = t5.store(ours, span)
     used = np.any(back != 0, axis=1)
     np.testing.assert_array_equal(back[used], theirs[used])
-    assert not used[4] or not bidirectional  # future at distance 0
+    assert not used[4] or not bidirectional  # the future at distance 0
     again, _ = t5.load(back)
     np.testing.assert_array_equal(again, ours)
 

@@ -530,7 +530,7 @@ def test_every_public_function_is_here() -> None:
     assert {name.partition(".")[0] for name in CALLS} == set(relskew_core.__all__)
 
 
-OPTIONAL = {  # arrays that go with those of the good calls
+OPTIONAL = {  # arrays that fit those of the valid calls
     "rel_v": TABLE, "rel_bias": zeros(5), "rel_q": Q, "key_table": TABLE, "mask": zeros(N, N), "segments": STEPS,
     "sinks": zeros(H), "scale": zeros(H), "rel_scale": zeros(H), "positions": (STEPS, STEPS),
     "out": Q, "lse": zeros(H, N), "d_lse": zeros(H, N), "past": (PAST, PAST),
@@ -593,7 +593,8 @@ def test_a_short_table_says_what_is_needed_and_the_ways_out() -> None:
         relskew_core.relative_attention(Q, Q, Q, TABLE[:3], Span(2, 0))
     grid: dict[str, Any] = {"q_grid": (3, 1), "k_grid": (3, 1), "span_h": Span(2, 0), "span_w": Span(0, 0)}
     with pytest.raises(ValueError, match=r"^`table_h` reaches .* a `span_h` with beyond='clip' or beyond='zero'$"):
-        relskew_core.relative_attention_2d(Q, Q, Q, TABLE[:3], TABLE[:1], **grid)  # where nothing can be causal
+        # no axis of a grid is causal
+        relskew_core.relative_attention_2d(Q, Q, Q, TABLE[:3], TABLE[:1], **grid)
 
 
 def test_a_table_of_no_rows_is_named() -> None:

@@ -219,7 +219,8 @@ def test_jax_looks_at_unsigned_positions_while_it_may() -> None:
         options: Any = {"span": Span.clipped(1), "rel_bias": table[:, 0], "impl": impl, "return_lse": True}
         return relative_attention(0 * q, q, q, positions=(positions, jnp.arange(2)), **options)[1]
 
-    for impl in ("auto", "portable"):  # all keys are behind the first query; the other sees one behind and itself
+    # all keys are behind the first query; the other query sees one behind it and its own
+    for impl in ("auto", "portable"):
         same(jax.jit(biased, static_argnums=1)(far, impl)[0], np.log([2.0, 1 + math.e]))
 
 

@@ -133,7 +133,7 @@ def test_any_call_at_all(call: strategies.Call, way: strategies.Way, seed: int, 
     library = next(row for row in LIBRARIES if row.name == way.row)
     arrays = call.arrays
     d_out = np.random.default_rng(seed).standard_normal((*arrays["q"].shape[:-1], arrays["v"].shape[-1]))
-    impl = "auto" if library is NUMPY else way.impl  # NumPy's native path is of the forward pass
+    impl = "auto" if library is NUMPY else way.impl  # NumPy's native path only has a forward pass
     actual = gradients_on(library, d_out, arrays, call.options, impl=impl, given=("out",) if out else ())
     plain = {name: option for name, option in call.options.items() if name != "chunk_size"}
     check(actual, dense.vjp(d_out, arrays, plain))
@@ -284,7 +284,7 @@ def test_chunks_that_see_no_key_leave_nothing(mask_shape: tuple[int, ...]) -> No
         "late", n=20, m=3, span=Span.clipped(2), tables="rel_k rel_v rel_bias key_table", rel_q_width=2,
         mask="additive", mask_shape=mask_shape, options={"window": (2, 2)},
     )  # fmt: skip
-    for offset in (0, -18):  # the last queries come too late, or the first ones too early
+    for offset in (0, -18):  # the last queries are too late, or the first ones too early
         options = {**case.call(), "offset": offset}
         actual = gradients_on(NUMPY, case.d_out(), case.arrays(), {**options, "chunk_size": 4})
         check(actual, dense.vjp(case.d_out(), case.arrays(), options))
@@ -305,7 +305,7 @@ def test_nothing_is_of_the_dtype_and_on_the_device_of_its_arrays(dtype: str) -> 
         q: Any = arrays["q"]
         for x in (out, lse, *(x for x in gradients if x is not None)):
             assert (x.dtype, x.device) == (q.dtype, q.device)
-        unseen = row.to_numpy(out)[..., 5:, :]  # behind the window, where there are so many queries
+        unseen = row.to_numpy(out)[..., 5:, :]  # behind the window, if there are that many queries
         assert not unseen.any()
         assert n == 20 or not row.to_numpy(out).any()
 

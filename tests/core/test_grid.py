@@ -190,7 +190,7 @@ def case(prefix: tuple[int, int] = (0, 0), *, only: tuple[str, ...] = ARRAYS, ma
         }[mask],
     }
     if mask == "boolean":
-        arrays["mask"][0, 0, 1] = False  # a query that sees nothing
+        arrays["mask"][0, 0, 1] = False  # for a query that sees nothing
     names = (*only, "q", "k", "v", "mask")
     return {
         **{name: array for name, array in arrays.items() if array is not None and name in names},
@@ -220,7 +220,7 @@ def test_attention_is_the_formula(library: Library, name: str) -> None:
     arrays = {key: x for key, x in CASES[name].items() if key in ARRAYS}
     options = {key: x for key, x in CASES[name].items() if key not in ARRAYS}
     ways: list[tuple[str, int | None]] = [(library.dtypes[0], None), (library.dtypes[-1], 5)]
-    if library.compiled:  # either way in every second case
+    if library.compiled:  # each way in every second case
         ways = [ways[list(CASES).index(name) % 2]]
     for dtype, chunk_size in ways:
         given_arrays = {key: library.asarray(x, None if x.dtype == bool else dtype) for key, x in arrays.items()}
@@ -285,14 +285,14 @@ def test_the_defaults_are_full_spans_and_the_usual_scale() -> None:
 
 
 def test_memory_grows_with_the_chunk_and_not_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid_kernels, "attend", lambda *args, **options: None)  # which have no chunks
+    monkeypatch.setattr(grid_kernels, "attend", lambda *args, **options: None)  # the kernels have no chunks
     side, width = 48, 16
     rng = np.random.default_rng(5)
     q = rng.standard_normal((1, side * side, width)).astype(np.float32)
     tables = [rng.standard_normal((2 * side - 1, width)).astype(np.float32) for _ in range(2)]
     grids: dict[str, Any] = {"q_grid": (side, side), "k_grid": (side, side)}
     peaks = {}
-    for chunk_size in (2 * side, 2 * side, side * side):  # the first call of all imports what it needs
+    for chunk_size in (2 * side, 2 * side, side * side):  # the first call imports modules
         tracemalloc.start()
         relative_attention_2d(q, q, q, *tables, **grids, chunk_size=chunk_size)
         peaks[chunk_size] = tracemalloc.get_traced_memory()[1]

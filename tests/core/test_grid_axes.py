@@ -113,7 +113,7 @@ def test_prefixes_masks_and_chunks(name: str, chunk_size: int | None) -> None:
     hidden = torch.zeros(q.shape[-2], dtype=torch.bool)
     hidden[before + 1] = True
     added = torch.where(hidden, -math.inf, torch.linspace(-1, 1, len(hidden), dtype=torch.float64))
-    with_mask = torch.cat([k, added.expand(2, 2, -1)[..., None] * 2], -1)  # the mask as a product of its own
+    with_mask = torch.cat([k, added.expand(2, 2, -1)[..., None] * 2], -1)  # the mask as an additional product
     want = formula(case, torch.cat([q, torch.ones_like(q[..., :1])], -1), with_mask, v, [
         None if table is None else torch.nn.functional.pad(table, (0, 1)) for table in tables
     ], bias, before)  # fmt: skip
@@ -166,7 +166,7 @@ def test_tables_need_no_more_than_what_is_seen() -> None:
     q, k, v, *_ = made({"grid": (9, 8)})
     grids: dict[str, Any] = {"q_grid": (9, 8), "k_grid": (9, 8)}
     bias = np.random.default_rng(2).standard_normal((2, 5, 3))
-    wide = np.pad(bias, ((0, 0), (6, 6), (6, 6)), constant_values=np.nan)  # what nobody sees counts for nothing
+    wide = np.pad(bias, ((0, 0), (6, 6), (6, 6)), constant_values=np.nan)  # entries for hidden pairs have no effect
     got = relative_attention_2d(q, k, v, rel_bias=bias, neighborhood=(3, 2), **grids)
     np.testing.assert_array_equal(got, relative_attention_2d(q, k, v, rel_bias=wide, neighborhood=(3, 2), **grids))
     for short in (bias[:, 1:-1], bias[:, :, :1]):

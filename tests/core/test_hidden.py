@@ -104,7 +104,7 @@ def compare(row: Library, how: str, seed: int, *, impl: Any, dtype: str, toleran
 def test_what_no_query_sees_may_be_anything(row: Library, how: str) -> None:
     if (reason := row.missing()) is not None:
         pytest.skip(reason)
-    for seed in range(2) if row.compiled else (*range(25), 54, 61):  # where hidden pairs look up what nobody sees
+    for seed in range(2) if row.compiled else (*range(25), 54, 61):  # where hidden pairs read rows that no query sees
         compare(row, how, seed, impl="portable", dtype="float64", tolerance=1e-9)
 
 
@@ -158,7 +158,7 @@ def test_a_row_of_a_head_that_a_mask_hides_may_be_anything_at_positions(impl: An
     rng, places = np.random.default_rng(0), np.asarray([0, 3, 7])
     q, k, v = rng.standard_normal((3, 2, 3, 4))
     table, mask = rng.standard_normal((2, 15, 4)), np.ones((2, 3, 3), bool)
-    mask[0, 2, 1] = False  # alone at r = -4
+    mask[0, 2, 1] = False  # the only pair at r = -4
     found: list[Any] = []
     for number in (0.0, np.nan):
         table[0, 3] = number

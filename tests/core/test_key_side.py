@@ -99,7 +99,7 @@ def test_any_call(call: strategies.Call, seed: int) -> None:
     n=st.integers(1, 6), m=st.integers(1, 6), offset=st.integers(-8, 8), causal=st.booleans(), by_head=st.booleans(),
     beyond=st.sampled_from(["clip", "zero"]), left=st.integers(0, 3), right=st.integers(0, 3),
 )  # fmt: skip
-@example(n=1, m=1, offset=0, causal=True, by_head=False, beyond="clip", left=2, right=0)  # of the table one row alone
+@example(n=1, m=1, offset=0, causal=True, by_head=False, beyond="clip", left=2, right=0)  # a single row of the table
 def test_logits(n: int, m: int, offset: int, causal: bool, by_head: bool, beyond: Any, left: int, right: int) -> None:
     rng, span = np.random.default_rng(0), Span(left, right, beyond)
     k = rng.standard_normal((3, 2, m, 4))

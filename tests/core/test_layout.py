@@ -45,8 +45,8 @@ def test_short_calls(n: int, m: int, offset: int, pattern: dict[str, Any], span:
     assert {j for _, j in seen} <= set(range(layout.first, layout.end))
     columns = {n - 1 - i + j - layout.first for i, j in seen}
     assert layout.seen == slice(min(columns), max(columns) + 1)
-    assert layout.width == max(max(columns) + 1, layout.end - layout.first)  # no more than is read
-    # The first column is the last query's and the first key's.
+    assert layout.width == max(max(columns) + 1, layout.end - layout.first)  # no more columns than are read
+    # The first column is for the last query and the first key.
     assert layout.row == layout.first - (n - 1 + offset) + span.left
     every = [layout.first - (n - 1 + offset) + column for column in range(layout.width)]
     rows = [oracles.row_of(r, span) for r in every]
@@ -71,10 +71,10 @@ def test_chunks(n: int, m: int, offset: int, pattern: dict[str, Any], span: Span
     sides |= {name: pattern[name] for name in ("block_size", "blocks_before")} if pattern["block_size"] else {}
     seen = {(i, j) for i in range(start, start + n) for j in range(m) if oracles.sees(i, j, **sides)}
     assert {j for _, j in seen} <= set(keys)
-    # Column `spare` is the first query's and the first key's; one query needs no columns before that.
+    # Column `spare` is for the first query and the first key; a single query needs no columns before it.
     assert chunk.low + chunk.spare == chunk.first - start - offset
     assert chunk.spare == (n if n > 1 else 0)
-    if len(seen) == n * len(keys) > 0:  # the last key of the first query is the last that is read
+    if len(seen) == n * len(keys) > 0:  # the last column that is read is for the last key of the first query
         assert chunk.width == chunk.spare + len(keys)
     assert all(chunk.low <= j - i - offset <= chunk.high for i, j in seen)
     assert len(keys) + (n > 1) <= chunk.width <= chunk.spare + len(keys) or not keys

@@ -34,7 +34,7 @@ def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 @pytest.mark.parametrize("how", ["by offset", "by value", "by item"])
 def test_bounds_are_no_larger_than_integers_can_be_counted_to(bits: int, how: str) -> None:
-    # Python's own integers end nowhere; positions may be as far apart as integers, and offsets are kept nearer.
+    # Python's integers are unbounded; positions may be as far apart as integers allow, and offsets are limited further.
     furthest = FURTHEST if bits == 64 else {"by offset": FURTHEST, "by value": 2**32 - 2, "by item": 2**30}[how]
     offset: Any = [1, 2] if how == "by item" else 1
     q = Q[:, None, ...] if how == "by item" else Q

@@ -45,7 +45,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Return NumPy's, for as long as a test runs."""
     found = Kernels()
     monkeypatch.setattr(backends, "_module", lambda library: found)
-    monkeypatch.setattr(backends, "_prepared", {})  # what is remembered by type
+    monkeypatch.setattr(backends, "_prepared", {})  # the memory of types
     return found
 
 

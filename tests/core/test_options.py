@@ -25,7 +25,7 @@ from relskew_core._kernel.dropout import hashes, kept, narrowed, signed, stirred
 from relskew_core._kernel.problem import problem
 from strategies import Call, Way
 
-relative_attention: Any = relskew.relative_attention  # which may return a pair
+relative_attention: Any = relskew.relative_attention  # the result may be a pair
 
 XP = namespace_of(np)
 RNG = np.random.default_rng(7)
@@ -298,7 +298,7 @@ def test_a_table_that_positions_outrun_is_refused_or_gives_nan() -> None:
         relative_attention(Q, K, V, TABLE, positions=(stamps, stamps))
     with pytest.raises(ValueError, match=r"queries see -50 … 50"):
         relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(50, 50))
-    relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(46, 39))  # 47 is the next
+    relative_attention(Q, K, V, TABLE, positions=(stamps, stamps), window=(46, 39))  # 47 is the next position
     jax = pytest.importorskip("jax")
 
     found = np.asarray(
@@ -344,7 +344,7 @@ def test_it_goes_by_positions_not_by_steps() -> None:
     )
     np.testing.assert_allclose(whole[:, :, 30:], by_item, rtol=0, atol=1e-13)
     places = torch.arange(300)
-    for positions in ((places, places), (7 * places + 5, 9 - places)):  # given ones are no places
+    for positions in ((places, places), (7 * places + 5, 9 - places)):  # given positions are not places in the call
         assert torch.equal(dropped(positions=positions), dropped())
 
 
@@ -353,7 +353,7 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
     kept = dropped(dropout=0.25).round()
     rate, spread = 0.75, (0.75 * 0.25) ** 0.5
     assert kept.mean().item() == pytest.approx(rate, abs=5 * spread / kept.numel() ** 0.5)
-    for axis in (-1, -2):  # rows and columns: means as scattered as those of independent draws
+    for axis in (-1, -2):  # rows and columns: their means scatter like those of independent draws
         means = kept.mean(axis).flatten()
         assert means.std().item() == pytest.approx(spread / 300**0.5, rel=0.1)
     other = dropped(dropout=0.25, seed=4).round()
@@ -364,7 +364,7 @@ def test_what_is_dropped_is_as_good_as_independent() -> None:
     for a, b in pairs:
         correlation = ((a - rate) * (b - rate)).mean().item() / spread**2
         assert abs(correlation) < 5 / a.numel() ** 0.5
-    # Four corners of a rectangle, which are related where hashes of rows and columns are joined too simply.
+    # The four corners of a rectangle would correlate if the hashes of rows and columns were joined too simply.
     a = (kept - rate) / spread
     corners = a[..., ::2, ::2] * a[..., 1::2, ::2] * a[..., ::2, 1::2] * a[..., 1::2, 1::2]
     assert abs(corners.mean().item()) < 5 / corners.numel() ** 0.5
@@ -377,9 +377,9 @@ def test_a_weight_at_the_threshold_is_kept() -> None:
     options = replace(call.options, dropout=(int(drawn[0, 0, 0, 0]) + 2**31) / 2**32)
     weights = kept(call.operands(), options, chunk, xp=XP)
     assert weights[0, 0, 0, 0] == 1 / (1 - options.dropout)
-    assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is drawn
+    assert problem(Arguments(Q, K, V, seed=3)).given.seed is None  # nothing is dropped
     by_place = problem(Arguments(Q, K, V, dropout=0.5, seed=3, positions=(STEPS, STEPS))).options.visibility
-    assert by_place.by_value  # though the positions follow one another
+    assert by_place.by_value  # although the positions are consecutive
 
 
 def test_places_wrap_at_32_bits() -> None:
@@ -389,7 +389,7 @@ def test_places_wrap_at_32_bits() -> None:
     assert [signed(number) for number in far] == numbers.astype(np.int32).tolist()
     assert threshold(0.0) == -(2**31)
     assert threshold(0.25) == -(2**30)
-    assert threshold(1 - 2**-53) == 2**31 - 1  # an integer of 32 bits still
+    assert threshold(1 - 2**-53) == 2**31 - 1  # the largest 32-bit integer
 
 
 @pytest.mark.parametrize("dropout", [1e-9, 0.999])

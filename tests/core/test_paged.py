@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def pages() -> tuple[Any, Any]:
     k, v = (np.random.default_rng(4).standard_normal((POOL, PAGE, HKV, width)) for width in (D, DV))
-    for item, length in enumerate(LENGTHS):  # memory that nobody has written yet
+    for item, length in enumerate(LENGTHS):  # rows that have not been written yet
         if length % PAGE:
             last = TABLE[item][length // PAGE]
             k[last, length % PAGE :] = v[last, length % PAGE :] = np.nan

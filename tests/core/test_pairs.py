@@ -45,7 +45,7 @@ def test_pairs_are_a_call_of_their_own(runs: tuple[Run, Run], offset: int, left:
     met = sorted(steps[pair] for pair in seen)
     assert (pairs.low, pairs.high) == (met[0], met[-1])
     assert pairs.low <= 0 <= pairs.high
-    # What bounds nothing here is not said: fewer kinds of calls, and paths that know no windows serve them.
+    # Bounds without effect are omitted: there are fewer kinds of calls then, and paths without windows support them.
     unseen = sorted(set(steps.values()) - set(met))
     assert pairs.causal == any(x > met[-1] for x in unseen)
     assert (pairs.window is not None and pairs.window[0] is not None) == any(x < met[0] for x in unseen)
@@ -61,19 +61,19 @@ def test_pairs_are_a_call_of_their_own(runs: tuple[Run, Run], offset: int, left:
     beyond=st.sampled_from(["clip", "zero"]),
 )
 @example(zero=0, step=1, low=0, high=0, left=0, right=0, beyond="clip")
-@example(zero=-1, step=2, low=0, high=1, left=0, right=0, beyond="clip")  # steps over the table
-@example(zero=-12, step=2, low=-4, high=0, left=0, right=1, beyond="clip")  # an edge alone
+@example(zero=-1, step=2, low=0, high=1, left=0, right=0, beyond="clip")  # steps that skip the table
+@example(zero=-12, step=2, low=-4, high=0, left=0, right=1, beyond="clip")  # an edge row alone
 def test_rows_are_those_that_the_pairs_meet(
     zero: int, step: int, low: int, high: int, left: int, right: int, beyond: Any
 ) -> None:
     span = Span(left, right, beyond)
     table = np.arange(1.0, 6 * span.rows + 1).reshape(3, -1, 2)  # by head
-    rows = Rows.of(zero + left, step, low, high, span)  # `zero` is a relative position, and what they begin at a row
+    rows = Rows.of(zero + left, step, low, high, span)  # `zero` is a relative position, and `Rows.of` begins at a row
     part = rows.of_table(table, beyond, xp=XP)
     assert rows.span.beyond == beyond
     assert part.shape == (3, rows.span.rows, 2)
     assert rows.span.rows == rows.before + rows.count + rows.after <= high - low + 1
-    # Beyond an end of the table one row is enough, or as many as there are up to the position that a span has.
+    # Beyond an end of the table one row is enough, or as many as there are up to a position in the span.
     assert rows.before <= 1 or rows.span.left == 0
     assert rows.after <= 1 or rows.span.right == 0
     assert rows.count or min(rows.before, rows.after) > 0 or rows.span.rows == 1

@@ -28,7 +28,7 @@ def test_every_number_comes_from_its_column_and_goes_back_there() -> None:
             if 0 <= column < width:
                 np.testing.assert_array_equal(skewed[:, i, j], x[:, i, column])
                 back[:, i, column] = s[:, i, j]
-            else:  # a neighbour's, which is for the caller to mask
+            else:  # an entry of a neighbour, which the caller masks
                 s[:, i, j] = 0.0
         np.testing.assert_array_equal(unskew_from(s, width=width, first=first, xp=xp), back)
 
@@ -51,7 +51,7 @@ def test_a_table_is_extended_as_its_span_says(beyond: Beyond) -> None:
             np.testing.assert_allclose(mixed, weights @ xp.matrix_transpose(expected), atol=1e-13)
         d_columns = rng.standard_normal((2, 3, count))
         extended = table.covering(first, last, xp=xp)
-        assert (extended is table) == (2 * span.rows <= count)  # much shorter than what is asked for
+        assert (extended is table) == (2 * span.rows <= count)  # much shorter than requested
         if extended is table:
             continue
         gradient = np.zeros_like(rows)

@@ -106,7 +106,7 @@ def spectraldoy(*, bias: bool) -> Case:
     names = ("wq", "wk", "wv", "wo")
     state = projections(names) | {"E.weight": RNG.standard_normal((6, HEADS * D))}
     want = renamed(state, names) | {"rel_k": np.stack(np.split(state["E.weight"], HEADS, axis=1))}
-    if not bias:  # its output has one always
+    if not bias:  # it always has an output bias
         state = {key: weight for key, weight in state.items() if not re.match(r"w[qkv]\.bias", key)}
         want |= {f"{name}.bias": np.zeros(HEADS * D) for name in OURS[:3]}
     fields = {"span": Span(5, 0, "clip"), "causal": True, "shared_table": False}
@@ -119,7 +119,7 @@ def t5(*, bidirectional: bool) -> Case:
     options: dict[str, Any] = {"bidirectional": bidirectional, "num_buckets": 8, "max_distance": 16}
     rel_bias, span = conventions.T5(**options).load(table)
     want = renamed(state, ("q", "k", "v", "o")) | {"rel_bias": rel_bias}
-    want["q_proj.weight"] = want["q_proj.weight"] * 2.0  # the root of D, exactly
+    want["q_proj.weight"] = want["q_proj.weight"] * 2.0  # exactly the root of D
     fields = {"span": span, "causal": not bidirectional, "rel_keys": False, "rel_bias": True, "bias": False}
     return Case(f"t5, {bidirectional=}", state, functools.partial(conventions.load_t5, **options), fields, want)
 
@@ -136,7 +136,7 @@ CASES = [
 def test_a_state_dict_is_a_block(case: Case, prefix: str) -> None:
     state = {prefix + key: weight for key, weight in case.state.items()}
     if prefix:
-        state["layers.1/attention.q.weight"] = np.zeros(1)  # another's
+        state["layers.1/attention.q.weight"] = np.zeros(1)  # of another layer
     spec, weights = case.load(state, num_heads=HEADS, prefix=prefix)
     assert {name: getattr(spec, name) for name in case.fields} == case.fields
     assert (spec.embed_dim, spec.num_heads, spec.head_dim) == (E, HEADS, D)
@@ -164,7 +164,7 @@ MUTATIONS: dict[str, Callable[[Floats], Any]] = {
     "None": lambda _: None,
     "a list": lambda array: array.tolist(),
 }
-# What only its number of rows describes may have another: the table of a shorter reach.
+# Tables that only their number of rows describes may have another number: a shorter reach.
 OF_ANY_LENGTH = {"key_relative_embeddings", "Er", "E", "E.weight"}
 
 
@@ -214,7 +214,7 @@ def test_what_is_no_state_dict_is_named(case: Case) -> None:
         ValueError, match=r"`num_heads` must divide the width of the queries, 12 in `state\['.*'\]`, got 5"
     ):
         case.load(case.state, num_heads=5)
-    if "spectraldoy" not in case.name:  # whose table is as wide as all heads, however many
+    if "spectraldoy" not in case.name:  # its table has the width of all heads together
         with pytest.raises(ValueError, match=r"`state\['.*'\]` must have shape .* = .*, got ndarray"):
             case.load(case.state, num_heads=2)
 

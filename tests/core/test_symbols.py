@@ -52,7 +52,7 @@ def same(function: Callable[..., Any], *lengths: tuple[int, ...]) -> None:
     expected = function(*(length[0] for length in lengths))
     with symbols.exporting():
         sizes = [symbols.size(*length) for length in lengths]
-        assert all(n + m - 1 < n + m < n * m + n for n, m in pairwise(sizes))  # symbols as well, and sizes of arrays
+        assert all(n + m - 1 < n + m < n * m + n for n, m in pairwise(sizes))  # symbols and the sizes of arrays
         found = function(*sizes)
     assert (found.device, found.dtype) == (expected.device, expected.dtype)
     found, expected = (np.asarray(x.to_device(xp.Device("CPU_DEVICE"))) for x in (found, expected))
@@ -99,7 +99,7 @@ def test_logits(queries: tuple[int, ...], keys: tuple[int, ...], span: Span, cau
     of_queries, of_keys = drawn(2, queries[0], 3), drawn(2, keys[0], 3)
     same(lambda _, m: relative_logits(of_queries, n_keys=m, **options), queries, keys)
     same(lambda n, _: relative_logits(of_keys, n_queries=n, side="key", **options), queries, keys)
-    nothing = {**options, "offset": -200}  # for causal queries to see
+    nothing = {**options, "offset": -200}  # causal queries see nothing
     same(lambda _, m: relative_logits(of_queries, n_keys=m, **nothing), queries, keys)
 
 

@@ -43,7 +43,7 @@ def test_sinusoids_in_every_library(library: Library) -> None:
     assert str(table.dtype).endswith("float32")
     want = sinusoidal_table(Span(4, 4000), 8, xp=np, dtype=np.float64)
     rows = np.asarray(table.get() if hasattr(table, "get") else table)
-    assert relative_error(rows, want) < 1e-7  # far angles are not rounded before their sine
+    assert relative_error(rows, want) < 1e-7  # large angles are not rounded before the sine
 
 
 def interpolated(column: Any, rows: int, *, align_corners: bool) -> list[float]:

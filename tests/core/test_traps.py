@@ -59,7 +59,7 @@ def test_a_step_of_decoding_says_where_its_query_is(row: Library, options: dict[
     one, k, v = (row.asarray(x, "float32") for x in (ONE, K, V))
     more: dict[str, Any] = {name: row.asarray(x, "float32") for name, x in table.items()}
     for _ in range(3):
-        relative_attention(one, k[..., :1, :], v[..., :1, :], **more, **options)  # it can be nowhere else
+        relative_attention(one, k[..., :1, :], v[..., :1, :], **more, **options)  # there is no other place for it
         right = relative_attention(one, k, v, **more, **options, offset=N - 1)
         with needs_offset(1, N):
             relative_attention(one, k, v, **more, **options)
@@ -108,7 +108,8 @@ def test_grids_that_differ_say_where_the_queries_begin() -> None:
         with pytest.raises(ValueError, match=r"^`offset` must be given where the grids differ: \(0, 0\) if both begin"):
             call()
         assert np.isfinite(call(offset=(0, 0))).all()
-    sparse, dense = {"grid": (2, 2), "step": (2, 2)}, {"grid": (4, 4), "step": (1, 1)}  # as large, steps counted
+    # the same extent, counted in steps
+    sparse, dense = {"grid": (2, 2), "step": (2, 2)}, {"grid": (4, 4), "step": (1, 1)}
     x = RNG.standard_normal((16, D))
     for ours, theirs in ((dense, sparse), (sparse, dense)):
         pooled: dict[str, Any] = {f"q_{name}": sizes for name, sizes in ours.items()}
@@ -163,7 +164,7 @@ def test_lengths_where_heads_belong_are_refused_by_a_table_that_fits_them(
     right = relative_attention(Q, K, V, **table, **options)
     expected = oracles.relative_attention(Q, K, V, **table, **options, span=span).out
     np.testing.assert_allclose(right, expected, rtol=0, atol=1e-12)
-    # A table may reach further than the keys, if it says so.
+    # A table may reach further than the keys if there is a span.
     far: Any = relative_attention(q, k, v, **table, **options, span=span)
     assert far.shape == q.shape
 
@@ -192,7 +193,7 @@ def test_heads_that_do_not_divide_look_changed_over_where_lengths_do(n: int, m: 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda q, k, v: relative_attention(q, k[:, :4, :2], v[:, :4, :2]),  # Lk does not divide Lq
+        lambda q, k, v: relative_attention(q, k[:, :4, :2], v[:, :4, :2]),  # Lq is not a multiple of Lk
         lambda q, k, v: relative_attention(q, k, v, RNG.standard_normal((H, 11, D))),
         lambda q, k, v: relative_attention(q, k, v, rel_bias=RNG.standard_normal((H, 11))),
         lambda q, k, v: relative_attention(q, k, v, sinks=np.zeros(H)),
@@ -213,7 +214,7 @@ def test_a_full_table_of_a_causal_call_has_a_span() -> None:
     for offset, q in ((0, Q), (N - 1, ONE), (N - 1, ONE)):
         with pytest.raises(ValueError, match=match.format("rel_k")):
             relative_attention(q, K, V, table, causal=True, offset=offset)
-        relative_attention(q, K[..., :-1, :], V[..., :-1, :], table, causal=True, offset=0)  # no other reading fits
+        relative_attention(q, K[..., :-1, :], V[..., :-1, :], table, causal=True, offset=0)  # there is no other reading
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("table", lambda: relative_logits(Q, table, n_keys=N, causal=True)),
         ("table", lambda: relative_values(Q @ K.swapaxes(-2, -1), table, causal=True)),
@@ -227,7 +228,7 @@ def test_a_full_table_of_a_causal_call_has_a_span() -> None:
         found = relative_attention(Q, K, V, table, span, causal=True)
         expected = oracles.relative_attention(Q, K, V, table, span=span, causal=True).out
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    one: Any = relative_attention(ONE, ONE, ONE, TABLE[:1], causal=True)  # of one row both are the same
+    one: Any = relative_attention(ONE, ONE, ONE, TABLE[:1], causal=True)  # with one row both readings agree
     assert one.shape == ONE.shape
 
 
@@ -272,7 +273,8 @@ def test_what_nobody_can_have_meant_is_named_alone() -> None:
             r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
         ),
         (
-            lambda: toeplitz_2d(np.zeros((169, 12)), q_grid=(7, 7), k_grid=(7, 7)),  # a head less than a row is wide
+            # there are fewer heads than entries in a row
+            lambda: toeplitz_2d(np.zeros((169, 12)), q_grid=(7, 7), k_grid=(7, 7)),
             r"`bias` must .* conventions\.Swin\(window=\(7, 7\)\)\.load",
         ),
         (

@@ -115,7 +115,7 @@ def test_the_pattern_of_a_batch_is_that_of_its_items(
     pattern: RaggedVisibility = pattern_of(n, m, offsets, options)
     assert {each.offset: each.sides for each in pattern.each()} == dict.fromkeys(offsets, pattern.sides)
     tables = RaggedTables(pattern, Span(1, 1, "zero"), XP)
-    columns = np.arange(n + m) - n  # of the windows, which stand for r as of offset 0
+    columns = np.arange(n + m) - n  # of the windows, whose relative positions are for offset 0
     assert (tables.window_span.left, tables.window_span.rows) == (n, n + m)
     assert tables.of(np.ones((3, 1))).shape == (len(offsets), 1, n + m, 1)
     occurs = pattern.occurs(columns - np.asarray(offsets)[:, None], xp=XP)
@@ -153,7 +153,7 @@ def test_sides_that_no_integer_reaches_say_nothing() -> None:
     edge = Pattern(FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
     assert edge.of(ONE, 1, 0, xp=XP).sides == (FURTHEST, FURTHEST, 3, FURTHEST // 3 - 1)
     beyond = Pattern(FURTHEST + 1, FURTHEST + 1, FURTHEST + 1, 1).of(ONE, 1, 0, xp=XP)
-    assert beyond.sides == (None, None, FURTHEST, 1)  # two blocks, of what is before 0 and of what is not
+    assert beyond.sides == (None, None, FURTHEST, 1)  # two blocks, before position 0 and from it on
     assert Pattern(None, 0, 4, FURTHEST // 4 - 1).of(ONE, 1, 0, xp=XP).sides == (None, 0, 4, FURTHEST // 4 - 1)
     for before in (FURTHEST // 3 + 1, FURTHEST):
         assert Pattern(None, 0, 3, before).of(ONE, 1, 0, xp=XP).sides == (None, 0, 3, FURTHEST // 3)
@@ -227,12 +227,12 @@ def test_documents_reach_over_all_keys_of_a_querys_own(n: int, m: int, items: tu
             own = bounds(same[start:stop].any(0))
             assert own is None or first <= own[0] <= own[1] < end
             later = [span[0] for span in ranges[start:] if span is not None]
-            assert first == min([*later, m])  # no further back than a later query reaches
+            assert first == min([*later, m])  # no further back than later queries see
             assert end == max([span[1] + 1 for span in ranges[start:stop] if span is not None], default=0)
 
 
 def test_labels_that_are_not_known_say_nothing() -> None:
-    assert Documents.of((np.zeros((0,), np.int64), np.arange(3))) is None  # nor does nobody
+    assert Documents.of((np.zeros((0,), np.int64), np.arange(3))) is None  # no queries
 
     class Hidden:
         device, ndim = "elsewhere", 1

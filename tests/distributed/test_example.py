@@ -27,11 +27,11 @@ def test_the_example_trains_the_same_model() -> None:
 def test_the_arithmetic() -> None:
     """By hand: 2 GPUs, 16 k positions, 32 heads of width 128."""
     split = Split(2**14, 2, 1, "shared")
-    pairs = 2**13 * 2**13  # seen by one GPU, over both rounds
+    pairs = 2**13 * 2**13  # of one GPU, over both rounds
     forward, backward = (split.seconds(backward=backward)[0] for backward in (False, True))
     assert forward == pytest.approx(3 * 2 * pairs * 128 * 32 / 320e12)
     assert backward == pytest.approx(7 * 2 * pairs * 128 * 32 / 240e12)
-    assert split.efficiency == 1  # inside a node what is sent is hidden
+    assert split.efficiency == 1  # within a node, communication is hidden
     assert split.table_bytes == 2**14 * 128 * 2
     assert Split(2**14, 2, 1, "by head").table_bytes == 32 * split.table_bytes
     assert Split(2**14, 64, 1, "shared").efficiency < 0.5 < Split(2**14, 8, 8, "shared").efficiency

@@ -61,7 +61,7 @@ def test_positions_name_rows_and_columns() -> None:
 
 @pytest.mark.parametrize("span", [Span(2, 1, "clip"), Span(1, 2, "zero"), Span.full(5)], ids=str)
 def test_rows_are_those_that_the_library_takes(span: Span) -> None:
-    numbered = np.arange(1.0, span.rows + 1)[None]  # 0 is what no row serves
+    numbered = np.arange(1.0, span.rows + 1)[None]  # 0 means that no row is used
     rows = toeplitz(numbered, span, n_queries=4, n_keys=5, offset=0)[0].astype(int) - 1
     expected = [[str(row) if row >= 0 else "–" for row in line] for line in rows]
     assert texts(draw_call(4, 5, span, offset=0)) == expected

@@ -46,8 +46,8 @@ def test_an_svg_says_what_it_shows_and_follows_the_reader() -> None:
     assert root.find(f"{SVG}title").text == "3 queries and keys, causal"  # type: ignore[union-attr]
     assert "prefers-color-scheme:dark" in text
     numbers = [element.text for element in root.iter(f"{SVG}text")]
-    assert numbers.count("0") == 3 + 2  # in the cells, and of the first row and column
-    # Nothing on a page but the picture itself is styled.
+    assert numbers.count("0") == 3 + 2  # in the cells, and in the headings of the first row and column
+    # The styles only affect the picture itself.
     rules = re.findall(r"([^{}]+)\{[^{}]*\}", root.find(f"{SVG}style").text or "")  # type: ignore[union-attr]
     assert all(rule.strip().startswith(".relskew ") for rule in rules), rules
 
@@ -72,7 +72,7 @@ def test_many_cells_are_one_image() -> None:
     assert "<image" not in small
     assert "data:image/png;base64," in large
     assert len(large) < len(small)
-    assert "<image" not in draw_call(200, 4).svg()  # its cells have room for their numbers
+    assert "<image" not in draw_call(200, 4).svg()  # there is room for numbers in its cells
 
 
 def test_the_image_holds_the_colours() -> None:
@@ -91,7 +91,7 @@ def test_a_png_has_the_cells_colours(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib.image")
     for n in (3, 40):
         pixels = matplotlib.imread(draw_call(n, causal=True).save(tmp_path / f"{n}.png"))
-        assert pixels.shape[1] == 1200  # two a unit
+        assert pixels.shape[1] == 1200  # two pixels per cell
         wanted = np.asarray(rgb(on(LIGHT["paper"], of_position(-1)))) / 255
         assert np.abs(pixels[..., :3] - wanted).max(axis=-1).min() < 0.01
 
@@ -138,7 +138,7 @@ def test_weights_are_drawn_on_one_scale() -> None:
     assert (first.rows, first.columns) == (["3", "4"], ["0", "1"])
     (only,) = draw_weights(weights, heads=[1]).panels
     assert only.title == "head 1"
-    assert only.cells[0][0].tone == 1  # the fullest of what is drawn
+    assert only.cells[0][0].tone == 1  # the largest weight in the picture
 
 
 def test_weights_of_other_libraries_and_of_one_head() -> None:

@@ -131,7 +131,7 @@ def test_a_crop_is_a_piece_of_a_medley() -> None:
     keys = [encode(piece, up=up) for up in transpositions(piece)]
     for row in rows.tolist():
         first = row.index(NEW)
-        assert first % 2 == 0  # begins with the first voice
+        assert first % 2 == 0  # the tune begins with the first voice
         assert any(row[:first] == key[len(key) - first :] for key in keys)
         assert row[first : first + 7] in [key[:7] for key in keys]
     assert len({row.index(NEW) for row in rows.tolist()}) == 4
@@ -200,7 +200,7 @@ def test_it_learns() -> None:
     tokens = crops([piece], 8, 64, np.random.default_rng(3))
     with torch.no_grad():
         logits, _ = model(tokens[:, :-1])
-    # The key changes with every NEW, a quarter to a fifth of the tokens; what follows does not.
+    # The key changes with every NEW, a quarter to a fifth of the tokens; what follows it keeps the key.
     same_key = tokens[:, 1:] == HELD
     assert (logits.argmax(dim=-1) == tokens[:, 1:])[same_key].float().mean() > 0.95
 
@@ -244,7 +244,7 @@ def test_weights_in_pictures_are_those_of_the_model() -> None:
     tokens = [NEW, 30, HELD, 32, 30, 33, 35, HELD, 30, 31, 32, 33, 34, 35, 36, 37]
     before = model(torch.tensor([tokens]))[0]
     seen = pictures.attention(model, tokens)
-    assert torch.equal(model(torch.tensor([tokens]))[0], before)  # what looked is gone
+    assert torch.equal(model(torch.tensor([tokens]))[0], before)  # the hooks are removed
     assert [one.shape for one in seen] == [(2, 16, 16)] * 2
     np.testing.assert_allclose(seen[0].sum(axis=-1), 1, atol=1e-5)
     assert not np.triu(seen[0], 1).any()
@@ -357,7 +357,7 @@ def test_the_look_is_the_furthest() -> None:
     tokens = [30, 31, HELD, 33, 34, 35, 36, 37]
     weights = np.zeros((2, 8, 8))
     weights[0, 7, 5] = 0.9  # two steps back, which is near
-    weights[0, 6, 2] = 0.8  # at what is held
+    weights[0, 6, 2] = 0.8  # to a held note
     weights[0, 2, 0] = 0.7  # before the first note that counts
     weights[1, 5, 0], weights[1, 5, 1] = 0.3, 0.2
     weights[1, 6, 1] = 0.4

@@ -51,7 +51,7 @@ def test_the_same_tokens(contrib: bool, batch: int) -> None:
     assert kinds.count("TensorScatter") == (1 if contrib else 2)
     x = np.random.default_rng(0).standard_normal((batch, ROOM, 32)).astype(np.float32)
     grows, fixed, start = empty(0, batch), empty(ROOM, batch), 0
-    # GroupQueryAttention takes several tokens behind a past for one item alone.
+    # GroupQueryAttention supports several tokens after a past only for a single item.
     for size in (4, 1, 3, 4) if batch == 1 or not contrib else (9, 1, 1, 1):
         piece = {"x": x[:, start : start + size]}
         wanted = run(model, {**piece, **grows})
@@ -122,7 +122,7 @@ def test_the_interface_and_the_metadata() -> None:
 
 def test_outputs_that_are_no_caches_stay() -> None:
     model = growing()
-    for name in ("present_more", "key"):  # nothing past of its name; the past's name without what says present
+    for name in ("present_more", "key"):  # names without "past", and the name of the past without "present"
         model.graph.node.append(helper.make_node("Identity", ["y"], [name], name=name))
         model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("batch", None, 32)))
     changed = caches_in_place(model, **NAMES)

@@ -59,7 +59,7 @@ BY_HEAD = [
     BlockSpec(16, 4, Span.full(9), num_kv_heads=2, rel_values=True, shared_table=True),
     BlockSpec(16, 4, Span.causal(9), causal=True, num_kv_heads=2, rel_values=True),
     BlockSpec(16, 4, Span.causal(9), causal=True, num_kv_heads=1),
-    BlockSpec(16, 4, Span.clipped(2), rel_keys=False, rel_values=True),  # no table makes logits
+    BlockSpec(16, 4, Span.clipped(2), rel_keys=False, rel_values=True),  # no table adds logits
 ]
 
 
@@ -86,7 +86,7 @@ def test_a_loop_only_where_there_are_more_queries(length: int, looped: bool, tmp
     events = json.loads(Path(session.end_profiling()).read_text())
     ran = [event["args"]["op_name"] for event in events if event["cat"] == "Node"]
     assert "If" in ran
-    # One loop over the two key heads, and in each of its turns one over the chunks.
+    # One loop over the two key heads, and one over the chunks in each of its turns.
     assert (ran.count("Loop"), "Attention" in ran) == (3 if looped else 0, not looped)
 
 

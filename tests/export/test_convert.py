@@ -20,7 +20,7 @@ from relskew_core.export._whole.decoder_calls import empty_past
 from relskew_core.export._whole.from_torch import _cases, _lengths, _names
 from relskew_core.layers.torch import RelativeMultiheadAttention
 
-sympy: Any = pytest.importorskip("sympy")  # torch's own
+sympy: Any = pytest.importorskip("sympy")  # a dependency of torch
 ONE = torch.ones(1)
 Pair = namedtuple("Pair", "left right")
 

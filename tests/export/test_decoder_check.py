@@ -85,7 +85,7 @@ class Graph:
         (5, 5, False, [(1, 1, 0), (3, 5, 0), (3, 2, 0), (3, 1, 2), (3, 2, 3), (2, 1, 4), (1, 1, 5)]),
         (100, 100, False, [(1, 1, 0), (3, 40, 0), (3, 20, 0), (3, 1, 20), (3, 19, 21), (2, 1, 99), (1, 1, 100)]),
         (None, 11, False, [(1, 1, 0), (3, 10, 0), (3, 5, 0), (3, 1, 5), (3, 4, 6)]),
-        (  # several tokens behind a past for one row alone
+        (  # several tokens after a past, for a single row
             8, 8, True,
             [(1, 1, 0), (3, 8, 0), (1, 4, 0), (1, 1, 4), (1, 3, 5), (3, 6, 0), (3, 1, 6), (3, 1, 7), (2, 1, 7),
              (1, 1, 8)],
@@ -200,10 +200,10 @@ def test_the_comparison_sees_what_differs() -> None:
         compare.check_equal(["y"], [np.array([1.001], np.float32)], [torch.ones(1)], "x", None, [])
     compare.check_equal(["y"], [np.zeros(1, np.float32)], [torch.zeros(1)], "x", None, [])
     compare.check_equal(["y"], [np.zeros(0, np.float32)], [torch.zeros(0)], "x", None, [])
-    with pytest.raises(RuntimeError, match=r"differs by 2\.0e-01"):  # of nothing, the largest number
+    with pytest.raises(RuntimeError, match=r"differs by 2\.0e-01"):  # relative to zero: the largest difference counts
         compare.check_equal(["y"], [np.array([0, -0.2], np.float32)], [torch.zeros(2)], "x", None, [])
     compare.check_equal(["y"], [np.ones(1, np.float32)], [torch.ones(1)], "x", 0.0, [])
-    with pytest.raises(RuntimeError, match="output 'y'"):  # beside it is none, which says nothing of its size
+    with pytest.raises(RuntimeError, match="output 'y'"):  # next to infinity, the norm gives no scale
         compare.check_equal(
             ["y"], [np.array([1.01e-3, 1], np.float32)], [torch.tensor([1e-3, torch.inf])], "x", None, []
         )
@@ -226,7 +226,7 @@ def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixtu
         path = save(
             small_decoder.in_place(length) if length != 0 else small_decoder.growing(), tmp_path / f"{length}.onnx"
         )
-        if length == 0:  # of an input that no output depends on there is none in the file
+        if length == 0:  # the file has no input on which no output depends
             run, dropped = compare.runner(path, [*names, "gone"]), [torch.ones(1)]
         else:
             run, dropped = compare.runner_in_place(path, names, length), []
@@ -240,7 +240,7 @@ def test_a_file_runs_as_it_is_checked(tmp_path: Path, capfd: pytest.CaptureFixtu
             run([tokens + 99, *nothing, *dropped], "three")
     with pytest.raises(RuntimeError, match="for four"):
         run([tokens, *nothing], "four", length=2)
-    assert not capfd.readouterr().err  # what must fail fails quietly
+    assert not capfd.readouterr().err  # expected failures print nothing
 
 
 def test_what_lies_behind_a_cache_is_seen_where_a_graph_reads_it(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_an_empty_batch(form: str, options: dict[str, Any]) -> None:
     refusal: Any = None
     try:
         results = session(model)(None, feeds)
-    except Exception as error:  # which class it is, is not said
+    except Exception as error:  # its class is not defined
         refusal = error
     if refusal is None:
         assert [result.shape for result in results] == shapes(plan, trial)

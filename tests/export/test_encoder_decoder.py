@@ -63,7 +63,7 @@ class Model(nn.Module):
         self.config: Any = types.SimpleNamespace(
             is_encoder_decoder=True, decoder_start_token_id=3, vocab_size=VOCABULARY, d_model=WIDTH
         )
-        self.dtype, self.wide = torch.float32, wide  # whether masks of four axes are added
+        self.dtype, self.wide = torch.float32, wide  # whether masks with four axes are added
         self.shared = nn.Embedding(VOCABULARY, WIDTH)
         self.bias = nn.Parameter(torch.randn(HEADS, 9))
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -173,7 +173,7 @@ def test_tokens(made: tuple[Model, Path]) -> None:
 def test_sounds(tmp_path: Path) -> None:
     model = Sounds(wide=False).eval()
     reports: list[ExportReport] = []
-    folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # a directory that is there
+    folder = encoder_decoder_to_onnx(model, tmp_path, report=reports.append)  # an existing directory
     assert [graph.file for graph in reports[0].graphs] == list(FILES)
     assert dict(reports[0].graphs[2].inputs[2].fixed) == {1: "the heads of the layer", 3: "the width of a head"}
     assert {check.name for check in reports[0].checks} >= {"last_hidden_state", "logits", "present.0.encoder.key"}

@@ -85,7 +85,7 @@ def test_bfloat16_in_the_reference_evaluator(form: Any, profile: Any) -> None:
     assert report.ok, report.table()
 
 
-class Attention(op_attention.Attention):  # whose name says which operator it stands for
+class Attention(op_attention.Attention):  # named like the operator that it replaces
     """Makes NaN of queries that see no key, as onnxruntime did before 1.28 and others may."""
 
     made = 0

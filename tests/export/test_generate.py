@@ -252,7 +252,7 @@ def test_a_text_may_end_with_one_token_or_with_any_of_some(ends: Any, tmp_path: 
 
 
 def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))  # which may lie on another disk
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))  # it may be on another disk
     genai.write_config(tmp_path, genai.config_text("decoder.onnx", growing(), {"eos_token_id": 7}, REACH))
     (path,) = tmp_path.iterdir()
     assert path.name == "genai_config.json"
@@ -284,7 +284,7 @@ def test_the_config_of_genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     search = {"do_sample": False, "max_length": REACH, "past_present_share_buffer": False}
     assert json.loads(path.read_text()) == {"model": model, "search": search}
-    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in path.read_text()  # people edit it
+    assert '\n    "decoder": {\n      "filename": "decoder.onnx",\n' in path.read_text()  # people edit this file
     assert '"num_hidden_layers": 2,' in path.read_text()
     endless = json.loads(genai.config_text("decoder.onnx", growing(), {"eos_token_id": [7, 0]}, None))
     assert endless["model"]["context_length"] == endless["search"]["max_length"] == 2**20

@@ -45,7 +45,7 @@ def test_rows_go_on_where_each_of_them_ends() -> None:
     lengths = np.array([4, 1, 6])
     shape = (3, spec.num_kv_heads, 9, spec.head_dim)
     caches = {name: np.zeros(shape, np.float32) for name in ("past_key", "past_value")}
-    # What pads the shorter rows of the prefill is written behind their ends, and over later.
+    # The padding of the shorter rows of the prefill is written after their ends, and overwritten later.
     y, keys, values = list[Any](session.run(None, {"x": x[:, :6], **caches, "past_lengths": np.zeros(3, np.int64)}))
     whole: Any = attention_block(x, weights, spec)
     for row, length in enumerate(lengths):

@@ -133,7 +133,8 @@ FOREIGN: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_what_is_not_standard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)  # which knows no stranger's operators
+    # the checker does not support foreign operators
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model: None)
     change, told = FOREIGN[kind]
     made = model(CAUSAL)
     change(made)
@@ -196,7 +197,7 @@ def test_graphs_are_recognised_without_metadata(form: str, dtype: str) -> None:
         checks, subject = inspected(made, spec, projections=options.get("projections", True))
         assert all(check.ok for check in checks)
         assert subject is not None
-        assert subject.plan.profile.name == "portable"  # the one that asks least
+        assert subject.plan.profile.name == "portable"  # the profile with the fewest requirements
         assert (subject.plan.mask, subject.plan.past) == (options.get("mask", False), options.get("past", False))
 
 
@@ -298,12 +299,13 @@ def test_other_inputs_and_outputs() -> None:
     told = "inputs x, memory, mask, more, expected x, memory, mask; outputs y, memory2, expected y"
     checks, subject = inspected(made, CROSS)
     assert [(check.name, check.detail) for check in checks if not check.ok] == [("interface", told)]
-    assert subject is None  # nothing could be fed
+    assert subject is None  # there were no valid inputs
     made = model(CROSS)
     first, second = (type(value).FromString(value.SerializeToString()) for value in made.graph.input)
     made.graph.input[0].CopyFrom(second)
     made.graph.input[1].CopyFrom(first)
-    assert failures(made, CROSS) == {"interface": "inputs memory, x, expected x, memory"}  # the order is promised too
+    # the order is part of the promise
+    assert failures(made, CROSS) == {"interface": "inputs memory, x, expected x, memory"}
 
 
 def test_stored_weights() -> None:

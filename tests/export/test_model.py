@@ -101,7 +101,7 @@ def test_form_of_the_file(form: Any, profile: Any) -> None:
     assert all(node.name.startswith(("relskew/compute/", "relskew/shape/")) for node in model.graph.node)
     assert len({node.name for node in model.graph.node}) == len(model.graph.node)
     keys = list(made(form)[2])
-    if FORMS[form][0].rel_bias == "alibi":  # which no weights have
+    if FORMS[form][0].rel_bias == "alibi":  # it has no weights
         keys.insert(0, "rel_bias")
     stored = [tensor.name for tensor in model.graph.initializer]
     assert stored[: len(keys)] == keys
@@ -182,7 +182,7 @@ def test_max_length_trims_the_stored_rows() -> None:
     np.testing.assert_array_equal(trimmed[:, 1:], weights["rel_k"][:, -4:])
     assert stored(export("window", max_length=100), "rel_k").shape == (2, 6, 4)
     assert stored(export("clip", max_length=100), "rel_k").shape == (2, 4, 4)
-    # Trimmed rows that a longer input would read are missed loudly, also where the table's end is soft.
+    # Trimmed rows that a longer input would read raise an error, even if the table's end is soft.
     softs: tuple[Beyond, ...] = ("clip", "zero")
     for beyond in softs:
         soft = BlockSpec(8, 2, Span(8, 0, beyond), causal=True)

@@ -73,7 +73,7 @@ def test_tables(form: Any, how: str) -> None:
         def mutate(model: onnx.ModelProto, key: str = key) -> None:
             (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == key)
             sizes = list(tensor.dims)
-            # Positions are on the longest axis but for a table that is narrower than a head.
+            # Positions are on the longest axis, unless a table has fewer rows than columns.
             axis = len(sizes) - 1 if key == "rel_bias" or sizes[-1] > sizes[-2] else len(sizes) - 2
             changes: dict[str, Callable[[Any], Any]] = {
                 "one percent": lambda table: table * 1.01,

@@ -29,7 +29,8 @@ from relskew_core.export._validate import isolated, runtimes
 from relskew_core.export._validate.run import Request
 
 CAUSAL = FORMS["causal"][0]
-module = importlib.import_module("relskew_core.export._validate.validate")  # whose name the function has too
+# the package exports a function of the same name
+module = importlib.import_module("relskew_core.export._validate.validate")
 
 
 class Onnxruntime:
@@ -163,7 +164,7 @@ def test_openvino_calls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert name == "openvino"
     assert modules["openvino_telemetry"] is None
     assert "openvino_telemetry" not in sys.modules
-    for name in ("openvino", "openvino_telemetry"):  # what someone else has imported stays
+    for name in ("openvino", "openvino_telemetry"):  # modules that the caller has imported stay
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, SimpleNamespace())
             assert runtimes.import_openvino() == "openvino"
@@ -345,7 +346,7 @@ def told(monkeypatch: pytest.MonkeyPatch, lines: str, seconds: float = 60) -> tu
     monkeypatch.setattr(isolated, "_CHILD", f"import os, sys, time, json; {lines}")
     checks: list[Check] = []
     steps: list[str] = []
-    large = {"large": np.zeros(10**6)}  # more than a pipe holds
+    large = {"large": np.zeros(10**6)}  # larger than a pipe's buffer
     isolated.run_isolated(request(weights=large), seconds, None, checks.append, steps.append)
     return checks, steps
 
@@ -404,7 +405,7 @@ def test_an_interrupted_validation_leaves_no_process(monkeypatch: pytest.MonkeyP
     deadline = time.perf_counter() + 10
     while threading.active_count() > threads and time.perf_counter() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == threads  # the timer has ended too
+    assert threading.active_count() == threads  # the timer thread has ended, too
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def test_a_validation_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_
         pickle.dump((request(model_or_path=os.fspath(path)), None), process.stdin)
         process.stdin.flush()
         assert process.stderr.readline() == b"reading\n"
-        process.stdin.close()  # as the end of the parent would
+        process.stdin.close()  # as the end of the parent process would
         assert process.wait(30) == 1
 
 

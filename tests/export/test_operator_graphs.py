@@ -39,7 +39,7 @@ def results(model: onnx.ModelProto, options: onnxruntime.SessionOptions, feeds: 
     try:
         return list(session.run(None, feeds))
     except Exception as error:
-        if "relskew" not in str(error):  # of a node's name, or of the operator
+        if "relskew" not in str(error):  # the error names a node or the operator
             raise
         return None
 

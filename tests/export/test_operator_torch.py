@@ -65,7 +65,7 @@ def test_calls_become_nodes_and_give_torchs_numbers(kind: str) -> None:
     model = Calls(**CALLS[kind])
     made = torch_to_onnx(model, torch.randn(2, 4, 6, 8), vary={"x": [0, 2]}, operator=True)
     assert len(nodes(made)) == 1
-    assert len(nodes(made, "Softmax")) == (kind == "sinks")  # by which the sinks take their share
+    assert len(nodes(made, "Softmax")) == (kind == "sinks")  # it computes the share of the sinks
     assert len(made.functions) == 1
     onnx.checker.check_model(made)
 
@@ -176,7 +176,7 @@ def test_decoders_give_the_same_tokens(
     graph = onnx.load(made)
     assert len(nodes(graph)) == 2
     assert not nodes(graph, "TensorScatter")  # the node writes its caches
-    grows = not options  # and attention reads the present, of heads
+    grows = not options  # and attention reads the present caches, with a heads axis
     turned = [node for node in nodes(graph, "Transpose") if node.name != "embedding.weight/transposed"]
     assert len(nodes(graph, "Reshape")) == len(turned) == 4 * grows
     wanted = generate(plain, [[1, 2, 3], [4, 5, 6]], 12)

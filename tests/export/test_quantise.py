@@ -46,7 +46,7 @@ def test_kinds(kind: Any, profile: Any, tmp_path: Path) -> None:
     assert not [
         tensor.name for tensor in made.graph.initializer if tensor.data_type == 1 and np.prod(tensor.dims) > 512
     ]
-    if kind.startswith("weights"):  # blocks of 32 with a scale each, and no more
+    if kind.startswith("weights"):  # blocks of 32 with one scale each, and nothing else
         products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
         assert {len(node.input) for node in products} == {3}
         assert {one.i for node in products for one in node.attribute if one.name == "block_size"} == {32}
@@ -90,7 +90,7 @@ def test_every_form_loads_and_hides(profile: Any, opset: int, masked: bool, wind
     report = validate(path, spec, WEIGHTS, lengths=[1, 7, 64], batches=(2,), tolerance=TOLERANCES["static"])
     assert report.ok, report.table()
     in_bits = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"}
-    assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # what is no logit
+    assert {f"relskew/compute/{name}_proj" for name in "qkv"} <= in_bits  # all except the logits
 
 
 def test_nodes_without_names_are_told_apart(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     stored = {
         "embedding": rng.standard_normal((100, 16)) * np.logspace(-3, 3, 16),
         "least": rng.standard_normal((64, 16)),
-        "both": rng.standard_normal((100, 16)),  # something reads the whole
+        "both": rng.standard_normal((100, 16)),  # another node reads the whole table
         "small": rng.standard_normal((100, 2)),
         "zeros": np.zeros((100, 16)),
-        "crossed": rng.standard_normal((64, 64)),  # read along all of its axes
+        "crossed": rng.standard_normal((64, 64)),  # read along all axes
         "wide": rng.standard_normal((16, 100)) * np.logspace(-3, 3, 16)[:, None],
-        "given": rng.standard_normal((100, 16)),  # a result as it is
-        "turned": rng.standard_normal((16, 100)),  # as torch leaves it
+        "given": rng.standard_normal((100, 16)),  # a result of the graph
+        "turned": rng.standard_normal((16, 100)),  # transposed, as torch stores it
         "packed": rng.standard_normal(1600),
     }
     tables: dict[str, np.ndarray] = stored | {
@@ -191,7 +191,7 @@ def test_tables_of_anything_that_is_looked_up(tmp_path: Path) -> None:
     tokens = rng.integers(0, 64, (3, 5))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = dict(zip(outputs, session.run(None, {"tokens": tokens}), strict=True))
-    for name in read:  # each column has a scale of its own, or each row where columns are looked up
+    for name in read:  # each column has a separate scale, or each row if columns are looked up
         axis = 1 if name == "wide" else 0
         bound = np.max(np.abs(tables[name]), axis=axis, keepdims=True) / 250 + 1e-6
         bound = bound[..., None] if name == "wide" else bound

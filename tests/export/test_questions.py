@@ -91,7 +91,7 @@ def test_right_outputs() -> None:
         assert (check.runtime, check.provider, check.case, check.ok) == ("fake 1", "here", str(TRIAL), True)
         assert check.gate == 2e-6
         assert check.error is not None
-        assert 0 < check.error < 1e-7  # what float32 cannot hold
+        assert 0 < check.error < 1e-7  # the rounding error of float32
         assert check.detail.startswith("largest difference ")
 
 
@@ -127,7 +127,7 @@ def test_where_logits_are_large_tolerances_grow() -> None:
     gates = [(check.name, check.gate) for check in asked.checks]
     grown = pytest.approx(2e-6 * logit / 16)
     assert gates == [("y", grown), ("present_key", 2e-6), ("present_value", 2e-6), *[("optimiser off", grown)] * 3]
-    assert [check.ok for check in asked.checks] == [False] * 3 + [True] * 3  # float32 is no nearer than 1e-8
+    assert [check.ok for check in asked.checks] == [False] * 3 + [True] * 3  # float32 is not more accurate than 1e-8
     assert asked.checks[0].detail.endswith(f", more than atol {1e-8 * logit / 16:g}")
     assert asked.checks[1].detail.endswith(", more than atol 1e-08")
 
@@ -173,7 +173,7 @@ def test_nor_is_it_in_decoding(profile: str, ok: bool) -> None:
 
     def change(results: Results) -> Results:
         for cache in results[1:]:
-            cache[:, :, -1] += len(asked.fed) == 1  # of the whole, one place behind its end
+            cache[:, :, -1] += len(asked.fed) == 1  # of the whole input, one place after its end
         return results
 
     asked.about(change).decoding(3)
@@ -196,7 +196,7 @@ def test_inputs_that_are_too_long() -> None:
         (nothing, True, "no finite number"),
         (list, False, "gave numbers"),
     ):
-        asked = Asked(OPEN, **PAST)  # whose definition knows no end
+        asked = Asked(OPEN, **PAST)  # the definition has no end
         asked.about(change, unoptimised=raising).trial(long, 0)
         assert asked.checks == [Check("too long fails", "fake 1", "here", str(long), ok, detail=detail)]
 
@@ -206,7 +206,7 @@ def test_a_runtime_that_raises() -> None:
     asked.about(raising).trial(TRIAL, 0)
     asked.about(unoptimised=raising).trial(TRIAL, 0)
     asked.about(raising).decoding(4)
-    why = "RuntimeError: no such kernel " + "x" * 385  # so much of a long message
+    why = "RuntimeError: no such kernel " + "x" * 385  # a long message is cut here
     assert [check for check in asked.checks if not check.ok] == [
         Check("y", "fake 1", "here", str(TRIAL), False, detail=why),
         Check("optimiser off", "fake 1", "here", str(TRIAL), False, detail=why),
@@ -461,7 +461,7 @@ def test_a_cache_in_place_is_worked_out_row_by_row() -> None:
     asked = Asked(OPEN, mask=True, segments=True, in_place=True, **PAST)
     appended = Asked(OPEN, mask=True, segments=True, **PAST)
     trial = Trial(3, 2, 7, 5, True, 9)
-    for seed in range(3):  # masks of every shape
+    for seed in range(3):  # masks of all shapes
         feeds = make_inputs(asked.subject.plan, trial, seed)
         found, peak = expected_outputs(asked.subject, feeds)
         logits = []

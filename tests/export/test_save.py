@@ -115,7 +115,7 @@ def test_saving_again(tmp_path: Path) -> None:
     save(model(1), path, external_threshold=0, overwrite=True)
     second = names(tmp_path)
     assert len(second) == 3
-    assert set(first) < set(second)  # whoever reads the first model finds its weights
+    assert set(first) < set(second)  # a reader of the first model still finds its weights
     assert ballast(path) == 1
     save(model(2), path, overwrite=True)
     assert names(tmp_path) == second
@@ -373,7 +373,7 @@ def test_every_step_may_fail(
                 save(model(1), path, external_threshold=threshold, overwrite=existing)
                 break
         found = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-        # After the rename only the directory's flush can fail, with the new model in place.
+        # After the rename, only flushing the directory can fail, with the new model in place.
         assert found == before or (call == "fsync" and ballast(path) == 1)
         if found != before:
             for name in found.keys() - before.keys():
@@ -466,7 +466,7 @@ def test_a_kill_leaves_a_whole_model(tmp_path: Path, call: str, at: int) -> None
     left = names(tmp_path)
     assert any(name.endswith(".relskew-saving") for name in left)
     save(model(2), tmp_path / "other.onnx")
-    assert names(tmp_path) == sorted([*left, "other.onnx"])  # whether they are at work is not known yet
+    assert names(tmp_path) == sorted([*left, "other.onnx"])  # whether they are in use is not known yet
     age(tmp_path)
     save(model(2), tmp_path / "other.onnx", overwrite=True)
     save(model(2), path, overwrite=True)

@@ -70,14 +70,14 @@ def test_model() -> None:
     model, opset = Model(), 23
     vary = {"tokens": {0: VARY, 1: VARY}, "source": {0: VARY, 1: VARY}}
     program = export(model, tokens(2, 7, 5), vary, opset)
-    assert operators(program).count("Attention") == 3  # relative values are primitives
+    assert operators(program).count("Attention") == 3  # relative values are separate nodes
     assert {"": opset} == dict(program.model.opset_imports)
     ours = [node.name.split("/") for node in program.model.graph if node.name.startswith("relskew/compute/")]
     assert {path[2] for path in ours} == {f"attention_{number}" for number in range(1, 6)}
     run = session(program)
     for batch, queries, keys in ((1, 1, 1), (2, 7, 5), (3, 1, 9), (1, 24, 1), (2, 3, 24), (1, 24, 24)):
         assert_same(run(*tokens(batch, queries, keys)), model, *tokens(batch, queries, keys))
-    for queries, keys in ((25, 1), (1, 25)):  # the tables end there
+    for queries, keys in ((25, 1), (1, 25)):  # at the ends of the tables
         with pytest.raises(Exception, match="Reshape"):
             run(*tokens(1, queries, keys))
 
@@ -120,7 +120,7 @@ def test_cache(opset: int, options: dict[str, Any]) -> None:
     cache = {0: VARY, 2: VARY}
     inputs = torch.randn(2, 5, 16), torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
     program = export(model, inputs, {"x": {0: VARY, 1: VARY}, "keys": cache, "values": cache}, opset)
-    assert "Clip" not in operators(program)  # known to be one sequence: half the table's product
+    assert "Clip" not in operators(program)  # a single sequence is known, with half the product of the table
     run = session(program)
     x = torch.randn(3, 24, 16)
     keys = values = torch.zeros(3, 2, 0, 4)
@@ -167,7 +167,7 @@ class Shapes(nn.Module):
             *relative_attention(q[None] * 2, k[None], v[None], table, CLIP, offset=0, return_lse=True),
             *relative_attention(q[0], k[0], v[0], table, CLIP, offset=0, return_lse=True),
             relative_attention(q, k, v, table, CLIP, offset=0, mask=additive, softcap=1.5),
-            # More queries than keys: the first ones stand before all keys.
+            # More queries than keys: the first ones are before all keys.
             relative_attention(q, k, v, table, CLIP, offset=k.shape[2] - q.shape[2], causal=True),
             relative_attention(q, k, v, key_table=table, span=CLIP, offset=k.shape[2] - q.shape[2]),
             relative_attention(q, k[:, :1], v[:, :1], key_table=table, span=CLIP, offset=0),
@@ -234,7 +234,7 @@ def test_calls_along_one_sequence(opset: int, part: slice) -> None:
     causal = sum(node.attributes.get_int("is_causal", 0) for node in program.model.graph if node.op_type == "Attention")
     single = [call for call in model.calls if "rel_v" not in call]
     unmasked = sum("causal" in call and "blocks_before" not in call for call in single)
-    assert causal == (unmasked if opset == 23 else 0)  # beside a mask it is in the condition
+    assert causal == (unmasked if opset == 23 else 0)  # with a mask it is part of the condition
     run = session(program)
     for shape in ((2, 5), (1, 1), (3, 12), (1, 7)):
         assert_same(run(*inputs(*shape)), model, *inputs(*shape))
@@ -307,7 +307,7 @@ def test_every_field_of_a_call_is_tried_here_or_refused() -> None:
             offset = {} if "positions" in options else {"offset": 0}  # lengths differ
             checked = problem(Arguments(queries, keys, values, **{**offset, **options}), return_lse=asks)
             tried.update(unknown(checked.given, checked.options, frozenset()))
-    tried.add("rel_q")  # of `Shapes`
+    tried.add("rel_q")  # one of `Shapes`
     fields = {name.partition("_")[2] if kind is Kind.LABEL else name for name, kind in KINDS.items()}
     fields.update(name for kind in (Options, Span, Visibility) for name in defaults_of(kind))
     fields.remove("by_value")

@@ -56,7 +56,7 @@ def test_pieces_of_attention() -> None:
     run = session(export(model, pieces(2, 5, 7), {"q": SQUARE, "k": SQUARE, "offsets": {0: VARY}}, 18))
     for shape in ((2, 5, 7), (1, 1, 1), (3, 1, 8), (2, 12, 1), (1, 12, 12)):
         assert_same(run(*pieces(*shape)), model, *pieces(*shape))
-    past = run(*pieces(1, 13, 4))  # one row past a table that has to reach: numbers that nobody takes for right
+    past = run(*pieces(1, 13, 4))  # one row past a table with beyond="error": the results must be obviously wrong
     assert [bool(np.isnan(result).any()) for result in past] == [index in (0, 7) for index in range(9)]
 
 

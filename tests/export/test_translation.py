@@ -66,7 +66,7 @@ def check_shapes(traced: Traced, made: list[np.ndarray[Any, Any]]) -> None:
     for x, (_, value) in zip(made, traced.computed, strict=True):
         assert x.dtype == value.dtype, value
         for size, told in zip(x.shape, value.shape, strict=True):
-            turned = value.name.partition("/attention_1/")[2].startswith("keys/")  # queries and keys changed over
+            turned = value.name.partition("/attention_1/")[2].startswith("keys/")  # queries and keys exchanged
             assert size == (told if isinstance(told, int) else known.setdefault((turned, told), size)), value
 
 
@@ -91,7 +91,7 @@ def test_half_precision(name: str) -> None:
         for node in traced.graph:
             if node.op_type == "Attention":
                 assert node.attributes.get_int("softmax_precision") == onnx.TensorProto.FLOAT
-                assert len(node.outputs) == 1  # the others would be computed
+                assert len(node.outputs) == 1  # other outputs would be computed in vain
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,7 +16,7 @@ from relskew_core.export._plan import GraphPlan, make_plan
 from relskew_core.export._validate import trials
 from relskew_core.export._validate.trials import Trial, empty_batch, longest, make_inputs, make_trials
 
-SEED = 10**6  # what is drawn has seeds from here on
+SEED = 10**6  # random trials have seeds from here on
 CACHE = {"past": True}
 IN_PLACE = {"past": True, "in_place": True}
 CAUSAL = BlockSpec(8, 2, Span.causal(9), causal=True)
@@ -58,7 +58,7 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
         "2/9+7 8/9+1 9",
         "1/10+9 9/10+1 10",
     ),
-    "cache in place": (  # the first that fails finds a cache of 7 too short for 8 keys
+    "cache in place": (  # the first that fails: a cache of 7 is too short for 8 keys
         BlockSpec(8, 2, Span.causal(4), causal=True),
         IN_PLACE,
         (4, 4),
@@ -66,7 +66,7 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
         "3/4+1<6 4<6 1/4+3<6",
         "2/8+6<7 1/5+4<9 4/5+1<9 5<9",
     ),
-    "cache of GroupQueryAttention": (  # which takes several queries behind a past for one item alone
+    "cache of GroupQueryAttention": (  # it supports several queries after a past only for a single item
         BlockSpec(16, 2, Span.causal(3), causal=True),
         CACHE | {"profile": "ort-contrib"},
         (3, 3),
@@ -120,7 +120,7 @@ SWEEPS: dict[str, tuple[BlockSpec, dict[str, Any], tuple[int | None, int | None]
         BlockSpec(8, 2, Span.causal(100), causal=True),
         {"chunk_size": 20},
         (100, 100),
-        "1×3 2×3 3×3 7×3 8×3 16×3 20×3 21×3 33×3 41 100",  # long ones in one batch
+        "1×3 2×3 3×3 7×3 8×3 16×3 20×3 21×3 33×3 41 100",  # long lengths with one batch size
         "33 21 20",
         "101",
     ),
@@ -162,8 +162,8 @@ def test_sweeps(form: str) -> None:
     assert parts(swept) == tuple(expected)
     assert all(trial.batch == first for trial in swept if trial.large_logits or not trial.fits)
     fits = [trial.fits for trial, _ in found]
-    assert fits == sorted(fits, reverse=True)  # what must fail comes last
-    assert sorted(seed for _, seed in found if seed < SEED) == list(range(len(swept)))  # each has its own numbers
+    assert fits == sorted(fits, reverse=True)  # cases that must fail come last
+    assert sorted(seed for _, seed in found if seed < SEED) == list(range(len(swept)))  # each has different numbers
     assert {seed for _, seed in found if seed >= SEED} <= set(range(SEED, SEED + trials.DRAWN))
 
 
@@ -181,7 +181,7 @@ def test_lengths_and_batches_that_are_asked_for() -> None:
     assert {trial.batch for trial in found if trial.queries == 70} == {4, 2}
     assert parts(found) == (
         "50×2 50/51+1×2 50/57+7×2 1/60+59",
-        "1/60+59",  # none of many queries
+        "1/60+59",  # none with many queries
         "70×2 70/71+1×2 70/77+7×2 1/61+60 60/61+1 61",
     )
     cross = plan(BlockSpec(8, 2, Span(8, 6), cross=True))
@@ -264,7 +264,7 @@ def test_a_trial_in_words_and_its_pasts() -> None:
     assert str(trial) == "batch 4, queries 2, keys 7, past 5"
     trial = Trial(4, 2, 7, 5, True, 9, True)
     assert str(trial) == "batch 4, queries 2, keys 7, past 5, cache 9, large logits"
-    assert list(trial.pasts()) == [5, 3, 1, 5]  # each item its own, in a cache in place
+    assert list(trial.pasts()) == [5, 3, 1, 5]  # separate pasts for the items of a cache in place
 
 
 CORE = {"projections": False}
@@ -338,8 +338,8 @@ def test_masks_and_segments_of_every_kind() -> None:
     assert [feed["mask"].shape for feed in feeds[:3]] == [(3, 1, 1, 99), (3, 2, 99, 99), (1, 1, 99, 99)]
     assert all(0.55 < feed["mask"].mean() < 0.85 for feed in feeds)
     few = make_inputs(made, Trial(3, 99, 99, 0, True, large_logits=True), 1)["mask"]
-    assert 0.15 < few.mean() < 0.25  # of few keys all may have logits far below zero: there a hidden key shows
+    assert 0.15 < few.mean() < 0.25  # with few visible keys, all may have logits far below zero, and a hidden key shows
     for labels in (feed["segments"] for feed in feeds[::2]):
         assert set(labels.ravel()) == {-7, 0, 7}  # in no order
     for documents in (feed["segments"] for feed in feeds[1::2]):
-        assert set(np.diff(documents, axis=1).ravel()) == {0, 1}  # one after the other
+        assert set(np.diff(documents, axis=1).ravel()) == {0, 1}  # consecutive documents

@@ -60,7 +60,7 @@ def test_notices_a_weight_off_by_one_percent(key: str, dtype: str) -> None:
     scaled(model, key, 1.01)
     found = wrong(validate(model, CACHE, weights, batches=(1,)))
     assert "weights" in found
-    # The numbers alone must show it where they can: softmax cancels a change of the keys' bias.
+    # The outputs must show the difference where they can: softmax cancels a change of the keys' bias.
     if dtype == "float32":
         assert "present_key" in found if key == "k_proj.bias" else found & {"y", "present_key", "present_value"}
 
@@ -145,7 +145,7 @@ def test_which_input_is_decoded() -> None:
         (clipped, [1, 9, 7], 9),
         (clipped, [8, 64, 65], 64),
         (clipped, [70, 66], 66),
-        (CACHE, [9], 9),  # the whole table: behind a past it does not fit
+        (CACHE, [9], 9),  # the whole table, which does not fit with a past
     ):
         weights = random_weights(spec)
         model = to_onnx(spec, weights, past=True)
@@ -354,7 +354,7 @@ def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
     assert time.perf_counter() - start < 20
     assert report.failures[-1].name == "validation"
     assert "stopped after 5 s, `time_limit`, at: onnxruntime: " in report.failures[-1].detail
-    assert {check.name for check in report.checks} >= {"file", "interface", "weights"}  # what was known by then
+    assert {check.name for check in report.checks} >= {"file", "interface", "weights"}  # the checks up to this point
     assert steps
     model = to_onnx(CAUSAL, weights)
     huge(model)
@@ -366,7 +366,8 @@ def test_a_file_has_limits_of_time_and_memory(tmp_path: Path) -> None:
     assert wrong(validate(path, CAUSAL, weights, memory_limit=0)) == {"validation"}
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # that of the answers: a process ends with them
+# of the answers' file, which a process leaves open at its end
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_what_a_process_answers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def run(request: Any, tell: Callable[[Check], None], progress: Callable[[str], None]) -> None:
         print(request, flush=True)
@@ -432,7 +433,7 @@ def test_metadata_in_words() -> None:
     (check,) = validate(model, CAUSAL, weights, batches=(1,), lengths=[2]).failures
     too_long, refused, too_large = check.detail.split("; relskew.")
     assert too_long.startswith(f"relskew.spec is {spec[:60]!r} (TypeError: ")
-    assert len(too_long.partition("Error: ")[2]) == 101  # so much of a long message, and a bracket
+    assert len(too_long.partition("Error: ")[2]) == 101  # the message is cut, and a bracket follows
     assert refused == "max_length is '0' (ValueError: must be at least 1)"
     assert too_large.startswith(f"chunk_size is {'9' * 60!r} (ValueError: Exceeds the limit")
 
@@ -577,5 +578,5 @@ def test_table() -> None:
         "FAILED y (a, b, 3): error 2.00e-02, gate 1e-03: far",
     ]
     assert "seed" not in Report(tuple(checks)).table()
-    assert "seed" not in Report((checks[0],), 7).table()  # of no use where all is well
+    assert "seed" not in Report((checks[0],), 7).table()  # it is of no use if all checks pass
     assert Report((checks[0],), 7).ok

@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         clipped: dict[str, Any] = {"span": Span(3, 0, "clip"), "shared_table": True, "window": (6, None)}
         self.layers = nn.ModuleList([Layer(heads, span=Span.causal(REACH)), Layer(heads, **clipped)])
         self.head = nn.Linear(16, VOCABULARY)
-        for x in self.parameters():  # so that everything counts
+        for x in self.parameters():  # so that every parameter matters
             nn.init.normal_(x, std=0.5, generator=torch.Generator().manual_seed(x.numel()))
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, list[Any]]:
@@ -158,7 +158,7 @@ def test_caches_in_place_give_the_tokens_of_torch(
     assert np.array_equal(generate(session, prompt, end - 3), want.numpy())
     assert np.array_equal(generate(session, prompt[1], 1), want[1, :1].numpy())
     assert generate(session, [1], 0).shape == (0,)
-    assert "copying" not in capfd.readouterr().err  # which onnxruntime says where it does not write in place
+    assert "copying" not in capfd.readouterr().err  # onnxruntime says so if it does not write in place
     what = "tables reach" if end == REACH else "caches hold"
     with pytest.raises(
         ValueError, match=f"`n` must be at most {end - 1} after a prompt of 2: .* {what} {end} positions"
@@ -189,7 +189,7 @@ def test_wrong_caches_in_place_do_not_appear(tmp_path: Path, monkeypatch: pytest
         model = caches_in_place(*args, **options)
         for node in model.graph.node:
             if node.op_type == "TensorScatter":
-                del node.input[2]  # writes where the cache starts
+                del node.input[2]  # without it, the cache is written from its start
         return model
 
     monkeypatch.setattr(decoder, "caches_in_place", wrong)
@@ -260,7 +260,7 @@ class Bare(nn.Module):
 
     def empty_cache(self, batch: int) -> tuple[tuple[Tensor, Tensor]]:
         nothing = self.tables.new_zeros(batch, 2, 0, 4)
-        return ((nothing, nothing),)  # one tensor for both
+        return ((nothing, nothing),)  # the same tensor for both
 
     def forward(self, tokens: Tensor, past: Any) -> tuple[Tensor, Any]:
         ((keys, values),) = past
@@ -365,7 +365,7 @@ def test_a_memory_is_projected_once(options: dict[str, Any], tmp_path: Path) -> 
         generate(path, [[1, 2], [7, 8]], 1, memory=given)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, where it compiles
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # raised by torch while it compiles
 def test_a_model_is_cast_on_export(tmp_path: Path) -> None:
     """What was trained in bfloat16 stays so, and its graph computes in another type, under the names of its own."""
     model = Bare().bfloat16()
@@ -751,7 +751,7 @@ def test_what_is_shared_is_stored_once(tmp_path: Path) -> None:
     assert sizes.count((2, REACH + 1, 8)) == 1
     assert [size for size in sizes if VOCABULARY in size] == [(VOCABULARY, 16)]
     assert next(node.name for node in made.graph.node if node.op_type == "Transpose") == "embedding.weight/transposed"
-    # A tool that looks for stored factors finds the head all the same.
+    # A tool that looks for stored factors still finds the head.
     quantize(made, tmp_path / "small.onnx", "weights-8")
     products = [node for node in onnx.load(tmp_path / "small.onnx").graph.node if node.op_type == "MatMulNBits"]
     assert len(products) == 9

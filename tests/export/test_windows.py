@@ -49,7 +49,7 @@ def test_right_or_refused(form: Any, beyond: Beyond) -> None:
         table = random.standard_normal((1, spec.span.rows, 2)).astype(np.float32)
         try:
             model = to_onnx(spec, {"rel_k": table}, projections=False, max_length=longest, **export)
-        except ValueError:  # more than the table has
+        except ValueError:  # more rows than the table has
             assert beyond == "error"
             assert longest is not None
             assert longest > reach + 1
@@ -61,7 +61,7 @@ def test_right_or_refused(form: Any, beyond: Beyond) -> None:
             try:
                 (out,) = list[Any](run(None, given))
             except Exception:
-                # What a table covers, or its end extends, must run up to max_length.
+                # A covered or extended table must run up to max_length.
                 assert max(n, m) > (longest or n) or beyond == "error", (reach, window, longest, n)
                 continue
             if not np.isfinite(out).all():

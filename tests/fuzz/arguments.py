@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
 def examples(draw: st.DrawFn) -> Example:
     """Draw a function and up to three of its arguments."""
     function = draw(st.sampled_from(sorted(CALLS)))
-    names = sorted(set(inspect.signature(CALLS[function][0]).parameters) - {"dtype"})  # the library's own to refuse
+    names = sorted(set(inspect.signature(CALLS[function][0]).parameters) - {"dtype"})  # the library rejects dtypes
     chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
     return Example(function, {name: draw(junk) for name in chosen})
 

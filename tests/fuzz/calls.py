@@ -32,7 +32,7 @@ KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64
 class Example:
     """A call, and how it is made."""
 
-    call: Call  # the offset an int, or a list of them
+    call: Call  # its offset is an int, or a list with one for each item
     row: str
     impl: str
     dtype: str
@@ -126,7 +126,7 @@ def hide_rows(call: Call, numbers: np.random.Generator) -> None:
     """Put no numbers into the rows of the tables that the pattern shows to nobody."""
     try:
         seen = set().union(*(item.seen_rows() for item in items(call)))
-    except (LookupError, OverflowError):  # the table is too short, which is to be refused; a huge offset
+    except (LookupError, OverflowError):  # the table is too short, which must be rejected; or the offset is huge
         return
     unseen = [row for row in range(call.options["span"].rows) if row not in seen]
     for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1)):
@@ -147,7 +147,7 @@ def check(example: Example) -> None:
     except LookupError:
         expected = None  # a table that is too short
     options["offset"] = example.given_offset()
-    # Of an array that is traced, or not in the CPU's memory, nobody knows the values: no refusal then, but NaN.
+    # The values of a traced array, or of one outside the CPU's memory, are unknown: instead of an error there is NaN.
     unknown = example.offset in ("0-d array", "array") and (library.traced or "second device" in library.name)
     if library.traced and unknown:
         arrays["offset"] = options.pop("offset")
@@ -169,7 +169,7 @@ def check(example: Example) -> None:
         return
     peak = largest_logit(rounded.arrays, example.call.options)
     tolerance = 4 * GATES[example.dtype] * max(1.0, peak / 16)
-    told_by_loops = ~np.isnan(expected.lse)  # a query that sees a NaN may get anything
+    told_by_loops = ~np.isnan(expected.lse)  # the result of a query that sees NaN is undefined
     same("lse", lse, expected.lse, tolerance, told_by_loops)
     same("out", out, expected.out, tolerance, told_by_loops[..., None])
 

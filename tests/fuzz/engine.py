@@ -58,7 +58,7 @@ def turn(target: Target, number: int, examples: int | None = None) -> Turn:
         try:
             target.check(example)
         except Exception:
-            worst = str(example)  # the last one that fails is the smallest
+            worst = str(example)  # the last failure is the smallest
             raise
 
     try:
@@ -66,7 +66,7 @@ def turn(target: Target, number: int, examples: int | None = None) -> Turn:
     except WrongError as error:
         return Turn(count, f"{worst}\n{error}")
     except Exception as error:
-        error.__notes__ = []  # Hypothesis's own account of the example
+        error.__notes__ = []  # Hypothesis' description of the example
         return Turn(count, f"{worst}\n{''.join(traceback.format_exception(error))}")
     return Turn(count, None)
 

@@ -32,7 +32,7 @@ class Sizes:
     queries: int
     past: int
     memory: int
-    cache: int  # places of a cache in place beyond those that are filled
+    cache: int  # free places of a cache in place
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def specs(draw: st.DrawFn) -> BlockSpec:
     tables = draw(st.sampled_from(["rel_keys", "rel_values", "rel_bias"]))
     causal = kind in ("causal", "blocks") or draw(st.booleans())
     window, left = draw(st.none() | st.tuples(sides, sides)), draw(st.integers(0, 9))
-    said = causal or kind == "cross" or left == 0 or (window is not None and window[1] is not None)  # of the future
+    # whether the future is bounded
+    said = causal or kind == "cross" or left == 0 or (window is not None and window[1] is not None)
     return BlockSpec(
         draw(st.integers(1, 5)),
         kv_heads * draw(st.integers(1, 3)),
@@ -120,7 +121,7 @@ def check(example: Example) -> None:
     weights = random_weights(spec, example.seed, projections=example.projections)
     try:
         model = to_onnx(spec, weights, **options)
-    except ValueError as error:  # a stream with a cache may not run past its table, whatever the length
+    except ValueError as error:  # a stream with a cache may not exceed its table at any length
         if spec.blocks_before is not None and "requires a table that reaches" in str(error):
             return
         if options["operator"] and "requires a `max_length` that cuts both ends of the tables" in str(error):

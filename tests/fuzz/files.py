@@ -39,7 +39,7 @@ class Change:
     """One thing done to the bytes of a file."""
 
     kind: str
-    place: float  # of the file's length
+    place: float  # as a share of the file's length
     data: bytes
 
     def of(self, content: bytes) -> bytes:
@@ -212,7 +212,7 @@ BYTES: dict[str, Callable[[Example, Path], None]] = {
     "array of an npz": try_array,
 }
 FILES = {**BYTES, "metadata": try_metadata}
-# A validation takes a second, weights a hundredth of it.
+# A validation takes a second, reading weights a hundredth of it.
 files = st.sampled_from([*FILES, *("npz", "safetensors", "pt", "array of an npz") * 3])
 
 

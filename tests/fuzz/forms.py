@@ -27,7 +27,7 @@ from strategies import Call
 Array = NDArray[Any]
 ROWS = {row.name: row for row in LIBRARIES if row.name in ("numpy", "torch, CPU")}
 TOLERANCES = {"float64": 1e-9, "float32": 3e-4}
-DEFAULTS = {"causal": False, "offset": 0}  # of all others None is the default
+DEFAULTS = {"causal": False, "offset": 0}  # all others have the default None
 
 
 def _record(x: Array) -> Array:
@@ -121,9 +121,9 @@ class Example:
     impl: str
     dtype: str
     layouts: dict[str, str]
-    hidden: float | None  # what stands where nobody may see it
-    given: tuple[str, ...]  # of the forward's results
-    omitted: bool  # whether arguments are left out that are what they are by default
+    hidden: float | None  # the value of hidden entries
+    given: tuple[str, ...]  # which results of the forward pass are passed
+    omitted: bool  # whether arguments that equal their defaults are omitted
 
     def __str__(self) -> str:
         head = f"# {self.row}, {self.dtype}; layouts: {self.layouts}; hidden: {self.hidden}; given: {self.given}\n"
@@ -187,7 +187,7 @@ def laid(example: Example, name: str, x: Any) -> Any:
     if layout not in LAYOUTS or x.dtype.kind == "u":
         return torch.tensor(x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of memory that is not to be written
+        warnings.simplefilter("ignore")  # torch warns about read-only memory
         return torch.from_numpy(LAYOUTS[layout](x))
 
 
@@ -219,7 +219,7 @@ def check(example: Example) -> None:
             found = results(example, arrays)
     except ValueError as error:
         if "offset" not in example.options() and example.call.n != example.call.m and str(error).startswith("`offset`"):
-            return  # it has to be said
+            return  # it must be given
         if refused_heads(example.call.arrays["q"], error):
             return
         raise
@@ -253,7 +253,7 @@ def expectation(example: Example, arrays: dict[str, Any]) -> dict[str, Any]:
     wanted = {name: x.requires_grad_() for name, x in given.items() if name in dense.floating(arrays)}
     out, lse = oracles.attention(**given, **options)
     pulled = (out * torch.tensor(example.d_out)).sum()
-    if example.d_lse is not None:  # of queries that see nothing, lse is -inf
+    if example.d_lse is not None:  # the lse of queries that see nothing is -inf
         pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(example.d_lse)).sum()
     gradients = torch.autograd.grad(pulled, list(wanted.values()), materialize_grads=True, allow_unused=True)
     found = {"out": out, "lse": lse}

@@ -33,8 +33,8 @@ class Example:
     row: str
     impl: str
     how: str  # one of HOW
-    given: tuple[str, ...]  # of the forward's results
-    cut: int  # where the keys fall into two parts
+    given: tuple[str, ...]  # which results of the forward pass are passed
+    cut: int  # where the keys are split into two parts
     dtype: str
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def examples(draw: st.DrawFn) -> Example:
     call = call.but(**{name: factor * call.arrays[name] for name in ("q", "rel_q") if name in call.arrays})
     queries = call.arrays["q"].shape[:-1]
     row = draw(st.sampled_from(sorted(ROWS)))
-    step = call.options["block_size"] or 1  # a part begins at a block's first key
+    step = call.options["block_size"] or 1  # a part begins with the first key of a block
     how = draw(st.sampled_from(["vjp", "parts", "autograd", "second"] if row.startswith("torch") else ["vjp", "parts"]))
     return Example(
         call,
@@ -100,7 +100,7 @@ def differentiated(
     wanted = {name: x.requires_grad_() for name, x in given.items() if x.is_floating_point()}
     out, lse = function(**given, **options)
     pulled = (out * torch.tensor(example.d_out)).sum()
-    if example.d_lse is not None:  # of queries that see nothing, lse is -inf
+    if example.d_lse is not None:  # the lse of queries that see nothing is -inf
         pulled = pulled + (torch.where(lse > -torch.inf, lse, 0.0) * torch.tensor(example.d_lse)).sum()
     inputs = list(wanted.values())
     if not pulled.requires_grad:

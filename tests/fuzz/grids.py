@@ -108,7 +108,7 @@ def examples(draw: st.DrawFn) -> Example:
     arrays = {name: normal(size[1:] if none else (*lead, *size)) for name, size in sizes.items()}
     spans = []
     for axis in range(count):
-        whole = draw(st.booleans()) or options["q_step"] or options["k_step"]  # between steps, tables have rows too
+        whole = draw(st.booleans()) or options["q_step"] or options["k_step"]  # tables also have rows between steps
         r = places(options, axis) if whole else places(options, axis)[seen(options, axis)]
         spans.append(draw(strategies.spans([int(x) for x in r.flat])))
     rows = [span.left + span.right + 1 for span in spans]

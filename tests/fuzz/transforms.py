@@ -25,7 +25,7 @@ from strategies import Call
 Tensors = dict[str, Any]
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TOLERANCES = {"float64": 1e-9, "float32": 3e-4}
-HALF = 0.1  # of what autocast may compute in bfloat16
+HALF = 0.1  # the tolerance of bfloat16 under autocast
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Example:
     call: Call
     d_out: NDArray[np.float64]
     how: str  # one of HOW
-    chosen: tuple[str, ...]  # arrays that are differentiated, or that have an axis more
-    labels: bool  # whether integers and boolean masks have an axis more, too
+    chosen: tuple[str, ...]  # arrays that are differentiated, or that have an additional axis
+    labels: bool  # whether integers and boolean masks have an additional axis, too
     seed: int
     dtype: str
     impl: str
@@ -115,7 +115,7 @@ def check(example: Example) -> None:
     try:
         with defaults(example.default_dtype, example.default_device):
             found = HOW[example.how](example, ours, again, d_out)
-    except Exception as error:  # a compiler wraps a ValueError
+    except Exception as error:  # compilers wrap a ValueError
         if refused_heads(example.call.arrays["q"], error):
             return
         raise
@@ -163,7 +163,7 @@ def _backward(
 ) -> Tensors:
     given = {name: x.detach().requires_grad_() if name in example.chosen else x for name, x in arrays.items()}
     out = attend(**given)
-    if out.requires_grad or not may_need_nothing:  # of a scale by which nothing is multiplied
+    if out.requires_grad or not may_need_nothing:  # a scale may have no product to multiply
         out.backward(d_out.to(out.dtype))
     return {"out": out, **{name: _or_zeros(given[name].grad, given[name]) for name in example.chosen}}
 
@@ -222,11 +222,11 @@ def forward(example: Example, attend: Callable[..., Any], arrays: Tensors, d_out
     """Push tangents through it."""
     own = {name: arrays[name] for name in example.chosen}
     tangents = {name: example.numbers(*x.shape).to(x.dtype) for name, x in own.items()}
-    if attend == example.formula:  # by two products back, which are autograd's own
+    if attend == example.formula:  # autograd differentiates two products
         cotangent = torch.zeros_like(d_out, dtype=torch.float64, requires_grad=True)
         wide = {name: x.double().requires_grad_() for name, x in own.items()}
         out = attend(**{**arrays, **wide})
-        if not out.requires_grad:  # it needs nothing of what is chosen
+        if not out.requires_grad:  # it depends on none of the chosen arrays
             return {"out": out, "tangent": torch.zeros_like(out)}
         back = torch.autograd.grad(out, list(wide.values()), cotangent, create_graph=True, materialize_grads=True)
         sums = sum(((x * tangents[name].double()).sum() for name, x in zip(wide, back, strict=True)), torch.zeros(()))

@@ -52,7 +52,7 @@ FEW = [
 CASES = served(COMMON | {"softcap"})
 OTHERS = [case for case in dense.CASES if case not in CASES]
 
-attend: Any = relskew_core.relative_attention  # arrays and options come by name, out of dictionaries
+attend: Any = relskew_core.relative_attention  # arrays and options are passed as keywords from dictionaries
 attend_vjp: Any = relskew_core.relative_attention_vjp
 
 

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 def module(kind: str, *linears: str, **attributes: Any) -> Any:
     """Return a module of a class of that name with linear layers from and to the width, and other attributes."""
-    made = globals().setdefault(kind, type(kind, (nn.Module,), {}))()  # where pickle looks for it
+    made = globals().setdefault(kind, type(kind, (nn.Module,), {}))()  # where pickle looks it up
     for name in linears:
         setattr(made, name, nn.Linear(E, E))
     for name, value in attributes.items():

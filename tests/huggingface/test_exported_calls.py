@@ -64,7 +64,7 @@ def test_exported(case: str, mask: str | None, groups: int) -> None:
     want = oracles.relative_attention(
         q.numpy(), k.numpy(), v.numpy(), None if rel_k is None else rel_k.numpy(), span, **arrays
     ).out
-    seen = np.isfinite(got.numpy())  # a query that sees nothing has no softmax where this is exported
+    seen = np.isfinite(got.numpy())  # exported, a query that sees nothing has no softmax
     assert oracles.relative_error(got.numpy()[seen], want[seen]) < 1e-12
 
 
@@ -92,5 +92,5 @@ def test_banded(length: int, window: tuple[int, int], span: Span | None, mask: s
     want = oracles.relative_attention(
         q.numpy(), k.numpy(), v.numpy(), None if table is None else table.numpy(), span or Span(0, 0, "zero"), **arrays
     )
-    seen = np.isfinite(want.lse)[..., None]  # a query that sees padding alone gives what nobody reads
+    seen = np.isfinite(want.lse)[..., None]  # the output of a query that only sees padding is not used
     assert oracles.relative_error(got.numpy() * seen, want.out * seen) < 1e-12

@@ -69,7 +69,7 @@ def test_training_drops_weights(name: str, portable: Callable[[bool], None]) -> 
     ours: Any = replace_attention(make()).train()
     if name == "beit":
         ours.attention.attention_dropout = 0.25
-    if name in ("vitdet", "gemma"):  # the originals drop none
+    if name in ("vitdet", "gemma"):  # the originals have no dropout
         ours.dropout = 0.25
     for taken in (False, True):
         portable(taken)
@@ -116,7 +116,7 @@ def test_cosines() -> None:
         getattr(ours, name)(windows).unflatten(-1, (HEADS, D)).transpose(1, 2) for name in ("query", "key", "value")
     )
     cosines = torch.nn.functional.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
-    scale = torch.tensor([torch.e, 100.0])[:, None, None].double()  # never above 100
+    scale = torch.tensor([torch.e, 100.0])[:, None, None].double()  # at most 100
     bias = by_cell(16 * torch.sigmoid(network(ours.relative_coords_table)).flatten(0, 2), (2, 2))
     want = ((cosines * scale + bias + 2 * mask).softmax(-1) @ v).transpose(1, 2).flatten(-2)
     torch.testing.assert_close(ours(windows, mask)[0], want)

@@ -60,7 +60,7 @@ def test_alibi(registered: dict[str, Any], case: str) -> None:
     n, m, offset = {"alone": (M, M, 0), "both sides": (M, M, 0)}.get(case, (N, M, M - N))
     if case == "a past":
         mask = registered["masks"][name](q_offset=offset, kv_offset=0)
-    elif case == "a cache of a fixed length":  # whose last place is not filled yet
+    elif case == "a cache of a fixed length":  # its last place is not filled yet
         offset = 1
         mask = registered["masks"][name](q_offset=torch.tensor(offset), kv_offset=0)
     q, k, v = heads(1, n), heads(2, m), heads(3, m)

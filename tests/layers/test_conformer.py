@@ -104,7 +104,7 @@ def test_training() -> None:
     assert module.table_parameters() == [module.u, module.w]
     with torch.inference_mode():
         wanted = drawn(STREAM)(x(12))
-    other = drawn(STREAM)  # sinusoids that an inference made are good for training
+    other = drawn(STREAM)  # sinusoids made during inference must be usable in training
     got = other(x(12))
     got.sum().backward()
     torch.testing.assert_close(got.detach(), wanted.clone())

@@ -47,7 +47,7 @@ def test_train_and_eval_and_calls_switch_dropout() -> None:
     module.train()
     assert differ(module(X), quiet)
     close(module(X, deterministic=True), quiet)
-    module.set_view(deterministic=True)  # what nnx.view calls in newer releases
+    module.set_view(deterministic=True)  # nnx.view in newer releases
     close(module(X), quiet)
 
 

@@ -208,7 +208,7 @@ def test_a_checkpoint_goes_round(spec: BlockSpec, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    for key, weight in in_flax.weights().items():  # what was taken is a copy
+    for key, weight in in_flax.weights().items():  # these are copies
         close(weight.astype(np.float32), state[key].float(), 0)
     back = {key: torch.utils.dlpack.from_dlpack(x) for key, x in in_equinox.weights().items()}
     module.load_state_dict(back)

@@ -71,7 +71,7 @@ def test_weights_go_in_and_out(spec: BlockSpec) -> None:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.zero_()
-    assert any(mx.any(weight).item() for weight in module.weights().values())  # what was taken is a copy
+    assert any(mx.any(weight).item() for weight in module.weights().values())  # these are copies
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -119,12 +119,12 @@ def test_causal_calls() -> None:
     same(ours(x, x, x, attn_mask=mask), expected)
     short = MultiheadAttention.from_multihead(theirs, Span.causal(7))
     same(short(x, x, x, is_causal=True), expected)
-    for span in (Span.causal(7), Span.causal(3, "clip")):  # of what is meant of the future nothing is said
+    for span in (Span.causal(7), Span.causal(3, "clip")):  # these have no rows for the future
         clipped = MultiheadAttention.from_multihead(theirs, span)
         with pytest.raises(ValueError, match=r"^`is_causal` must be True, or `attn_mask` be given"):
             clipped(x, x, x)
     same(clipped(x, x, x, attn_mask=mask), expected)
-    same(clipped(x[:, :1], x[:, :1], x[:, :1]), theirs(x[:, :1], x[:, :1], x[:, :1]))  # one token has no future
+    same(clipped(x[:, :1], x[:, :1], x[:, :1]), theirs(x[:, :1], x[:, :1], x[:, :1]))  # a single token has no future
     memory = drawn(3, 5, 16)
     same(clipped(x, memory, memory), theirs(x, memory, memory))
 
@@ -143,7 +143,7 @@ def test_tables_count_and_so_do_they_in_the_weights() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 4, 7, **F64))
     plain = MultiheadAttention.from_multihead(theirs, SPAN)(x, x, x, average_attn_weights=False)[1]
     assert not torch.allclose(weights, plain)
-    values = (weights @ v).transpose(1, 2).flatten(2)  # of the keys alone: what remains is the values' table
+    values = (weights @ v).transpose(1, 2).flatten(2)  # from the keys alone: the values' table accounts for the rest
     without = copy.deepcopy(ours)
     without.rel_v = None
     torch.testing.assert_close(without(x, x, x)[0], ours.out_proj(values), rtol=0, atol=1e-12)
@@ -185,7 +185,7 @@ def test_a_seed_gives_torchs_weights_and_tables_of_zeros() -> None:
             assert torch.equal(state[name], x)
     y, _ = ours(torch.randn(2, 16), torch.randn(3, 6), torch.randn(3, 16))
     (gradient,) = torch.autograd.grad(y.sum(), ours.table_parameters()[0])
-    assert gradient.any()  # zeros are no place to be stuck in
+    assert gradient.any()  # zeros must not be a stationary point
 
 
 def test_a_checkpoint_of_an_encoder_loads() -> None:

@@ -49,11 +49,11 @@ def test_it_computes_the_formula_and_its_gradients(spec: BlockSpec) -> None:
 
 @every_spec
 def test_the_weights_of_attention_are_those_of_the_formula(spec: BlockSpec) -> None:
-    module = made(spec, dropout=0.5)  # which they are without
+    module = made(spec, dropout=0.5)  # dropout is off in eval mode
     x, *memory = inputs(spec)
     weights = module.attention_weights(x, *memory)
     assert weights.shape == (2, spec.num_heads, 9, (memory or [x])[0].shape[1])
-    # Of values that tell keys apart, outputs are the weights.
+    # If values identify keys, outputs are the weights.
     heads = dense_module(module.eval(), x, *memory, of_weights=True)
     torch.testing.assert_close(weights, heads, rtol=0, atol=1e-12)
 
@@ -139,7 +139,7 @@ def test_padding_does_not_count(spec: BlockSpec) -> None:
     changed = source.masked_fill(padding[..., None], 1e3)
     others = (*given[:-1], changed)
     actual, of_changed = module(*given, key_padding_mask=padding), module(*others, key_padding_mask=padding)
-    rows = slice(None) if spec.cross else slice(0, -3)  # of self-attention, padding itself is a query too
+    rows = slice(None) if spec.cross else slice(0, -3)  # in self-attention, padded positions are queries, too
     assert torch.equal(actual[1, rows], of_changed[1, rows])
     assert torch.equal(actual[0], of_changed[0])
     torch.testing.assert_close(actual, dense_module(module, *given, mask=~padding[:, None, None]), rtol=0, atol=1e-10)
@@ -166,7 +166,7 @@ def test_padding_meets_masks(kind: Any, shape: tuple[int, ...]) -> None:
 def test_an_unbatched_sequence_and_its_padding() -> None:
     module = made(SPECS["causal"])
     (x,) = inputs(module.spec)
-    padding = torch.arange(9) < 2  # on the left: the first queries see nothing, and get the bias alone
+    padding = torch.arange(9) < 2  # on the left: the first queries see nothing and only get the bias
     y = module(x[0], key_padding_mask=padding)
     torch.testing.assert_close(y, module(x, key_padding_mask=padding.expand(2, -1))[0], rtol=0, atol=1e-12)
     assert torch.equal(y[0], module.get_parameter("out_proj.bias"))
@@ -358,7 +358,7 @@ def test_vmap_over_dropout(randomness: str) -> None:
     assert torch.equal(y[0], y[1]) == (randomness == "same")
 
 
-# Everything else a module must stand
+# Other requirements of a module
 
 
 @pytest.mark.no_cover
@@ -378,7 +378,7 @@ def test_the_compiler_takes_it_whole(name: str, dropout: float) -> None:
         y = function(*given)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [*given, *module.parameters()])])
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
-    if name in ("bidirectional", "stream"):  # with padding it is compiled anew
+    if name in ("bidirectional", "stream"):  # padding requires another compilation
         padding = torch.arange(9) >= torch.tensor([[9], [6]])
         module.eval()
         torch.testing.assert_close(
@@ -440,7 +440,7 @@ def test_devices_and_dtypes() -> None:
         assert {x.device.type for x in RelativeMultiheadAttention(spec).parameters()} == {"meta"}
     module = RelativeMultiheadAttention(spec).to(torch.bfloat16)
     assert module(torch.randn(2, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with pytest.raises(RuntimeError, match="same dtype"):  # a projection's own
+    with pytest.raises(RuntimeError, match="same dtype"):  # raised by a projection
         module(torch.randn(2, 5, 8))
     assert module.double()(*inputs(spec)).dtype == torch.float64
 

@@ -56,7 +56,7 @@ def batch(generator: torch.Generator, longest: int) -> tuple[Tensor, Tensor, Ten
     lengths = torch.randint(BACK + 1, longest + 1, (16, 1), generator=generator)
     padding = torch.arange(longest) >= lengths
     wanted = symbols.roll(BACK, dims=1).masked_fill(padding, -100)
-    wanted[:, :BACK] = -100  # nothing stands there
+    wanted[:, :BACK] = -100  # there is no token that far back
     return symbols, padding, wanted
 
 

@@ -195,7 +195,7 @@ def test_nested_tensors_are_attended_to_item_by_item(name: str, layout: torch.la
     items = list(zip(*(x.unbind() for x in given), strict=True))
     for actual, item in zip(y.unbind(), items, strict=True):
         torch.testing.assert_close(actual, dense_module(module, *(x[None] for x in item))[0], rtol=0, atol=1e-12)
-    total = given[0] + y  # of one raggedness
+    total = given[0] + y  # with the same offsets
     loss: Any = sum(x.sin().sum() for x in total.unbind())
     (gradient,) = torch.autograd.grad(loss, given[0])
     assert all(x.any() for x in gradient.unbind())
@@ -230,7 +230,7 @@ def test_tensor_parallelism_and_fsdp_in_two_processes(tmp_path: Path) -> None:
 
 def test_heads_without_their_tables_are_named() -> None:
     module = made(SPECS["causal"])
-    for name in ("q_proj", "k_proj", "v_proj"):  # what a process is left with
+    for name in ("q_proj", "k_proj", "v_proj"):  # the shards of a process
         setattr(module, name, nn.Linear(8, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"`rel_k` must be sharded like the heads, of which 1 of 2 are here.*Tab"):
         module(*inputs(module.spec))

@@ -23,7 +23,9 @@ def _tests(names: str, folder: str = "export") -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
 
 
-SUITES = {  # the modules, each for the first suite that has it, and the tests that are to notice their mutants
+# the modules of each suite, each module in the first suite that lists it, and the tests that should notice their
+# mutants
+SUITES = {
     "kernels": (
         (
             *(f"{BACKENDS}{name}" for name in ("compiled", "numpy", "batch", "ragged", "threads", "torch/cpu")),
@@ -51,7 +53,8 @@ SUITES = {  # the modules, each for the first suite that has it, and the tests t
     "models": ((f"{EXPORT}whole",), _tests("convert decoder_check fixed generate names whole")),
     "translation": ((f"{EXPORT}from_torch",), _tests("translation")),
 }
-TORCH = ("kernels", "models")  # whose tests are of torch, too; of models they cost a second or more each: try a sample
+# the tests of these use torch; tests of models take a second or more for each mutant: try a sample
+TORCH = ("kernels", "models")
 RECORD = Path(__file__).with_name("survivors.md")
 
 
@@ -106,7 +109,7 @@ def run(
     done = subprocess.run([*command, *tests], cwd=stage, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     (stage / "verdicts").touch()
     verdicts = dict(json.loads(line) for line in (stage / "verdicts").read_text().splitlines())
-    if done.returncode not in (0, 5) or len(verdicts) < len(mutants):  # 5: no test ran in the process that forks
+    if done.returncode not in (0, 5) or len(verdicts) < len(mutants):  # 5: no test ran in the forking process
         sys.exit(f"ended early, with status {done.returncode}")
     return [(mutant, verdicts[mutant.name]) for mutant in mutants]
 

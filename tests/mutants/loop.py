@@ -33,19 +33,19 @@ from mutants.record import Mutant
 
 Line: TypeAlias = tuple[str, int]
 
-EXAMPLES = 100  # of Hypothesis, in each test
-TRACED = 100  # calls of each function that are looked at, in each test: more would make a test look slow
-SECONDS, SLOWER = 5, 5  # a mutant's tests may take so long, and so many times what they took without it
-MEMORY = 8 << 30  # and have so much
-# Tests of other array libraries, whose code is the same but for how they start; of other runtimes, which take the same
-# graphs; those that compile, and those that measure; and one that starts Python anew, which does not find mutmut there.
+EXAMPLES = 100  # Hypothesis examples per test
+TRACED = 100  # traced calls of each function per test: more would make a test look slow
+SECONDS, SLOWER = 5, 5  # the time limit of a mutant's tests, and the factor to their time without it
+MEMORY = 8 << 30  # and their memory limit
+# Tests of other array libraries, which only differ in how they start; of other runtimes, which run the same graphs;
+# tests that compile or measure; and one that starts Python again, which does not find mutmut there.
 OTHERS = (
     "torch", "jax", "dask", "strict]", "strict-", "strictest", "cupy", "gpu", "ndonnx",
     "[arm", "[x86-64", "new_array", "compilers_warn", "forked", "first_long", "own_threads",
     "limits_of_time", "test_chunks.py::test_memory", "same_bytes", "the_compiler", "compiled_training",
 )  # fmt: skip
 
-# The same examples each time; a failure is enough, no smaller one is looked for.
+# The same examples each time, without shrinking: any failure is enough.
 settings.register_profile(
     "mutants",
     database=None,
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=away)
     for item in items:
         test: Any = getattr(item, "function", None)
-        if given := getattr(test, "_hypothesis_internal_use_settings", None):  # where Hypothesis keeps them
+        if given := getattr(test, "_hypothesis_internal_use_settings", None):  # where Hypothesis stores settings
             test._hypothesis_internal_use_settings = settings(given, max_examples=min(given.max_examples, EXAMPLES))
 
 
@@ -131,13 +131,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         raise session.Interrupted("the tests cannot be collected")
     mutants = [Mutant(**row) for row in json.loads(option("mutants").read_text())]
     reach: Reach = in_a_fork(lambda: measure(session.items))
-    for name in reach.modules:  # once here, not in every fork
+    for name in reach.modules:  # once here, instead of in every fork
         with suppress(Exception):
             importlib.import_module(name)
     if option("torch"):
         export_something()
     gc.collect()
-    gc.freeze()  # forks share what is here as long as they do not write to it
+    gc.freeze()  # forks share this memory as long as they do not write to it
     print(f"{len(session.items)} tests, {sum(reach.seconds):.0f} s; {len(mutants)} mutants", flush=True)
     plan = ((mutant.name, reach.quick(mutant, option("patience"))) for mutant in mutants)
     with option("verdicts").open("w") as verdicts:
@@ -230,7 +230,7 @@ def trial(
 def judged(children: dict[int, tuple[str, int]], noticed: list[int]) -> tuple[str, str]:
     """Wait for one of the forks; one that ended before it said anything has noticed too."""
     process, status = os.wait()
-    while process not in children:  # something that a test has left behind
+    while process not in children:  # a process that a test has left behind
         process, status = os.wait()
     mutant, told = children.pop(process)
     with os.fdopen(told) as pipe:

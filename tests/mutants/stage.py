@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("relskew_core", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "setup.py", "README.md")
 
 SAME = (
-    (r", strict=\w+|, (?=\))", ""),  # `zip(…, strict=True)` guards against mistakes in the code itself
-    (r"\b(\w+)=None\b", r"\1=False"),  # of a boolean, and no other is given as False
-    (r"asarray\(\d\)\.dtype", ""),  # that of all numbers
+    (r", strict=\w+|, (?=\))", ""),  # `zip(…, strict=True)` guards against mistakes in the code that is tested
+    (r"\b(\w+)=None\b", r"\1=False"),  # of a boolean, which no caller sets to False
+    (r"asarray\(\d\)\.dtype", ""),  # the default integer dtype
 )
 """What makes two lines the same: mutants that change nothing else are not tried."""
 

@@ -8,13 +8,13 @@ import importlib.util
 import pytest
 import torch
 
-collect_ignore = ["keras_backend.py"]  # a program for each backend
+collect_ignore = ["keras_backend.py"]  # a program that runs once for each backend
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]
 
 if importlib.util.find_spec("torchvision"):
     try:
         importlib.import_module("torchvision")
-    except RuntimeError:  # a wheel for CUDA and a torch for CPUs: it asks for operators that no model here calls
+    except RuntimeError:  # a CUDA wheel with a CPU build of torch requires operators that no model here calls
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

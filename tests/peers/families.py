@@ -29,9 +29,9 @@ class Family:
     lengths: tuple[int, ...] = (1, 2, 7, 30)
     gate: float = 1e-9
     generates: bool = False
-    pads: bool = True  # whether outputs at padding, which nobody reads, are the same too
+    pads: bool = True  # whether outputs at padding, which are not used, agree as well
     takes_out: bool = (
-        False  # whether the original takes weights out of linear layers, which may be wrapped or in 8 bits
+        False  # whether the original reads the weights of linear layers directly, which may be wrapped or in 8 bits
     )
 
 
@@ -77,7 +77,7 @@ def text_to_text(name: str, implementation: str = "sdpa", **options: Any) -> Fam
         num_layers=2, num_decoder_layers=2, d_ff=32, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0,
         relative_attention_num_buckets=8, relative_attention_max_distance=12, **options,
     )  # fmt: skip
-    # Two of an encoder, and two of a decoder that have two attentions each.
+    # Two in the encoder, and two in the decoder, whose layers have two attentions each.
     return Family(make, pairs, count=6, lengths=(1, 7, 30), generates=True)
 
 
@@ -292,11 +292,11 @@ FAMILIES: dict[str, Family] = {
     "T5 sdpa": text_to_text("T5"),
     "MT5": text_to_text("MT5"),
     "UMT5": text_to_text("UMT5"),
-    "Pop2Piano": replace(text_to_text("Pop2Piano"), generates=False),  # it wants sound
+    "Pop2Piano": replace(text_to_text("Pop2Piano"), generates=False),  # it needs audio
     "SwitchTransformers": text_to_text(
         "SwitchTransformers", "eager", num_sparse_encoder_layers=0, num_sparse_decoder_layers=0, router_jitter_noise=0.0
     ),
-    "LongT5": replace(text_to_text("LongT5", "eager", local_radius=3), count=4),  # its encoder is as it was
+    "LongT5": replace(text_to_text("LongT5", "eager", local_radius=3), count=4),  # its encoder is unchanged
     "VITS": Family(vits, tokens),
     "Wav2Vec2-BERT relative_key": conformer(
         "Wav2Vec2Bert", "relative_key", left_max_position_embeddings=6, right_max_position_embeddings=2

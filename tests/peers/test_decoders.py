@@ -39,9 +39,9 @@ STEPS = 40
 @torch.no_grad()
 def test_greedy_tokens(name: str, tmp_path: Path) -> None:
     model: Any = MODELS[name]().float()
-    for x in model.parameters():  # so that tokens differ
+    for x in model.parameters():  # so that the tokens differ
         torch.nn.init.normal_(x, std=0.3, generator=torch.Generator().manual_seed(x.numel()))
-    if name == "Llama":  # rotary positions too; trained in another dtype, with a part that torch has compiled
+    if name == "Llama":  # with rotary positions; trained in another dtype, and partly compiled by torch
         model.set_attn_implementation(register_attention("test_decoders"))
         model.bfloat16().model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
     elif name in FAMILIES:
@@ -62,7 +62,7 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
     assert np.array_equal(made, tokens[:, 3:].numpy())
     stored = [tensor.name for tensor in onnx.load(path).graph.initializer]
     known = {key.replace("_orig_mod.", "") for key in model.state_dict()}
-    assert known & set(stored)  # under the names of the state dict
+    assert known & set(stored)  # by the names in the state dict
     assert not any("_orig_mod" in name for name in stored)
 
 

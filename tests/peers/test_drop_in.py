@@ -142,7 +142,7 @@ def test_gradients_of_training_with_dropout(kind: str) -> None:
     ours = replace_attention(theirs).train()
 
     def loss(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(5)  # the same weights dropped in every call
+        torch.manual_seed(5)  # the same weights are dropped in every call
         state = dict(zip(dict(ours.named_parameters()), parameters, strict=True))
         out = call(lambda *given, **options: torch.func.functional_call(ours, state, given, options), x)
         return out.square().sum()

@@ -46,14 +46,14 @@ def test_compile(name: str) -> None:
         check(x, y, 1e-5)
 
 
-# Falcon has its bias in bfloat16, which onnxruntime does not multiply on CPUs, and torch does not export ProphetNet.
+# Falcon's bias is bfloat16, which onnxruntime does not multiply on CPUs, and torch does not export ProphetNet.
 @pytest.mark.parametrize("name", families("Falcon", "ProphetNet"))
 @torch.no_grad()
 def test_onnx(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
     family, model = FAMILIES[name], replaced(name)
     inputs = given(family, family.lengths[-1], model)
-    # Phi-4 makes its masks with NumPy, and Funnel its positions in lists of Python.
+    # Phi-4 makes its masks with NumPy, and Funnel keeps its positions in Python lists.
     fixed = name in ("Phi-4", "Funnel") or any(x.ndim == 4 for x in inputs.values())
     vary = dict.fromkeys(inputs, (0,)) if fixed else None
     torch_to_onnx(model, inputs, tmp_path / "model.onnx", vary=vary, tolerance=1e-3)

@@ -213,5 +213,5 @@ def test_an_hour_of_sound(tmp_path: Path) -> None:
     assert out.shape == (1, 45_000, 24)
     minute = 6_000
     want = with_a_band(theirs)(sound[:, :minute], mask[:, :minute]).last_hidden_state
-    heard = minute // 8 - 20  # what comes after the minute reaches the last of it
+    heard = minute // 8 - 20  # the last steps of the minute attend to what follows
     check(torch.from_numpy(out)[:, :heard], want[:, :heard], 1e-4)

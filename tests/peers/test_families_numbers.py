@@ -84,10 +84,10 @@ def test_quantised(family: Family) -> None:
     ours = replace_attention(quantised(model))
     assert len(drop_ins(ours)) == family.count
     inputs = given(family, family.lengths[-1], ours)
-    if not family.pads:  # what stands at padding counts for the steps of all
+    if not family.pads:  # padded positions affect the steps of all others
         del inputs["attention_mask"]
     want, got = (tensors(part(**copy.deepcopy(inputs)))[0] for part in (theirs, ours))
-    check(got, want, max(5e-3, 200 * family.gate))  # what lies between two steps of 8 bits may go to either
+    check(got, want, max(5e-3, 200 * family.gate))  # numbers between two 8-bit steps may be rounded either way
 
 
 def quantised(model: Any) -> Any:
@@ -113,8 +113,8 @@ def test_gradients(family: Family) -> None:
         if want is None:
             continue
         gate = max(10 * family.gate, 1e-7)
-        rounding = torch.finfo(want.dtype).eps / gate  # what is smaller may be off by the gate from rounding alone
-        if want.norm() > max(1e-9, family.gate / 100, rounding) * largest:  # key biases: nothing but rounding
+        rounding = torch.finfo(want.dtype).eps / gate  # smaller gradients may differ by the gate from rounding alone
+        if want.norm() > max(1e-9, family.gate / 100, rounding) * largest:  # gradients of key biases are only rounding
             check(ours[name], want, gate)
 
 

@@ -41,7 +41,7 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds.append(
             {type(part).__name__ for part in names["model"].modules()} | {names["model"].config._attn_implementation}
         )
-    assert blocks[0] in (ROOT / "README.md").read_text()  # which has no other program that needs transformers
+    assert blocks[0] in (ROOT / "README.md").read_text()  # its only program that needs transformers
     assert len(kinds) == 4
     assert "T5RelativeAttention" in kinds[0]
     assert "alibi" in kinds[1]

@@ -31,7 +31,7 @@ def by_hand(of_distance: Any) -> str:
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, None]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        # A query stands where the last key stands that it sees.
+        # The position of a query is that of the last key that it sees.
         own = torch.where(mask == 0, torch.arange(k.shape[2]), 0).amax(-1)
         distance = torch.arange(k.shape[2]) - own[..., None]
         logits = q @ k.mT * options["scaling"] + of_distance(distance) + mask
@@ -62,7 +62,7 @@ def test_alibi(name: str, options: dict[str, Any]) -> None:
     for given in (tokens(1), tokens(12), padded_on_the_left(12), {"input_ids": tokens(12)["input_ids"]}):
         present = given.get("attention_mask", torch.ones(1))[..., None]
         check(ours(**given).logits * present, want(**given).logits * present)
-    assert (theirs(**given).logits - want(**given).logits).norm() > 1e-2  # a bias that is lost would be seen
+    assert (theirs(**given).logits - want(**given).logits).norm() > 1e-2  # a missing bias would show
 
 
 @pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Gemma2", {"head_dim": 8})])
@@ -77,7 +77,7 @@ def test_instead_of_rotary_positions(name: str, options: dict[str, Any]) -> None
         if hasattr(part, "inv_freq"):
             part.inv_freq.zero_()
     whole = {"input_ids": tokens(12)["input_ids"]}
-    if name != "Gemma2":  # whose attention by hand would need its softcap
+    if name != "Gemma2":  # its eager attention would need its softcap
         for given in (whole, padded_on_the_left(12)):
             present = given.get("attention_mask", torch.ones(1))[..., None]
             check(ours(**given).logits * present, want(**given).logits * present)

@@ -37,7 +37,7 @@ QUERIES = [
 def outputs(model: Any, family: Family) -> list[Tensor]:
     inputs = given(family, family.lengths[-2], model)
     out = model(**inputs)
-    mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's is subsampled
+    mask = getattr(out, "attention_mask", inputs.get("attention_mask"))  # Parakeet's mask is subsampled
     return [x * mask[..., None] if mask is not None and mask.shape == x.shape[:-1] else x for x in tensors(out)]
 
 
@@ -46,7 +46,7 @@ def every(*but: str) -> list[Any]:
     return [pytest.param(x, marks=() if x in WRAPPED else pytest.mark.slow) for x in FAMILIES if x not in but]
 
 
-# What takes weights out of layers, or has none, takes no LoRA.
+# Modules that read the weights of layers, or have none, do not support LoRA.
 @pytest.mark.parametrize("name", every(*(x for x in FAMILIES if FAMILIES[x].takes_out or "XLNet" in x)))
 def test_lora(name: str) -> None:
     """Put on before or after, it gives the same outputs, and its own weights the same gradients."""
@@ -100,7 +100,7 @@ def test_checkpointing(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", every("XLNet two streams"))  # in float32, as the original
+@pytest.mark.parametrize("name", every("XLNet two streams"))  # in float32, like the original
 @torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]

@@ -66,7 +66,7 @@ def test_conformers(model: str, length: int) -> None:
     positions = peer(f"{modeling}RelPositionalEmbedding")(config)
     x, mask = randn(2, length, 24), padding([length, max(1, length - 3)], length)
     want, *_ = theirs(x, attention_mask=additive(mask), relative_position_embeddings=positions(x))
-    # Sinusoids of any reach: no buffer to extend, and the projection is shared by all lengths.
+    # Sinusoids for any reach: there is no buffer to extend, and all lengths share the projection.
     span = Span.full(60)
     sinusoids = sinusoidal_table(span, 24, xp=torch, dtype=torch.float64, order="interleaved")
     rel_k, _ = conventions.TRANSFORMER_XL.load(split(theirs.linear_pos(sinusoids), 3))

@@ -79,7 +79,7 @@ def test_t5_cross_attention_with_a_cache() -> None:
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e30)
     caches = peer("transformers.cache_utils.DynamicCache")
     cache = peer("transformers.cache_utils.EncoderDecoderCache")(caches(), caches())
-    for _ in range(2):  # the second time keys and values come from the cache
+    for _ in range(2):  # the second time, keys and values come from the cache
         want, *_ = theirs(x, mask=additive, key_value_states=memory, past_key_values=cache)
         check(t5_attention(theirs, x, memory, mask=mask), want)
 

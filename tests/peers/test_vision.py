@@ -148,7 +148,7 @@ def test_timm_halo(block: int, halo: int, scaled: bool) -> None:
     window, x = block + 2 * halo, randn(2, 24, 2 * block, 3 * block)
     want = theirs(x)
 
-    # The same windows, cut as they cut them: zeros around the image are keys too.
+    # The same windows, cut as in the original: the zeros around the image are keys, too.
     def cells(y: torch.Tensor, side: int) -> torch.Tensor:
         blocks = y.unfold(2, side, block).unfold(3, side, block)  # (B, H · D, blocks, blocks, side, side)
         return blocks.unflatten(1, (3, -1)).permute(0, 3, 4, 1, 5, 6, 2).flatten(4, 5).flatten(1, 2)
@@ -156,7 +156,7 @@ def test_timm_halo(block: int, halo: int, scaled: bool) -> None:
     around = torch.nn.functional.pad(theirs.kv(x).unflatten(1, (3, -1)), [halo] * 4)
     k, v = around.chunk(2, dim=2)
     q, k, v = cells(theirs.q(x), block), cells(k.flatten(1, 2), window), cells(v.flatten(1, 2), window)
-    # Its tables start where the window starts; here the window starts `halo` before the block.
+    # The original's tables start where the window starts; here the window starts `halo` before the block.
     span = Span(window - 1 + halo, window - 1 - halo)
     out: Any = relative_attention_2d(
         q, k, v, theirs.pos_embed.height_rel, theirs.pos_embed.width_rel, span_h=span, span_w=span,

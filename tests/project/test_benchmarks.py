@@ -80,7 +80,8 @@ def test_gradients_agree_with_those_through_the_textbook(case: str, names: tuple
             assert distance(found, expected) < 1e-5 * max(1.0, shape.std)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # it is slow, here it may be
+# it is slow, which does not matter here
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_score_of_flex_attention_is_right(causal: bool) -> None:
     shape = Shape(90, heads=2, dim=16, causal=causal, by_head=True)
@@ -108,7 +109,7 @@ def test_floor_multiplies_what_causal_attention_multiplies() -> None:
 def test_inputs_have_the_spread_that_was_asked_for() -> None:
     for std in (1.0, 30.0):
         x = make_inputs(Shape(256, heads=2, std=std)).to_torch()
-        logits = (x.q @ x.k.mT + x.q @ x.table.mT) / 8  # a query is multiplied with every row once: the same spread
+        logits = (x.q @ x.k.mT + x.q @ x.table.mT) / 8  # a query is multiplied by every row once, with the same spread
         assert float(logits.std()) == pytest.approx(std, rel=0.1)
 
 
@@ -125,7 +126,7 @@ def test_calls_take_turns() -> None:
         return lambda: order.append(name)
 
     found = turns({name: call(name) for name in "ab"}, 0.0, lambda _: "a")
-    assert order == ["a", "b", "b", "a"]  # each round begins with another one
+    assert order == ["a", "b", "b", "a"]  # each round begins with a different contender
     assert set(found["b"]) == {"fastest", "median", "cpu", "ratio"}
     assert found["a"]["ratio"] == 1
     assert 0 < found["b"]["fastest"] <= found["b"]["median"]
@@ -212,7 +213,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     model = Model(Twice, lambda length: {"x": torch.zeros(length)}, Twice, lengths=(1, 2, 3, 4))
     monkeypatch.setattr(families, "MODELS", {"twice": model, "pixels": replace(model, generating=None, lengths=(5,))})
     monkeypatch.setattr(families, "replace_attention", lambda model: model)
-    monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})  # a process for each has a test
+    # another test measures it in separate processes
+    monkeypatch.setattr(Benchmark, "memory", lambda *_: {"bytes": 2**20})
     monkeypatch.setattr(runtimes, "FORMS", {name: runtimes.FORMS[name] for name in ("full", "cache")})
     monkeypatch.setattr(runtimes, "RELEASES", [each for each in runtimes.RELEASES if not each.packages][:1])
     monkeypatch.setattr(runtimes, "PROFILES", {"portable": (18, 23)})
@@ -223,7 +225,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # which of two defaults holds changes with 3.10
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # the default changes with Triton 3.10
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", cli.NAMES)
 def test_cases_run_and_their_record_is_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def unnamed(source: str, path: str) -> list[str]:
     found = []
     for node, library, name in creations(ast.parse(source)):
         named = {keyword.arg for keyword in node.keywords}
-        if None in named:  # ``**FLOAT32`` names both
+        if None in named:  # ``**FLOAT32`` passes both
             continue
         by_place = library != "torch" and len(node.args) > PLACES[name]
         complete = "dtype" in named or by_place

@@ -105,7 +105,7 @@ def run_command(command: str, folder: Path) -> None:
 
 def run_c(block: Block, folder: Path) -> None:
     """Compile a program of C with the library beside the kernels, and run it."""
-    library = custom_ops_library()  # of a page that is not run without it
+    library = custom_ops_library()  # for the page that does not run without it
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no compiler of C is here")

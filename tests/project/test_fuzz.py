@@ -180,7 +180,7 @@ def test_a_slip_with_an_array_is_found(monkeypatch: pytest.MonkeyPatch, slip: st
         results = relskew_core.relative_attention(**given)
         try:
             slips = happens(given)
-        except AttributeError:  # torch's arrays have other names for it
+        except AttributeError:  # torch's arrays have other names for these
             slips = False
         if not slips:
             return results
@@ -219,7 +219,7 @@ TRANSFORMED: dict[str, Callable[[], bool]] = {
     "autocast": lambda: torch.is_autocast_enabled("cpu"),
     "compile": torch.compiler.is_compiling,
     "backward": torch.is_grad_enabled,
-    "checkpoint": lambda: torch._C._current_graph_task_id() != -1,  # while it is computed again
+    "checkpoint": lambda: torch._C._current_graph_task_id() != -1,  # while the forward pass is computed again
     "grad": lambda: torch._C._functorch.maybe_current_level() is not None,
     "vmap": lambda: torch._C._functorch.maybe_current_level() is not None,
     "vmap of grad": lambda: (torch._C._functorch.maybe_current_level() or 0) > 1,

@@ -93,7 +93,7 @@ def test_the_guides_name_what_is_there(guide: str) -> None:
             continue
         if path.strip("/") in there:
             last = str(Path(path).parent)
-        else:  # the second of two files in one folder goes by its name
+        else:  # the second of two files in one folder has its file name in the id
             assert f"{last}/{path}" in there or path in ("dist/", "site/html", ".emulated/"), f"{guide} names {path}"
 
 

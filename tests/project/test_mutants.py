@@ -113,7 +113,7 @@ def test_survivors_alone_are_tried_again(tmp_path: Path) -> None:
     run = tried("killed", "killed", "survived", "killed")
     assert recorded(path) == {mutant.line for mutant, _ in run[1:3]}
     update(path, run[1:3], size=5, again=True)
-    assert "| `pkg.one` | 5 | 4 | 3 | 75.0 % |" in path.read_text()  # nobody tried the fifth
+    assert "| `pkg.one` | 5 | 4 | 3 | 75.0 % |" in path.read_text()  # the fifth was not tried
     sampled = tmp_path / "sampled.md"
     update(sampled, tried("killed", "survived", "survived", "killed"), size=50)
     update(sampled, run[1:3], size=50, again=True)

@@ -107,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     def make(folder: Path) -> None:
         copy_to(folder / "source", Path.symlink_to)
-        settings = folder / "source" / "setup.py"  # compiled in a third of the time; installing compiles in full
+        settings = folder / "source" / "setup.py"  # compiled in a third of the time; installation optimises fully
         settings.write_text(settings.read_text().replace('"-O3"', '"-O1"'))
         build(folder / "source", folder / "dist", "--sdist", "--wheel")
 
@@ -259,7 +259,7 @@ def left_out(path: Path, target: Path) -> None:
 def test_links_that_were_not_unpacked_are_told(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
     copy_to(tmp_path, link)
     for module in ("relskew_core", "relskew_core.backends", "relskew_core.export"):
-        # Without the finder of an editable install, which knows where backends/ stands.
+        # Without the finder of an editable install, which locates backends/.
         code = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in repr(f)]; import {module}"
         run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
         error = run.stderr.splitlines()[-1]

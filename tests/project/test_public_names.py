@@ -24,7 +24,7 @@ def public_modules(package: ModuleType) -> Iterator[str]:
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if not module.name.rpartition(".")[2].startswith("_"):
             if module.name == "relskew_core.layers.mlx" and importlib.util.find_spec("mlx") is None:
-                continue  # it has no wheels for every platform
+                continue  # it has no wheels for some platforms
             if module.ispkg:
                 yield from public_modules(importlib.import_module(module.name))
             else:
@@ -32,7 +32,7 @@ def public_modules(package: ModuleType) -> Iterator[str]:
 
 
 PUBLIC = list(public_modules(relskew_core))
-# They share helpers, or are no facade.
+# These share helpers, or are no facade.
 HELPFUL = ("relskew_core.backends", "relskew_core.layers.torch", "relskew_core.layers.torch.parallel")
 FACADES = [name for name in PUBLIC if name not in HELPFUL]
 

@@ -140,7 +140,7 @@ def test_every_page_says_what_it_is_where_links_to_it_are_shown(site: Path, page
 
 def test_pages_lead_to_their_source_and_missing_ones_home(site: Path, pages: dict[Path, Page]) -> None:
     assert any(link.startswith("_sources/torch.md") for link in pages[site / "torch.html"].links)
-    missing = pages[site / "404.html"]  # which is shown at any address, so links begin at the root
+    missing = pages[site / "404.html"]  # it is shown at any address, so links begin at the root
     assert {"/index.html", "/chooser.html", "/reference.html"} <= {urlsplit(link).path for link in missing.links}
     assert all(link.startswith(("/", "#", "https:")) for link in missing.links)
 
@@ -226,7 +226,7 @@ def test_code_in_the_pages_leads_to_the_reference(site: Path, pages: dict[Path, 
     for name in ("huggingface.replace_attention", "relative_attention", "conventions.load_vits", "export.quantize"):
         assert f"reference/relskew_core.{name}.html#relskew_core.{name}" in links
     torch = (site / "torch.html").read_text()
-    assert '<span class="pre">nn.MultiheadAttention</span></code>, ' not in torch  # torch's own is not ours
+    assert '<span class="pre">nn.MultiheadAttention</span></code>, ' not in torch  # torch's class does not link to ours
 
 
 needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason="there is no Chromium")
@@ -308,7 +308,7 @@ CUT = """(() => {
 
 @needs_chromium
 def test_nothing_is_cut_on_a_desk_or_on_a_phone(pages: dict[Path, Page], browser: chromium.Chromium) -> None:
-    code = [path for path in pages if "_modules" in path.parts]  # all alike
+    code = [path for path in pages if "_modules" in path.parts]  # all are alike
     for path in [path for path in pages if path not in code] + code[-1:]:
         loaded(browser, path)
         for width, height in WIDTHS.values():

@@ -33,7 +33,7 @@ class Chromium:
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         theirs, self._to = os.pipe()
         self._from, ours = os.pipe()
-        # The browser reads from the descriptor 3 and writes to 4.
+        # The browser reads from descriptor 3 and writes to 4.
         shell = f'exec "$@" 3<&{theirs} 4>&{ours}'
         command = [PROGRAM, *QUIET, *flags, f"--user-data-dir={self._folder.name}", "about:blank"]
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class Chromium:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._to)  # it ends when nobody can speak to it
+        os.close(self._to)  # it ends when its pipe is closed
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

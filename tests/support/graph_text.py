@@ -81,7 +81,7 @@ def model_of(name: str) -> onnx.ModelProto:
     form, options = WRITTEN[name]
     spec, own = (FORMS | IN_PLACE)[form]
     changes = CHANGES.get(name)
-    if options == CONTRIB or changes is not None:  # whose heads are a multiple of 8 wide
+    if options == CONTRIB or changes is not None:  # its heads have a width that is a multiple of 8
         spec = replace(spec, embed_dim=8 * spec.num_heads, head_dim=8)
     model = to_onnx(spec, _weights(spec, **own), **own, **options)
     return model if changes is None else caches_in_place(model, past="past_", present="present_", **changes)

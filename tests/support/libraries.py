@@ -160,8 +160,8 @@ def _torch_device(name: str) -> Callable[[], Any]:
 
 def _torch_compile(function: Function) -> Function:
     torch = importlib.import_module("torch")
-    torch.compiler.reset()  # a case is compiled on its own, not as a recompilation of the one before
-    # The tracer is what is tested; the C++ compiler that Inductor needs is not on every machine.
+    torch.compiler.reset()  # a case is compiled separately, not as a recompilation of the previous one
+    # This tests the tracer; the C++ compiler that Inductor needs is not on every machine.
     compiled: Function = torch.compile(function, fullgraph=True, backend="aot_eager")
     return compiled
 

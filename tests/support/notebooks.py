@@ -47,7 +47,7 @@ def store(path: Path) -> None:
     NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
-        if cell.cell_type == "code":  # warnings of libraries are of one machine
+        if cell.cell_type == "code":  # warnings of libraries differ between machines
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata["code"] = fingerprint(cells_of(path))
     notebook.metadata.pop("language_info", None)

@@ -17,7 +17,7 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
     with FileLock(f"{folder}.lock"):
         made = folder / "made"
         if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that failed
             folder.mkdir()
             make(folder)
             made.touch()

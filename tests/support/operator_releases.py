@@ -64,7 +64,7 @@ def main(asked: list[str]) -> int:
     with TemporaryDirectory() as temporary:
         write(Path(temporary))
         for version in asked or releases():
-            older = ("numpy==1.26.4",) if _numbers(version) < [1, 19] else ()  # made for NumPy 1
+            older = ("numpy==1.26.4",) if _numbers(version) < [1, 19] else ()  # compiled for NumPy 1
             release = Release("onnxruntime", version, (f"onnxruntime=={version}", *older))
             release.install()
             failed = {name: why for name, why in results(release, Path(temporary)) if why}

@@ -22,7 +22,7 @@ def session_options(threads: int = 1) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(custom_ops_library()))
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # errors reach Python as errors
+    options.log_severity_level = 4  # errors are raised in Python
     return options
 
 

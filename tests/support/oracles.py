@@ -157,7 +157,7 @@ def attention(
     span = span_of(((rel_k, -2), (rel_v, -2), (rel_bias, -1), (key_table, -2)), span, causal=causal)
     pattern: dict[str, Any] = {"causal": causal, "window": window, "block_size": block_size}
     pattern["blocks_before"] = blocks_before
-    # Python's integers hold every offset.
+    # Python's integers can hold every offset.
     places: list[NDArray[Any]] = [np.arange(n, dtype=object) + offset, np.arange(m, dtype=object)]
     if positions is not None:
         places = [np.asarray(x.tolist(), object).reshape(tuple(x.shape)) for x in positions]

@@ -167,7 +167,7 @@ def calls(draw: st.DrawFn, *, beyond: str | None = None, masked: bool = True, al
     i, j = np.nonzero(call.pattern())
     options["span"] = draw(spans([int(r) for r in j - i - call.offset], beyond))
     rows = options["span"].rows
-    width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # of rel_q, if there is one
+    width = draw(st.integers(1, 4)) if draw(st.booleans()) else d  # the width of rel_q, if there is one
     own = draw(st.booleans()) or width != d
     widths = {"rel_k": (width,), "rel_v": (dv,), "rel_bias": ()}
     for name in widths if all_tables else draw(st.sets(st.sampled_from(sorted(widths)))):
@@ -205,7 +205,7 @@ def rich_calls(draw: st.DrawFn) -> Call:
 
     if draw(st.booleans()):
         arrays["segments"] = labels(0, draw(st.integers(1, 4)))
-        if draw(st.booleans()):  # as documents are packed
+        if draw(st.booleans()):  # packed documents
             arrays["segments"] = tuple(np.sort(x, axis=-1) for x in arrays["segments"])
     if options["block_size"] is not None:
         options["blocks_before"] = draw(st.none() | st.integers(0, 3))
@@ -213,7 +213,7 @@ def rich_calls(draw: st.DrawFn) -> Call:
         arrays["positions"], options["offset"] = labels(-9, 9), 0
     if draw(st.booleans()):
         options |= {"dropout": draw(st.sampled_from([0.1, 0.5, 0.9])), "seed": draw(st.integers(0, 2**31 - 1))}
-    if options["span"].beyond == "error":  # which reaches as far as it can be needed
+    if options["span"].beyond == "error":  # it reaches as far as needed
         options["span"] = Span.full(60)
         for name, axis in (("rel_k", -2), ("rel_v", -2), ("rel_bias", -1)):
             if name in arrays:
@@ -239,7 +239,7 @@ def hide_item(draw: st.DrawFn, call: Call) -> Call:
     lead = call.arrays["q"].shape[:-2]
     if 0 in (*lead, call.n, call.m):
         return call
-    shape = (*lead[:1], *(1 for _ in lead[1:]), 1 if draw(st.booleans()) else call.n, call.m)  # 1: as padding is masked
+    shape = (*lead[:1], *(1 for _ in lead[1:]), 1 if draw(st.booleans()) else call.n, call.m)  # 1: like a padding mask
     mask = np.random.default_rng(draw(seeds)).random(shape) < draw(st.sampled_from([0.5, 1.0]))
     mask[draw(st.integers(0, len(mask) - 1))] = False
     return call.but(mask=mask)
@@ -251,7 +251,7 @@ def label_at_the_ends(draw: st.DrawFn, call: Call) -> Call:
     rng, arrays = np.random.default_rng(draw(seeds)), dict(call.arrays)
     for name in [name for name in ("segments", "positions") if name in arrays]:
         if name == "positions" and call.options["span"].beyond == "error":
-            continue  # no table reaches so far
+            continue  # no table reaches that far
         kinds = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
         kind: Any = np.dtype(draw(st.sampled_from(kinds)))
         low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
@@ -295,7 +295,7 @@ def cut_axis(draw: st.DrawFn, call: Call) -> Call:
     axis = draw(st.sampled_from(["queries", "keys", "values", *["heads", "items"][: q.ndim - 2]]))
 
     def cut(name: str, x: NDArray[Any]) -> NDArray[Any]:
-        kept = [1 if name == "mask" and size == 1 else 0 for size in x.shape]  # what is one for all stays one
+        kept = [1 if name == "mask" and size == 1 else 0 for size in x.shape]  # shared axes are not split
         names = AXES[name][-x.ndim :]
         return x[tuple(slice(n) if own == axis else slice(None) for own, n in zip(names, kept, strict=True))]
 

@@ -62,7 +62,7 @@ class Stub:
                 self.use(HOMES.get(name) or value.__module__, name)
             return name
 
-        parts = re.split(r"('[^']*'|\"[^\"]*\")", annotation)  # the words of a choice are no names
+        parts = re.split(r"('[^']*'|\"[^\"]*\")", annotation)  # the values of a Literal are not names
         parts[::2] = (re.sub(r"\b[A-Za-z_]\w*", found, part) for part in parts[::2])
         return "".join(parts).replace("'", '"')
 
@@ -72,9 +72,9 @@ class Stub:
         names = {**vars(importlib.import_module("relskew_core._kernel.call")), **inspect.unwrap(function).__globals__}
         result, parameters = signature.return_annotation, dict(signature.parameters)
         first = next((p for p in parameters.values() if p.annotation in ("Array", "Sequence[Array]")), None)
-        if first is not None and re.search(r"\b(Array|Gradients)\b", result):  # the library's that went in
+        if first is not None and re.search(r"\b(Array|Gradients)\b", result):  # the type of the array that is passed
             parameters[first.name] = first.replace(annotation=first.annotation.replace("Array", "A"))
-            other_axes = name.startswith("toeplitz")  # and so, of NumPy's arrays, another type
+            other_axes = name.startswith("toeplitz")  # and so, for NumPy's arrays, another type
             result = re.sub(r"\bArray\b", "A | Any" if other_axes else "A", result)
             self.use("typing", "TypeVar")
         forms: list[tuple[dict[str, inspect.Parameter], str]] = [(parameters, result)]

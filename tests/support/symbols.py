@@ -24,7 +24,7 @@ CONSTANT = 20
 """Sizes of arrays up to this one are no symbols: heads, widths, rows of tables."""
 
 
-class SymInt(int):  # by this name the code knows those of torch
+class SymInt(int):  # the code recognises torch's symbols by this name
     """A size: what it is at hand, and what it is elsewhere."""
 
     values: tuple[int, ...]

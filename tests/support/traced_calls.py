@@ -54,10 +54,10 @@ class Case:
     call: Mapping[str, Any]
     along: bool = False  # as many keys as queries
     lead: int = 1  # axes before the heads
-    offset: str = ""  # where it comes from, one of `OFFSETS`, if it is no number
-    aligned: bool = False  # the keys are known to be so many of the past and one for each query
-    unknown: bool = False  # how many rows the tables have is left open
-    fitted: bool = False  # how far the span reaches is no number
+    offset: str = ""  # its source, one of `OFFSETS`, if it is not a number
+    aligned: bool = False  # there is one key for each position of the past and for each query
+    unknown: bool = False  # the number of rows of the tables is unknown
+    fitted: bool = False  # the reach of the span is not a number
 
     @property
     def sizes(self) -> tuple[Sizes, ...]:
@@ -379,7 +379,7 @@ class Traced:
         self.graph.outputs.extend(self.results)
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 4
-        if everything:  # what is folded away is no output for older releases
+        if everything:  # nodes that are folded cannot be outputs in older releases
             settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         model = ir.to_proto(ir.Model(self.graph, ir_version=10)).SerializeToString()
         made = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
@@ -437,7 +437,7 @@ def exporting(opset: int) -> Iterator[Translate]:
             within.setattr(onnxscript.values, "Opset", Operators)
             table = torch_translation_table(opset)
         patch.setattr(translation, "TracedEmitter", Noted)
-        patch.setattr(problem, "consecutive_offsets", lambda positions: None)  # positions are no numbers in a graph
+        patch.setattr(problem, "consecutive_offsets", lambda positions: None)  # positions are not numbers in a graph
         yield translate
 
 

@@ -37,7 +37,7 @@ def test_chunks_and_slabs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     by_slab = backward(case, checked(case)[0])
     for one, same, chunked, slabbed in zip(whole, again, by_chunk, by_slab, strict=True):
         if one is not None:
-            assert torch.equal(one, same)  # repeatable to the bit
+            assert torch.equal(one, same)  # bit-identical
             assert_close(chunked, one.double(), 1e-6)
             assert_close(slabbed, one.double(), 1e-6)
 
@@ -70,7 +70,7 @@ def test_a_part_of_more_stays_in_float32() -> None:
     out, _ = OPERATOR(half, part)
     fake = OPERATOR.op(*(x if x is None else x.to("meta") for x in half), *flat(part))[0]
     assert out.dtype == fake.dtype == torch.float32
-    assert torch.allclose(out, whole.float(), rtol=2**-7)  # the interpreter rounds in a way of its own
+    assert torch.allclose(out, whole.float(), rtol=2**-7)  # the interpreter rounds differently
     assert not torch.equal(out, whole.float())
 
 
@@ -94,7 +94,7 @@ def test_tf32_by_either_of_torchs_flags(monkeypatch: pytest.MonkeyPatch) -> None
 
     call, _ = checked(FULL)
     for flags, expected in (
-        ({"fp32_precision": "tf32"}, "tf32"),  # since torch 2.9, where it is an error to read the other flag now
+        ({"fp32_precision": "tf32"}, "tf32"),  # since torch 2.9, reading the other flag is an error
         ({"fp32_precision": "none"}, "ieee"),
         ({"allow_tf32": True}, "tf32"),
         ({"allow_tf32": False}, "ieee"),
@@ -189,7 +189,7 @@ def test_operator_compiles_into_one_graph() -> None:
 
     def loss(q: Tensor) -> Tensor:
         given = call.given._replace(q=q)
-        # as on a CUDA device, where these are asked before
+        # as on a CUDA device, where these are checked first
         assert choice.refusal_of_operands(given) is None
         if torch.version.cuda is None:
             assert choice.refusal_of_device(0) is not None

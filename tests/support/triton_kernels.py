@@ -24,7 +24,7 @@ from relskew_core import Span
 from relskew_core._kernel.call import Arguments, Gradients
 from relskew_core._kernel.problem import Problem, problem
 
-W = 66  # a width whose tiles are of 16, so that few rows make many tiles
+W = 66  # a width with tiles of 16, so that few rows make many tiles
 
 CASES = [
     Case("no tables", n=35, m=20, d=W, lead=(1,), tables=""),
@@ -146,12 +146,12 @@ def assert_as_dense(case: Case, call: Problem, arrays: dict[str, Any], gate: flo
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients(case: Case) -> None:
     call, arrays = checked(case)
-    # sums over a table's edge cancel: the gradients of a row of logits add up to nothing
+    # Sums over a table's edge cancel: the gradients of a row of logits add up to zero.
     assert_as_dense(case, call, arrays, libraries.GATES["float32"], 5)
 
 
 LAUNCHES = [
-    # dtype, width, compute capability, tile of the forward: every launch configuration, and both half precisions
+    # dtype, width, compute capability, tile of the forward pass: every launch configuration, and both half precisions
     ("float16", 64, 9, 64), ("bfloat16", 40, 9, 64), ("bfloat16", 128, 9, 64), ("float16", 130, 9, 32),
     ("float32", 64, 9, 32), ("float32", 128, 9, 16), ("bfloat16", 64, 8, 32),
 ]  # fmt: skip
@@ -181,7 +181,7 @@ def test_launch(dtype: str, width: int, major: int, size: int, tf32: bool, monke
     assert_as_dense(case, call, arrays, libraries.GATES[dtype], 2)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, where NaN meets NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # raised by NumPy in the interpreter, for NaN
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_nobody_sees_reaches_nothing(value: float) -> None:
     case = Case("spoilt", n=20, m=40, d=W, lead=(1,), heads=1, span=Span(30, 30), tables="rel_k rel_v",
@@ -191,8 +191,8 @@ def test_what_nobody_sees_reaches_nothing(value: float) -> None:
     for name in ("k", "v"):
         arrays[name][..., 20:, :] = value
     for name in ("rel_k", "rel_v"):
-        arrays[name][..., :11, :] = value  # further back than anybody sees
-        arrays[name][..., 31:, :] = value  # ahead
+        arrays[name][..., :11, :] = value  # further back than any query sees
+        arrays[name][..., 31:, :] = value  # further ahead
     spoilt = replace(call, given=call.given._replace(**arrays))
     for one, other in zip(clean, (*forward(spoilt), *backward(case, spoilt)), strict=True):
         assert one is other is None or torch.equal(one, other)

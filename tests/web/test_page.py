@@ -127,7 +127,7 @@ def test_it_draws_what_it_makes(browser: Chromium, tmp_path: Path) -> None:
           return [...colours];
         })()"""
     )
-    assert {"125,155,179", "0,96,156"} <= set(drawn)  # the given notes and the made ones
+    assert {"125,155,179", "0,96,156"} <= set(drawn)  # the colours of given and of generated notes
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     for name, width, height in (("desktop", 1280, 720), ("phone", 390, 844)):
         browser.screenshot(pictures / f"web-{name}.png", width, height)

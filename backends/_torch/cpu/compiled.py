@@ -87,7 +87,7 @@ def _lent(arrays: Sequence[Tensor | None]) -> list[Any]:
     """Pass arrays as DLPack capsules, which carry their type and device."""
     try:
         return [x if x is None else to_dlpack(x.resolve_neg() if x.is_neg() else x) for x in arrays]
-    except RuntimeError:  # what older releases of torch raise for a tensor without memory
+    except RuntimeError:  # raised by older releases of torch for a tensor without memory
         for x in arrays:
             _in_rows(x)
         raise

@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients; where these are to be differentiated again, or others take part, the operator's."""
-        *operands, out, lse = ctx.saved_tensors  # which checkpoints allow only once
+        *operands, out, lse = ctx.saved_tensors  # checkpoints only allow this once
         x, call = operands_of(operands), ctx.call
         wanted = [name for name, needs in zip(x._fields, ctx.needs_input_grad[1:], strict=True) if needs]
         seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_ordinary()

@@ -186,10 +186,10 @@ class _Relative:
         extension = Extension.of(span.left, span.rows, span.beyond, self.all.first, self.all.first + self.all.width - 1)
         core = extension.fold(sums.unflatten(0, heads).sum(axes).mT, xp=torch)
         table = torch.nn.functional.pad(core, (extension.start, span.rows - extension.stop)).mT.contiguous()
-        if span.beyond == "clip":  # sums of the tiles wholly past the edges
+        if span.beyond == "clip":  # sums over the tiles that are entirely past the edges
             for row, far in ((0, self.far[0]), (-1, self.far[1])):
                 far = far.unflatten(0, heads)[..., None]
-                edge = far.sum(-2) if rows is None else (far * rows).sum(-2)  # a product may round, under autocast
+                edge = far.sum(-2) if rows is None else (far * rows).sum(-2)  # not a product, which autocast may round
                 table[..., row, :] += edge.sum(axes)
         return table
 

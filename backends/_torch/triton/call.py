@@ -23,7 +23,7 @@ class Tile:
 
 
 TILES = {
-    # (half precision, width up to): forward, backward; the largest whose registers hold it
+    # (half precision, width up to): forward, backward; the largest tiles that fit the registers
     (True, 64): (Tile(64, 8, 2), Tile(64, 8, 2)),
     (True, 128): (Tile(64, 8, 2), Tile(32, 4, 2)),
     (True, 256): (Tile(32, 8, 2), Tile(32, 8, 2)),
@@ -100,7 +100,7 @@ class TiledCall:
             low = max(low, band_low + 2 - 2 * size)
         if last_part == 2:
             high = min(high, band_high - 2 + 2 * size)
-        # of key against query, in rows and columns of tiles
+        # of key minus query, rounded to whole tiles
         low = max(low + visibility.offset, 1 - stop) // size * size
         high = max(low, min(high + visibility.offset, visibility.n_keys - 1 - start) // size * size)
         return ColumnRange(low - visibility.offset, high - low + size)
@@ -118,7 +118,7 @@ class TiledCall:
     def precision(self) -> str:
         """How float32 is multiplied: exactly, unless torch itself may use TF32."""
         flags: Any = torch.backends.cuda.matmul
-        # torch before 2.9 has the one flag, and later ones refuse to read it where the other was set
+        # torch before 2.9 only has allow_tf32; later versions raise an error if the other flag was set
         tf32 = flags.fp32_precision == "tf32" if hasattr(flags, "fp32_precision") else flags.allow_tf32
         return "tf32" if tf32 else "ieee"
 
@@ -163,7 +163,7 @@ def widest(operands: Operands) -> int:
 
 def fitted(tile: Tile, major: int, shared_bytes: int) -> Tile:
     """Fit a tile to a device: its compute capability's first number, and the shared memory a program may have."""
-    if tile.size == 64 and major not in (9, 10):  # only warpgroups that multiply leave enough registers
+    if tile.size == 64 and major not in (9, 10):  # only warpgroup multiplication leaves enough registers
         tile = Tile(32, 4, 2)
     return tile if shared_bytes >= SHARED_BYTES else Tile(tile.size, tile.warps, 1)
 

@@ -72,7 +72,7 @@ def _verdict(device: str, dtype: str, features: Features, widths: tuple[int, int
 
 
 def _constant(*kind: Any) -> str | None:
-    return _verdict(*kind)  # which torch.compile must not look into
+    return _verdict(*kind)  # torch.compile must not trace this
 
 
 verdict: Any = torch.compiler.assume_constant_result(_constant)

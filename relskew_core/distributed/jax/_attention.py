@@ -113,7 +113,7 @@ def ring_attention(given: _Ring) -> Array | tuple[Array, Array]:
         raise TypeError(f"`offset` must be an int, the same for all items, got {describe(given.offset)}")
     arguments = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
     call = problem(replace(arguments, mask=None))
-    size = lax.psum(1, given.axis_name)  # of a number that is known, a number that is known
+    size = lax.psum(1, given.axis_name)  # a constant, because 1 is a constant
     check_whole(arguments, call, size, given.layout, xp=jnp)
     sinks = arguments.sinks
     scales = HeadScales.of(arguments, xp=jnp)

@@ -32,8 +32,8 @@ QUERIES = ("q", "rel_q")
 class Kinds:
     """What a run of queries and a run of keys are to each other, for every pair of devices."""
 
-    kinds: Sequence[Pairs | None]  # alike but for the position that the tables begin at
-    which: Sequence[Sequence[int]]  # of the device of the queries and that of the keys
+    kinds: Sequence[Pairs | None]  # equal except for the position where the tables begin
+    which: Sequence[Sequence[int]]  # by the device of the queries and that of the keys
     zero: Sequence[Sequence[int]]
 
     @classmethod
@@ -51,14 +51,14 @@ class Kinds:
 class TracedRing:
     """One call of a split sequence."""
 
-    options: Arguments  # whose arrays are not those of the call
+    options: Arguments  # its arrays are not those of the call
     span: Span
     axis: str
     size: int
-    distances: Sequence[int]  # at which somebody sees something
+    distances: Sequence[int]  # distances at which some query sees some key
     queries: Sequence[Sequence[Run]]
     keys: Sequence[Sequence[Run]]
-    kinds: Sequence[Sequence[Kinds]]  # of a run of queries and a run of keys
+    kinds: Sequence[Sequence[Kinds]]  # for a run of queries and a run of keys
 
     @classmethod
     def of(cls, given: Arguments, options: Options, size: int, axis: str, layout: Layout) -> TracedRing:
@@ -94,7 +94,7 @@ class TracedRing:
             return (self._backward(*kept, *cotangents, axes=axes),)
 
         function.defvjp(forward, backward)
-        # Here, so that the sums of the tables' gradients over the devices are JAX's affair.
+        # Here, so that JAX sums the gradients of the tables over the devices.
         found: tuple[Any, Any] = function(varying(arrays, axes))
         return found
 
@@ -137,7 +137,8 @@ class TracedRing:
                     state = self._switch(a, b, source, distances, one, state)
             return state
 
-        # The gradients of keys and values travel with them, and home at the end; a device's own stay.
+        # The gradients travel with their keys and values, and return home at the end; those of the device's own keys
+        # stay.
         rank = lax.axis_index(self.axis)
         own = travelling
         if 0 in self.distances:
@@ -227,9 +228,9 @@ class TracedPart:
 
     ring: TracedRing
     pairs: Pairs
-    queries: Run  # where they lie
+    queries: Run  # the positions of the queries
     keys: Run
-    zero: Any  # what relative position of the whole the call's zero is
+    zero: Any  # the relative position in the whole sequence of the call's zero
     start: Any  # the position of the first key
 
     def _call(self, x: Arrays, held: Arrays) -> tuple[Arguments, Part]:

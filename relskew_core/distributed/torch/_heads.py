@@ -67,7 +67,8 @@ def of_heads(given: Arguments, ranks: Ranks, layout: Layout) -> Arguments:
         if x is None:
             continue
         if KINDS[name] is Kind.SEQUENCE:
-            if x.shape[HEADS] % size:  # fewer heads of keys than ranks: each has a copy of the one it needs
+            # there are fewer key heads than ranks: each rank has a copy of the one that it needs
+            if x.shape[HEADS] % size:
                 x = x.repeat_interleave(size // x.shape[HEADS], dim=HEADS)
             changed[name] = to_heads(x, ranks, layout)
         elif KINDS[name] is Kind.MASK:
@@ -87,6 +88,6 @@ def _mask(mask: Tensor, own: slice, given: Arguments, ranks: Ranks, layout: Layo
     by_head = mask.ndim > 2 and mask.shape[HEADS] == given.q.shape[HEADS]
     if mask.ndim < 2 or mask.shape[-2] != given.q.shape[-2]:
         return mask[..., own, :, :] if by_head else mask
-    sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every group sends booleans
+    sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask  # not every backend sends booleans
     sent = to_heads(sent, ranks, layout) if by_head else whole(sent, ranks, -2, layout)
     return sent.bool() if mask.dtype == torch.bool else sent

@@ -26,7 +26,7 @@ LABELS = ("q_segments", "k_segments", "seed")
 class PartsPlan:
     """Everything about a call but its arrays."""
 
-    options: Arguments  # whose arrays are not those of the call
+    options: Arguments  # its arrays are not those of the call
     span: Span
     offset: int
     left: int | None
@@ -34,7 +34,7 @@ class PartsPlan:
     queries: Sequence[Run]  # of this rank
     rounds: Ring | Gathered
     part: Part  # which heads
-    sharded: bool  # every rank has some rows of the tables
+    sharded: bool  # whether the rows of the tables are sharded over the ranks
 
     def tables(self, x: dict[str, Any]) -> RankTables:
         """Return the tables of the call."""
@@ -137,7 +137,7 @@ class PartsAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         d_out, d_lse = grad_outputs
-        plan, saved = ctx.plan, ctx.saved_tensors  # read once: what a checkpoint gave is gone then
+        plan, saved = ctx.plan, ctx.saved_tensors  # read once: a checkpoint releases them after the first access
         arrays, (*held, out, lse) = saved[: ctx.count], saved[ctx.count :]
         x = dict(zip((*DIFFERENTIABLE, *LABELS), arrays, strict=True))
         q = x["q"]

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from relskew_core._array.checks import describe
 
-distributed: Any = torch.distributed  # whose functions have no types
+distributed: Any = torch.distributed  # its functions have no types
 
-_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # before torch 2.13
+# the name before torch 2.13
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class OnTheWay:
 
     works: list[Any]
     found: list[Tensor]
-    given: list[Tensor]  # which must live as long as they are sent
+    given: list[Tensor]  # must stay alive until it is sent
 
     def arrived(self) -> list[Tensor]:
         """Wait for them."""

@@ -29,14 +29,14 @@ class Ring:
     """
 
     ranks: Ranks
-    keys: Sequence[Sequence[Run]]  # of each rank
-    distances: Sequence[int]  # how far around the ring the keys have come, in each round
+    keys: Sequence[Sequence[Run]]  # for each rank
+    distances: Sequence[int]  # how many ranks the keys have passed, for each round
 
     def forward(self, held: Held, meet: Meet) -> Held:
         """Attend to the keys of every rank while the next are in transit; return what the backward pass needs."""
         own, at = held, 0
         for index, distance in enumerate(self.distances):
-            if distance > at:  # the first round is not this rank's own
+            if distance > at:  # the first round has the keys of another rank
                 held, at = self.ranks.send_round(held, distance - at).arrived(), distance
             coming = None
             if index + 1 < len(self.distances):
@@ -84,7 +84,7 @@ class Gathered:
     """Every rank has all keys and values: more memory than a ring takes, and fewer, larger messages."""
 
     ranks: Ranks
-    keys: Sequence[Run]  # of all, in the order of `layout`
+    keys: Sequence[Run]  # of all ranks, in the order of `layout`
     layout: Layout
 
     @classmethod

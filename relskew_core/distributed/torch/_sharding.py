@@ -65,7 +65,7 @@ def _operators() -> Iterator[Operator]:
     yield from (OPERATOR, RECOMPUTED)
     try:
         from relskew_core.backends._torch.triton import operator as fused
-    except ImportError:  # no Triton
+    except ImportError:  # Triton is not installed
         return
     yield fused.OPERATOR
 

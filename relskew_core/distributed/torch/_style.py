@@ -77,7 +77,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, TableAttention):
             raise TypeError(f"`ContextParallel` is for relskew_core.layers.torch's modules, got {describe(module)}")
-        # Of this one module: another class would lose what subclasses and wrappers have added.
+        # On this module only: a different class would lose what subclasses and wrappers add.
         module.attend = partial(_attend, module, device_mesh, self.how)  # type: ignore[method-assign]
         return module
 

@@ -119,7 +119,7 @@ class RankTables:
     """The rows that a part of a call uses of tables that are whole on every rank, and the sums of their gradients."""
 
     span: Span
-    given: dict[str, Tensor]  # with an axis of one for the numbers of a bias
+    given: dict[str, Tensor]  # biases get an axis of length 1
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -168,11 +168,11 @@ class ShardedTables(RankTables):
 
     ranks: Ranks
     offset: int
-    own: dict[str, Tensor]  # this rank's rows
+    own: dict[str, Tensor]  # the rows of this rank
     edges: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's rows …
-    of_edges: dict[str, Tensor] = field(default_factory=dict)  # … and of the rows that repeat its ends
-    owner: int = 0  # of this round's rows
+    totals: dict[str, Tensor] = field(default_factory=dict)  # the gradients of this rank's rows,
+    of_edges: dict[str, Tensor] = field(default_factory=dict)  # and of the rows that repeat its ends
+    owner: int = 0  # the rank whose rows are used in this round
 
     @classmethod
     def of_rows(cls, x: dict[str, Any], span: Span, ranks: Ranks, offset: int) -> ShardedTables:

@@ -119,7 +119,7 @@ class SlidingCache(NamedTuple):
 
 Cache = Growing | FixedCache | SlidingCache
 
-for kind in Cache.__args__:  # so that what jax.export makes of a step can be serialized
+for kind in Cache.__args__:  # jax.export can then serialise a step
     export.register_namedtuple_serialization(kind, serialized_name=f"relskew_core.{kind.__name__}")
 
 

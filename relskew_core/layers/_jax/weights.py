@@ -32,5 +32,5 @@ def taken(weights: Any, spec: BlockSpec) -> Mapping[str, Array]:
 def _copy(x: Any) -> Array:
     if not is_torch(x):
         return jnp.array(x)
-    # NumPy, which is between, has no bfloat16 of torch's; JAX's own `copy=True` leaves the memory shared.
+    # NumPy has no bfloat16 for torch, and JAX's `copy=True` would share the memory.
     return jnp.from_dlpack(x.detach().to("cpu", copy=True))

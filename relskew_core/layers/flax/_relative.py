@@ -155,12 +155,12 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
         >>> attention.q_proj.kernel.shape, attention.rel_k.shape
         ((16, 16), (4, 32, 4))
         """
-        if "rngs" not in options:  # what they draw is replaced, and not fit for dropout
+        if "rngs" not in options:  # initial weights are replaced, so these keys must not serve dropout
             options.update(rngs=nnx.Rngs(0), keep_rngs=False)
         module = cls(spec, **options)
         for name, weight in taken(weights, spec).items():
             owner, _, part = name.rpartition(".")
-            if part == "weight":  # of a projection, which flax keeps transposed
+            if part == "weight":  # flax stores projections transposed
                 getattr(module, owner).kernel = nnx.Param(weight.T)
             else:
                 setattr(getattr(module, owner) if owner else module, part, nnx.Param(weight))

@@ -208,6 +208,6 @@ def _copy(x: Any) -> Array:
     """Return an array in MLX, of the same dtype."""
     if is_torch(x):
         x = x.detach().cpu()
-    elif hasattr(x, "strides"):  # NumPy's, which MLX does not take with negative ones
+    elif hasattr(x, "strides"):  # MLX does not accept NumPy arrays with negative strides
         x = x.copy()
     return mx.asarray(x, dtype=getattr(mx, str(x.dtype).rpartition(".")[2]), copy=True)

@@ -26,7 +26,7 @@ class TableAttention(nn.Module):
     rel_v: nn.Parameter | None
     rel_bias: nn.Parameter | None
     sinks: nn.Parameter | None
-    slopes: Tensor | None  # ALiBi's, of which nothing is learned or saved
+    slopes: Tensor | None  # ALiBi's, which are neither learned nor saved
     buckets: Tensor | None  # T5's
 
     def __init__(

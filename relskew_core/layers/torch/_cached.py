@@ -20,7 +20,7 @@ class CachedAttention(TableAttention):
     processes = 1
     """How many processes share the heads: what ``TableParallel`` sets."""
 
-    if TYPE_CHECKING:  # torch declares that calls return anything
+    if TYPE_CHECKING:  # torch declares that calls return Any
 
         @overload
         def __call__(
@@ -95,7 +95,7 @@ class CachedAttention(TableAttention):
         """
         spec = self.spec
         lead, length, keep = check_room(spec, batch, length, keep)
-        weight = getattr(self.k_proj, "weight", None)  # of a quantized projection a method, or integers
+        weight = getattr(self.k_proj, "weight", None)  # in quantised projections it is a method, or integers
         weights = (weight, *self.table_parameters(), *self.parameters(), self.slopes)
         like = next(x for x in weights if isinstance(x, Tensor) and x.is_floating_point())
         new = torch.empty(0, dtype=like.dtype if dtype is None else dtype, device=like.device)

@@ -60,7 +60,7 @@ class FixedCache(NamedTuple):
         for name, old, new in pairs:
             check_cached(name, old, room, new)
         present = FixedCache(self.keys, self.values, self.length + n)
-        if there is not None and self.length.ndim == 0:  # a number, with which attention is quicker
+        if there is not None and self.length.ndim == 0:  # attention is faster with a number
             for _, old, new in pairs:
                 old[..., there : there + n, :] = new
             return self.keys, self.values, present, {"offset": there}
@@ -116,7 +116,7 @@ class SlidingCache(NamedTuple):
             check_cached(name, old, keep, new)
         k, v = torch.cat([self.keys, k], dim=-2), torch.cat([self.values, v], dim=-2)
         unfilled = torch.arange(keep + n, dtype=torch.int64, device=k.device) < keep - self.length
-        # In separate memory: a view would hold the whole prompt, and its strides are others at the next step.
+        # Separate memory: a view would keep the whole prompt, and its strides would differ at the next step.
         keys, values = (x[..., n:, :].contiguous() for x in (k, v))
         present = SlidingCache(keys, values, (self.length + n).clamp(max=keep))
         return k, v, present, {"offset": keep, "window": (keep, 0), "unfilled": unfilled}

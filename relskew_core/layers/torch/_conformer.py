@@ -54,8 +54,9 @@ class ChunkCache(NamedTuple):
     def extend(self, k: Tensor, v: Tensor, *, xp: Any) -> tuple[Tensor, Tensor, ChunkCache, dict[str, Any]]:
         """Append the new keys and values, and drop the same number of old ones."""
         k, v, present, seen = slid(self, k, v, xp=xp)
-        keys, values = (x.contiguous() for x in present[:2])  # a view would hold the whole chunk
-        hidden = {name: seen[name] for name in ("offset", "unfilled")}  # the blocks say what is seen, and no window
+        keys, values = (x.contiguous() for x in present[:2])  # a view would keep the whole chunk
+        # the blocks decide what is visible, without a window
+        hidden = {name: seen[name] for name in ("offset", "unfilled")}
         return k, v, ChunkCache(keys, values, present.length), hidden
 
 

@@ -12,10 +12,10 @@ from relskew_core._block.spec import BlockSpec
 
 def local_table(name: str, table: Any, q: Tensor, spec: BlockSpec) -> Tensor:
     """Return a table as the queries here need it: of their heads and their dtype; gradients find their way back."""
-    if hasattr(table, "placements"):  # a DTensor, whose import takes longer than everything else here
+    if hasattr(table, "placements"):  # a DTensor, whose import is slow
         from torch.distributed.tensor import Partial
 
-        # A shared table is used by other heads in every process: its gradient is a part of a sum.
+        # A shared table serves different heads in each process, so its local gradient is a partial sum.
         placements = [Partial() if placement.is_replicate() else placement for placement in table.placements]
         table = table.to_local(grad_placements=placements)
     elif q.ndim > 2 and q.shape[-3] != spec.num_heads:

@@ -68,10 +68,10 @@ class MultiheadAttention(TableAttention):
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
 
-    # torch's layers ask for it, and would compute without us, and without tables, what they then call a fast path.
+    # torch's layers read it: True would let their "fast path" compute attention without this module and its tables.
     _qkv_same_embed_dim = False
 
-    if TYPE_CHECKING:  # torch declares that calls return anything
+    if TYPE_CHECKING:  # torch declares that calls return Any
 
         def __call__(
             self,

@@ -27,7 +27,7 @@ def errors_are_everyones(p: int) -> None:
     short = "`rel_k` reaches the relative positions -1 … 0"
     with pytest.raises(ValueError, match=short):
         call(x, x, x, table[-2:] if last else table)
-    with pytest.raises(ValueError, match=short):  # of the whole's positions, not of a share's
+    with pytest.raises(ValueError, match=short):  # positions of the whole sequence, not of a rank's share
         call(x, x, x, table[-2:], Span.causal(2))
     with pytest.raises(ValueError, match=f"reaches the relative positions -3 … 0, but queries see {1 - 4 * p} … 0"):
         call(x, x, x, table[-4:])
@@ -72,7 +72,7 @@ def errors_are_everyones(p: int) -> None:
             call(x, x, x, rel_k=table, **refused)
     with pytest.raises(ValueError, match="`table` must have the 3 rows"):
         shard_table(table, group, Span.full(2))
-    call(x, x, x, table)  # and nobody is out of step
+    call(x, x, x, table)  # and all ranks are still in step
 
 
 def a_death_is_noticed(p: int) -> None:
@@ -86,4 +86,4 @@ def a_death_is_noticed(p: int) -> None:
         context_parallel_attention(x, x, x, group=distributed.group.WORLD)
     assert time.monotonic() - start < 10
     print("noticed")
-    os._exit(0)  # the group is beyond a farewell
+    os._exit(0)  # the process group can no longer be destroyed

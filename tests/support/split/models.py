@@ -65,7 +65,7 @@ def modules_agree(p: int) -> None:
         parallelize_module(part, mesh, {"attention": how})
         if sharded:
             fully_shard(part, mesh=mesh)
-        torch.manual_seed(5)  # what dropout draws: everywhere what the first process draws
+        torch.manual_seed(5)  # every process draws the dropout of the first one
         y = model(x, padding, segments)
         y.sin().sum().backward()
         torch.manual_seed(5 + distributed.get_rank())

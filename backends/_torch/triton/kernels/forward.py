@@ -47,7 +47,7 @@ def forward_kernel(
     FIRST_PART: tl.constexpr, LAST_PART: tl.constexpr, EDGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend for ``B`` queries of one head."""
-    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * B  # under a causal pattern the longest rows go first
+    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * B  # with a causal pattern, the longest rows come first
     b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     i = i0 + tl.arange(0, B)
     here = i < n_queries
@@ -74,8 +74,8 @@ def forward_kernel(
     total = tl.zeros((B,), tl.float32)
     sums = tl.zeros((B, BLOCK_DV), tl.float32)
     if REL_V:
-        waiting = tl.zeros((B, B), tl.float32)  # weights of the later window, which the next tile adds to
-        far = tl.zeros((B,), tl.float32)  # weights past the edge of the part
+        waiting = tl.zeros((B, B), tl.float32)  # weights of the later window, to which the next tile adds
+        far = tl.zeros((B,), tl.float32)  # weights beyond the edge of the part
     for PART in tl.static_range(FIRST_PART, LAST_PART + 1):
         if PART == 0:
             part_start, part_stop = start, band_start
@@ -92,7 +92,7 @@ def forward_kernel(
                                      DR, BLOCK_DR, B, REL_K, REL_BIAS, EDGES)[:, None]  # fmt: skip
         for j0 in tl.range(part_start, part_stop, B):
             j = j0 + tl.arange(0, B)
-            # keys that no query of the tile sees are not loaded: zero weights do not hide their NaN
+            # Keys that no query of the tile sees are not loaded: a weight of zero does not hide NaN.
             seen = (j >= key_low) & (j < key_high)
             k_tile = load_rows(k, j, k_j, seen, D, BLOCK_D)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
@@ -129,7 +129,7 @@ def forward_kernel(
                     far = far * shrink + tl.sum(p, 1)
         if REL_V:
             if PART == 1:
-                ends = part_start + tl.maximum(part_stop - part_start - 1, 0) // B * B  # the band's last tile
+                ends = part_start + tl.maximum(part_stop - part_start - 1, 0) // B * B  # the last tile of the band
                 window = load_window(rel_v, rel_v_r, ends - position, span_left, table_rows, lowest, highest,
                                      DV, BLOCK_DV, B)  # fmt: skip
                 sums = tl.dot(waiting.to(window.dtype), window, sums, input_precision=PRECISION)

@@ -91,7 +91,7 @@ def query_gradient_kernel(
     q_tile = load_rows(q + b * q_b + h * q_h, i, q_i, here, D, BLOCK_D)
     do = load_rows(d_out + program * n_queries * DV, i, DV, here, DV, BLOCK_DV)
     lse_row = tl.load(lse + program * n_queries + i, mask=here, other=float("inf"))
-    lse_row = tl.where(lse_row == -float("inf"), float("inf"), lse_row)  # who sees nothing weighs nothing
+    lse_row = tl.where(lse_row == -float("inf"), float("inf"), lse_row)  # weights of queries that see nothing are zero
     delta_row = tl.load(delta + program * n_queries + i, mask=here, other=0.0)
     k += b * k_b + h // group * k_h
     v += b * v_b + h // group * v_h
@@ -126,7 +126,7 @@ def query_gradient_kernel(
                 earlier = relative_window(meets, rel_k, rel_k_r, rel_bias, first - B, span_left, table_rows,
                                           lowest, highest, rel_scale,
                                           DR, BLOCK_DR, B, REL_K, REL_BIAS, PRECISION)  # fmt: skip
-                waiting = tl.zeros((B, B), tl.float32)  # of the later window, which the next tile adds to
+                waiting = tl.zeros((B, B), tl.float32)  # of the later window, to which the next tile adds
             if REL_V:
                 v_earlier = relative_window(do, rel_v, rel_v_r, rel_v, first - B, span_left, table_rows,
                                             lowest, highest, 1.0, DV, BLOCK_DV, B, True, False, PRECISION)  # fmt: skip

@@ -112,7 +112,7 @@ def softcapped(s, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         x = s / softcap
         y = x * x
-        # near zero a series in the terms of Cephes' tanhf: a difference from 1 would leave few digits of small logits
+        # near zero, Cephes' tanhf as a series: a difference from 1 would leave few digits of small logits
         near = (((-5.70498872745e-3 * y + 2.06390887954e-2) * y - 5.37397155531e-2) * y + 1.33314422036e-1) * y
         near = x + x * y * (near - 3.33332819422e-1)
         s = softcap * tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
