@@ -22,3 +22,9 @@ def widened(arrays: Iterable[Array | None], dtype: Any, *, xp: Namespace) -> lis
 def cast(x: Array, dtype: Any, *, xp: Namespace) -> Array:
     """Return an array in a dtype: as it is where that is its own."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
+
+
+def settled(x: Array, dtype: Any, *, xp: Namespace) -> Array:
+    """Return an array in a dtype if JAX says that it has none yet: made of Python's floats, as by ``jnp.where``."""
+    weak = x.dtype != dtype and getattr(x, "weak_type", False) and xp.isdtype(x.dtype, "real floating")
+    return cast(x, dtype, xp=xp) if weak else x

@@ -187,6 +187,8 @@ class Checked:
         kernels, x = backends.prepared(type(call.given.q)), call.given
         if kernels is None:  # JAX is tracing, and a heads axis was added
             return None
+        if x.mask is not None and x.mask.dtype != given.mask.dtype:  # another array of its dtype may be refused
+            return None
         operands = call.operands(half=kernels.HALF)
         own = kernels.call_of(operands, call.options)
         if own is None:

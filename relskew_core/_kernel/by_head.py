@@ -13,7 +13,7 @@ from relskew_core._array.checks import check_real, describe, is_array, layout_hi
 from relskew_core._array.known import varies
 from relskew_core._array.namespace import check_companion
 from relskew_core._array.nothing import depending
-from relskew_core._array.precision import cast, widened
+from relskew_core._array.precision import cast, settled, widened
 from relskew_core._array.ranks import of_rank
 from relskew_core._array.softmax import share_of, softmax
 from relskew_core._array.typing import Array, Namespace
@@ -31,6 +31,7 @@ def check_by_head(name: str, x: Any, q: Array, *, one: bool = False, xp: Namespa
         raise ValueError(
             f"`{name}` must have {shape}, a number for each of the {n_heads} heads{hint}, got {describe(x)}"
         )
+    x = settled(x, q.dtype, xp=xp)
     if x.dtype != q.dtype:
         raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {describe(x)}")
     return x

@@ -142,7 +142,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
 
     def operand(name: str, x: Any) -> Array | None:
         if x is not None and KINDS[name] is Kind.MASK:
-            check_mask(x, q, k, xp=xp)
+            x = check_mask(x, q, k, xp=xp)
         x = form(name, x, heads=heads, xp=xp)
         if x is None or ragged is None or name not in TABLES:
             return x

@@ -7,6 +7,7 @@ from typing import Any
 from relskew_core._array.checks import LAYOUT, describe, layout_hint
 from relskew_core._array.known import exported, holds, same_length
 from relskew_core._array.namespace import check_companion
+from relskew_core._array.precision import settled
 from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.call import KINDS, Arguments, Kind
 from relskew_core._positions.span import Span
@@ -121,6 +122,7 @@ def check_widths(given: Arguments) -> None:
 def check_mask(mask: Array, q: Array, k: Array, *, xp: Namespace) -> Array:
     """Return a mask of at least two axes, refusing what is neither boolean nor additive or does not broadcast."""
     check_companion("mask", mask, "q", q, xp=xp)
+    mask = settled(mask, q.dtype, xp=xp)
     if mask.dtype != q.dtype and not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(
             f"`mask` must be boolean (True = may attend) or have the dtype of `q`, {q.dtype}, got {mask.dtype}"

@@ -630,6 +630,23 @@ def decoding() -> tuple[Any, Any]:
     return jnp.asarray(rng.standard_normal((2, 3, 5, 4))), jnp.asarray(rng.standard_normal((30, 4)))
 
 
+def test_numbers_of_python_that_are_arrays_take_the_dtype_of_the_queries() -> None:
+    q = jnp.linspace(-2, 2, 24, dtype=jnp.bfloat16).reshape(2, 4, 3)
+    past, given = jnp.where(jnp.tri(4), 0.0, -jnp.inf), {"scale": jnp.asarray(0.5), "sinks": jnp.full(2, 0.25)}
+    out, (d_scale, d_sinks) = jax.value_and_grad(
+        lambda two: relative_attention(q, q, q, mask=past, scale=two[0], sinks=two[1]).sum(), 0
+    )((given["scale"], given["sinks"]))
+    expected = relative_attention(q, q, q, causal=True, scale=0.5, sinks=jnp.full(2, 0.25, q.dtype)).sum()
+    assert out.dtype == q.dtype
+    assert out == expected
+    assert d_scale.dtype == given["scale"].dtype
+    assert d_sinks.shape == (2,)
+    relative_attention(q, q, q, mask=past)  # is not remembered for arrays of that dtype
+    for wrong in (past.astype(past.dtype), jnp.where(jnp.tri(4), 1, 0)):
+        with pytest.raises(TypeError, match="`mask` must be boolean"):
+            relative_attention(q, q, q, mask=wrong)
+
+
 def test_an_offset_may_be_traced() -> None:
     """A cache of one length in ``lax.scan`` is how JAX decodes."""
     q, table = decoding()
