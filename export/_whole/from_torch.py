@@ -120,10 +120,28 @@ def torch_to_onnx(
     ... ]
     [['batch', 'x_length', 8]]
 
-    Into a file, with attention over 128 queries at a time where there are more; and with two inputs, by their names::
+    Two inputs, by the names of the arguments, of which only the batch varies:
 
-        torch_to_onnx(encoder, torch.randn(2, 5, 8), "encoder.onnx", chunk_size=128)
-        torch_to_onnx(encoder, {"x": x, "mask": mask}, "encoder.onnx", tolerance=1e-3)
+    >>> given = {
+    ...     "x": torch.randn(2, 5, 8),
+    ...     "mask": torch.ones(5, 5, dtype=torch.bool).tril(),
+    ... }
+    >>> graph = torch_to_onnx(encoder, given, vary={"x": [0]}, check=False).graph
+    >>> (
+    ...     [x.name for x in graph.input],
+    ...     graph.input[0].type.tensor_type.shape.dim[1].dim_value,
+    ... )
+    (['x', 'mask'], 5)
+
+    Into a file, with attention over 128 queries at a time for longer inputs:
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "encoder.onnx"
+    ...     model = torch_to_onnx(encoder, torch.randn(2, 5, 8), path, chunk_size=128)
+    ...     path.exists()
+    True
     """
     import torch
     from torch.utils import _pytree as pytree

@@ -23,15 +23,32 @@ def layout_hint(likely: bool) -> str:
     return f"; {LAYOUT}" if likely else ""
 
 
-def static_hint(name: str, value: Any) -> str:
-    """Return what to add to an error where ``jax.jit`` traces what is a constant of a program."""
-    if not type(value).__name__.endswith("Tracer"):
-        return ""
-    argument = name.partition("[")[0]
+def _is_traced(value: Any) -> bool:
+    return type(value).__name__.endswith("Tracer")
+
+
+def _make_static(names: tuple[str, ...]) -> str:
     return (
-        f": flags, sizes, `span` and `impl` are constants of a program, so name those that you pass static, as in "
-        f"jax.jit(function, static_argnames=({argument!r},))"
+        ": flags, sizes, `span` and `impl` are constants of a program, so make those that you pass static, as in "
+        f"jax.jit(function, static_argnames={names!r})"
     )
+
+
+def static_hint(name: str, value: Any) -> str:
+    """Return the end of an error for a constant of a program that ``jax.jit`` traces."""
+    return _make_static((name.partition("[")[0],)) if _is_traced(value) else ""
+
+
+def check_static(**constants: Any) -> None:
+    """Refuse constants of a program that ``jax.jit`` traces; the error names all of them."""
+    parts = {name: value if isinstance(value, tuple) else (value,) for name, value in constants.items()}
+    traced = tuple(name for name, values in parts.items() if any(map(_is_traced, values)))
+    if traced:
+        names = ", ".join(f"`{name}`" for name in traced)
+        raise TypeError(
+            f"{names} must be {'a Python value' if len(traced) == 1 else 'Python values'}, got "
+            f"{'a tracer' if len(traced) == 1 else 'tracers'} of JAX{_make_static(traced)}"
+        )
 
 
 def check_int(name: str, value: Any, *, minimum: int | None = None) -> int:

@@ -72,6 +72,9 @@ class Arguments:
         return self if same else replace(self, **cast)
 
 
+CONSTANTS = tuple(field.name for field in fields(Arguments) if "Array" not in str(field.type))
+"""The arguments that are constants of a compiled program: ``jax.jit`` must not trace them."""
+
 GROUPS = {
     "q": "arrays", "offset": "positions", "causal": "which keys a query sees", "scale": "scores",
     "chunk_size": "execution",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relskew_core._array.checks import check_bool, check_known_sizes, check_offset, check_real, describe, is_array
+from relskew_core._array.checks import (
+    check_bool,
+    check_known_sizes,
+    check_offset,
+    check_real,
+    check_static,
+    describe,
+    is_array,
+)
 from relskew_core._array.integers import integers
 from relskew_core._array.known import exporting
 from relskew_core._array.namespace import device, namespace_of_arrays
@@ -15,6 +23,7 @@ from relskew_core._array.typing import Array, Namespace
 from relskew_core._kernel.by_head import HeadScales, check_by_head
 from relskew_core._kernel.call import (
     CHECKS,
+    CONSTANTS,
     KINDS,
     TABLES,
     Arguments,
@@ -103,6 +112,7 @@ def problem(arguments: Arguments, *, return_lse: bool = False, part: Part = WHOL
     tables = {name: getattr(given, name) for name in TABLES}
     xp = namespace_of_arrays({"q": q, "k": k, "v": v}, {**tables, "rel_q": given.rel_q})
     if xp.__name__ == "jax.numpy":
+        check_static(**{name: getattr(given, name) for name in CONSTANTS}, return_lse=return_lse)
         for name, array in given.arrays().items():
             if array is not None:
                 check_known_sizes(name, array)

@@ -56,13 +56,7 @@ def replace_rotary(
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(
-    ...     hidden_size=16,
-    ...     num_attention_heads=2,
-    ...     num_hidden_layers=2,
-    ...     intermediate_size=16,
-    ...     vocab_size=50,
-    ... )
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2)
     >>> model = replace_rotary(LlamaForCausalLM(config))
     >>> model(torch.arange(6)[None]).logits.shape
     torch.Size([1, 6, 50])
@@ -74,11 +68,11 @@ def replace_rotary(
 
     A learned bias for each head and the last 32 positions:
 
-    >>> learned = torch.nn.Parameter(torch.zeros(2, 32))
+    >>> learned = torch.nn.Parameter(torch.zeros(32, 32))
     >>> model = replace_rotary(model, rel_bias=learned, name="learned")
     >>> model(torch.arange(6)[None]).logits.sum().backward()
     >>> learned.grad.shape
-    torch.Size([2, 32])
+    torch.Size([32, 32])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, got {describe(model)}")

@@ -723,6 +723,9 @@ def test_far_documents_of_which_nobody_sees_a_key_are_zeros(row: str) -> None:
 )
 def test_what_jit_must_not_trace_is_named(name: str, value: Any) -> None:
     x = jnp.ones((4, 2))
+    if name != "causal":
+        with pytest.raises(TypeError, match=rf"^`causal`, `{name}` must be .*static_argnames=\('causal', '{name}'\)\)"):
+            jax.jit(relative_attention)(x, x, x, causal=True, **{name: value})
     with pytest.raises(TypeError, match=rf"jax\.jit\(function, static_argnames=\('{name}',\)\)"):
         jax.jit(relative_attention)(x, x, x, **{name: value})
     static = jax.jit(relative_attention, static_argnames=("causal", "span", name))

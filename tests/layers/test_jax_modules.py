@@ -141,6 +141,21 @@ def test_the_options_of_the_module(framework: Framework) -> None:
 
 
 @each
+def test_it_prints_what_differs_from_the_defaults(framework: Framework) -> None:
+    spec = BlockSpec(8, 2, Span(2, 0, "clip"), causal=True)
+    for printed in (repr, str):
+        text = printed(made(framework, spec, dropout=0.5))
+        first, *others = text.replace("{", "(").splitlines()
+        assert first.startswith("RelativeMultiheadAttention(")
+        shown = [line.strip().partition("=")[0] for line in others if line.startswith("  ") and line[2].isalpha()]
+        arguments = ["embed_dim", "num_heads", "span", "causal", "dropout"]
+        parameters = ["q_proj", "k_proj", "v_proj", "out_proj", "rel_k"]
+        assert [name for name in shown if name != "rngs"] in (arguments + parameters, parameters + arguments)
+        assert "dropout=0.5" in text
+        assert "span=Span(left=2, right=0, beyond='clip')" in text
+
+
+@each
 def test_half_precision(framework: Framework) -> None:
     weights = mapping(CAUSAL, jnp.bfloat16)
     module, x = framework.module.from_weights(weights, CAUSAL), inputs(CAUSAL)[0].astype(jnp.bfloat16)

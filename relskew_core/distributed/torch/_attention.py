@@ -115,15 +115,32 @@ def context_parallel_attention(given: _Parallel) -> Tensor | tuple[Tensor, Tenso
     One process here; the call is the same for many:
 
     >>> import torch
-    >>> from relskew_core import Span, relative_attention
+    >>> from relskew_core import relative_attention
+    >>> from relskew_core.distributed.torch import shard_sequence, unshard_sequence
     >>> torch.distributed.init_process_group(
     ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     ... )
     >>> q, k, v, rel_k = *torch.randn(3, 3, 2, 8, 4), torch.randn(8, 4)
-    >>> out = context_parallel_attention(
-    ...     q, k, v, rel_k, causal=True, group=torch.distributed.group.WORLD
-    ... )
+    >>> group = torch.distributed.group.WORLD
+    >>> out = context_parallel_attention(q, k, v, rel_k, causal=True, group=group)
     >>> torch.allclose(out, relative_attention(q, k, v, rel_k, causal=True), atol=1e-5)
+    True
+
+    The zigzag layout, which gives all processes of a causal model equal work:
+
+    >>> zigzag = [shard_sequence(x, group, layout="zigzag") for x in (q, k, v)]
+    >>> part = context_parallel_attention(
+    ...     *zigzag, rel_k, causal=True, group=group, layout="zigzag"
+    ... )
+    >>> torch.allclose(unshard_sequence(part, group, layout="zigzag"), out, atol=1e-5)
+    True
+
+    Each process with some of the heads and the whole sequence in between:
+
+    >>> heads = context_parallel_attention(
+    ...     q, k, v, rel_k, causal=True, group=group, method="heads"
+    ... )
+    >>> torch.allclose(heads, out, atol=1e-5)
     True
     >>> torch.distributed.destroy_process_group()
     """

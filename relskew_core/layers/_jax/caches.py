@@ -28,10 +28,6 @@ class FixedCache(NamedTuple):
         were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
         then overwrite the padding.
 
-    See Also
-    --------
-    SlidingCache : the last positions of an endless sequence.
-
     Notes
     -----
     Too many positions raise an error if ``length`` is known, and give NaN if it is traced.
@@ -78,7 +74,8 @@ class FixedCache(NamedTuple):
 class SlidingCache(NamedTuple):
     """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
 
-    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
+    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped, while
+    :class:`FixedCache` keeps all.
 
     Parameters
     ----------
@@ -86,10 +83,6 @@ class SlidingCache(NamedTuple):
         The last positions, in order; in the beginning, room in front of them.
     length : array of integers, shape ()
         How many of them there are, at most ``keep``.
-
-    See Also
-    --------
-    FixedCache : room for a number of positions.
 
     Examples
     --------

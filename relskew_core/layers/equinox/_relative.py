@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Unpack, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import wadler_lindig
 
 from relskew_core._array.keywords import explains
 from relskew_core._array.typing import Array, Impl
@@ -105,6 +107,19 @@ class RelativeMultiheadAttention(JaxBlock, eqx.Module):
             setattr(self, name, _linear(spec, name, keys[name], dtype))
         for name in ATTENDED:
             setattr(self, name, drawn(spec, name, keys[name], dtype) if name in spec.weight_shapes() else None)
+
+    def __pdoc__(self, **options: Any) -> wadler_lindig.AbstractDoc:
+        """Show the parameters, and the arguments that differ from the defaults."""
+        values = {x.name: getattr(self, x.name) for x in fields(self) if x.name not in ("spec", "settings")}
+        shown = [(name, value) for name, value in values.items() if value is not None and value is not False]
+        chosen = map(wadler_lindig.TextDoc, self.spec.chosen() + self.settings.chosen())
+        return wadler_lindig.bracketed(
+            begin=wadler_lindig.TextDoc(f"{type(self).__name__}("),
+            docs=[*chosen, *wadler_lindig.named_objs(shown, **options)],
+            sep=wadler_lindig.comma,
+            end=wadler_lindig.TextDoc(")"),
+            indent=options["indent"],
+        )
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
@@ -120,6 +121,17 @@ class RelativeMultiheadAttention(JaxBlock, nnx.Module):
             here = name in shapes
             setattr(self, name, nnx.Param(drawn(spec, name, rngs.params(), param_dtype)) if here else None)
         self.rngs = rngs.dropout.fork() if keep_rngs and self.settings.dropout else None
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        """Show the parameters, and the arguments that differ from the defaults."""
+        for item in super().__nnx_repr__():
+            key = getattr(item, "key", None)
+            if key == "spec":
+                for text in self.spec.chosen() + self.settings.chosen():
+                    name, _, value = text.partition("=")
+                    yield replace(item, key=name, value=value, use_raw_value=True)
+            elif key is None or (key != "settings" and item.value is not None):
+                yield item
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, Any], spec: BlockSpec, **options: Any) -> RelativeMultiheadAttention:

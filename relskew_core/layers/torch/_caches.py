@@ -23,10 +23,6 @@ class FixedCache(NamedTuple):
         were padded on the right, set their lengths with ``cache = cache._replace(length=lengths)``: generated tokens
         then overwrite the padding.
 
-    See Also
-    --------
-    SlidingCache : the last positions of an endless sequence.
-
     Examples
     --------
     >>> import torch
@@ -74,7 +70,8 @@ class FixedCache(NamedTuple):
 class SlidingCache(NamedTuple):
     """The last keys and values: attention with this cache equals attention with ``window=(keep, 0)``.
 
-    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped.
+    A query attends to itself and the ``keep`` positions before it. Positions further away are dropped, while
+    :class:`FixedCache` keeps all.
 
     Parameters
     ----------
@@ -82,10 +79,6 @@ class SlidingCache(NamedTuple):
         The last positions, in order; in the beginning, room in front of them.
     length : Tensor of int64, shape ()
         How many of them there are, at most ``keep``.
-
-    See Also
-    --------
-    FixedCache : room for a number of positions.
 
     Examples
     --------

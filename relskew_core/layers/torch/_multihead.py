@@ -63,6 +63,25 @@ class MultiheadAttention(TableAttention):
     ... )
     >>> layer(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
+
+    The weights of torch's module, which give the same outputs until the tables are trained:
+
+    >>> old = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    >>> new = MultiheadAttention(16, 4, Span.clipped(8), batch_first=True)
+    >>> new.load_state_dict(old.state_dict(), strict=False).missing_keys
+    ['rel_k']
+    >>> x = torch.randn(2, 7, 16)
+    >>> torch.allclose(new(x, x, x)[0], old(x, x, x)[0], atol=1e-6)
+    True
+
+    A causal call, which also returns the weights of each head:
+
+    >>> hidden = torch.nn.Transformer.generate_square_subsequent_mask(7)
+    >>> _, weights = new(
+    ...     x, x, x, attn_mask=hidden, is_causal=True, average_attn_weights=False
+    ... )
+    >>> weights.shape, bool((weights.triu(1) == 0).all())
+    (torch.Size([2, 4, 7, 7]), True)
     """
 
     in_proj_weight: nn.Parameter | None

@@ -82,6 +82,19 @@ class RelativeMultiheadAttention(CachedAttention):
       (v_proj): Linear(in_features=16, out_features=16, bias=True)
       (out_proj): Linear(in_features=16, out_features=16, bias=True)
     )
+
+    Token by token, with a cache of keys and values:
+
+    >>> x, cache = torch.randn(2, 7, 16), attention.eval().empty_cache(2)
+    >>> for step in x.split(1, dim=1):
+    ...     y, cache = attention(step, past=cache)
+    >>> torch.allclose(y, attention(x)[:, -1:], atol=1e-5)
+    True
+
+    The weights of every head, for a plot:
+
+    >>> attention.attention_weights(x).shape
+    torch.Size([2, 4, 7, 7])
     """
 
     @explains(hint="a module is made of a spec, as in RelativeMultiheadAttention(BlockSpec(64, 4, Span.clipped(8)))")
