@@ -24,11 +24,11 @@ def note_head_width(state: State, name: str) -> None:
     state.sizes["D"] = width // heads
 
 
-def read_weights(state: State, names: Mapping[str, str]) -> Weights:
-    """Read the weights of four linear layers: our name of each by the other's."""
-    weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours]) for ours in PROJECTIONS}
+def read_weights(state: State, names: Mapping[str, str], axes: str = "") -> Weights:
+    """Read the weights of four linear layers: our name of each by the other's. Convolutions have more ``axes`` of 1."""
+    weights = {f"{ours}.weight": state.read(f"{names[ours]}.weight", FORMS[ours] + axes) for ours in PROJECTIONS}
     note_head_width(state, f"{names['q_proj']}.weight")
-    return weights
+    return {name: weight[..., 0] if axes else weight for name, weight in weights.items()}
 
 
 def read_biases(state: State, names: Mapping[str, str]) -> Weights:

@@ -14,16 +14,19 @@ from relskew_core.conventions._state import State
 
 
 def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -> tuple[BlockSpec, Weights]:
-    """Read an HF ``VitsAttention``: a window on keys and values.
+    """Read the attention of VITS, a window on keys and values: of transformers, or of its authors.
+
+    Piper, Coqui TTS and MeloTTS have the authors' names: ``conv_q``, ``conv_k``, ``conv_v`` and ``conv_o``.
 
     Parameters
     ----------
     state : mapping of str to array
         A state dict, of one attention or of a whole model.
     num_heads : int
-        ``config.num_attention_heads``.
+        ``config.num_attention_heads``, or the authors' ``n_heads``.
     prefix : str, default ""
-        The prefix of the attention in it: ``"text_encoder.encoder.layers.0.attention."``.
+        The prefix of the attention in it: ``"text_encoder.encoder.layers.0.attention."``, or
+        ``"enc_p.encoder.attn_layers.0."``.
 
     Returns
     -------
@@ -60,8 +63,10 @@ def load_vits(state: Mapping[str, Array], *, num_heads: int, prefix: str = "") -
     (1, 20, 8)
     """
     read = State(state, prefix, H=check_int("num_heads", num_heads, minimum=1))
-    names = {name: name for name in PROJECTIONS}
-    weights = read_weights(read, names) | read_biases(read, names)
+    names, axes = {name: name for name in PROJECTIONS}, ""
+    if any(read.has(f"conv_{name}.weight") for name in "qkvo"):  # convolutions of a single position
+        names, axes = {name: f"conv_{name[0]}" for name in PROJECTIONS}, " 1"
+    weights = read_weights(read, names, axes) | read_biases(read, names)
     keys = read.read("emb_rel_k", "1 R D", "H R D")
     values = read.read("emb_rel_v", "1 R D" if keys.shape[0] == 1 else "H R D")
     weights["rel_k"], span = load_named(VITS, read.label("emb_rel_k"), keys)

@@ -58,6 +58,15 @@ def vits(heads: int) -> Case:
     return Case(f"vits, {heads}", state, conventions.load_vits, fields, renamed(state, OURS) | tables)
 
 
+def vits_of_its_authors() -> Case:
+    """Names as in ``attentions.py`` of jaywalnut310/vits, which Piper, Coqui TTS and MeloTTS have kept."""
+    case = vits(1)
+    convolutions = {f"conv_{key[0]}.{key.partition('.')[2]}": x for key, x in case.state.items() if "proj" in key}
+    state = {key: x[..., None] if key.endswith("weight") else x for key, x in convolutions.items()}
+    tables = {key: x for key, x in case.state.items() if key.startswith("emb")}
+    return case._replace(name="vits, its authors'", state=state | tables)
+
+
 def wav2vec2_bert() -> Case:
     names = ("linear_q", "linear_k", "linear_v", "linear_out")
     state = projections(names) | {"distance_embedding.weight": RNG.standard_normal((8, D))}
@@ -125,7 +134,8 @@ def t5(*, bidirectional: bool) -> Case:
 
 
 CASES = [
-    vits(1), vits(HEADS), wav2vec2_bert(), *map(tensor2tensor, ("causal", "unmasked", "clipped")), gwinndr(bias=True),
+    vits(1), vits(HEADS), vits_of_its_authors(), wav2vec2_bert(),
+    *map(tensor2tensor, ("causal", "unmasked", "clipped")), gwinndr(bias=True),
     gwinndr(bias=False), jason9693(), spectraldoy(bias=True), spectraldoy(bias=False), t5(bidirectional=True),
     t5(bidirectional=False),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whole models of the families that came last, under ``torch.compile`` and as graphs of ONNX."""
+"""Whole models of every family, under ``torch.compile`` and as graphs of ONNX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -22,7 +23,7 @@ OFTEN = ("T5 sdpa", "MPNet", "SAM sdpa", "Nemotron", "torchvision's Swin")
 
 
 def families(*but: str) -> list[Any]:
-    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in WRAPPED if name not in but]
+    return [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES if name not in but]
 
 
 def replaced(name: str) -> Any:
@@ -47,7 +48,7 @@ def test_compile(name: str) -> None:
 
 
 # Falcon's bias is bfloat16, which onnxruntime does not multiply on CPUs, and torch does not export ProphetNet.
-@pytest.mark.parametrize("name", families("Falcon", "ProphetNet"))
+@pytest.mark.parametrize("name", families("Falcon", "ProphetNet", *(name for name in FAMILIES if name not in WRAPPED)))
 @torch.no_grad()
 def test_onnx(name: str, tmp_path: Path) -> None:
     """Any batch, and any length where it is one of a sequence: of two axes of images, torch follows no division."""
@@ -64,3 +65,14 @@ def test_onnx(name: str, tmp_path: Path) -> None:
             continue
         found = session.run(None, {key: x.numpy() for key, x in feed.items()})
         check(torch.from_numpy(found[0]), tensors(model(**feed))[0], 1e-3)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_operator(tmp_path: Path) -> None:
+    """DeBERTa with a node for the library: the export compares it with the library and without."""
+    model = replaced("DeBERTa-v2")
+    inputs = given(FAMILIES["DeBERTa-v2"], 30, model)
+    path = tmp_path / "model.onnx"
+    torch_to_onnx(model, inputs, path, operator=True, tolerance=1e-3)
+    assert [node.domain for node in onnx.load(path).graph.node].count("relskew") == 1

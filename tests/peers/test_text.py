@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peers.common import check, join, padding, peer, randn, randomised, split
+from torch.nn.functional import scaled_dot_product_attention
 
 from relskew_core import (
     Span,
@@ -106,6 +107,9 @@ def test_x_transformers_t5_bias(causal: bool) -> None:
         rel_bias, span = convention.load(theirs.relative_attention_bias.weight)
         got = toeplitz(rel_bias * 4.0, span, n_queries=n, n_keys=m, offset=m - n)
         check(got, theirs(n, m), 1e-6)
+        q, k, v = (randn(3, length, 8, seed=length) for length in (n, m, m))
+        out: Any = relative_attention(q, k, v, None, span, rel_bias=rel_bias.double() * 4.0, offset=m - n)
+        check(out, scaled_dot_product_attention(q, k, v, theirs(n, m).double()), 1e-6)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12])
